@@ -1,13 +1,16 @@
-"""What a checkpoint costs the training: the stall of the step that makes it, and the throughput with one every 20 steps.
+"""What a checkpoint costs the training: the stall of the step that makes it, and the throughput with one every 20
+steps.
 
-One process, one thread of computation, the real loop, recorder, saver and store, on the disk of the temporary folder. The state is that
-of a 784-4096-4096-10 network with Adam, 240 MB. The other side writes the same state with `torch.save` and fsync between two steps.
+One process, one thread of computation, the real loop, recorder, saver and store, on the disk of the temporary folder.
+The state is that of a 784-4096-4096-10 network with Adam, 240 MB. The other side writes the same state with
+`torch.save` and fsync between two steps.
 
 python benchmarks/checkpoint_stall.py --rounds 5     # about 12 minutes
 
-The stall is what the step after a checkpoint takes longer than the median step: the call, and whatever else holds up the next step.
-Throughput is that of whole periods of 20 steps, so it includes what the writing behind the training takes away from it. Periods with a
-checkpoint in their middle and periods without take turns within one run: the speed of a virtual machine drifts by more than is looked for.
+The stall is what the step after a checkpoint takes longer than the median step: the call, and whatever else holds up
+the next step. Throughput is that of whole periods of 20 steps, so it includes what the writing behind the training
+takes away from it. Periods with a checkpoint in their middle and periods without take turns within one run: the speed
+of a virtual machine drifts by more than is looked for.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ from ray_app.train.membership import Flags, GenerationInfo, Phase
 BATCH, PERIOD, PAIRS = 64, 20, 4
 FIRST = PERIOD + PERIOD // 2
 LAST = FIRST + 2 * PERIOD * PAIRS
-"""Steps between which throughput is measured: periods of 20 steps in turn with one checkpoint in the middle, and with none."""
+"""Steps between which throughput is measured: periods of 20 steps in turn with one checkpoint in the middle, and with
+none.
+"""
 _LIMIT_S = 600.0
 NONE, OURS, SAVE = "no checkpoint", "ours", "torch.save + fsync"
 
@@ -84,13 +89,10 @@ class Alone:
 class Cost:
     """What one run found.
 
-    Args:
-        step_ms: Median step.
-        throughput: That of the periods with a checkpoint, by that of the periods after them without; median of the pairs.
-        cpu: CPU of the whole process, likewise.
-        stall_ms: Median stall of a checkpoint; 0 without.
-        call_ms: Of it, inside the call that makes it.
-        write_ms: Median time that the writing took behind the training.
+    Args: step_ms: Median step. throughput: That of the periods with a checkpoint, by that of the periods after them
+        without; median of the pairs. cpu: CPU of the whole process, likewise. stall_ms: Median stall of a checkpoint; 0
+        without. call_ms: Of it, inside the call that makes it. write_ms: Median time that the writing took behind the
+        training.
     """
 
     step_ms: float
@@ -102,7 +104,8 @@ class Cost:
 
 
 class Periods:
-    """A hook that notes wall and CPU time at the ends of the periods, and may do something in the middle of every second one.
+    """A hook that notes wall and CPU time at the ends of the periods, and may do something in the middle of every
+    second one.
 
     Args:
         act: What.
@@ -218,16 +221,29 @@ def measure(name: str) -> Cost:
 def report(found: dict[str, list[Cost]]) -> None:
     """Prints the table."""
     machine = platform.processor() or platform.machine()
-    print(f"\n{machine}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {len(found[NONE])} rounds; medians (range)")
-    print(f"{'side':<24}{'step ms':>24}{'throughput':>24}{'CPU':>24}{'stall ms':>24}{'of it, call ms':>24}{'write ms':>24}")
+    print(
+        f"\n{machine}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {len(found[NONE])} rounds; medians (range)"
+    )
+    print(
+        f"{'side':<24}{'step ms':>24}{'throughput':>24}{'CPU':>24}{'stall ms':>24}{'of it, call ms':>24}{'write ms':>24}"  # noqa: E501
+    )
     for name, costs in found.items():
         columns = [spread([getattr(cost, field) for cost in costs]) for field in Cost.__dataclass_fields__]
         print(f"{name:<24}" + "".join(f"{column:>24}" for column in columns))
     print(f"\n{'figure':<50}{'value':>24}{'bar':>8}{'stretch':>9}")
     stalls = [ours.stall_ms / save.call_ms for ours, save in zip(found[OURS], found[SAVE], strict=True)]
-    line("stall of a checkpoint / torch.save + fsync", stalls, 0.08, 0.05, median(stalls) <= 0.08, median(stalls) <= 0.05)
+    line(
+        "stall of a checkpoint / torch.save + fsync", stalls, 0.08, 0.05, median(stalls) <= 0.08, median(stalls) <= 0.05
+    )
     through = [ours.throughput for ours in found[OURS]]
-    line("throughput, a checkpoint every 20 steps / none", through, 0.95, 0.965, median(through) >= 0.95, median(through) >= 0.965)
+    line(
+        "throughput, a checkpoint every 20 steps / none",
+        through,
+        0.95,
+        0.965,
+        median(through) >= 0.95,
+        median(through) >= 0.965,
+    )
     print(f"{'null: throughput, none / none':<50}{spread([none.throughput for none in found[NONE]]):>24}")
     print(f"{'CPU, a checkpoint every 20 steps / none':<50}{spread([ours.cpu for ours in found[OURS]]):>24}")
 

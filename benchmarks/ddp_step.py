@@ -42,7 +42,9 @@ def hand_written() -> None:
     pixels, labels = make_rows()
     mine = slice(rank, None, WORKERS)
     images = torch.from_numpy(pixels[mine]).permute(0, 3, 1, 2).contiguous().float() / 255
-    batches = list(zip(images.split(ROWS_PER_WORKER), torch.from_numpy(labels[mine]).split(ROWS_PER_WORKER), strict=True))
+    batches = list(
+        zip(images.split(ROWS_PER_WORKER), torch.from_numpy(labels[mine]).split(ROWS_PER_WORKER), strict=True)
+    )
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(torchvision.models.resnet18(num_classes=10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
@@ -68,7 +70,15 @@ def torchrun() -> Sample:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(WORKERS), "--master_port", str(port)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(WORKERS),
+        "--master_port",
+        str(port),
+    ]
     return run_side([*launcher, __file__, "--side", "ddp"])
 
 
@@ -133,7 +143,9 @@ def main() -> None:
             "exact": lambda: ours.measure("exact"),
         }
         found = alternate(sides, options.rounds)
-    report("Time per step, ResNet-18 on 32x32 images, 2 workers of one thread", found, {"overlapped": 1.03, "exact": 1.10})
+    report(
+        "Time per step, ResNet-18 on 32x32 images, 2 workers of one thread", found, {"overlapped": 1.03, "exact": 1.10}
+    )
     ray.shutdown()
 
 

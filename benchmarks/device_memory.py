@@ -1,9 +1,11 @@
-"""What one device holds with each strategy that is about memory, next to `ddp`: three steps of a dense network with Adam on one worker.
+"""What one device holds with each strategy that is about memory, next to `ddp`: three steps of a dense network with
+Adam on one worker.
 
 python benchmarks/device_memory.py     # seconds
 
-On a GPU the peak of allocated memory; `fsdp` on one worker has all shards, so its gain is that of `cpu_offload`. Without a GPU it says so
-and adds up the bytes of the tensors that a device would hold between two steps: parameters, gradients, optimizer state.
+On a GPU the peak of allocated memory; `fsdp` on one worker has all shards, so its gain is that of `cpu_offload`.
+Without a GPU it says so and adds up the bytes of the tensors that a device would hold between two steps: parameters,
+gradients, optimizer state.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from ray_app.train.step.step import Step
 from ray_app.train.strategies.fully_sharded import ShardedStep
 
 ROWS, PIXELS = 32, 32
-SIDES: dict[str, dict[str, Any]] = {"ddp": {}, "central_storage": {}, "fsdp": {}, "fsdp, offloaded": {"train__cpu_offload": True}}
+SIDES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "central_storage": {},
+    "fsdp": {},
+    "fsdp, offloaded": {"train__cpu_offload": True},
+}
 
 
 class Dense(ImageClassification):
@@ -79,10 +86,16 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     sides = list(SIDES)
     if device.type == "cpu":
-        print("There is no GPU here: the bytes of tensors are added up, and cpu_offload, which would change where they are, is left out.")
+        print(
+            "There is no GPU here: the bytes of tensors are added up, and cpu_offload, which would change where they"
+            " are, is left out."
+        )
         sides.remove("fsdp, offloaded")
     for side in sides:
-        print(json.dumps({"strategy": side, "device": device.type, "device_mb": round(measure(side, device), 1)}), flush=True)
+        print(
+            json.dumps({"strategy": side, "device": device.type, "device_mb": round(measure(side, device), 1)}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Disturbing a run from outside, and reading from its steps how it took it: the same for every side of `recovery.py`.
 
-Every worker writes a line for every step that it finished (`StepLog`). The process that started the run looks at these lines a few times
-a second (`Disturber.look`), disturbs the run once it has stepped for a while with all its workers, and ends the watch when it is done.
+Every worker writes a line for every step that it finished (`StepLog`). The process that started the run looks at these
+lines a few times a second (`Disturber.look`), disturbs the run once it has stepped for a while with all its workers,
+and ends the watch when it is done.
 
-The clock starts just before the disturbance (its time is in a file, the proof that it happened) and stops when the first step is finished
-that the disturbed group did not finish: one by another number of workers, or by a process that was not there before.
+The clock starts just before the disturbance (its time is in a file, the proof that it happened) and stops when the
+first step is finished that the disturbed group did not finish: one by another number of workers, or by a process that
+was not there before.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ Kind = Literal["kill", "wipe", "lose", "grow", "drain"]
 class Scenario:
     """One way to disturb a run.
 
-    Args:
-        kind: `kill`: SIGKILL of one worker. `wipe`: of all. `lose`: a node is gone. `grow`: a node is added. `drain`: a node says that it
+    Args: kind: `kill`: SIGKILL of one worker. `wipe`: of all. `lose`: a node is gone. `grow`: a node is added. `drain`:
+        a node says that it
             will go, and goes after `deadline_s`.
         workers: Fewest and most workers.
         before: Workers before the disturbance.
@@ -38,7 +40,8 @@ class Scenario:
         times: How often, in the same run.
         nodes: CPUs of the nodes besides the head; empty: a cluster of one node.
         every_s: Seconds between two disturbances by the clock; None: as soon as the run has settled again.
-        end_s: Seconds for which the run goes on after the last one; after kills these begin when all workers are there again.
+        end_s: Seconds for which the run goes on after the last one; after kills these begin when all workers are there
+            again.
         deadline_s: See `drain`.
         snapshot_every_steps: Ours: see `checkpoint.snapshot_every_steps`.
         limit_s: The longest that a side may take.
@@ -122,13 +125,10 @@ class Steps:
 class Disturbance:
     """One disturbance and what came of it.
 
-    Args:
-        at_s: When.
-        pids: The processes that stepped before.
-        victims: Those of them that were ended, as far as they are known.
-        next_s: Seconds to the next finished step.
-        caught_up_s: Seconds to the first finished step that nobody had finished before.
-        redone: Finished steps that were done again; a step counts as finished if a worker that survives has finished it, without
+    Args: at_s: When. pids: The processes that stepped before. victims: Those of them that were ended, as far as they
+        are known. next_s: Seconds to the next finished step. caught_up_s: Seconds to the first finished step that
+        nobody had finished before. redone: Finished steps that were done again; a step counts as finished if a worker
+        that survives has finished it, without
             survivors if any has.
     """
 
@@ -172,7 +172,10 @@ class Disturber:
             self.done = [d for d in self.done if d.next_s is not None]
             if self.done:
                 return True
-            raise TimeoutError(f"{scenario.kind}: nothing measured after {scenario.limit_s:g} s, {self.stuck} disturbances without an end")
+            raise TimeoutError(
+                f"{scenario.kind}: nothing measured after {scenario.limit_s:g} s, {self.stuck} disturbances without an"
+                f" end"
+            )
         for line in self.steps.poll():
             if line.workers != scenario.before or line.pid not in self._known:
                 self._known.add(line.pid)
@@ -204,7 +207,9 @@ class Disturber:
         """The newest line of every process that steps now."""
         newest = {line.pid: line for line in self.steps.lines[-2000:]}
         latest = max(line.time_s for line in newest.values())
-        return {pid: line for pid, line in newest.items() if line.time_s > latest - 1.0 and Path(f"/proc/{pid}").exists()}
+        return {
+            pid: line for pid, line in newest.items() if line.time_s > latest - 1.0 and Path(f"/proc/{pid}").exists()
+        }
 
     def _disturb(self, number: int) -> Disturbance:
         """Does it; kills take turns between the last rank and rank 0."""
@@ -246,12 +251,20 @@ class Disturber:
         after = [line for line in self.steps.lines if line.time_s > last.at_s]
         found = next((line for line in after if is_next(line)), None)
         if found is None:
-            if self.scenario.kind == "drain" and self._node is not None and time.time() > last.at_s + self.scenario.deadline_s:
+            if (
+                self.scenario.kind == "drain"
+                and self._node is not None
+                and time.time() > last.at_s + self.scenario.deadline_s
+            ):
                 assert self._cluster is not None
                 self._cluster.remove_node(self._node, allow_graceful=False)
                 self._node = None
             return
-        old = [line for line in self.steps.lines if line.pid in last.pids and line.time_s < found.time_s and not is_next(line)]
+        old = [
+            line
+            for line in self.steps.lines
+            if line.pid in last.pids and line.time_s < found.time_s and not is_next(line)
+        ]
         surviving = [line for line in old if line.pid not in last.victims]
         finished = max(line.step for line in surviving or old)
         caught_up = next((line for line in after if is_next(line) and line.step > finished), None)
@@ -270,7 +283,9 @@ class Disturber:
 
 
 def start_nodes(scenario: Scenario, head_cpus: int) -> Any | None:
-    """Starts the cluster of a scenario about nodes; the driver connects to its head, which has CPUs for what is not a training worker."""
+    """Starts the cluster of a scenario about nodes; the driver connects to its head, which has CPUs for what is not a
+    training worker.
+    """
     if not scenario.nodes:
         return None
     from ray.cluster_utils import Cluster
@@ -290,16 +305,20 @@ def drain(address: str, node_id: str, deadline_s: int) -> None:
     from ray.core.generated import autoscaler_pb2
 
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    accepted, why = GcsClient(address=address).drain_node(node_id, reason, "benchmark", int((time.time() + deadline_s) * 1e3))
+    accepted, why = GcsClient(address=address).drain_node(
+        node_id, reason, "benchmark", int((time.time() + deadline_s) * 1e3)
+    )
     if not accepted:
         raise RuntimeError(f"the node refuses to drain: {why}")
 
 
 def goodput(lines: list[Line], done: list[Disturbance], full: int) -> dict[str, float]:
-    """What part of the run's time went into rows that counted, from the first disturbance to the end of the last period.
+    """What part of the run's time went into rows that counted, from the first disturbance to the end of the last
+    period.
 
-    Undisturbed seconds per step are measured in the same run: wall time over steps, in every stretch in which the full number of workers
-    steps, from 3 s after it is complete until the next disturbance. All steps have the same rows, also those of fewer workers.
+    Undisturbed seconds per step are measured in the same run: wall time over steps, in every stretch in which the full
+    number of workers steps, from 3 s after it is complete until the next disturbance. All steps have the same rows,
+    also those of fewer workers.
     """
     starts = [d.at_s for d in done]
     period_s = (starts[-1] - starts[0]) / (len(starts) - 1)
@@ -317,4 +336,9 @@ def goodput(lines: list[Line], done: list[Disturbance], full: int) -> dict[str, 
             seconds += stretch[-1].time_s - stretch[0].time_s
     counted = [line for line in at if starts[0] <= line.time_s <= end]
     part = (counted[-1].step - counted[0].step) * (seconds / steps) / (end - starts[0])
-    return {"goodput": part, "step_ms": seconds / steps * 1e3, "period_s": period_s, "not_full_s": missing / len(starts)}
+    return {
+        "goodput": part,
+        "step_ms": seconds / steps * 1e3,
+        "period_s": period_s,
+        "not_full_s": missing / len(starts),
+    }

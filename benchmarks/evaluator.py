@@ -1,11 +1,14 @@
-"""What evaluation costs: an evaluator that stays against a fresh one per checkpoint, and what it takes from the training beside it.
+"""What evaluation costs: an evaluator that stays against a fresh one per checkpoint, and what it takes from the
+training beside it.
 
 python benchmarks/evaluator.py --rounds 3      # needs a quiet machine; about 8 minutes
 
-fresh      The time from the commit of a checkpoint to its evaluation. The actor that stays keeps its process, the model and the decoded
-           data; the other side starts such an actor for every checkpoint, as a job per checkpoint would. Digits, 359 rows to evaluate.
-beside     Throughput of one training worker of one thread, digits, a checkpoint every 40 steps and the evaluator on another core, against
-           the same run without evaluation data. Steps are timed by the worker in mid-run, between two of them.
+fresh      The time from the commit of a checkpoint to its evaluation. The actor that stays keeps its process, the model
+           and the decoded data; the other side starts such an actor for every checkpoint, as a job per checkpoint
+           would. Digits, 359 rows to evaluate.
+beside     Throughput of one training worker of one thread, digits, a checkpoint every 40 steps and the evaluator on
+           another core, against the same run without evaluation data. Steps are timed by the worker in mid-run, between
+           two of them.
 """
 
 from __future__ import annotations
@@ -168,9 +171,15 @@ def main() -> None:
             stayed, started = zip(*((stays(job), fresh(job)) for _ in range(options.rounds)), strict=True)
             ratios = [sum(a) / sum(b) for a, b in zip(stayed, started, strict=True)]
             warm = [median(a[1:]) for a in stayed]
-            print(f"seconds per evaluation: {sum(map(sum, stayed)) / options.rounds / CHECKPOINTS:.2f} staying (its start included; then")
+            print(
+                f"seconds per evaluation: {sum(map(sum, stayed)) / options.rounds / CHECKPOINTS:.2f} staying (its start"
+                f" included; then"
+            )
             print(f"{median(warm):.2f}), {sum(map(sum, started)) / options.rounds / CHECKPOINTS:.2f} fresh")
-            print(f"staying / fresh: {median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}), bar 0.5: {verdict(median(ratios) <= 0.5)}")
+            print(
+                f"staying / fresh: {median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}), bar 0.5:"
+                f" {verdict(median(ratios) <= 0.5)}"
+            )
         if options.only != "fresh":
             numbers = iter(range(1000))
             beside(folder, next(numbers), evaluated=True)  # starts processes that stay

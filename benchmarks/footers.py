@@ -38,7 +38,9 @@ def write_files(folder: Path, files: int) -> None:
             path.write_bytes((folder / f"part-{number % DIFFERENT:06d}.parquet").read_bytes())
             continue
         rows = ROW_GROUPS * ROWS
-        numbers = {f"n{i}": generator.integers(0, 1000, rows) for i in range(6)} | {f"x{i}": generator.random(rows) for i in range(3)}
+        numbers = {f"n{i}": generator.integers(0, 1000, rows) for i in range(6)} | {
+            f"x{i}": generator.random(rows) for i in range(3)
+        }
         pq.write_table(pa.table({**numbers, "text": [str(n) for n in numbers["n0"]]}), path, row_group_size=ROWS)
     os.sync()
 
@@ -87,7 +89,10 @@ def main() -> None:
                 with context.Pool(1) as pool:
                     found.setdefault(way, []).append(pool.apply(measure, (name,)))
     assert len({digest for samples in found.values() for *_, digest in samples}) == 1
-    print(f"{files:,} files of {ROW_GROUPS} row groups of 10 columns, {ROUNDS} rounds, {os.cpu_count()} cores; bars for {MANY:,}:")
+    print(
+        f"{files:,} files of {ROW_GROUPS} row groups of 10 columns, {ROUNDS} rounds, {os.cpu_count()} cores; bars for"
+        f" {MANY:,}:"
+    )
     print("60 s with footers, 10 s without, 1,000 MB more than after the imports")
     for way, samples in found.items():
         seconds, megabytes = [s for s, *_ in samples], [m for _, m, _ in samples]

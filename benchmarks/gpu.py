@@ -3,9 +3,10 @@
 make gpu                     # or: python benchmarks/gpu.py
 make gpu DEVICE=cpu          # that it runs: small sizes, a few minutes; the figures say nothing
 
-Needs what the application needs, but no network and no MLflow. Prints a table in Markdown, for docs/gpu.md, and writes it as JSON. A line
-that fails says what failed, with the end of its traceback on stderr, and the others go on, unless it is the line "start": all others would
-fail for the same reason. Lines for which no time was left are named. The exit code is 1 if a check failed.
+Needs what the application needs, but no network and no MLflow. Prints a table in Markdown, for docs/gpu.md, and writes
+it as JSON. A line that fails says what failed, with the end of its traceback on stderr, and the others go on, unless it
+is the line "start": all others would fail for the same reason. Lines for which no time was left are named. The exit
+code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -79,13 +80,21 @@ def describe(device: str) -> dict[str, Any]:
     found = {"device": name, "torch": torch.__version__, "ray": ray.__version__, "date": time.strftime("%Y-%m-%d")}
     if device == "cuda":
         described = environment.describe(torch.device("cuda", 0))
-        found |= {"gpus": torch.cuda.device_count(), "driver": _smi(), **{name: described[name] for name in ("cuda", "cudnn", "nccl")}}
+        found |= {
+            "gpus": torch.cuda.device_count(),
+            "driver": _smi(),
+            **{name: described[name] for name in ("cuda", "cudnn", "nccl")},
+        }
     return found
 
 
 def _smi() -> str:
     """What nvidia-smi says of the GPUs, or why it says nothing."""
-    command = ["nvidia-smi", "--query-gpu=driver_version,memory.total,memory.used,clocks.max.sm", "--format=csv,noheader"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,memory.total,memory.used,clocks.max.sm",
+        "--format=csv,noheader",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
@@ -113,7 +122,9 @@ class Table:
         self._out.write_text(json.dumps(as_json(self._machine, self.results), indent=1) + "\n")
         failed = [result.name for result in self.results if result.status == "failed"]
         print(
-            f"\n{len(self.results)} lines in {self._out}; " + (f"failed: {', '.join(failed)}" if failed else "no check failed"), flush=True
+            f"\n{len(self.results)} lines in {self._out}; "
+            + (f"failed: {', '.join(failed)}" if failed else "no check failed"),
+            flush=True,
         )
         return 1 if failed else 0
 
@@ -145,7 +156,9 @@ def main() -> int:
     last.daemon = True
     last.start()
     with tempfile.TemporaryDirectory(prefix="ray_app-gpu-", ignore_cleanup_errors=True) as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # what a process that was killed left half written is not read
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
+            f"{folder}/compiled"  # what a process that was killed left half written is not read
+        )
         look_at(lines, Bench(options.device, Path(folder)), options.total_s, table.tell)
     return table.end()
 

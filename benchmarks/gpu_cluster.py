@@ -1,4 +1,6 @@
-"""Lines about several workers as users have them: on Ray, where there are GPUs enough on one each, and what NCCL hides behind computing."""
+"""Lines about several workers as users have them: on Ray, where there are GPUs enough on one each, and what NCCL hides
+behind computing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ Spans = list[tuple[float, float]]
 
 
 def killed_on_ray(bench: Bench) -> Found:
-    """SIGKILL of one of two workers of a run on Ray to the next step of the other one; on a GPU each through NCCL, else through gloo.
+    """SIGKILL of one of two workers of a run on Ray to the next step of the other one; on a GPU each through NCCL, else
+    through gloo.
 
     An evaluator has a share of the only GPU, or the third one.
     """
@@ -65,7 +68,9 @@ def killed_on_ray(bench: Bench) -> Found:
     if not evaluated:
         raise RuntimeError(f"the evaluator with {evaluator:g} GPU evaluated no checkpoint")
     said = f"{seconds:.2f} s through {config.train.backend}, {redone} steps redone, {evaluated} evaluations"
-    return Found(said, seconds <= 2 and not redone if bench.device == "cuda" else None, {"s": seconds, "redone": redone})
+    return Found(
+        said, seconds <= 2 and not redone if bench.device == "cuda" else None, {"s": seconds, "redone": redone}
+    )
 
 
 def hidden(exchange: Spans, computing: Spans) -> float:
@@ -101,7 +106,13 @@ def exchange_hidden(bench: Bench) -> Found:
         fields = {"train__max_steps": last, "train__epochs": 1000, "train__profile_steps": [last - 1, last - 1]}
         batch = bench.sizes.digest_batch
         job = bench.job(
-            network(bench), bench.small, logical_workers=2, batch=batch, train__reduction=reduction, train__bucket_mb=4.0, **fields
+            network(bench),
+            bench.small,
+            logical_workers=2,
+            batch=batch,
+            train__reduction=reduction,
+            train__bucket_mb=4.0,
+            **fields,
         )
         with bench.pool(2) as pool:
             bench.trained(pool, job, 2, own_gpus=True)

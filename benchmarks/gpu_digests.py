@@ -1,4 +1,6 @@
-"""Lines about bits: the same for every number of workers, with every option and strategy; the workers share a GPU, through gloo."""
+"""Lines about bits: the same for every number of workers, with every option and strategy; the workers share a GPU,
+through gloo.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +43,24 @@ def network(bench: Bench) -> Task:
 
 
 def digests(
-    bench: Bench, task: Task, workers: tuple[int, ...] = WORKERS, own_gpus: bool = False, data: Path | None = None, **fields: Any
+    bench: Bench,
+    task: Task,
+    workers: tuple[int, ...] = WORKERS,
+    own_gpus: bool = False,
+    data: Path | None = None,
+    **fields: Any,
 ) -> Found:
-    """Whether runs on different numbers of workers end with the same parameters and recorded the same losses and norms of gradients."""
+    """Whether runs on different numbers of workers end with the same parameters and recorded the same losses and norms
+    of gradients.
+    """
     options = {"train__max_steps": STEPS, "data__global_batch_size": bench.sizes.digest_batch} | fields
     batch = options.pop("data__global_batch_size")
     workers = workers if bench.device == "cuda" else workers[:2]
     rows = data or bench.small
     with bench.pool(max(workers)) as pool:
         found = {
-            size: bench.trained(pool, bench.job(task, rows, logical_workers=L, batch=batch, **options), size, own_gpus) for size in workers
+            size: bench.trained(pool, bench.job(task, rows, logical_workers=L, batch=batch, **options), size, own_gpus)
+            for size in workers
         }
     said = {size: run.commit.params_digest for size, run in found.items()}
     same = len(set(said.values())) == 1
@@ -78,7 +88,10 @@ def resumed(bench: Bench) -> Found:
     """A run on one worker that breaks after its checkpoint and goes on with two, against one that is not disturbed."""
     fields: dict[str, Any] = {"train__max_steps": STEPS, "checkpoint__every_steps": 2}
     fields |= {"data__eval_path": str(bench.few), "evaluate__where": "workers"}
-    jobs = [bench.job(network(bench), bench.small, logical_workers=L, batch=bench.sizes.digest_batch, **fields) for _ in range(2)]
+    jobs = [
+        bench.job(network(bench), bench.small, logical_workers=L, batch=bench.sizes.digest_batch, **fields)
+        for _ in range(2)
+    ]
     with bench.pool(2) as pool:
         whole = bench.trained(pool, jobs[0], 1)
         [broken] = bench.outcomes(pool, jobs[1], 1, hooks=Hooks(after_step=DieAfter(3)))
@@ -90,23 +103,37 @@ def resumed(bench: Bench) -> Found:
     if step != 2 or rest.workers[-1] != [2]:
         raise RuntimeError(f"the run was to go on from step 2 on 2 workers; it did from {step} on {rest.workers[-1]}")
     losses = [[each.metrics["loss"] for each in read_evaluations(job.paths)] for job in jobs]
-    same = digests[0] == digests[1] and whole.steps == rest.steps and losses[0] == losses[1] and len(losses[0]) == STEPS // 2
+    same = (
+        digests[0] == digests[1]
+        and whole.steps == rest.steps
+        and losses[0] == losses[1]
+        and len(losses[0]) == STEPS // 2
+    )
     said = f"W = 1 to step {step}, then 2: {digests[1][:12]}, undisturbed {digests[0][:12]}"
     said += f"; losses of evaluations {shown(losses[1])}, {shown(losses[0])}"
     return Found(said, same, {"digests": digests})
 
 
 def killed(bench: Bench) -> Found:
-    """Two workers that are killed again and again, each time in another phase of a step, against a run that is not disturbed."""
+    """Two workers that are killed again and again, each time in another phase of a step, against a run that is not
+    disturbed.
+    """
     fields = {"train__max_steps": 12, "train__epochs": 10, "checkpoint__every_steps": 4}
-    jobs = [bench.job(network(bench), bench.small, logical_workers=2, batch=bench.sizes.digest_batch, **fields) for _ in range(2)]
+    jobs = [
+        bench.job(network(bench), bench.small, logical_workers=2, batch=bench.sizes.digest_batch, **fields)
+        for _ in range(2)
+    ]
     with bench.pool(1) as pool:
         whole = bench.trained(pool, jobs[0], 1)
     campaign = Campaign(bench.new("kills"), 0, jobs[1], 2, device=bench.first)
     campaign.run(DEATHS)
     deaths, digest = campaign.fired.total(), CheckpointStore(jobs[1].paths).commits()[-1].params_digest
     same = digest == whole.commit.params_digest and deaths > 0
-    return Found(f"{deaths} deaths: {digest[:12]}, undisturbed {whole.commit.params_digest[:12]}", same, {"deaths": dict(campaign.fired)})
+    return Found(
+        f"{deaths} deaths: {digest[:12]}, undisturbed {whole.commit.params_digest[:12]}",
+        same,
+        {"deaths": dict(campaign.fired)},
+    )
 
 
 def served(bench: Bench) -> Found:
@@ -119,7 +146,9 @@ def served(bench: Bench) -> Found:
         ServedWorld(job, workers, device=bench.first).run()
         digests[workers] = CheckpointStore(job.paths).commits()[-1].params_digest
     same = len(set(digests.values())) == 1
-    return Found(", ".join(f"W = {size}: {digest[:12]}" for size, digest in digests.items()), same, {"digests": digests})
+    return Found(
+        ", ".join(f"W = {size}: {digest[:12]}" for size, digest in digests.items()), same, {"digests": digests}
+    )
 
 
 def sharded(bench: Bench, **fields: Any) -> Found:
@@ -139,7 +168,9 @@ def fsdp_offloaded(bench: Bench) -> Found:
 def captured(bench: Bench) -> Found:
     """Both networks as CUDA graphs, on other numbers of workers, against eager steps."""
     if bench.device == "cpu":
-        raise NotYetError("a dry run captures nothing; tests/processes/train/step/test_cuda_graphs.py looks at a stand-in")
+        raise NotYetError(
+            "a dry run captures nothing; tests/processes/train/step/test_cuda_graphs.py looks at a stand-in"
+        )
     said, same, told = [], True, {}
     options: dict[str, Any] = {"transformer": {}, "network": BF16}
     for make in (transformer, network):
@@ -153,11 +184,15 @@ def captured(bench: Bench) -> Found:
 
 
 def detected(bench: Bench) -> Found:
-    """A detector, whose RoIAlign PyTorch would compile by the shapes that come first; each number of workers sees other ones first."""
+    """A detector, whose RoIAlign PyTorch would compile by the shapes that come first; each number of workers sees other
+    ones first.
+    """
     detector = load_config(ROOT / "conf" / "detection.yaml").task.init_args["detector"]
     data = write_shipped_data("detection", bench.new("shapes"))
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.0005}}
-    return digests(bench, ObjectDetection(detector), data=data, data__global_batch_size=8, optimizer=optimizer, train__epochs=10)
+    return digests(
+        bench, ObjectDetection(detector), data=data, data__global_batch_size=8, optimizer=optimizer, train__epochs=10
+    )
 
 
 def nccl(bench: Bench) -> Found:
@@ -175,7 +210,12 @@ LINES = [
     Line("bits: transformer, compile", of(transformer, train__compile=True), 90, "equal"),
     Line("bits: capture", captured, 60, "equal"),
     Line("bits: checkpoint, resume at another W", resumed, 40, "equal"),
-    Line("bits: local_sgd, 2 local steps", of(transformer, train__strategy="local_sgd", train__local_steps=2), 40, "equal"),
+    Line(
+        "bits: local_sgd, 2 local steps",
+        of(transformer, train__strategy="local_sgd", train__local_steps=2),
+        40,
+        "equal",
+    ),
     Line("bits: fsdp", sharded, 40, "equal"),
     Line("bits: fsdp, cpu_offload", fsdp_offloaded, 40, "equal"),
     Line("bits: central_storage", of(transformer, train__strategy="central_storage"), 40, "equal"),

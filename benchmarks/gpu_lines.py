@@ -1,4 +1,6 @@
-"""The lines of `benchmarks/gpu.py`: each a check or a measurement of its own, with seconds of its own; what one does harms no other."""
+"""The lines of `benchmarks/gpu.py`: each a check or a measurement of its own, with seconds of its own; what one does
+harms no other.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,17 @@ def look_at(lines: Sequence[Line], bench: Bench, total_s: float, tell: Callable[
             tell(Result(line.name, line.bar, "left out", f"{stopped_by} failed", 0.0, {}))
             continue
         status, said, figures, trace = _outcome(line, bench, min(line.limit_s, end_s - began_s))
-        tell(Result(line.name, line.bar, status, " ".join(said.split()).replace("|", "/"), time.monotonic() - began_s, figures, trace))
+        tell(
+            Result(
+                line.name,
+                line.bar,
+                status,
+                " ".join(said.split()).replace("|", "/"),
+                time.monotonic() - began_s,
+                figures,
+                trace,
+            )
+        )
         if line.stops and status == "failed":
             stopped_by = line.name
 
@@ -124,7 +136,11 @@ def _outcome(line: Line, bench: Bench, limit_s: float) -> tuple[Status, str, dic
         return "not yet", str(error), {}, ""
     except OverTimeError as error:
         is_own = limit_s >= line.limit_s
-        return ("failed", str(error), {}, _traceback()) if is_own else ("left out", "no time was left to finish it", {}, "")
+        return (
+            ("failed", str(error), {}, _traceback())
+            if is_own
+            else ("left out", "no time was left to finish it", {}, "")
+        )
     except Exception as error:
         return "failed", f"{type(error).__name__}: {_last(str(error))}", {}, _traceback()
     return "measured" if found.passed is None else "passed" if found.passed else "failed", found.said, found.figures, ""

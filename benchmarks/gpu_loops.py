@@ -22,11 +22,11 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Clock:
-    """A hook for `Hooks.after_step`: rank 0 notes when each step has ended, and at the last one what its device held at most.
+    """A hook for `Hooks.after_step`: rank 0 notes when each step has ended, and at the last one what its device held at
+    most.
 
-    Args:
-        file: Where it is written, as JSON: `at_s`, the seconds of all steps from `WARM_UP` on, and `peak_bytes`, 0 without a device.
-        last: The last step.
+    Args: file: Where it is written, as JSON: `at_s`, the seconds of all steps from `WARM_UP` on, and `peak_bytes`, 0
+        without a device. last: The last step.
     """
 
     file: str
@@ -40,7 +40,12 @@ class Clock:
         if cuda and step in (WARM_UP, self.last):
             torch.cuda.synchronize()
         with Path(self.file).open("a") as file:
-            file.write(json.dumps({"at_s": time.perf_counter(), "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0}) + "\n")
+            file.write(
+                json.dumps(
+                    {"at_s": time.perf_counter(), "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0}
+                )
+                + "\n"
+            )
 
     def read(self) -> tuple[list[float], int]:
         """Seconds of the steps after `WARM_UP`, and the most bytes that the device held."""
@@ -63,7 +68,9 @@ def _batches(rows: int, pixels: int, device: torch.device) -> list[tuple[Tensor,
 
 
 def bare(rank: int, store: Path, name: str, sizes: Sizes, steps: int) -> float:
-    """Seconds per step of a ResNet in bf16 and channels last that is fed from pinned memory; on a GPU one CUDA graph is the whole step."""
+    """Seconds per step of a ResNet in bf16 and channels last that is fed from pinned memory; on a GPU one CUDA graph is
+    the whole step.
+    """
     del rank, store
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.benchmark = True

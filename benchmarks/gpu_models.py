@@ -68,7 +68,9 @@ class _Patches(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
-        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True) for _ in range(2)))
+        self.layers = nn.Sequential(
+            *(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True) for _ in range(2))
+        )
         self.scores = nn.Linear(width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -33,9 +33,15 @@ ADAM = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.00
 
 
 def clocked(bench: Bench, pool: Pool, job: Job, size: int = 1) -> tuple[list[float], int]:
-    """Trains a run to its end; returns the seconds of its steps after the first few, and the most bytes that rank 0's device held."""
+    """Trains a run to its end; returns the seconds of its steps after the first few, and the most bytes that rank 0's
+    device held.
+    """
     clock = Clock(str(bench.new("clock")), job.total_steps)
-    failed = [outcome.trace for outcome in bench.outcomes(pool, job, size, hooks=Hooks(after_step=clock)) if outcome.error is not None]
+    failed = [
+        outcome.trace
+        for outcome in bench.outcomes(pool, job, size, hooks=Hooks(after_step=clock))
+        if outcome.error is not None
+    ]
     if failed:
         raise RuntimeError(failed[0])
     return clock.read()
@@ -52,16 +58,22 @@ def memory_of_strategies(bench: Bench) -> Found:
     for name, fields in STRATEGIES.items():
         if bench.device == "cpu" and fields.get("train__cpu_offload"):
             continue
-        if name.startswith("fsdp") and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # before PyTorch 2.15
+        if name.startswith("fsdp") and not hasattr(
+            FSDPModule, "set_reduce_scatter_unused_params"
+        ):  # before PyTorch 2.15
             continue
-        job = bench.job(Dense(bench.sizes.width // 4), bench.small, logical_workers=2, batch=64, **steps(bench), **ADAM, **fields)
+        job = bench.job(
+            Dense(bench.sizes.width // 4), bench.small, logical_workers=2, batch=64, **steps(bench), **ADAM, **fields
+        )
         with bench.pool(2) as pool:
             found[name] = clocked(bench, pool, job, 2)[1] / 1e6
     return Found(", ".join(f"{name} {mb:,.0f} MB" for name, mb in found.items()), None, {"peak_mb": found})
 
 
 def against_ddp(bench: Bench, reduction: str) -> tuple[float, float, int, int]:
-    """Two workers on one device, a dense network with Adam: seconds of a step and most bytes, ours and PyTorch's own DDP."""
+    """Two workers on one device, a dense network with Adam: seconds of a step and most bytes, ours and PyTorch's own
+    DDP.
+    """
     task, rows = Dense(bench.sizes.width // 4), 64
     fields = steps(bench) | ADAM | {"train__reduction": reduction}
     with bench.pool(2) as pool:
@@ -113,12 +125,18 @@ def captured_step(bench: Bench) -> Found:
         raise NotYetError("a dry run captures nothing")
     found: dict[bool, list[float]] = {False: [], True: []}
     for captures in [False, True] * bench.sizes.rounds:
-        job = bench.job(transformer(bench), bench.small, logical_workers=1, batch=8, **steps(bench), train__capture=captures)
+        job = bench.job(
+            transformer(bench), bench.small, logical_workers=1, batch=8, **steps(bench), train__capture=captures
+        )
         with bench.pool(1) as pool:
             found[captures].append(median(clocked(bench, pool, job)[0]))
     eager_s, captured_s = median(found[False]), median(found[True])
     said = f"{eager_s / captured_s:.2f} times as fast: {captured_s * 1e3:.2f} ms, eager {eager_s * 1e3:.2f} ms"
-    return Found(said, eager_s >= 2 * captured_s if eager_s < 5e-3 else None, {"eager_s": found[False], "captured_s": found[True]})
+    return Found(
+        said,
+        eager_s >= 2 * captured_s if eager_s < 5e-3 else None,
+        {"eager_s": found[False], "captured_s": found[True]},
+    )
 
 
 def from_parquet(bench: Bench) -> Found:
@@ -146,7 +164,9 @@ def stall(bench: Bench) -> Found:
     usual = median(times)
     made = [e.details for e in read_events(job.paths, "checkpointed") if e.details["step"] < total]
     first = WARM_UP + 1  # the step that the first of the times is of
-    over = [sum(times[e["step"] - first + i] - usual for i in (0, 1) if e["step"] - first + i < len(times)) for e in made]
+    over = [
+        sum(times[e["step"] - first + i] - usual for i in (0, 1) if e["step"] - first + i < len(times)) for e in made
+    ]
     newest = sorted(Path(str(job.paths.checkpoints)).iterdir())[-1]
     size = sum(file.stat().st_size for file in newest.iterdir())
     said = f"{median(over) * 1e3:.0f} ms beside a step of {usual * 1e3:.1f} ms, state of {size / 1e6:,.0f} MB"
@@ -174,7 +194,10 @@ def profiled(bench: Bench) -> Found:
     for begin, end in kernels:
         busy, until = busy + max(0.0, end - max(begin, until)), max(until, end)
     whole = until - kernels[0][0]
-    said = f"{len(kernels)} {'kernels' if bench.device == 'cuda' else 'operators'}, busy {busy / whole:.0%} of {whole / 1e3:.1f} ms"
+    said = (
+        f"{len(kernels)} {'kernels' if bench.device == 'cuda' else 'operators'}, busy {busy / whole:.0%} of"
+        f" {whole / 1e3:.1f} ms"
+    )
     return Found(said, None, {"kernels": len(kernels), "busy": busy / whole, "ms": whole / 1e3})
 
 
@@ -186,7 +209,12 @@ def line(name: str, look: Callable[[Bench], Found], limit_s: float, bar: str = "
 LINES = [
     line("memory of each strategy", memory_of_strategies, 60),
     line("memory: exact at W = L / torch's DDP", memory_against_ddp, 30, "at most 1.10"),
-    line("ResNet-50, bf16, channels last, batch 256, in memory: images/s / bare loop as a CUDA graph", images_per_s, 90, "at least 0.98"),
+    line(
+        "ResNet-50, bf16, channels last, batch 256, in memory: images/s / bare loop as a CUDA graph",
+        images_per_s,
+        90,
+        "at least 0.98",
+    ),
     line("the same, fed from Parquet", from_parquet, 90, "at least 0.98"),
     line("small step: captured / eager", captured_step, 60, "at least 2 times as fast below 5 ms"),
     line("step on 2 workers: exact, overlapped / plain DDP", step_against_ddp, 40),

@@ -22,7 +22,7 @@ from ray_app.reduction.base import collective
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.task import device as environment
 from ray_app.train.job import Hooks
-from ray_app.train.membership import SingleProcessMembership, GenerationInfo
+from ray_app.train.membership import GenerationInfo, SingleProcessMembership
 from ray_app.train.process_group import ProcessGroup
 from tests.support.library_names import LIBRARIES, missing, names
 from tests.support.local_world import DieAfter, KilledError
@@ -41,12 +41,16 @@ def library_names(bench: Bench) -> Found:
     libraries = [library for library in LIBRARIES if importlib.util.find_spec(library) is not None]
     used = {name: place for name, place in names().items() if name.split(".")[0] in libraries}
     absent = missing(used)
-    said = f"{len(used)} names of {', '.join(libraries)}" + "".join(f"; {place} uses {name}" for name, place in absent.items())
+    said = f"{len(used)} names of {', '.join(libraries)}" + "".join(
+        f"; {place} uses {name}" for name, place in absent.items()
+    )
     return Found(said, not absent, {"missing": absent})
 
 
 def started(bench: Bench) -> Found:
-    """A run in this process, as `train.strategy: single` has it: two steps, and again with its checkpoint loaded between them."""
+    """A run in this process, as `train.strategy: single` has it: two steps, and again with its checkpoint loaded
+    between them.
+    """
     described = environment.describe(bench.first)
     unknown = [name for name, value in described.items() if "unknown" in value]
     fields: dict[str, Any] = {"train__max_steps": 2, "checkpoint__every_steps": 1, "train__strategy": "single"}
@@ -67,7 +71,9 @@ def started(bench: Bench) -> Found:
 
 
 def group_of_one(bench: Bench) -> Found:
-    """A process group of one: opened, used, aborted, used again, closed, and opened anew, with each class that PyTorch has for NCCL."""
+    """A process group of one: opened, used, aborted, used again, closed, and opened anew, with each class that PyTorch
+    has for NCCL.
+    """
     newer = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
     classes = CLASSES if newer and bench.device == "cuda" else {"as torch chooses": CLASSES["as torch chooses"]}
     said = {}
@@ -76,7 +82,11 @@ def group_of_one(bench: Bench) -> Found:
             store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
             [said[name]] = pool.run(1, opened_twice, store.port, bench.device, variables)
     wrong = [name for name, raised in said.items() if raised is None and bench.device == "cuda"]
-    nothing = "an exchange after the abort raises nothing" if bench.device == "cuda" else "gloo, which has no peer to lose in such a group"
+    nothing = (
+        "an exchange after the abort raises nothing"
+        if bench.device == "cuda"
+        else "gloo, which has no peer to lose in such a group"
+    )
     text = "; ".join(f"{name}: {raised or nothing}" for name, raised in said.items())
     return Found(text, not wrong, {"raised": said})
 

@@ -1,4 +1,6 @@
-"""Plain processes that train as workers do, on one device or on a GPU each: the loop and the process group of the application, no Ray."""
+"""Plain processes that train as workers do, on one device or on a GPU each: the loop and the process group of the
+application, no Ray.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from ray_app.reduction.base import World, collective
 from ray_app.task.base import Task
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
-from ray_app.train.membership import SingleProcessMembership, GenerationInfo
+from ray_app.train.membership import GenerationInfo, SingleProcessMembership
 from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import Outcome, Pool, Trained, make_job, result_of
 
@@ -92,14 +94,24 @@ class Bench:
     def job(self, task: Task, data: Path, *, logical_workers: int, batch: int, **fields: Any) -> Job:
         """A run in a folder of its own, which its workers evaluate if they are to; `fields` as for `Config.replace`."""
         gpus = float(self.device == "cuda")
-        settings = {"scaling__gpus_per_worker": gpus, "checkpoint__every_epochs": None, "data__cache": "memory"} | fields
+        settings = {
+            "scaling__gpus_per_worker": gpus,
+            "checkpoint__every_epochs": None,
+            "data__cache": "memory",
+        } | fields
         job = make_job(self.new("run"), data, logical_workers=logical_workers, batch=batch, task=task, **settings)
         if not job.workers_evaluate:
             return job
-        return replace(job, evaluation=evaluation_source(job.task, str(job.config.data.eval_path), job.config.data.read_task_mb))
+        return replace(
+            job, evaluation=evaluation_source(job.task, str(job.config.data.eval_path), job.config.data.read_task_mb)
+        )
 
-    def outcomes(self, pool: Pool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()) -> list[Outcome]:
-        """Trains on `size` processes, all on the first GPU with gloo, or on one each with NCCL; returns what became of each."""
+    def outcomes(
+        self, pool: Pool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()
+    ) -> list[Outcome]:
+        """Trains on `size` processes, all on the first GPU with gloo, or on one each with NCCL; returns what became of
+        each.
+        """
         store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
         return pool.outcomes(size, work, job, size, store.port, self.device, own_gpus, hooks)
 
@@ -147,7 +159,9 @@ def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, ow
     """Trains as one of `size` workers."""
     del store
     place = place_of(device, rank if own_gpus else 0)
-    membership = Group(World(rank, size, job.plan.logical_workers), port, place, "nccl" if own_gpus and device == "cuda" else "gloo")
+    membership = Group(
+        World(rank, size, job.plan.logical_workers), port, place, "nccl" if own_gpus and device == "cuda" else "gloo"
+    )
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_here, evaluation).arrays) if evaluation is not None else None
     train(job, membership, open_windows, place, hooks, load_evaluation=load)
@@ -163,7 +177,9 @@ def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
     if job.config.data.cache == "memory":
         return CachedWindows(load_all(fetch_here, job.source))
     data = job.config.data
-    return StreamedWindows(job.plan, cursor, played, job.passes, by_threads(data.reader_threads, fetch_here), job.source)
+    return StreamedWindows(
+        job.plan, cursor, played, job.passes, by_threads(data.reader_threads, fetch_here), job.source
+    )
 
 
 def timed(look: Callable[[], Any]) -> float:

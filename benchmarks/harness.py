@@ -1,6 +1,8 @@
-"""How the benchmarks measure: both sides in one run, alternating, several rounds, with a side measured against itself as the null.
+"""How the benchmarks measure: both sides in one run, alternating, several rounds, with a side measured against itself
+as the null.
 
-A ratio counts as below a bar when it stays below by more than the null's spread; where wall time is too noisy, CPU seconds decide.
+A ratio counts as below a bar when it stays below by more than the null's spread; where wall time is too noisy, CPU
+seconds decide.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class Stopwatch:
         """The sample between the two steps: wall time of rank 0, CPU time of all ranks."""
         walls, cpus = [], []
         for rank in range(ranks):
-            start, end = (json.loads(Path(f"{self.path}-{rank}-{step}").read_text()) for step in (self.first, self.last))
+            start, end = (
+                json.loads(Path(f"{self.path}-{rank}-{step}").read_text()) for step in (self.first, self.last)
+            )
             steps = self.last - self.first
             walls.append((end["wall_s"] - start["wall_s"]) / steps * 1e3)
             cpus.append((end["cpu_s"] - start["cpu_s"]) / steps * 1e3)
@@ -91,7 +95,9 @@ def alternate(sides: dict[str, Callable[[], Sample]], rounds: int) -> dict[str, 
     for number in range(rounds):
         for name, measure in order.items():
             found[name].append(measure())
-            print(f"  round {number + 1}/{rounds} {name}: {found[name][-1].wall_ms:.3f} ms", file=sys.stderr, flush=True)
+            print(
+                f"  round {number + 1}/{rounds} {name}: {found[name][-1].wall_ms:.3f} ms", file=sys.stderr, flush=True
+            )
     return found
 
 
@@ -99,12 +105,20 @@ def report(title: str, found: dict[str, list[Sample]], bars: dict[str, float]) -
     """Prints medians, ranges and ratios to the base, round by round, beside the bars."""
     base = next(iter(found))
     print(f"\n{title}")
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {len(found[base])} rounds")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')},"
+        f" {len(found[base])} rounds"
+    )
     print(f"{'side':<26}{'wall ms':>24}{'CPU ms':>24}{'wall / base':>24}{'CPU / base':>24}{'bar':>7}")
     for name, samples in found.items():
         walls = [s.wall_ms / b.wall_ms for s, b in zip(samples, found[base], strict=True)]
         cpus = [s.cpu_ms / b.cpu_ms for s, b in zip(samples, found[base], strict=True)]
-        columns = [_spread([s.wall_ms for s in samples]), _spread([s.cpu_ms for s in samples]), _spread(walls), _spread(cpus)]
+        columns = [
+            _spread([s.wall_ms for s in samples]),
+            _spread([s.cpu_ms for s in samples]),
+            _spread(walls),
+            _spread(cpus),
+        ]
         bar = f"{bars[name]:.2f}" if name in bars else ""
         print(f"{name:<26}" + "".join(f"{column:>24}" for column in columns) + f"{bar:>7}")
 

@@ -1,6 +1,8 @@
-"""Slow workers and workers that compute wrongly, on real Ray: are the right ones found, how soon, and what does it cost?
+"""Slow workers and workers that compute wrongly, on real Ray: are the right ones found, how soon, and what does it
+cost?
 
-Where only the order of things counts workers sleep instead of computing, so that four of them on two cores are as good as four machines.
+Where only the order of things counts workers sleep instead of computing, so that four of them on two cores are as good
+as four machines.
 
 python benchmarks/health.py                # about 12 minutes; the last part, costs, needs a quiet machine
 python benchmarks/health.py --only balance
@@ -96,8 +98,16 @@ class Bench:
     def sleeping(self, times: float, steps: int, logical_workers: int, balance: str = "none") -> RunPaths:
         """Four workers, one of which takes `times` as long; returns the run's paths."""
         task = {"class_path": "benchmarks.health.Sleeping", "init_args__times": times}
-        scaling: dict[str, Any] = {"scaling__min_workers": 4, "scaling__max_workers": 4, "scaling__cpus_per_worker": 0.25}
-        more: dict[str, Any] = {"scaling__logical_workers": logical_workers, "scaling__load_balancing": balance, "train__max_steps": steps}
+        scaling: dict[str, Any] = {
+            "scaling__min_workers": 4,
+            "scaling__max_workers": 4,
+            "scaling__cpus_per_worker": 0.25,
+        }
+        more: dict[str, Any] = {
+            "scaling__logical_workers": logical_workers,
+            "scaling__load_balancing": balance,
+            "train__max_steps": steps,
+        }
         return self.run(task, data__global_batch_size=32, **scaling, **more)
 
     def resnet(self, rate: float) -> Sample:
@@ -108,7 +118,10 @@ class Bench:
         faults = Faults(train=Hooks(after_step=watch))
         paths = self.run(task, faults, "large", train__max_steps=COST_STEPS, failure__sdc_check_rate=rate, **two)
         if rate:
-            print(f"  {read_steps(paths).replayed / 2 / COST_STEPS:.3f} of all shares were computed twice", file=sys.stderr)
+            print(
+                f"  {read_steps(paths).replayed / 2 / COST_STEPS:.3f} of all shares were computed twice",
+                file=sys.stderr,
+            )
         return watch.sample(2)
 
 
@@ -118,15 +131,26 @@ def attribution(bench: Bench) -> None:
         paths = bench.sleeping(times, 60, 4)
         slowed = read_events(paths, "slowed")
         right = [event for event in slowed if event.details["rank"] == SLOW]
-        said = f"after {right[0].details['step']} steps, as {right[0].details['times']:.2f} times as long" if right else "never"
-        print(f"one of 4 workers, {times} times as long: the right one named {said}; others named: {len(slowed) - len(right)}")
+        said = (
+            f"after {right[0].details['step']} steps, as {right[0].details['times']:.2f} times as long"
+            if right
+            else "never"
+        )
+        print(
+            f"one of 4 workers, {times} times as long: the right one named {said}; others named:"
+            f" {len(slowed) - len(right)}"
+        )
     paths = bench.sleeping(1.0, 1000, 4)
-    found = [(event.kind, event.details["rank"]) for kind in ("slowed", "stalled") for event in read_events(paths, kind)]
+    found = [
+        (event.kind, event.details["rank"]) for kind in ("slowed", "stalled") for event in read_events(paths, kind)
+    ]
     print(f"none slow, 1,000 steps: named {found or 'nobody'}")
 
 
 def balance(bench: Bench) -> None:
-    """Throughput with one of four workers half as fast, against the ideal: that of the four at full speed times 3.5 / 4."""
+    """Throughput with one of four workers half as fast, against the ideal: that of the four at full speed times 3.5 /
+    4.
+    """
 
     def step_s(paths: RunPaths) -> float:
         return median(record.step_ms for record in read_steps(paths).records[60:]) / 1e3
@@ -136,11 +160,16 @@ def balance(bench: Bench) -> None:
         paths = bench.sleeping(2.0, 120, 16, how)
         moves = [event.details["after"] for event in read_events(paths, "balanced")]
         took_s = step_s(paths)
-        print(f"balance {how}: {1e3 * took_s:.0f} ms a step, {ideal_s / took_s:.2f} of the ideal; logical workers {moves or 'stay'}")
+        print(
+            f"balance {how}: {1e3 * took_s:.0f} ms a step, {ideal_s / took_s:.2f} of the ideal; logical workers"
+            f" {moves or 'stay'}"
+        )
 
 
 def flips(bench: Bench) -> None:
-    """Bits that are flipped while all shares are computed twice: how many are found, and false alarms in 10,000 shares."""
+    """Bits that are flipped while all shares are computed twice: how many are found, and false alarms in 10,000
+    shares.
+    """
     task: dict[str, Any] = {"class_path": "ray_app.task.image.ImageClassification", "init_args__model": "resnet18"}
     three: dict[str, Any] = {
         "scaling__min_workers": 2,
@@ -155,11 +184,15 @@ def flips(bench: Bench) -> None:
         with tempfile.TemporaryDirectory() as proofs:
             flip = Flip(Evidence(proofs), "flip", what, number, 4)
             paths = bench.run(task, Faults(train=Hooks(after_step=flip, built=flip.built)), train__max_steps=12, **few)
-            found += [event.details["rank"] for event in read_events(paths, "lied")] == [number] and flip.proofs.has("flip")
+            found += [event.details["rank"] for event in read_events(paths, "lied")] == [number] and flip.proofs.has(
+                "flip"
+            )
     print(f"flipped bits in {', '.join(kinds)}: {found} of {len(kinds)} found")
     shares = 0
     for size in (2, 3):
-        paths = bench.run(task, train__max_steps=850, **few | {"scaling__max_workers": size, "scaling__min_workers": size})
+        paths = bench.run(
+            task, train__max_steps=850, **few | {"scaling__max_workers": size, "scaling__min_workers": size}
+        )
         shares += read_steps(paths).replayed
         assert not read_events(paths, "lied")
     print(f"{shares:,} shares computed twice without a false alarm")

@@ -1,7 +1,9 @@
-"""Decoding of images: images per CPU second of this application's decoder, of torchvision's and of Pillow's, in one thread.
+"""Decoding of images: images per CPU second of this application's decoder, of torchvision's and of Pillow's, in one
+thread.
 
-Two tables, of JPEG files and of PNG files of 500 x 375 pixels. A step is an image, so images per CPU second are 1000 / CPU ms. The decoder
-of this application reads the header with a bound on pixels and the EXIF orientation besides, and refuses damage that the others pass over.
+Two tables, of JPEG files and of PNG files of 500 x 375 pixels. A step is an image, so images per CPU second are 1000 /
+CPU ms. The decoder of this application reads the header with a bound on pixels and the EXIF orientation besides, and
+refuses damage that the others pass over.
 
 python benchmarks/images.py                # needs a quiet machine; about 2 minutes
 python benchmarks/images.py --tiny         # that it runs
@@ -79,7 +81,9 @@ def main() -> None:
         for name, decode in decoders.items():
             if not torch.equal(decode(files[0]), pixels_of(files[0])):  # type: ignore[arg-type]
                 sys.exit(f"{name} decodes other pixels of a {kind} file than ray_app")
-        sides: dict[str, Callable[[], Sample]] = {name: partial(measure, decode, files) for name, decode in decoders.items()}
+        sides: dict[str, Callable[[], Sample]] = {
+            name: partial(measure, decode, files) for name, decode in decoders.items()
+        }
         samples = alternate(sides, rounds)
         report(f"{kind.upper()} files of {WIDTH} x {HEIGHT}, milliseconds per image", samples, {})
         for name in samples:

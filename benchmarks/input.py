@@ -1,7 +1,9 @@
-"""The input pipeline: decoding images, small rows and waiting for data; the memory of the object store is in `object_store.py`.
+"""The input pipeline: decoding images, small rows and waiting for data; the memory of the object store is in
+`object_store.py`.
 
-- JPEG images per CPU second against a bare loop that decodes, resizes and crops: the reader alone, in threads, all of Ray Data's processes;
-  two CPUs that are both busy may each be slower than one alone, so the loop is there in two threads, too
+- JPEG images per CPU second against a bare loop that decodes, resizes and crops: the reader alone, in threads, all of
+  Ray Data's processes; two CPUs that are both busy may each be slower than one alone, so the loop is there in two
+  threads, too
 - random transforms of tiny images, which readers do where there is no cache
 - small rows (28x28 bytes) in batches of 32 against stock `iter_torch_batches`
 - waiting for data, where the source alone is twice as fast as the step
@@ -157,7 +159,9 @@ def small_rows(folder: Path, rows: int) -> RowSource:
     pixels = generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8)
     ingest_rows(folder, pixels, pixels[:, 0, 0] % 10)
     stock = ray.data.from_numpy([pixels[i : i + 10_000] for i in range(0, rows, 10_000)])
-    stock.map_batches(lambda batch: {"image": batch["data"], "label": batch["data"][:, 0, 0] % 10}).write_parquet(str(folder / "stock"))
+    stock.map_batches(lambda batch: {"image": batch["data"], "label": batch["data"][:, 0, 0] % 10}).write_parquet(
+        str(folder / "stock")
+    )
     return source_of(open_dataset(str(folder / "rows")), as_read)
 
 
@@ -187,7 +191,11 @@ def measure_rows(folder: Path, source: RowSource, sizes: Sizes) -> None:
         "cache: disk": lambda: timed(steps, lambda: ours(from_disk)),
     }
     found = alternate(sides, sizes.rounds)
-    report(f"Small rows, batch {BATCH}, milliseconds per batch", found, {"cache: none": 0.2, "cache: memory": 0.2, "cache: disk": 0.2})
+    report(
+        f"Small rows, batch {BATCH}, milliseconds per batch",
+        found,
+        {"cache: none": 0.2, "cache: memory": 0.2, "cache: disk": 0.2},
+    )
 
 
 def on_disk(source: RowSource, folder: Path) -> Fetch:
@@ -208,11 +216,17 @@ def measure_transforms(rounds: int) -> None:
         return timed(10, lambda: [decoded({"image": images}, {"image": IMAGE}, transforms, keys) for _ in range(10)])
 
     sides = {"without keys": lambda: steps(None), "drawing by keys": lambda: steps(keys)}
-    report(f"RandomResizedCrop and RandAugment, milliseconds per {TINY_IMAGES} images of 32 x 32", alternate(sides, rounds), {})
+    report(
+        f"RandomResizedCrop and RandAugment, milliseconds per {TINY_IMAGES} images of 32 x 32",
+        alternate(sides, rounds),
+        {},
+    )
 
 
 def measure_wait(what: str, source: RowSource, batch: int, window_rows: int, sizes: Sizes) -> None:
-    """How long a step waits for data when it is on a device, so that the CPU is free, and takes twice as long as the source alone."""
+    """How long a step waits for data when it is on a device, so that the CPU is free, and takes twice as long as the
+    source alone.
+    """
     epochs = -(-sizes.wait_steps * batch // source.manifest.num_rows) + 1
     alone = Epochs(source, batch, epochs, window_rows)
     began = time.perf_counter()
@@ -226,7 +240,10 @@ def measure_wait(what: str, source: RowSource, batch: int, window_rows: int, siz
         time.sleep(2 * source_s)
     fraction = feed.wait_s / (time.perf_counter() - began)
     ms = 1e3 * source_s
-    print(f"\nWaiting for {what}: {fraction:.2%} of {steps} steps of {2 * ms:.2f} ms; the source alone {ms:.2f} ms; bar 2 %")
+    print(
+        f"\nWaiting for {what}: {fraction:.2%} of {steps} steps of {2 * ms:.2f} ms; the source alone {ms:.2f} ms; bar 2"
+        f" %"
+    )
 
 
 def main() -> None:

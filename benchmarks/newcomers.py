@@ -1,11 +1,12 @@
-"""How soon a lost worker is replaced, and a run whose workers are all lost steps again: with `scaling.standby_workers` and without.
+"""How soon a lost worker is replaced, and a run whose workers are all lost steps again: with `scaling.standby_workers`
+and without.
 
 python benchmarks/newcomers.py              # needs a quiet machine; 3 rounds, about 4 minutes
 
 How soon new room is used is `recovery.py --only capacity`.
 
-The small network of the digits on 2 workers, steps of 50 ms, a snapshot in memory after each. Every measurement is a process of its own
-with its own Ray cluster; the sides take turns.
+The small network of the digits on 2 workers, steps of 50 ms, a snapshot in memory after each. Every measurement is a
+process of its own with its own Ray cluster; the sides take turns.
 
 kill   SIGKILL of one of two workers to the first step of two workers again.
 all    SIGKILL of both workers to the next finished step, and the steps that are done again.
@@ -31,12 +32,16 @@ from benchmarks.harness import ROOT
 
 BARS = {("kill", 1): 2.0, ("kill", 0): 8.0, ("all", 1): 6.0, ("all", 0): 8.0}
 AT, STEP_S, SETTLED_S = 40, 0.05, 2.0
-"""The step after which workers die; how long a step takes at least; how long the run goes on before, or with a spare that is ready."""
+"""The step after which workers die; how long a step takes at least; how long the run goes on before, or with a spare
+that is ready.
+"""
 
 
 @dataclass(frozen=True)
 class Dies:
-    """A hook: steps take their time, and some ranks die after one of them, once, as soon as a file says that all is ready."""
+    """A hook: steps take their time, and some ranks die after one of them, once, as soon as a file says that all is
+    ready.
+    """
 
     folder: str
     ranks: tuple[int, ...]
@@ -94,7 +99,9 @@ def side(kind: str, spares: int) -> None:
         if len(records) < AT:
             return
         events = read_events(job.paths, "spares")
-        if not spares or (events and events[-1].details["ready"] == spares and time.time() - events[-1].time_s > SETTLED_S):
+        if not spares or (
+            events and events[-1].details["ready"] == spares and time.time() - events[-1].time_s > SETTLED_S
+        ):
             (folder / "ready").touch()
         since = began()
         after = [r for r in records if since is not None and r.time_s > since and (kind == "all" or r.workers == 2)]
@@ -135,13 +142,19 @@ def main() -> None:
         for kind, spares in BARS:
             found[kind, spares].append(measure(kind, spares))
             print(kind, spares, found[kind, spares][-1], flush=True)
-    print(f"{os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {options.rounds} rounds; median (range), bar, steps done again")
+    print(
+        f"{os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {options.rounds} rounds; median (range), bar, steps done"
+        f" again"
+    )
     for (kind, spares), all_found in found.items():
         seconds = [each["s"] for each in all_found]
         verdict = "met" if median(seconds) <= BARS[kind, spares] else "MISSED"
         spread = f"{median(seconds):6.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
         redone = max(each["redone"] for each in all_found)
-        print(f"{kind:<6}{'a spare' if spares else 'no spare':<10}{spread:<26}{BARS[kind, spares]:>4g} s  {verdict}  {redone:.0f}")
+        print(
+            f"{kind:<6}{'a spare' if spares else 'no spare':<10}{spread:<26}{BARS[kind, spares]:>4g} s  {verdict} "
+            f" {redone:.0f}"
+        )
     return None
 
 

@@ -54,7 +54,9 @@ def main() -> None:
     """Measures the most that the store holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8000, help="images of 150 kB decoded")
-    parser.add_argument("--window-rows", type=int, default=DataSection().shuffle_window_rows, help="as data.shuffle_window_rows")
+    parser.add_argument(
+        "--window-rows", type=int, default=DataSection().shuffle_window_rows, help="as data.shuffle_window_rows"
+    )
     options = parser.parse_args()
     rows, window_rows = options.rows, options.window_rows
     with tempfile.TemporaryDirectory() as name, small_cluster(Path(name)) as spilled:
@@ -67,7 +69,10 @@ def main() -> None:
         print(f"Object store of {STORE_BYTES / 1e6:.0f} MB, {rows * 3 * PIXELS**2 / 1e6:.0f} MB through it:")
         print(f"  at most {store_peak_mb():.0f} MB used, {spilled_mb:.0f} MB spilled to disk")
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"  windows of {min(window_rows, rows):,} rows; this process held at most {peak_mb:,.0f} MB, {idle_mb:,.0f} MB before")
+        print(
+            f"  windows of {min(window_rows, rows):,} rows; this process held at most {peak_mb:,.0f} MB, {idle_mb:,.0f}"
+            f" MB before"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The plan at 10^6 row groups and 10^9 rows: time and memory of an epoch's order and assignment, started at an arbitrary cursor.
+"""The plan at 10^6 row groups and 10^9 rows: time and memory of an epoch's order and assignment, started at an
+arbitrary cursor.
 
 python benchmarks/plan_scale.py
 """
@@ -39,7 +40,9 @@ def big_manifest() -> Manifest:
 
 
 def measure(fraction: float) -> tuple[float, float]:
-    """Seconds and peak megabytes of making an epoch's order and the next two windows of every logical worker of one rank."""
+    """Seconds and peak megabytes of making an epoch's order and the next two windows of every logical worker of one
+    rank.
+    """
     manifest = big_manifest()
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     began = time.perf_counter()
@@ -54,7 +57,9 @@ def measure(fraction: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Prints time and memory for cursors at the start, at 50 % and at 99 % of the epoch, and the start again as the null."""
+    """Prints time and memory for cursors at the start, at 50 % and at 99 % of the epoch, and the start again as the
+    null.
+    """
     context = multiprocessing.get_context("spawn")
     cursors = {"start": 0.0, "50 %": 0.5, "99 %": 0.99, "start again": 0.0}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in cursors}
@@ -62,10 +67,16 @@ def main() -> None:
         for name, fraction in cursors.items():
             with context.Pool(1) as pool:
                 found[name].append(pool.apply(measure, (fraction,)))
-    print(f"{ROW_GROUPS:,} row groups, 1,000,000,000 rows, {LOGICAL_WORKERS} logical workers, {ROUNDS} rounds; bars: 5 s, 1,000 MB")
+    print(
+        f"{ROW_GROUPS:,} row groups, 1,000,000,000 rows, {LOGICAL_WORKERS} logical workers, {ROUNDS} rounds; bars: 5 s,"
+        f" 1,000 MB"
+    )
     for name, samples in found.items():
         seconds, megabytes = [s for s, _ in samples], [m for _, m in samples]
-        print(f"cursor at {name:<12} {median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f}), {median(megabytes):.0f} MB more")
+        print(
+            f"cursor at {name:<12} {median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f}),"
+            f" {median(megabytes):.0f} MB more"
+        )
 
 
 if __name__ == "__main__":

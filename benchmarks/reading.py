@@ -1,4 +1,6 @@
-"""What the benchmarks of the input pipeline share: data sets as a run reads them, epochs through a worker's feed, and a small cluster."""
+"""What the benchmarks of the input pipeline share: data sets as a run reads them, epochs through a worker's feed, and a
+small cluster.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ STORE_BYTES = 256 << 20
 def source_of(dataset: Dataset, decode: Decode) -> RowSource:
     """The data set as a run reads it."""
     fields = probe(dataset, ["image", "label"], decode)
-    return RowSource(Reader(dataset.root, ["image", "label"], decode, fields), dataset.manifest, rows_per_task(fields, READ_TASK_MB))
+    return RowSource(
+        Reader(dataset.root, ["image", "label"], decode, fields), dataset.manifest, rows_per_task(fields, READ_TASK_MB)
+    )
 
 
 def photos_of(folder: Path) -> RowSource:

@@ -1,11 +1,12 @@
-"""How much memory and how many files the record of a long run takes, with the real writer, readers, report and feed of MLflow.
+"""How much memory and how many files the record of a long run takes, with the real writer, readers, report and feed of
+MLflow.
 
-    python benchmarks/record_size.py                                  # 10^6 steps of 64 logical workers; about 2.5 GB of disk
-    python benchmarks/record_size.py --steps 20000 --logical-workers 8
+    python benchmarks/record_size.py                                  # 10^6 steps of 64 logical workers; about 2.5 GB
+    of disk python benchmarks/record_size.py --steps 20000 --logical-workers 8
 
-No training: steps are recorded as rank 0 records them, and every ten of them a look at two nodes as the driver does; then another process
-does what a driver does at the end of a run, and its peak is read from the kernel. What an idle process with the same imports takes is said
-beside it.
+No training: steps are recorded as rank 0 records them, and every ten of them a look at two nodes as the driver does;
+then another process does what a driver does at the end of a run, and its peak is read from the kernel. What an idle
+process with the same imports takes is said beside it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def main() -> None:
             most = _write(paths, options.steps, options.logical_workers)
         files = len([file for file in Path(str(paths.root)).rglob("*") if file.is_file()])
         wrote_s = time.perf_counter() - began_s
-        print(f"{options.steps:,} steps, L = {options.logical_workers}: {files:,} files, at most {most:,} meanwhile; {wrote_s:.0f} s")
+        print(
+            f"{options.steps:,} steps, L = {options.logical_workers}: {files:,} files, at most {most:,} meanwhile;"
+            f" {wrote_s:.0f} s"
+        )
         for what in ("nothing", "summary", "tracker", "report"):
             arguments = ["--read", str(paths.root), "--what", what, "--steps", str(options.steps)]
             subprocess.run([sys.executable, __file__, *arguments], check=True)
@@ -67,7 +71,9 @@ def _write(paths: RunPaths, steps: int, logical_workers: int) -> int:
     for step in range(1, steps + 1):
         hashes = [(step * 0x9E3779B97F4A7C15 + v * 0xBF58476D1CE4E5B9) & _MASK for v in range(logical_workers)]
         rows = [32] * logical_workers
-        writer.add(StepRecord(step, step // 10_000, 1e9 + step, 2.0 / step, 1e-3, 1.5 / step, 1e3, 1.0, 2, rows, hashes, "1.1"))
+        writer.add(
+            StepRecord(step, step // 10_000, 1e9 + step, 2.0 / step, 1e-3, 1.5 / step, 1e3, 1.0, 2, rows, hashes, "1.1")
+        )
         if step % _LOOK_STEPS == 0:
             values = {"cpu_percent": step % 997 / 10, "memory_percent": 40.25, "memory_gb": 12.125}
             put_look(paths, 1, step // _LOOK_STEPS, Look(step, 1e9 + step, {"10.0.0.1": values, "10.0.0.2": values}))
@@ -95,7 +101,10 @@ def _read(paths: RunPaths, what: str, steps: int) -> None:
         Backlog(paths, 10).read(Sent(sent_step=steps))
     elif what == "report":
         render(read_facts(paths))
-    print(f"  {what:<8} peak {_peak_mb():,.0f} MB, of which {_peak_mb() - idle_mb:,.0f} MB for it; {time.perf_counter() - began_s:.0f} s")
+    print(
+        f"  {what:<8} peak {_peak_mb():,.0f} MB, of which {_peak_mb() - idle_mb:,.0f} MB for it;"
+        f" {time.perf_counter() - began_s:.0f} s"
+    )
 
 
 def _peak_mb() -> float:

@@ -1,18 +1,20 @@
-"""How long a disturbed run stands still: ours, stock Ray Train and torchrun with the same network, rows, steps and disturbance.
+"""How long a disturbed run stands still: ours, stock Ray Train and torchrun with the same network, rows, steps and
+disturbance.
 
-A 784-512-512-10 network, 256 rows a step over all workers, a checkpoint every 200 steps, gloo, one thread per worker. Every measurement is
-a process of its own with its own Ray cluster, bounded in time; the sides take turns. See `disturb.py` for the clock.
+A 784-512-512-10 network, 256 rows a step over all workers, a checkpoint every 200 steps, gloo, one thread per worker.
+Every measurement is a process of its own with its own Ray cluster, bounded in time; the sides take turns. See
+`disturb.py` for the clock.
 
 python benchmarks/recovery.py                         # all figures, 3 rounds: about 45 minutes
 python benchmarks/recovery.py --only kill --rounds 5  # about 12 minutes
 
-kill      SIGKILL of one of two workers (the last rank, then rank 0) to the next finished step.
-node      Loss of one of two nodes, 1 to 4 workers, to the next finished step.
-capacity  A node is added, 2 of 1 to 4 workers, 3 s after the first step, when the resize timers of both sides have just begun; to the first
+kill      SIGKILL of one of two workers (the last rank, then rank 0) to the next finished step. node      Loss of one of
+two nodes, 1 to 4 workers, to the next finished step. capacity  A node is added, 2 of 1 to 4 workers, 3 s after the
+first step, when the resize timers of both sides have just begun; to the first
           step on more workers.
-drain     A node says that it will go in 60 s, 1 to 4 workers, to the first step on the other nodes. It goes when its 60 s are over.
-all       SIGKILL of both workers with `checkpoint.snapshot_every_steps: 1`: steps done again.
-goodput   One SIGKILL every 60 s for 4 minutes: see `disturb.goodput`.
+drain     A node says that it will go in 60 s, 1 to 4 workers, to the first step on the other nodes. It goes when its 60
+s are over. all       SIGKILL of both workers with `checkpoint.snapshot_every_steps: 1`: steps done again. goodput   One
+SIGKILL every 60 s for 4 minutes: see `disturb.goodput`.
 """
 
 from __future__ import annotations
@@ -128,7 +130,9 @@ def run_ours(scenario: Scenario, folder: Path) -> tuple[Disturber, dict[str, Any
     )
     try:
         console = Console(quiet=not os.environ.get("SHOW"))
-        summary = run_training(config, console, Faults(train=Hooks(after_step=StepLog(str(folder)))), observe=watch).summary
+        summary = run_training(
+            config, console, Faults(train=Hooks(after_step=StepLog(str(folder)))), observe=watch
+        ).summary
     finally:
         if cluster is not None:
             cluster.shutdown()
@@ -163,12 +167,22 @@ def side(name: str, figure: str) -> None:
 def noticed(events: list[dict[str, Any]], disturber: Disturber) -> list[float]:
     """Seconds from each disturbance to when a worker noticed a broken generation, where that happened."""
     lost = sorted(e["details"]["lost_s"] for e in events if "lost_s" in e["details"])
-    return [round(found - d.at_s, 3) for d in disturber.done for found in [next((t for t in lost if t > d.at_s), None)] if found]
+    return [
+        round(found - d.at_s, 3)
+        for d in disturber.done
+        for found in [next((t for t in lost if t > d.at_s), None)]
+        if found
+    ]
 
 
 def measure(name: str, figure: str) -> Measured:
     """Measures one side in a process of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
     for inherited in ("RAY_ADDRESS", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"):
         environment.pop(inherited, None)
     process = subprocess.Popen(
@@ -216,7 +230,11 @@ def measure_figure(figure: str, rounds: int) -> dict[str, list[Measured]]:
             began = time.monotonic()
             one[name] = measure(name, figure)
             took_s = time.monotonic() - began
-            print(f"  {figure} {number + 1}/{rounds} {name} ({took_s:.0f} s): {json.dumps(one[name])}", file=sys.stderr, flush=True)
+            print(
+                f"  {figure} {number + 1}/{rounds} {name} ({took_s:.0f} s): {json.dumps(one[name])}",
+                file=sys.stderr,
+                flush=True,
+            )
         if not any("error" in measured for measured in one.values()):
             for name, measured in one.items():
                 found[name].append(measured)
@@ -225,7 +243,10 @@ def measure_figure(figure: str, rounds: int) -> dict[str, list[Measured]]:
 
 def report(all_found: dict[str, dict[str, list[Measured]]]) -> None:
     """Prints the table."""
-    print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}; medians (range)")
+    print(
+        f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}; medians"
+        f" (range)"
+    )
     header = ["figure", "ours", "other side", "", "ours / other", "bar", "stretch", ""]
     widths = [22, 24, 24, 10, 24, 7, 9, 12]
     print("".join(f"{text:<{width}}" for text, width in zip(header, widths, strict=True)))
@@ -239,7 +260,14 @@ def report(all_found: dict[str, dict[str, list[Measured]]]) -> None:
             ratios = [a / b for a, b in zip(ours, other, strict=True)] if other else ours
             unit = {"next_s": "s", "redone": "steps"}.get(bar.value, "")
             title = figure if bar.value in ("next_s", "goodput") else f"{figure}: steps redone"
-            columns = [title, spread(ours, unit), spread(other, unit), bar.other, spread(ratios) if other else "", f"{bar.bar:g}"]
+            columns = [
+                title,
+                spread(ours, unit),
+                spread(other, unit),
+                bar.other,
+                spread(ratios) if other else "",
+                f"{bar.bar:g}",
+            ]
             verdict = bar.verdict(max(ours) if bar.value == "redone" else median(ratios))
             columns += [f"{bar.stretch:g}", "MISSED" if any(m["stuck"] for m in found["ours"]) else verdict]
             print("".join(f"{text:<{width}}" for text, width in zip(columns, widths, strict=True)))
@@ -248,7 +276,10 @@ def report(all_found: dict[str, dict[str, list[Measured]]]) -> None:
             parts = [f"{key} {spread([m[key] for m in measured])}" for key in keys]
             stuck = sum(m["stuck"] for m in measured)
             parts += [f"never went on {stuck}"] if stuck else []
-            print(f"    {name}: {', '.join(parts)}, steps redone {[m['redone'] for m in measured]}, {len(measured)} rounds")
+            print(
+                f"    {name}: {', '.join(parts)}, steps redone {[m['redone'] for m in measured]}, {len(measured)}"
+                f" rounds"
+            )
 
 
 def spread(values: list[float], unit: str = "") -> str:
@@ -262,7 +293,9 @@ def main() -> None:
     """Measures all figures, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="rounds per figure")
-    parser.add_argument("--only", choices=list(SCENARIOS), action="append", help="only this figure; may be given several times")
+    parser.add_argument(
+        "--only", choices=list(SCENARIOS), action="append", help="only this figure; may be given several times"
+    )
     parser.add_argument("--side", choices=["ours", "stock", "torchrun"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:

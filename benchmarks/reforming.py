@@ -1,10 +1,12 @@
-"""How long a process group takes to form again without a lost rank: gloo's own `reconfigure`, and the new group that ours is.
+"""How long a process group takes to form again without a lost rank: gloo's own `reconfigure`, and the new group that
+ours is.
 
 python benchmarks/reforming.py              # needs a quiet machine; half a minute
 
-Plain processes on one machine. One of them is killed while all exchange; from the error that the others get to the end of their first
-exchange in the group without it. `ours` is `train.group.process_group`, which opens a group at a new prefix of the store; `reconfigure`
-is an experiment of PyTorch 2.15 (pytorch/pytorch#187381). Ways to tell who is left are the same for both and not counted.
+Plain processes on one machine. One of them is killed while all exchange; from the error that the others get to the end
+of their first exchange in the group without it. `ours` is `train.group.process_group`, which opens a group at a new
+prefix of the store; `reconfigure` is an experiment of PyTorch 2.15 (pytorch/pytorch#187381). Ways to tell who is left
+are the same for both and not counted.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def reconfigured(rank: int, store: Path, size: int, port: int) -> float:
     del store
     meet = TCPStore(HERE, port, is_master=False)
     options: dict[str, Any] = {"enable_reconfigure": True}
-    dist.init_process_group("gloo", store=dist.PrefixStore("group", meet), rank=rank, world_size=size, timeout=_TIMEOUT, **options)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("group", meet), rank=rank, world_size=size, timeout=_TIMEOUT, **options
+    )  # type: ignore[attr-defined]
     try:
         _reconfigure(meet, 1, rank, size)
         since_s = exchange_until_lost(rank, size)
@@ -116,7 +120,8 @@ def main() -> None:
                     for name, side in sides.items():
                         found[name].append(measure(pool, side, size))
                 told = ", ".join(
-                    f"{name} {median(s[1:]) * 1e3:.0f} ms ({min(s[1:]) * 1e3:.0f}-{max(s[1:]) * 1e3:.0f})" for name, s in found.items()
+                    f"{name} {median(s[1:]) * 1e3:.0f} ms ({min(s[1:]) * 1e3:.0f}-{max(s[1:]) * 1e3:.0f})"
+                    for name, s in found.items()
                 )
                 print(f"{size} ranks, one lost: {told}", flush=True)
         finally:

@@ -2,9 +2,9 @@
 
 python benchmarks/restart.py              # needs a quiet machine; 3 rounds, about 3 minutes
 
-conf/digits.yaml on 2 workers, a checkpoint every 20 steps, no evaluator and no tracking. A first start on the cluster, from the command to
-its first step, stands beside the second one, from the SIGKILL of the first to the next step. What is compared is the reservation that a
-dead driver leaves behind, the claim of its run and the way back to its state.
+conf/digits.yaml on 2 workers, a checkpoint every 20 steps, no evaluator and no tracking. A first start on the cluster,
+from the command to its first step, stands beside the second one, from the SIGKILL of the first to the next step. What
+is compared is the reservation that a dead driver leaves behind, the claim of its run and the way back to its state.
 """
 
 from __future__ import annotations
@@ -30,12 +30,33 @@ BAR_S, AFTER, LIMIT_S = 8.0, 50, 120.0
 
 def start(folder: Path, name: str, address: str) -> tuple[subprocess.Popen, float]:
     """A driver, and when it was begun."""
-    command = [sys.executable, "-m", "ray_app", "train", "--config", "conf/digits.yaml", "--data.path", f"{folder}/digits/train"]
-    command += [f"--run.storage_path={folder}", f"--run.name={name}", "--data.eval_path=null", "--tracking.enabled=false"]
-    command += ["--train.epochs=10000", "--checkpoint.every_steps=20", "--checkpoint.every_epochs=null", "--scaling.min_workers=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "ray_app",
+        "train",
+        "--config",
+        "conf/digits.yaml",
+        "--data.path",
+        f"{folder}/digits/train",
+    ]
+    command += [
+        f"--run.storage_path={folder}",
+        f"--run.name={name}",
+        "--data.eval_path=null",
+        "--tracking.enabled=false",
+    ]
+    command += [
+        "--train.epochs=10000",
+        "--checkpoint.every_steps=20",
+        "--checkpoint.every_epochs=null",
+        "--scaling.min_workers=2",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address, "PYTHONDONTWRITEBYTECODE": ""}
     began = time.time()
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), began
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ), began
 
 
 def first_step_s(paths: RunPaths, since: float, steps: int) -> float:
@@ -80,7 +101,9 @@ def main() -> None:
 
     from ray_app.ingest.ingest import IngestOptions, ingest
 
-    address = ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False).address_info["address"]
+    address = ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False).address_info[
+        "address"
+    ]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         ingest(IngestOptions(source="digits", out=str(folder / "digits")))

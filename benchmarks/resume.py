@@ -1,8 +1,9 @@
 """Resuming late in an epoch costs what resuming early costs: seconds to the first batch at 90 % of an epoch and at 1 %.
 
-200,000 rows of 64 numbers from Parquet, shuffled in windows of 10,000, read by Ray Data on a local cluster: what a worker does when it
-starts at a cursor, from making the feed to the first batch. The base, 1 %, is measured twice for the null. The processes that read are
-there already and stay: to start one takes seconds, wherever in the epoch it is to read.
+200,000 rows of 64 numbers from Parquet, shuffled in windows of 10,000, read by Ray Data on a local cluster: what a
+worker does when it starts at a cursor, from making the feed to the first batch. The base, 1 %, is measured twice for
+the null. The processes that read are there already and stay: to start one takes seconds, wherever in the epoch it is to
+read.
 
 python benchmarks/resume.py --rounds 9      # about 6 minutes
 """
@@ -36,7 +37,9 @@ EARLY, LATE, AGAIN = "at 1 %", "at 90 %", "at 1 % again"
 SIDES = {EARLY: 0.01, LATE: 0.9, AGAIN: 0.01}
 BAR, STRETCH = 1.1, 1.05
 _READ_AHEAD_S = 3.0
-"""Until all is read: Ray Data kills the processes of reads that it cancels, and the next sample would wait for new ones."""
+"""Until all is read: Ray Data kills the processes of reads that it cancels, and the next sample would wait for new
+ones.
+"""
 
 
 def make_job(folder: Path) -> Job:
@@ -86,7 +89,9 @@ def first_batch_s(job: Job, fraction: float) -> float:
 def report(found: dict[str, list[float]]) -> None:
     """Prints the table."""
     machine = platform.processor() or platform.machine()
-    print(f"\n{machine}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {len(found[EARLY])} rounds; medians (range)")
+    print(
+        f"\n{machine}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {len(found[EARLY])} rounds; medians (range)"
+    )
     print(f"{'first batch':<16}{'seconds':>24}{'/ at 1 %':>24}{'bar':>7}{'stretch':>9}")
     for name, seconds in found.items():
         ratio = median(seconds) / median(found[EARLY])
@@ -95,7 +100,10 @@ def report(found: dict[str, list[float]]) -> None:
         if name == LATE:
             goals = f"{BAR:>7g}{STRETCH:>9g}"
             verdict = "stretch met" if ratio <= STRETCH else "met" if ratio <= BAR else "MISSED"
-        print(f"{name:<16}{spread(seconds):>24}{f'{ratio:.3f} ({min(ratios):.3f}-{max(ratios):.3f})':>24}{goals}  {verdict}")
+        print(
+            f"{name:<16}{spread(seconds):>24}{f'{ratio:.3f} ({min(ratios):.3f}-{max(ratios):.3f})':>24}{goals} "
+            f" {verdict}"
+        )
 
 
 def spread(values: list[float]) -> str:
@@ -109,7 +117,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=list(SIDES), help="one place, to look into it")
     options = parser.parse_args()
-    os.environ |= {"PYTHONPATH": str(ROOT), "RAY_idle_worker_killing_time_threshold_ms": "3600000"}  # for the processes that read
+    os.environ |= {
+        "PYTHONPATH": str(ROOT),
+        "RAY_idle_worker_killing_time_threshold_ms": "3600000",
+    }  # for the processes that read
     torch.set_num_threads(1)
     import ray
 
@@ -124,7 +135,11 @@ def main() -> None:
             for number in range(options.rounds):
                 for name in names if number % 2 == 0 else reversed(names):
                     found[name].append(median(first_batch_s(job, SIDES[name]) for _ in range(3)))
-                    print(f"  round {number + 1}/{options.rounds} {name}: {found[name][-1]:.3f} s", file=sys.stderr, flush=True)
+                    print(
+                        f"  round {number + 1}/{options.rounds} {name}: {found[name][-1]:.3f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         if not options.only:
             report(found)
     finally:

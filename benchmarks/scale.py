@@ -1,8 +1,9 @@
-"""What a run costs with 10 to 10,000 workers: the real rendezvous, plan, exchange plan, table, record and summary, in one process.
+"""What a run costs with 10 to 10,000 workers: the real rendezvous, plan, exchange plan, table, record and summary, in
+one process.
 
-Workers, their clock and their network are simulated: eight workers on a node, one logical worker each, a step for each segment of the
-record. CPU is this process's; messages and bytes are counted. `--actor` measures the rendezvous as an actor of Ray with real connections,
-too, beside Ray's calls.
+Workers, their clock and their network are simulated: eight workers on a node, one logical worker each, a step for each
+segment of the record. CPU is this process's; messages and bytes are counted. `--actor` measures the rendezvous as an
+actor of Ray with real connections, too, beside Ray's calls.
 
 python benchmarks/scale.py --json build/scale.json --picture docs/pictures/scale.svg      # about 3 minutes
 python benchmarks/scale.py --workers 1000 --actor
@@ -51,7 +52,12 @@ SIZES = (10, 100, 1000, 3000, 10_000)
 EACH, LOOKS_PER_S = 8, 5
 LOOKS_S = (1 + 1 / MOST_SMALL) / 10
 """Objects per second for how busy the nodes are."""
-BARS = {"rendezvous, % of a core": 10.0, "forming, s of CPU": 1.0, "driver after 10^6 steps, MB": 500.0, "objects written per s": 1.0}
+BARS = {
+    "rendezvous, % of a core": 10.0,
+    "forming, s of CPU": 1.0,
+    "driver after 10^6 steps, MB": 500.0,
+    "objects written per s": 1.0,
+}
 
 
 def cpu_s(act: Callable[[], Any], times: int = 1) -> float:
@@ -124,7 +130,9 @@ def planned(workers: int) -> dict[str, float]:
     """The order of an epoch and the first window of a rank, and the exchange's stages."""
     groups = 100 * workers
     paths, number = tuple(f"part-{i:05d}.parquet" for i in range(workers)), np.arange(groups, dtype=np.int64)
-    manifest = Manifest(paths=paths, file_of=number // 100, index_in_file=number % 100, rows=np.full(groups, 1000, dtype=np.int64))
+    manifest = Manifest(
+        paths=paths, file_of=number // 100, index_in_file=number % 100, rows=np.full(groups, 1000, dtype=np.int64)
+    )
     hosts = [f"10.0.0.{rank // EACH}" for rank in range(workers)]
     stages: list[Any] = []
 
@@ -147,9 +155,14 @@ def planned(workers: int) -> dict[str, float]:
 def tabled(workers: int) -> dict[str, float]:
     """The table of a step, of which the network brings the others' rows."""
     world = World(0, workers, workers)
-    rows = [ReplicaStats(v, 32, 2**63 + v, 0.1, 0, 0.1, 0, 32.0, 0.1, 0.0, 0.0, 0.1, {"accuracy": 16.0}) for v in range(workers)]
+    rows = [
+        ReplicaStats(v, 32, 2**63 + v, 0.1, 0, 0.1, 0, 32.0, 0.1, 0.0, 0.0, 0.1, {"accuracy": 16.0})
+        for v in range(workers)
+    ]
     step, sent = StepStats(world), dict[int, torch.Tensor]()
-    with patch.multiple(step_stats, gather=lambda value, world: [value], summed=lambda mine, world: sent.setdefault(0, mine)):
+    with patch.multiple(
+        step_stats, gather=lambda value, world: [value], summed=lambda mine, world: sent.setdefault(0, mine)
+    ):
         step.exchange(rows)  # all rows once: what the network brings from then on
         took = cpu_s(lambda: step.exchange(rows[:1]), max(3, 3000 // workers))
     return {"table of a step, ms of a rank": 1e3 * took, "table of a step, kB": sent[0].nbytes / 1e3}
@@ -190,8 +203,26 @@ def recorded(workers: int, folder: Path) -> dict[str, float]:
 
 
 def remembered(workers: int, steps: int) -> dict[str, float]:
-    """What the driver keeps of the steps, for the summary, and a rank of its world and of a step that is not on storage yet."""
-    record = StepRecord(1, 0, 1.0, 0.5, 0.1, 1.0, 1.0, 1.0, workers, [32] * workers, [2**63] * workers, "1.1", 0, None, {"accuracy": 0.5})
+    """What the driver keeps of the steps, for the summary, and a rank of its world and of a step that is not on storage
+    yet.
+    """
+    record = StepRecord(
+        1,
+        0,
+        1.0,
+        0.5,
+        0.1,
+        1.0,
+        1.0,
+        1.0,
+        workers,
+        [32] * workers,
+        [2**63] * workers,
+        "1.1",
+        0,
+        None,
+        {"accuracy": 0.5},
+    )
     gc.collect()
     tracemalloc.start()
     columns = _Columns()
@@ -240,7 +271,9 @@ def main() -> int:
     """Measures, prints, draws; returns 0 if all bars hold at 1,000 workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--steps", type=int, default=20_000, help="steps that the driver remembers, taken times 10^6 / STEPS")
+    parser.add_argument(
+        "--steps", type=int, default=20_000, help="steps that the driver remembers, taken times 10^6 / STEPS"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--actor", action="store_true", help="the rendezvous as an actor of Ray, with real connections")

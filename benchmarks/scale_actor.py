@@ -1,4 +1,6 @@
-"""The rendezvous as an actor of Ray with real connections from this process, and what Ray's own calls would cost it: for `scale.py`."""
+"""The rendezvous as an actor of Ray with real connections from this process, and what Ray's own calls would cost it:
+for `scale.py`.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ async def _beating(workers: int, address: tuple[str, int], secret: str, cpu_s: A
 
 
 def as_actor(workers: int) -> dict[str, float]:
-    """CPU of the actor's process that forms a generation and hears signs of life, and that of a call by Ray instead of each."""
+    """CPU of the actor's process that forms a generation and hears signs of life, and that of a call by Ray instead of
+    each.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

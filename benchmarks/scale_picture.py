@@ -46,7 +46,9 @@ def draw(found: Mapping[int, Mapping[str, float]]) -> str:
     for workers in found:
         at = x(workers)
         parts += [f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>']
-        parts += [f'<text class="small" x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{workers:,}</text>']
+        parts += [
+            f'<text class="small" x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{workers:,}</text>'
+        ]
     parts += [f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2:.0f}" y="{_HEIGHT - 10}" text-anchor="middle">workers</text>']
     ends = []
     for name, colour in _LINES.items():

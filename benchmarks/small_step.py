@@ -1,6 +1,8 @@
-"""A small network, where every microsecond of a framework shows: a step of ours, of a bare loop, Lightning, Accelerate and Keras.
+"""A small network, where every microsecond of a framework shows: a step of ours, of a bare loop, Lightning, Accelerate
+and Keras.
 
-One worker of one thread, the 784-256-256-10 network, batch 32, 50,000 MNIST-shaped rows from Parquet, fused Adam, tracking on.
+One worker of one thread, the 784-256-256-10 network, batch 32, 50,000 MNIST-shaped rows from Parquet, fused Adam,
+tracking on.
 
 python benchmarks/small_step.py            # needs a quiet machine; about 8 minutes
 """
@@ -133,7 +135,9 @@ def keras(distributed: bool = False) -> None:
     data = data.shuffle(10_000).batch(BATCH).prefetch(2)
     layers = tf.keras.layers
     with tf.distribute.MirroredStrategy().scope() if distributed else nullcontext():
-        model = tf.keras.Sequential([layers.Input((784,)), *(layers.Dense(256, "relu") for _ in range(2)), layers.Dense(10)])
+        model = tf.keras.Sequential(
+            [layers.Input((784,)), *(layers.Dense(256, "relu") for _ in range(2)), layers.Dense(10)]
+        )
         loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(tf.keras.optimizers.Adam(1e-3), loss)
     model.fit(data, epochs=1, verbose=0)
@@ -177,7 +181,9 @@ class Ours:
 
 
 def evaluated(ours: bool) -> None:
-    """A pass over all rows: a bare forward loop that counts right answers, or the evaluator's, in a process set up as its actor is."""
+    """A pass over all rows: a bare forward loop that counts right answers, or the evaluator's, in a process set up as
+    its actor is.
+    """
     import torch
 
     from ray_app.process import keep_freed_memory
@@ -231,7 +237,8 @@ def main() -> None:
         return
     passes = {"bare forward loop": "forward", "evaluator": "evaluator"}
     found = alternate(
-        {name: partial(run_side, [sys.executable, __file__, "--side", side]) for name, side in passes.items()}, options.rounds
+        {name: partial(run_side, [sys.executable, __file__, "--side", side]) for name, side in passes.items()},
+        options.rounds,
     )
     report("Evaluation of 50,000 rows, batch 256", found, {"evaluator": 1.15})
     import logging

@@ -1,8 +1,8 @@
 """From a command to its first step and to its end, beside the least that Ray needs for two actors that import torch.
 
-The least is a script: it imports Ray and torch and starts a cluster, two actors that import torch answer, the cluster ends. A run is one
-step of conf/digits.yaml with two workers, without evaluator and tracking; `single` is the same in the calling process. The least is
-measured twice for the null.
+The least is a script: it imports Ray and torch and starts a cluster, two actors that import torch answer, the cluster
+ends. A run is one step of conf/digits.yaml with two workers, without evaluator and tracking; `single` is the same in
+the calling process. The least is measured twice for the null.
 
 python benchmarks/start.py --rounds 5      # about 4 minutes
 """
@@ -61,7 +61,10 @@ class Sample(NamedTuple):
 def timed(command: list[str], first: Callable[[str], float]) -> Sample:
     """Runs a command; `first` tells of its output when the first step was done."""
     began, before = time.time(), getrusage(RUSAGE_CHILDREN)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}  # compiled before, as what pip installs is
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }  # compiled before, as what pip installs is
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
     ended, after = time.time(), getrusage(RUSAGE_CHILDREN)
     if done.returncode:
@@ -73,9 +76,23 @@ def timed(command: list[str], first: Callable[[str], float]) -> Sample:
 def run(folder: Path, strategy: str) -> Sample:
     """One step of conf/digits.yaml."""
     fields = {"storage_path": folder, "name": f"{time.time_ns()}"}
-    command = [sys.executable, "-m", "ray_app", "train", "--config", "conf/digits.yaml", "--data.path", f"{folder}/digits/train"]
+    command = [
+        sys.executable,
+        "-m",
+        "ray_app",
+        "train",
+        "--config",
+        "conf/digits.yaml",
+        "--data.path",
+        f"{folder}/digits/train",
+    ]
     command += [f"--run.{name}={value}" for name, value in fields.items()]
-    command += ["--data.eval_path=null", "--train.max_steps=1", "--tracking.enabled=false", f"--train.strategy={strategy}"]
+    command += [
+        "--data.eval_path=null",
+        "--train.max_steps=1",
+        "--tracking.enabled=false",
+        f"--train.strategy={strategy}",
+    ]
     return timed(command, lambda _: read_steps(RunPaths(folder / str(fields["name"]))).records[0].time_s)
 
 
@@ -95,13 +112,22 @@ def main() -> None:
             for side, measure in sides.items():
                 found[side].append(measure())
                 print(f"  round {number + 1}/{rounds} {side}: {found[side][-1]}", file=sys.stderr, flush=True)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {rounds} rounds")
-    print(f"{'side':<20}{'first step s':>22}{'end s':>22}{'CPU s':>22}{'first / least':>24}{'end / least':>24}{'bar':>6}")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, {rounds}"
+        f" rounds"
+    )
+    print(
+        f"{'side':<20}{'first step s':>22}{'end s':>22}{'CPU s':>22}{'first / least':>24}{'end / least':>24}{'bar':>6}"
+    )
     for side, samples in found.items():
         pairs = list(zip(samples, found[LEAST], strict=True))
         columns = [spread([getattr(s, part) for s in samples], 1) for part in Sample._fields]
         columns += [spread([getattr(s, part) / getattr(b, part) for s, b in pairs], 2) for part in ("first_s", "end_s")]
-        print(f"{side:<20}" + "".join(f"{c:>{22 if i < 3 else 24}}" for i, c in enumerate(columns)) + f"{BARS.get(side, ''):>6}")
+        print(
+            f"{side:<20}"
+            + "".join(f"{c:>{22 if i < 3 else 24}}" for i, c in enumerate(columns))
+            + f"{BARS.get(side, ''):>6}"
+        )
 
 
 def spread(values: list[float], digits: int) -> str:

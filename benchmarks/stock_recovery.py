@@ -1,7 +1,8 @@
 """The other sides of `recovery.py`: the same network, rows and steps under stock Ray Train, and under torchrun.
 
-Both run the loop that one writes by hand: DDP, a checkpoint of model and optimizer every 200 steps, which a restarted group loads.
-Stock Ray Train reports it with `ray.train.report`; all its settings are the defaults, but for an unlimited number of failures.
+Both run the loop that one writes by hand: DDP, a checkpoint of model and optimizer every 200 steps, which a restarted
+group loads. Stock Ray Train reports it with `ray.train.report`; all its settings are the defaults, but for an unlimited
+number of failures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def make_rows(rows: int) -> tuple[np.ndarray, np.ndarray]:
     return generator.integers(0, 256, (rows, 28, 28), dtype=np.uint8), generator.integers(0, 10, rows)
 
 
-def steps(folder: str, rank: int, workers: int, load: Callable[[], State | None], save: Callable[[State], None]) -> None:
+def steps(
+    folder: str, rank: int, workers: int, load: Callable[[], State | None], save: Callable[[State], None]
+) -> None:
     """The loop of one worker; it ends with its process."""
     import torch
     from torch import nn
@@ -93,7 +96,9 @@ def ray_worker(config: dict[str, Any]) -> None:
 
 
 def run_ray(scenario: Scenario, folder: Path, done: Callable[[Disturber], None]) -> None:
-    """Runs and disturbs stock Ray Train in this process; `done` comes before the end, which `fit` in its thread may not survive."""
+    """Runs and disturbs stock Ray Train in this process; `done` comes before the end, which `fit` in its thread may not
+    survive.
+    """
     import logging
 
     import ray
@@ -109,7 +114,9 @@ def run_ray(scenario: Scenario, folder: Path, done: Callable[[Disturber], None])
     trainer = TorchTrainer(
         ray_worker,
         train_loop_config={"folder": str(folder)},
-        scaling_config=ScalingConfig(num_workers=most if fewest == most else (fewest, most), resources_per_worker={"CPU": 1}),
+        scaling_config=ScalingConfig(
+            num_workers=most if fewest == most else (fewest, most), resources_per_worker={"CPU": 1}
+        ),
         run_config=RunConfig(
             name="stock",
             storage_path=str(folder),
@@ -158,7 +165,15 @@ def run_torchrun(scenario: Scenario, folder: Path, done: Callable[[Disturber], N
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(scenario.before), "--master_port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(scenario.before),
+        "--master_port",
+        str(port),
+    ]
     with (folder / "torchrun.log").open("w") as log:
         launcher = subprocess.Popen([*command, "--max-restarts", "100", __file__, str(folder)], stdout=log, stderr=log)
         disturber = Disturber(scenario, folder)

@@ -1,18 +1,22 @@
-"""Every strategy next to `ddp`: step time, and memory of each worker, with the same model, rows, logical workers and global batch.
+"""Every strategy next to `ddp`: step time, and memory of each worker, with the same model, rows, logical workers and
+global batch.
 
 python benchmarks/strategies.py            # needs a quiet machine; about 20 minutes
 python benchmarks/strategies.py --tiny     # that it runs: two minutes; the figures say nothing
 python benchmarks/strategies.py --gpu      # one GPU per worker: memory is what CUDA allocated at most
 
-Two workers of one thread, two logical workers, 64 rows of the digits per step, cached in memory; `parameter_server` has two servers beside
-them, on the same cores. `small` is the network of conf/digits.yaml, `medium` a dense one of 12.7 million parameters (51 MB) with Adam.
+Two workers of one thread, two logical workers, 64 rows of the digits per step, cached in memory; `parameter_server` has
+two servers beside them, on the same cores. `small` is the network of conf/digits.yaml, `medium` a dense one of 12.7
+million parameters (51 MB) with Adam.
 
-Time is that of the run's own record; CPU time is that of the workers and servers. Memory without a GPU, in MB (10^6 bytes):
+Time is that of the run's own record; CPU time is that of the workers and servers. Memory without a GPU, in MB (10^6
+bytes):
 
-- `state`: parameters, gradients and optimizer state that would be on a device, by adding up the tensors between two steps;
+- `state`: parameters, gradients and optimizer state that would be on a device, by adding up the tensors between two
+  steps;
 - `tensors`: all tensors of the process then, so also buckets and the whole copies that some strategies keep;
-- `peak`: the largest resident set up to the last step measured, above that of the process before it built anything. No checkpoint is made
-  before that; one costs each strategy a copy of the state.
+- `peak`: the largest resident set up to the last step measured, above that of the process before it built anything. No
+  checkpoint is made before that; one costs each strategy a copy of the state.
 """
 
 from __future__ import annotations
@@ -135,13 +139,19 @@ class Gauge:
             self._tensors = count_tensors()
             if rank == 0:
                 handles = [ray.get_actor(name) for name in self._servers]
-                found = ray.get([handle.__ray_call__.remote(lambda self: (os.getpid(), *count_tensors())) for handle in handles])
+                found = ray.get(
+                    [handle.__ray_call__.remote(lambda self: (os.getpid(), *count_tensors())) for handle in handles]
+                )
                 self._helpers = list(found)
         elif step > self._first and self._began is None:
             self._began = step, self._cpu_s()
         if step == self._last and self._began is not None:
             cpu_ms = (self._cpu_s() - self._began[1]) / (step - self._began[0]) * 1e3
-            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else peak_bytes(os.getpid()) - self._base
+            peak = (
+                torch.cuda.max_memory_allocated()
+                if torch.cuda.is_initialized()
+                else peak_bytes(os.getpid()) - self._base
+            )
             servers = [[state, held, peak_bytes(pid) / 1e6] for pid, state, held in self._helpers]
             found = {"cpu_ms": cpu_ms, "worker": [*self._tensors, peak / 1e6], "servers": servers}
             Path(f"{self._path}-{rank}").write_text(json.dumps(found))
@@ -173,7 +183,9 @@ def _values_of(state: TrainingState) -> list[Tensor]:
 
 
 def _megabytes(tensors: Iterable[Tensor]) -> float:
-    """Of the memory behind tensors and their gradients, each part counted once; of sharded ones, that of the shards here."""
+    """Of the memory behind tensors and their gradients, each part counted once; of sharded ones, that of the shards
+    here.
+    """
     found: dict[int, int] = {}
     for tensor in tensors:
         for t in (tensor, tensor.grad if tensor.is_leaf else None):
@@ -224,7 +236,8 @@ class Measured:
         is_served = config.train.strategy == "parameter_server"
         servers = server_names(RunPaths(self._folder / "runs" / name), 1, SERVERS) if is_served else []
         gauge = Gauge(str(self._folder / name), model.warm_up - 1, last, servers)
-        # In a process of its own, so that `single`, which trains in the calling process, begins with as little as a worker.
+        # In a process of its own, so that `single`, which trains in the calling process, begins with as little as a
+        # worker.
         times = ray.get(ray.remote(num_cpus=0, max_calls=1)(_train).remote(config, gauge))
         workers = config.scaling.most_workers
         wall_ms = (times[last] - times[model.warm_up]) / model.steps * 1e3
@@ -256,13 +269,17 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="only that it runs; the figures say nothing")
     parser.add_argument("--gpu", action="store_true", help="one GPU per worker")
     parser.add_argument("--models", nargs="+", choices=[m.name for m in FULL], default=[m.name for m in FULL])
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="the first one is the base")
+    parser.add_argument(
+        "--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="the first one is the base"
+    )
     options = parser.parse_args()
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         measured = Measured(Path(folder), options.gpu)
         for model in (m for m in (TINY if options.tiny else FULL) if m.name in options.models):
-            sides: dict[str, Callable[[], Sample]] = {side: partial(measured.run, side, model) for side in options.sides}
+            sides: dict[str, Callable[[], Sample]] = {
+                side: partial(measured.run, side, model) for side in options.sides
+            }
             found = alternate(sides, 1 if options.tiny else options.rounds)
             report(f"Time per step, {model.name} model, {WORKERS} workers of one thread", found, {})
         report_memory(measured.memory)

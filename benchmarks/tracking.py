@@ -1,8 +1,8 @@
-"""What tracking costs a step: the digits run on two workers with MLflow and system metrics, against the same run without,
-and with a server that is not there.
+"""What tracking costs a step: the digits run on two workers with MLflow and system metrics, against the same run
+without, and with a server that is not there.
 
-Steps are timed by rank 0 in mid-run, between two of them; the evaluator is off on both sides. Without tracking is measured twice for the
-null: a median ratio within the null's range is no difference that this machine can show.
+Steps are timed by rank 0 in mid-run, between two of them; the evaluator is off on both sides. Without tracking is
+measured twice for the null: a median ratio within the null's range is no difference that this machine can show.
 
 python benchmarks/tracking.py --rounds 5      # needs a quiet machine; about 8 minutes
 """
@@ -87,9 +87,14 @@ def main() -> int:
         found = alternate(sides, options.rounds)
     ray.shutdown()
     report("Time per step, digits on 2 workers; system metrics every second", found, {ON: BAR, AWAY: BAR})
-    walls, nulls = ([s.wall_ms / b.wall_ms for s, b in zip(found[side], found[OFF], strict=True)] for side in (ON, f"{OFF} again"))
+    walls, nulls = (
+        [s.wall_ms / b.wall_ms for s, b in zip(found[side], found[OFF], strict=True)] for side in (ON, f"{OFF} again")
+    )
     ratio, held = median(walls), median(walls) <= BAR
-    print(f"\nverdict: {'held' if held else 'MISSED'}: {ratio:.3f} against the bar {BAR} (null {min(nulls):.3f}-{max(nulls):.3f})")
+    print(
+        f"\nverdict: {'held' if held else 'MISSED'}: {ratio:.3f} against the bar {BAR} (null"
+        f" {min(nulls):.3f}-{max(nulls):.3f})"
+    )
     return 0 if held else 1
 
 

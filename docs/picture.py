@@ -1,7 +1,9 @@
-"""Draws `docs/architecture.svg` from the code: every room (folder) of `ray_app` by its layer, an arrow where one imports from another.
+"""Draws `docs/architecture.svg` from the code: every room (folder) of `ray_app` by its layer, an arrow where one
+imports from another.
 
-Of the imports only those are drawn that no longer way says already: where A imports B and C, and B imports C, the arrow from A to C is left
-out. Layers come from the first contract in `pyproject.toml`, sentences from the rooms' docstrings. `make picture` runs it.
+Of the imports only those are drawn that no longer way says already: where A imports B and C, and B imports C, the arrow
+from A to C is left out. Layers come from the first contract in `pyproject.toml`, sentences from the rooms' docstrings.
+`make picture` runs it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def layers() -> list[list[str]]:
     """The rooms of each layer, from the top."""
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     [contract] = [c for c in tool["importlinter"]["contracts"] if c["type"] == "layers"]
-    found = [[room for room in layer.split(" | ") if (ROOT / "ray_app" / room).is_dir()] for layer in contract["layers"]]
+    found = [
+        [room for room in layer.split(" | ") if (ROOT / "ray_app" / room).is_dir()] for layer in contract["layers"]
+    ]
     return [rooms for rooms in found if rooms]
 
 
@@ -43,7 +47,8 @@ def imports(rooms: list[str]) -> list[tuple[str, str]]:
         room: {
             other
             for other in rooms
-            if other != room and graph.direct_import_exists(importer=f"ray_app.{room}", imported=f"ray_app.{other}", as_packages=True)
+            if other != room
+            and graph.direct_import_exists(importer=f"ray_app.{room}", imported=f"ray_app.{other}", as_packages=True)
         }
         for room in rooms
     }
@@ -70,10 +75,13 @@ def svg() -> str:
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="title">',
-            '<title id="title">The rooms of ray_app by layer; an arrow leads from a room to one that it imports from</title>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"'
+            f' aria-labelledby="title">',
+            '<title id="title">The rooms of ray_app by layer; an arrow leads from a room to one that it imports'
+            " from</title>",
             f"<style>{_STYLE}</style>",
-            f'<defs>{tip}<path d="M0 0 8 4 0 8z" style="fill: #8a9aaa; stroke: none; marker-end: none"/></marker></defs>',
+            f'<defs>{tip}<path d="M0 0 8 4 0 8z" style="fill: #8a9aaa; stroke: none; marker-end:'
+            f' none"/></marker></defs>',
             f'<rect width="{_WIDTH}" height="{height}" style="fill: #f6f8fa; stroke: none"/>',
             *lines,
             *boxes,
@@ -89,12 +97,17 @@ def _left(count: int, at: int) -> float:
 
 def _box(room: str, x: float, y: float) -> str:
     said = textwrap.wrap(sentence(room), 26)[:3]
-    text = "".join(f'<text class="says" x="{x + _BOX / 2:g}" y="{y + 34 + 12 * i:g}">{escape(s)}</text>' for i, s in enumerate(said))
+    text = "".join(
+        f'<text class="says" x="{x + _BOX / 2:g}" y="{y + 34 + 12 * i:g}">{escape(s)}</text>'
+        for i, s in enumerate(said)
+    )
     name = f'<text class="name" x="{x + _BOX / 2:g}" y="{y + 18:g}">{room}</text>'
     return f'<rect x="{x:g}" y="{y:g}" width="{_BOX}" height="{_HEIGHT}" rx="6"/>{name}{text}'
 
 
-def _way(rows: list[list[str]], place: dict[str, tuple[float, int]], arrows: list[tuple[str, str]], arrow: tuple[str, str]) -> str:
+def _way(
+    rows: list[list[str]], place: dict[str, tuple[float, int]], arrows: list[tuple[str, str]], arrow: tuple[str, str]
+) -> str:
     """A line from the bottom of a box to the top of another, which passes the rows between them where there is room."""
     upper, lower = arrow
     (x, top), (end, bottom) = place[upper], place[lower]

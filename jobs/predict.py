@@ -1,4 +1,6 @@
-"""Predict a data set: python jobs/predict.py --config FILE --predict.data DATA --predict.out FOLDER [--predict.run RUN]; --help."""
+"""Predict a data set: python jobs/predict.py --config FILE --predict.data DATA --predict.out FOLDER [--predict.run
+RUN]; --help.
+"""
 
 import sys
 from pathlib import Path

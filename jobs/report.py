@@ -1,4 +1,6 @@
-"""A run on one page: python jobs/report.py --run runs/NAME [--out FILE]; also of a run that still goes on, or failed."""
+"""A run on one page: python jobs/report.py --run runs/NAME [--out FILE]; also of a run that still goes on, or
+failed.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Train a model: python jobs/train.py --config conf/digits.yaml [--scaling.max_workers 4 ...]; --help explains every field."""
+"""Train a model: python jobs/train.py --config conf/digits.yaml [--scaling.max_workers 4 ...]; --help explains every
+field.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The command as a module: `python -m ray_app train ...` is `ray-app train ...`, also where no console script is on the path."""
+"""The command as a module: `python -m ray_app train ...` is `ray-app train ...`, also where no console script is on the
+path.
+"""
 
 from __future__ import annotations
 

@@ -111,12 +111,11 @@ class NonFiniteError(RayAppError):
 
 
 class TaskError(RayAppError):
-    """The task's own code, or what it called, raised; made by `ray_app.task.user_code`, and kept as text, since any class may not pickle.
+    """The task's own code, or what it called, raised; made by `ray_app.task.user_code`, and kept as text, since any
+    class may not pickle.
 
-    Args:
-        said: The error and the line of the user's that raised it: `KeyError: 'labels' (my_task.py, line 31, in update)`.
-        trace: The calls that led to it, a line or two each.
-        place: What was being done, as far as is known.
+    Args: said: The error and the line of the user's that raised it: `KeyError: 'labels' (my_task.py, line 31, in
+        update)`. trace: The calls that led to it, a line or two each. place: What was being done, as far as is known.
         positions: Manifest positions of the rows that it was done for.
     """
 
@@ -186,19 +185,28 @@ class RunEndedError(RayAppError):
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether what was given is to blame and stays wrong: a command refuses it with exit code 2. A storage that is away is a failure."""
+    """Whether what was given is to blame and stays wrong: a command refuses it with exit code 2. A storage that is away
+    is a failure.
+    """
     return isinstance(error, ConfigError | DataError) and not isinstance(error, StorageError)
 
 
 def unwrap_app_error(error: BaseException) -> BaseException:
-    """The application's error inside whatever wrapped it on its way (Ray tasks, Ray Train, exception chains), or the error itself."""
+    """The application's error inside whatever wrapped it on its way (Ray tasks, Ray Train, exception chains), or the
+    error itself.
+    """
     seen: list[BaseException] = []
     todo = [error]
     while todo:
         current = todo.pop()
         if current not in seen:
             seen.append(current)
-            inner = [current.__context__, current.__cause__, getattr(current, "controller_failure", None), getattr(current, "cause", None)]
+            inner = [
+                current.__context__,
+                current.__cause__,
+                getattr(current, "controller_failure", None),
+                getattr(current, "cause", None),
+            ]
             todo += [e for e in inner if isinstance(e, BaseException)]
     plain = [e for e in seen if isinstance(e, RayAppError) and not isinstance(getattr(e, "cause", None), RayAppError)]
     return plain[0] if plain else error

@@ -1,4 +1,5 @@
-"""What a run changes in the process that it is in, which may be a notebook's, and gives back: signals, environment, settings.
+"""What a run changes in the process that it is in, which may be a notebook's, and gives back: signals, environment,
+settings.
 
 Imports in bulk: what is imported is no garbage, and to look for some meanwhile takes a fifth of the time.
 """
@@ -18,21 +19,27 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _lock = threading.Lock()
 _lent: dict[str, list[list[Any]]] = {}
-"""What each setting was before each of the times for which it is lent now, by the name of the setting, the earliest first."""
+"""What each setting was before each of the times for which it is lent now, by the name of the setting, the earliest
+first.
+"""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """What `malloc.h` calls the free memory that is kept, and what the system is asked for on its own."""
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep up to a gigabyte of freed memory for what is asked for next; for a process that does nothing but compute for a run.
+    """Lets glibc keep up to a gigabyte of freed memory for what is asked for next; for a process that does nothing but
+    compute for a run.
 
-    Each step asks for what the one before has freed. What went back to the system in between comes again page by page, filled with zeros:
-    up to 9,000 page faults in a step of ResNet-18, a tenth of its time (see `man 3 mallopt`). A thread's own memory is kept up to 64 MB.
-    What the environment says of it counts more. glibc cannot be asked to go back to its own changing thresholds.
+    Each step asks for what the one before has freed. What went back to the system in between comes again page by page,
+    filled with zeros: up to 9,000 page faults in a step of ResNet-18, a tenth of its time (see `man 3 mallopt`). A
+    thread's own memory is kept up to 64 MB. What the environment says of it counts more. glibc cannot be asked to go
+    back to its own changing thresholds.
     """
     malloc = ctypes.CDLL(None)
-    if not hasattr(malloc, "mallopt") or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    if not hasattr(malloc, "mallopt") or any(
+        name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ
+    ):
         return
     malloc.mallopt(_TRIM_THRESHOLD, 1 << 30)
     malloc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
@@ -87,7 +94,8 @@ def _set_variable(name: str, value: str | None) -> None:
 
 @contextmanager
 def put_back(name: str, read: Callable[[], T], write: Callable[[T], object]) -> Iterator[None]:
-    """Whatever a setting becomes, it is then what it was. Of several times that overlap, as those of two runs, the last one puts it back.
+    """Whatever a setting becomes, it is then what it was. Of several times that overlap, as those of two runs, the last
+    one puts it back.
 
     Args:
         name: What the setting is called.

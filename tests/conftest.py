@@ -34,7 +34,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks every test with its folder, and those on real Ray that are neither a guarantee nor of the rest as campaigns."""
+    """Marks every test with its folder, and those on real Ray that are neither a guarantee nor of the rest as
+    campaigns.
+    """
     for item in items:
         folder = _folder(item)
         item.add_marker(folder)

@@ -1,6 +1,7 @@
 """Scheduled retraining as an Airflow DAG: one task, which runs `ray-app retrain` on a machine of the Ray cluster.
 
-For Airflow 3, or 2.10 and newer with apache-airflow-providers-standard. Copy this file into the DAG folder and change the constants.
+For Airflow 3, or 2.10 and newer with apache-airflow-providers-standard. Copy this file into the DAG folder and change
+the constants.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class Retrain(BashOperator):
     def execute(self, context):
         """Runs the command in `cwd`.
 
-        Raises:
-            AirflowException: It ended with 75; Airflow tries again.
-            AirflowFailException: It ended with another code, 2 where the data or the configuration is refused; no further try.
+        Raises: AirflowException: It ended with 75; Airflow tries again. AirflowFailException: It ended with another
+            code, 2 where the data or the configuration is refused; no further try.
         """
-        result = self.subprocess_hook.run_command(command=["bash", "-c", self.bash_command], env=self.get_env(context), cwd=self.cwd)
+        result = self.subprocess_hook.run_command(
+            command=["bash", "-c", self.bash_command], env=self.get_env(context), cwd=self.cwd
+        )
         if result.exit_code == AGAIN:
             raise AirflowException("Interrupted, or another scheduler is at it; the next try goes on from there.")
         if result.exit_code != 0:

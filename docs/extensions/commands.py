@@ -20,13 +20,18 @@ _NOT_SHOWN = ("help", "print_config", "run_config")
 def parsers_of(main: Callable[[list[str]], Any]) -> list[argparse.ArgumentParser]:
     """The parsers whose help a command shows."""
     found: list[argparse.ArgumentParser] = []
-    with patch.object(argparse.ArgumentParser, "print_help", lambda parser, file=None: found.append(parser)), suppress(SystemExit):
+    with (
+        patch.object(argparse.ArgumentParser, "print_help", lambda parser, file=None: found.append(parser)),
+        suppress(SystemExit),
+    ):
         main(["--help"])
     return found
 
 
 class Command(SphinxDirective):
-    """The description and the options of the command that is named; those that are fields of a section are on their own page."""
+    """The description and the options of the command that is named; those that are fields of a section are on their own
+    page.
+    """
 
     required_arguments = 1
 
@@ -36,7 +41,11 @@ class Command(SphinxDirective):
         about = " ".join(parser.description for parser in parsers if parser.description)
         shown = nodes.definition_list(classes=["fields"])
         for action in (action for parser in parsers for action in parser._actions):
-            if action.help != argparse.SUPPRESS and action.dest.split(".")[0] not in ALL and not action.dest.endswith(_NOT_SHOWN):
+            if (
+                action.help != argparse.SUPPRESS
+                and action.dest.split(".")[0] not in ALL
+                and not action.dest.endswith(_NOT_SHOWN)
+            ):
                 term = nodes.term("", "", nodes.literal("", " ".join(_called(action))))
                 said = self.parse_text_to_nodes((action.help or "").replace("%%", "%"))
                 shown += nodes.definition_list_item("", term, nodes.definition("", *said))

@@ -1,4 +1,6 @@
-"""What lies outside docs/: pages that are made of one file of the repository, and links to files that are pages of the site."""
+"""What lies outside docs/: pages that are made of one file of the repository, and links to files that are pages of the
+site.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 
 
 def rebased(text: str, written_in: Path, shown_in: Path) -> str:
-    """Markdown whose relative links, written for one folder, lead to the same from another, and to pages where the site has one."""
+    """Markdown whose relative links, written for one folder, lead to the same from another, and to pages where the site
+    has one.
+    """
 
     def moved(link: re.Match[str]) -> str:
         target = (written_in / link[1]).resolve()

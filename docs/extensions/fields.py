@@ -20,7 +20,12 @@ from ray_app.retrain.options import RetrainSection
 from ray_app.submit.options import SubmitSection
 
 PAGE = "reference/configuration"
-ALL: dict[str, type] = SECTIONS | {"drill": DrillSection, "predict": PredictSection, "retrain": RetrainSection, "submit": SubmitSection}
+ALL: dict[str, type] = SECTIONS | {
+    "drill": DrillSection,
+    "predict": PredictSection,
+    "retrain": RetrainSection,
+    "submit": SubmitSection,
+}
 _WORDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", types.NoneType: "nothing"}
 
 

@@ -1,4 +1,6 @@
-"""What is written as code on a page and names a field or a file of the repository: it has to exist, and a field becomes a link."""
+"""What is written as code on a page and names a field or a file of the repository: it has to exist, and a field becomes
+a link.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg"
 {chrome}
 <g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}
 <g class="{unique_id}-matrix">{matrix}</g></g></svg>
-"""
+"""  # noqa: E501
 """rich's own frame, without the fonts that it would fetch."""
 
 
@@ -62,10 +62,14 @@ def trained(folder: Path) -> str:
     command = f"{shlex.quote(sys.executable)} -m ray_app {given} --run.name digits --run.storage_path {folder}/runs"
     tmux = ["tmux", "-L", f"pictures-{folder.name}"]
     inside = f"cd {shlex.quote(str(ROOT))}; clear; {command}; touch {done}; sleep {LIMIT_S:g}"
-    subprocess.run([*tmux, "-f", "/dev/null", "new-session", "-d", "-x", str(COLUMNS), "-y", str(LINES), inside], check=True)
+    subprocess.run(
+        [*tmux, "-f", "/dev/null", "new-session", "-d", "-x", str(COLUMNS), "-y", str(LINES), inside], check=True
+    )
     try:
         until(done.exists, "end of the run")
-        shown = subprocess.run([*tmux, "capture-pane", "-p", "-e", "-J"], capture_output=True, text=True, check=True).stdout
+        shown = subprocess.run(
+            [*tmux, "capture-pane", "-p", "-e", "-J"], capture_output=True, text=True, check=True
+        ).stdout
     finally:
         subprocess.run([*tmux, "kill-server"], check=False)
     return shown.replace(str(folder), "...").rstrip()
@@ -90,7 +94,18 @@ def mlflow_server(store: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--port", str(port), "--workers", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        store,
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def answers() -> bool:
@@ -110,11 +125,18 @@ def mlflow_page(browser: Browser, store: str) -> None:
     """Shows the curves of the only run in a store, without what MLflow shows only under the mouse."""
     run = MlflowClient(store).search_runs(["1"])[0].info
     with mlflow_server(store) as address:
-        browser.show(f"{address}/#/experiments/{run.experiment_id}/runs/{run.run_id}/model-metrics", width=WIDTH, height=HEIGHT)
-        until(lambda: browser.ask("document.querySelector('[aria-label=Close]') !== null"), "button that closes MLflow's assistant")
+        browser.show(
+            f"{address}/#/experiments/{run.experiment_id}/runs/{run.run_id}/model-metrics", width=WIDTH, height=HEIGHT
+        )
+        until(
+            lambda: browser.ask("document.querySelector('[aria-label=Close]') !== null"),
+            "button that closes MLflow's assistant",
+        )
         browser.ask("document.querySelector('[aria-label=Close]').click()")
         browser.ask("document.head.insertAdjacentHTML('beforeend', '<style>.modebar { display: none }</style>')")
-        until(lambda: browser.ask("document.querySelector('[aria-label=Close]') === null"), "page without the assistant")
+        until(
+            lambda: browser.ask("document.querySelector('[aria-label=Close]') === null"), "page without the assistant"
+        )
         until(lambda: browser.ask(_CURVES) >= MOST_CURVES, "curves on MLflow's page")
         save(browser, HERE / "mlflow.png")
 

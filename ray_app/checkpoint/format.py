@@ -22,12 +22,9 @@ MODEL, TRAINING = "model.safetensors", "training.pt"
 class Snapshot:
     """The training state at a step boundary, in memory of its own.
 
-    Args:
-        step: Finished steps.
-        model: Parameters and persistent buffers of the model that is returned, by name, on the CPU.
-        optimizer: State of the optimizer.
-        schedule: State of the learning-rate schedule, if there is one.
-        more: What else is needed to go on: the trained parameters where `model` holds their average, the scale of the loss.
+    Args: step: Finished steps. model: Parameters and persistent buffers of the model that is returned, by name, on the
+        CPU. optimizer: State of the optimizer. schedule: State of the learning-rate schedule, if there is one. more:
+        What else is needed to go on: the trained parameters where `model` holds their average, the scale of the loss.
     """
 
     step: int
@@ -40,9 +37,15 @@ class Snapshot:
 def writers(snapshot: Snapshot) -> dict[str, Content]:
     """The files of a snapshot by name, as functions that write them straight from the snapshot's memory.
 
-    Nothing is copied, and whoever holds Python's lock waits for nothing big: the training goes on in another thread meanwhile.
+    Nothing is copied, and whoever holds Python's lock waits for nothing big: the training goes on in another thread
+    meanwhile.
     """
-    rest = {"step": snapshot.step, "optimizer": snapshot.optimizer, "schedule": snapshot.schedule, "more": snapshot.more}
+    rest = {
+        "step": snapshot.step,
+        "optimizer": snapshot.optimizer,
+        "schedule": snapshot.schedule,
+        "more": snapshot.more,
+    }
     return {MODEL: lambda file: _write_model(snapshot.model, file), TRAINING: lambda file: _write_rest(rest, file)}
 
 
@@ -52,7 +55,9 @@ def pack(snapshot: Snapshot) -> dict[str, bytes]:
 
 
 def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
-    """`torch.save` without zip's CRC-32, which is computed under Python's lock; the commit holds a SHA-256 of the file."""
+    """`torch.save` without zip's CRC-32, which is computed under Python's lock; the commit holds a SHA-256 of
+    the file.
+    """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -66,7 +71,9 @@ def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
 
 
 def _write_model(model: dict[str, Tensor], file: IO[bytes]) -> None:
-    """Writes what `safetensors.torch.save` returns; the order and the names of types are those that it gives to tensors without data."""
+    """Writes what `safetensors.torch.save` returns; the order and the names of types are those that it gives to tensors
+    without data.
+    """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
     data = safetensors.torch.save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()})
     header, at = json.loads(data[8:]), 0
@@ -115,13 +122,17 @@ def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
 
 def _refusal(name: str, error: Exception) -> Exception:
     """What to raise for a file that cannot be read: a machine that has no room for it says nothing of the file."""
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):  # torch has no type of its own for it on the CPU
+    if isinstance(error, MemoryError) or "allocate memory" in str(
+        error
+    ):  # torch has no type of its own for it on the CPU
         return MemoryError(f"No room for {name} of a checkpoint: {error}")
     return CheckpointError(f"{name} is refused: {error}")
 
 
 def same_values(one: bytes, other: bytes) -> bool:
-    """Whether two `training.pt` hold the same; of two workers the bytes may differ even so, since pickle remembers objects, not values."""
+    """Whether two `training.pt` hold the same; of two workers the bytes may differ even so, since pickle remembers
+    objects, not values.
+    """
     try:
         return _equal(*(torch.load(io.BytesIO(data), weights_only=True) for data in (one, other)))
     except Exception:  # it is damaged; torch raises what it likes

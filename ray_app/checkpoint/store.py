@@ -1,9 +1,10 @@
 """The checkpoint store: a directory per step and fence, its files, and `COMMIT.json` last.
 
-A directory without a valid `COMMIT.json` does not exist. Loading verifies the digest of every file, takes the newest step and its
-highest fence, and walks back over bad ones, marking those whose bytes have changed. Nothing is moved, appended to, or replaced before it is
-committed. A writer that a later start has taken the run over from commits nothing; should both happen at the same moment, the commit is
-still one that the run can go on from, under its own fence.
+A directory without a valid `COMMIT.json` does not exist. Loading verifies the digest of every file, takes the newest
+step and its highest fence, and walks back over bad ones, marking those whose bytes have changed. Nothing is moved,
+appended to, or replaced before it is committed. A writer that a later start has taken the run over from commits
+nothing; should both happen at the same moment, the commit is still one that the run can go on from, under its own
+fence.
 
 Files of a checkpoint, put where there are none: two workers may write the same checkpoint at once.
 
@@ -171,7 +172,9 @@ def parsed(name: str, data: bytes) -> Commit:
         raise DamagedError(f"{COMMIT} is damaged: it differs from what was committed (SHA-256)")
     commit = Commit(**values)
     if (commit.step, commit.fence) != key_of(name):
-        raise DamagedError(f"{COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}")
+        raise DamagedError(
+            f"{COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}"
+        )
     return commit
 
 
@@ -202,7 +205,9 @@ class Hold:
     evaluator: str | None = None
 
 
-def removable(steps: Iterable[int], keep_last: int, best: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[int]:
+def removable(
+    steps: Iterable[int], keep_last: int, best: Iterable[int], holds: Iterable[Hold], now_s: float
+) -> set[int]:
     """Steps of the checkpoints that nobody needs.
 
     Args:
@@ -260,12 +265,13 @@ class CheckpointStore:
     def write(self, files: Mapping[str, Content], commit: Commit) -> Location:
         """Writes and commits a checkpoint; one that is committed already is left alone, unless it is marked bad.
 
-        Two workers may write the same checkpoint at once, one that leaves its node and the next rank 0. So a file is put where there is
-        none, and what is there stays until it is committed or given up: whoever is first commits, and the other finds that done.
+        Two workers may write the same checkpoint at once, one that leaves its node and the next rank 0. So a file is
+        put where there is none, and what is there stays until it is committed or given up: whoever is first commits,
+        and the other finds that done.
 
-        Raises:
-            LeaseLostError: A later start has taken the run over; nothing was committed, and what was written is removed.
-            OSError: The storage refused; nothing was committed. Whole files stay for another try, `discard` gives up.
+        Raises: LeaseLostError: A later start has taken the run over; nothing was committed, and what was written is
+            removed. OSError: The storage refused; nothing was committed. Whole files stay for another try, `discard`
+            gives up.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if (folder / _BAD).exists():
@@ -292,7 +298,9 @@ class CheckpointStore:
             digests[name] = put_if_absent(folder / name, content)
             if digests[name] is None:
                 self.discard(commit)
-                raise OSError(f"{folder / name} was left damaged, or by steps that were done differently before; it is removed")
+                raise OSError(
+                    f"{folder / name} was left damaged, or by steps that were done differently before; it is removed"
+                )
         refuse_if_lost(self._paths, commit.fence)
         _refuse_if_gone(folder, files.keys())
         is_ours = put_json(folder / COMMIT, sealed(asdict(commit) | {"files": digests}), if_absent=True)
@@ -335,7 +343,9 @@ class CheckpointStore:
         files = {}
         for name, facts in commit.files.items():
             if not _FILE.fullmatch(name):
-                raise CheckpointError(f"{folder.name}/{COMMIT} names the file {name!r}, which cannot be one of the checkpoint's own")
+                raise CheckpointError(
+                    f"{folder.name}/{COMMIT} names the file {name!r}, which cannot be one of the checkpoint's own"
+                )
             try:
                 data = (folder / name).read_bytes()
             except FileNotFoundError as error:
@@ -352,8 +362,8 @@ class CheckpointStore:
     def load_newest(self, on_fallback: Callable[[Fallback], None], above: int = -1) -> tuple[Commit, Snapshot] | None:
         """The newest checkpoint that is intact, or None if none was ever committed.
 
-        Args:
-            on_fallback: Told of every checkpoint that is passed over, whoever marked it. One that is damaged is marked and not looked at
+        Args: on_fallback: Told of every checkpoint that is passed over, whoever marked it. One that is damaged is
+            marked and not looked at
                 again; one whose content is refused stays as it is, since another version may read it.
             above: A step; checkpoints up to it count as if they were not there, and are not read.
 
@@ -400,7 +410,11 @@ class CheckpointStore:
         """
         commits = [commit for commit in self.commits() if commit.step > after]
         for commit in commits:
-            put_json(self._paths.checkpoint(commit.step, commit.fence) / SUSPECT, {"reason": reason, "time_s": time.time()}, if_absent=True)
+            put_json(
+                self._paths.checkpoint(commit.step, commit.fence) / SUSPECT,
+                {"reason": reason, "time_s": time.time()},
+                if_absent=True,
+            )
         return [commit.step for commit in commits]
 
     def mark_bad(self, commit: Commit, reason: str) -> None:
@@ -418,7 +432,11 @@ class CheckpointStore:
                 remove_tree(self._paths.checkpoints / name)
 
     def retain(
-        self, keep_last: int, best: list[int], holds: Sequence[Hold] = (), before: Callable[[list[int]], None] | None = None
+        self,
+        keep_last: int,
+        best: list[int],
+        holds: Sequence[Hold] = (),
+        before: Callable[[list[int]], None] | None = None,
     ) -> list[int]:
         """Removes checkpoints that nobody needs any more; the newest intact ones stay.
 
@@ -456,7 +474,9 @@ class CheckpointStore:
         (self._paths.holds / f"{follower}.json").unlink(missing_ok=True)
 
     def _folders(self, temporary: bool = False) -> _Folders:
-        """What there is; with `temporary` what writers that were stopped in the middle have left. On S3 that is one request."""
+        """What there is; with `temporary` what writers that were stopped in the middle have left. On S3 that is one
+        request.
+        """
         found: _Folders = {}
         for path, file in listing(self._paths.checkpoints, temporary=temporary).items():
             folder, _, name = path.rpartition("/")

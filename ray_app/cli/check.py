@@ -9,7 +9,10 @@ from ray_app.driver.parsing import parse_more
 from ray_app.preflight.check import check_task
 from ray_app.watch.terminal import show
 
-_DESCRIPTION = "Takes some rows of a configuration's data through everything that a run does with the task; nothing is left behind."
+_DESCRIPTION = (
+    "Takes some rows of a configuration's data through everything that a run does with the task; nothing is left"
+    " behind."
+)
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app check") -> int:

@@ -1,4 +1,6 @@
-"""The command `ray-app drill`: a configuration undisturbed, then under named disturbances, and a certificate of what came of it."""
+"""The command `ray-app drill`: a configuration undisturbed, then under named disturbances, and a certificate of what
+came of it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from ray_app.preflight.prepare import prepare
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, location
 
-_DESCRIPTION = "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
+_DESCRIPTION = (
+    "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
+)
 _OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}
 _FEWEST_STEPS, _CHECKPOINTS, _HEARTBEAT_S, _RESIZE_S, _MOST_OWN_WORKERS = 20, 8, 3.0, 2.0, 4
 _SELECTORS = ("scaling__label_selector", "evaluate__label_selector", "train__server_label_selector")
@@ -37,16 +41,17 @@ _SELECTORS = ("scaling__label_selector", "evaluate__label_selector", "train__ser
 class DrillSection:
     """What the drill does.
 
-    Args:
-        scenarios: Names of scenarios, separated by commas; not given: all of them. Names: kill, kill_twice, kill_two, kill_all,
-            kill_exchange, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator, freeze, slow, slow_storage,
-            storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node, node_rank0, grow (or resize), shrink
-            (or preempt), head, mlflow, damage, torn_write, driver, evaluator_and_driver.
+    Args: scenarios: Names of scenarios, separated by commas; not given: all of them. Names: kill, kill_twice, kill_two,
+        kill_all,
+            kill_exchange, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator, freeze, slow,
+            slow_storage, storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node, node_rank0,
+            grow (or resize), shrink (or preempt), head, mlflow, damage, torn_write, driver, evaluator_and_driver.
         max_steps: Most optimizer steps of every drilled run.
         seed: Chooses the steps and the workers that are struck.
-        out: New folder for the runs and the certificate, which every node sees under the same path; not given: a folder by the time in
-            `drills` next to `run.storage_path`.
-        limit_s: Seconds after which a scenario counts as hanging; then it has failed, what it left is ended, and the next one begins.
+        out: New folder for the runs and the certificate, which every node sees under the same path; not given: a folder
+            by the time in `drills` next to `run.storage_path`.
+        limit_s: Seconds after which a scenario counts as hanging; then it has failed, what it left is ended, and the
+            next one begins.
     """
 
     scenarios: str | None = None
@@ -68,7 +73,8 @@ def chosen(section: DrillSection) -> list[str]:
     unknown = [name for name in given if _OTHER_NAMES.get(name, name) not in SCENARIOS]
     if unknown or not given:
         raise ConfigError(
-            f"drill.scenarios is {section.scenarios!r}; {', '.join(map(repr, unknown)) or 'nothing'} is no scenario. There are"
+            f"drill.scenarios is {section.scenarios!r}; {', '.join(map(repr, unknown)) or 'nothing'} is no scenario."
+            f" There are"
             f" {', '.join(SCENARIOS)}. Give some of these, separated by commas, or leave it out for all."
         )
     return list(dict.fromkeys(_OTHER_NAMES.get(name, name) for name in given))
@@ -90,10 +96,19 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
     """
     train, free = config.train, "does not promise the same bits, which a drill compares"
     for is_refused, problem in (
-        (train.reduction != "exact", f"train.reduction is {train.reduction!r}, which {free}. Give --train.reduction exact."),
+        (
+            train.reduction != "exact",
+            f"train.reduction is {train.reduction!r}, which {free}. Give --train.reduction exact.",
+        ),
         (train.staleness, f"train.staleness is {train.staleness}, which {free}. Give --train.staleness 0."),
-        (config.scaling.max_workers == "all", "scaling.max_workers is all; a drill needs a number. Give --scaling.max_workers 3."),
-        (train.strategy == "single", "train.strategy is single: its only worker is the driver, which cannot be disturbed and go on."),
+        (
+            config.scaling.max_workers == "all",
+            "scaling.max_workers is all; a drill needs a number. Give --scaling.max_workers 3.",
+        ),
+        (
+            train.strategy == "single",
+            "train.strategy is single: its only worker is the driver, which cannot be disturbed and go on.",
+        ),
     ):
         if is_refused:
             raise ConfigError(problem)
@@ -122,7 +137,8 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
     steps = prepare(made).job.total_steps
     if steps < _FEWEST_STEPS:
         raise ConfigError(
-            f"The drilled run would have {steps} steps; a drill needs {_FEWEST_STEPS}. Raise drill.max_steps ({section.max_steps}),"
+            f"The drilled run would have {steps} steps; a drill needs {_FEWEST_STEPS}. Raise drill.max_steps"
+            f" ({section.max_steps}),"
             f" train.max_steps ({config.train.max_steps}) or train.epochs ({config.train.epochs})."
         )
     every = max(1, steps // _CHECKPOINTS)
@@ -136,7 +152,9 @@ def _out(config: Config, section: DrillSection) -> Location:
     beside = (storage.parent if isinstance(storage, Path) else storage) / "drills"
     out = location(section.out) if section.out else beside / name
     if (out / "certificate.json").exists():
-        raise ConfigError(f"drill.out is {section.out}, which holds the certificate of another drill. Give another folder.")
+        raise ConfigError(
+            f"drill.out is {section.out}, which holds the certificate of another drill. Give another folder."
+        )
     return out
 
 
@@ -154,9 +172,8 @@ def _connected(config: Config, own: bool) -> Iterator[Nodes | None]:
 def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int:
     """The command `ray-app drill`.
 
-    Returns:
-        Exit code: 0 every scenario happened and ended with equal parameters, 1 one did not or the drill was not completed, 2 refused before
-        anything started.
+    Returns: Exit code: 0 every scenario happened and ended with equal parameters, 1 one did not or the drill was not
+        completed, 2 refused before anything started.
     """
     console, started = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150), False
     try:

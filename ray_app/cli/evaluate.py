@@ -1,4 +1,6 @@
-"""The command `ray-app evaluate`: evaluates the checkpoints of a run that trains, has ended or has failed, from another job."""
+"""The command `ray-app evaluate`: evaluates the checkpoints of a run that trains, has ended or has failed, from another
+job.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,8 @@ _NAME_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
 class EvaluateOptions:
     """What the command evaluates.
 
-    Args:
-        run: Directory of the run, or its s3:// URI.
-        name: Of this evaluator: its evaluations stand beside the run's own, and its metrics in MLflow are called `eval_<name>_<metric>`.
+    Args: run: Directory of the run, or its s3:// URI. name: Of this evaluator: its evaluations stand beside the run's
+        own, and its metrics in MLflow are called `eval_<name>_<metric>`.
             Not given: it does the work of the run's own evaluator.
         data: Folder (or file) of Parquet to evaluate on; needs a name. Not given: the run's `data.eval_path`.
         follow: Goes on until the run has ended; otherwise it ends with what is committed now.
@@ -72,7 +73,8 @@ class EvaluateOptions:
 def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Console) -> list[Evaluation]:
     """Evaluates what is committed, and with `follow` what comes; returns the evaluations of this evaluator by step.
 
-    What was evaluated before is not evaluated again. A driver that lives sends the evaluations to MLflow; after its end this does.
+    What was evaluated before is not evaluated again. A driver that lives sends the evaluations to MLflow; after its end
+    this does.
 
     Args:
         options: See there.
@@ -107,16 +109,24 @@ def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -
     if options.name is not None and (not options.name or set(options.name) - set(_NAME_CHARS)):
         raise ConfigError(f"--name is {options.name!r}; use letters, digits, '_' and '-'.")
     if (options.data is not None or task is not None) and options.name is None:
-        raise ConfigError("--data and --task make other evaluations than the run's own; give them a --name, such as --name fresh.")
+        raise ConfigError(
+            "--data and --task make other evaluations than the run's own; give them a --name, such as --name fresh."
+        )
     if options.data is None and config.data.eval_path is None:
-        raise ConfigError(f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on.")
+        raise ConfigError(
+            f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
+        )
     given = {name: getattr(options, name) for name in ("every", "batch_size", "num_cpus", "num_gpus", "threads")}
     section = replace(config.evaluate, **{name: value for name, value in given.items() if value is not None})
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
         config = config.replace(data__eval_path=options.data)
-    check(config if options.name is None else config.replace(evaluate__patience=None))  # only the run's own evaluations stop it
-    return config.replace(run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1)
+    check(
+        config if options.name is None else config.replace(evaluate__patience=None)
+    )  # only the run's own evaluations stop it
+    return config.replace(
+        run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1
+    )
 
 
 def _job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
@@ -138,7 +148,9 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
             if found.step not in shown:
                 shown.add(found.step)
                 values = ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
-                console.print(f"step {found.step}: {values}  ({found.duration_s:.1f} s, {found.behind} waiting)", highlight=False)
+                console.print(
+                    f"step {found.step}: {values}  ({found.duration_s:.1f} s, {found.behind} waiting)", highlight=False
+                )
         if is_last_look:
             return
         if ray.wait([asked], timeout=_PATIENCE_S)[0]:
@@ -161,7 +173,8 @@ def _refuse_if_it_never_fits(section: EvaluateSection) -> None:
     if not any(node.get("CPU", 0.0) >= section.num_cpus and node.get("GPU", 0.0) >= section.num_gpus for node in nodes):
         labels = f", labelled {section.label_selector}," if section.label_selector else ""
         raise ConfigError(
-            f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has. Give less with"
+            f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has."
+            f" Give less with"
             " --num_cpus and --num_gpus (0: it computes on the CPU), or add a node."
         )
 
@@ -184,11 +197,21 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app evaluate") -> 
         Exit code: see `exit_code`; starting it again goes on.
     """
     importable_from_here()
-    parser = Parser(prog=prog, description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False)
+    parser = Parser(
+        prog=prog, description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False
+    )
     parser.add_class_arguments(EvaluateOptions, None, skip={"follow"})
-    parser.add_argument("--follow", action="store_true", help="Goes on until the run has ended, rather than ending with what is committed.")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="Goes on until the run has ended, rather than ending with what is committed.",
+    )
     parser.add_subclass_arguments(
-        Task, "task", instantiate=False, required=False, help="Another task, for other metrics: class_path and init_args; needs a name."
+        Task,
+        "task",
+        instantiate=False,
+        required=False,
+        help="Another task, for other metrics: class_path and init_args; needs a name.",
     )
     values = parser.parse_args(arguments).as_dict()
     spec = values.pop("task", None)

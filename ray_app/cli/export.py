@@ -19,14 +19,25 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app export") -> in
         Exit code: see `exit_code`.
     """
     importable_from_here()
-    parser = ArgumentParser(prog=prog, description="Writes the model of a run to a folder, for machines without Ray and MLflow.")
+    parser = ArgumentParser(
+        prog=prog, description="Writes the model of a run to a folder, for machines without Ray and MLflow."
+    )
     parser.add_class_arguments(ExportOptions, None)
     options = ExportOptions(**parser.parse_args(arguments).as_dict())
 
     def work() -> None:
         done = export_run(options)
-        as_program = "" if done["format"] == "torch.export" else f"; not as a torch.export program ({'; '.join(done['refused'])})"
-        print(redact(f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256 {done['params_digest']}{as_program}"))
+        as_program = (
+            ""
+            if done["format"] == "torch.export"
+            else f"; not as a torch.export program ({'; '.join(done['refused'])})"
+        )
+        print(
+            redact(
+                f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256"
+                f" {done['params_digest']}{as_program}"
+            )
+        )
         print(Path(options.out).expanduser().resolve())
 
     return exit_code(work, "The model was not exported")

@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
         "--ray_address",
         type=str | None,
         default=None,
-        help="Ray cluster on whose CPUs to work (auto or an address), which sees input and out under the same path. Not given: RAY_ADDRESS"
+        help="Ray cluster on whose CPUs to work (auto or an address), which sees input and out under the same path. Not"
+        " given: RAY_ADDRESS"
         " if that is set (as in a Ray job), otherwise threads of this process. The files are the same.",
     )
     given = parser.parse_args(arguments).as_dict()
@@ -54,12 +55,17 @@ def _print(summary: DatasetSummary, source: str) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for part in summary.parts.values():
         labels = f", {len(part.class_counts)} labels" if part.class_counts else ""
-        skipped = f", {part.skipped_files} other files left out (refused.jsonl names them)" if part.skipped_files else ""
+        skipped = (
+            f", {part.skipped_files} other files left out (refused.jsonl names them)" if part.skipped_files else ""
+        )
         refused = f", {part.refused} rows refused (refused.jsonl says why)" if part.refused else ""
-        console.print(f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False)
+        console.print(
+            f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False
+        )
         for names in similar_names(part.classes or ()):
             console.print(
-                f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the form of a character"
+                f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the"
+                f" form of a character"
                 " alone. If they are meant to be one, correct the labels and ingest again.",
                 markup=False,
             )
@@ -67,7 +73,9 @@ def _print(summary: DatasetSummary, source: str) -> None:
         if source == "parquet":
             for name, facts in part.columns.items():
                 console.print(_column_line(name, facts), markup=False)
-    unusable = [name for part in summary.parts.values() for name, facts in part.columns.items() if facts.get("unusable")]
+    unusable = [
+        name for part in summary.parts.values() for name, facts in part.columns.items() if facts.get("unusable")
+    ]
     usable = f"It can be trained on as it is{', but not by ' + ', '.join(unusable) if unusable else ''}"
     reused = usable if source == "parquet" else "Made before from the same options and files"
     console.print(f"{reused}: nothing was written." if summary.reused else "Done.", markup=False)
@@ -76,5 +84,9 @@ def _print(summary: DatasetSummary, source: str) -> None:
 def _column_line(name: str, facts: dict[str, Any]) -> str:
     """Type, missing values and usability of a column of Parquet."""
     kind = f"{facts['type']} {facts['dtype']}".rstrip() + (f" {tuple(facts['shape'])}" if facts["shape"] else "")
-    missing = f", {facts['nulls']} rows with a missing value, which are bad rows where a task reads it" if facts["nulls"] else ""
+    missing = (
+        f", {facts['nulls']} rows with a missing value, which are bad rows where a task reads it"
+        if facts["nulls"]
+        else ""
+    )
     return f"    {name}: {kind}{missing}" + (f"; not usable: {facts['unusable']}" if facts["unusable"] else "")

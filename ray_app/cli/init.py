@@ -29,7 +29,10 @@ def project_files(package: str) -> Iterator[tuple[Path, str]]:
     """
     for file in sorted(_TEMPLATE.rglob("*")):
         if file.is_file() and file.suffix != ".pyc":
-            parts = [{"package": package, "gitignore": ".gitignore"}.get(part, part) for part in file.relative_to(_TEMPLATE).parts]
+            parts = [
+                {"package": package, "gitignore": ".gitignore"}.get(part, part)
+                for part in file.relative_to(_TEMPLATE).parts
+            ]
             yield Path(*parts), file.read_text().replace(_NAME, package)
 
 
@@ -67,12 +70,16 @@ def begin(folder: Path, package: str) -> None:
         held = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         if held:
             shown = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
-            raise ConfigError(f"{folder} is not empty (it holds {shown}), and nothing is overwritten. Name a new or an empty folder.")
+            raise ConfigError(
+                f"{folder} is not empty (it holds {shown}), and nothing is overwritten. Name a new or an empty folder."
+            )
         for path, text in project_files(package):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
     except OSError as error:
-        raise ConfigError(f"A project cannot be written to {folder}: {error}. Name a new folder in one that you may write to.") from error
+        raise ConfigError(
+            f"A project cannot be written to {folder}: {error}. Name a new folder in one that you may write to."
+        ) from error
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
@@ -82,10 +89,14 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
         Exit code: see `exit_code`.
     """
     parser = argparse.ArgumentParser(
-        prog=prog, description="Begins a project of your own: a package with a task, data, a configuration, a test.", allow_abbrev=False
+        prog=prog,
+        description="Begins a project of your own: a package with a task, data, a configuration, a test.",
+        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="FOLDER", help="a new or an empty folder")
-    parser.add_argument("--package", metavar="NAME", help="of the Python package in it; not given: made from the folder's name")
+    parser.add_argument(
+        "--package", metavar="NAME", help="of the Python package in it; not given: made from the folder's name"
+    )
     options = parser.parse_args(arguments)
 
     def work() -> None:
@@ -93,7 +104,11 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
         package = package_name(folder, options.package)
         begin(folder, package)
         print(f"{folder} has a project with the package {package}; README.md says what is what. To see it train:\n")
-        for command in (["cd", options.folder], ["python", "make_data.py"], ["ray-app", "train", "--config", "train.yaml"]):
+        for command in (
+            ["cd", options.folder],
+            ["python", "make_data.py"],
+            ["ray-app", "train", "--config", "train.yaml"],
+        ):
             print(f"  {shlex.join(command)}")
 
     return exit_code(work, "The project was not begun")

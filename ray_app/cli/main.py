@@ -1,6 +1,8 @@
-"""The command `ray-app`: a table of what it does; each is a module beside this one, imported when it is called, so that help is quick.
+"""The command `ray-app`: a table of what it does; each is a module beside this one, imported when it is called, so that
+help is quick.
 
-How a command ends: what its exit code means, for all of them alike. It imports little, so that a command without torch can use it.
+How a command ends: what its exit code means, for all of them alike. It imports little, so that a command without torch
+can use it.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ COMMANDS = {
 def run(prog: str = "ray-app", name: str | None = None) -> int:
     """A command as a process; see `main`.
 
-    It ends without taking Python apart, which takes a second and can abort the process (the code is then SIGABRT's) where a thread is
-    still at work in C++: one that has to wait for the interpreter then is ended there.
+    It ends without taking Python apart, which takes a second and can abort the process (the code is then SIGABRT's)
+    where a thread is still at work in C++: one that has to wait for the interpreter then is ended there.
 
     Args:
         prog: What the user typed to get here, for messages.
@@ -104,7 +106,12 @@ def _imported(name: str) -> ModuleType:
 def _help(prog: str) -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    above = [f"usage: {prog} COMMAND [ARGUMENTS]", "", "Elastic, bit-exact PyTorch training on Ray clusters whose size changes.", ""]
+    above = [
+        f"usage: {prog} COMMAND [ARGUMENTS]",
+        "",
+        "Elastic, bit-exact PyTorch training on Ray clusters whose size changes.",
+        "",
+    ]
     below = ["", f"{prog} COMMAND --help explains a command and every field of its configuration; {prog} --version."]
     return "\n".join([*above, *lines, *below])
 
@@ -118,7 +125,8 @@ def _refusal(prog: str, name: str) -> str:
 
 
 def exit_code(work: Callable[[], object], failed: str) -> int:
-    """Does the work of a command and says by the exit code what came of it; an error is a line without secrets on standard error.
+    """Does the work of a command and says by the exit code what came of it; an error is a line without secrets on
+    standard error.
 
     Args:
         work: The work, which prints what it has to say.

@@ -24,7 +24,9 @@ from ray_app.predict.predict import MADE_FROM, PredictSection, PreparedPredictio
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, names, put_json, read_json, remove_temporary
 
-_DESCRIPTION = "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
+_DESCRIPTION = (
+    "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
+)
 DONE = "predictions.json"
 _VERIFYING, _TELL_S, _MOST_CLASSES = 8, 2.0, 20
 
@@ -48,7 +50,11 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
     told = _Progress(prepared, len(done), sum(facts["rows"] for facts in done.values()), console)
     missing = [spec for name, spec in job.parts.values() if name not in done]
     if missing:
-        asked: dict[str, Any] = {"scaling__max_workers": section.workers, "scaling__min_workers": 1, "data__eval_path": None}
+        asked: dict[str, Any] = {
+            "scaling__max_workers": section.workers,
+            "scaling__min_workers": 1,
+            "data__eval_path": None,
+        }
         asked |= {"train__strategy": "ddp"}  # whatever trained: a prediction has actors
         asked |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
         room = config.replace(**asked)
@@ -96,7 +102,9 @@ def _result(prepared: PreparedPrediction, done: dict[str, dict[str, Any]]) -> di
     parts = [done[name] | {"name": name} for name, _ in prepared.job.parts.values() if name in done]
     rows_out = sum(part["rows"] for part in parts)
     if rows_out != prepared.rows:
-        raise DataError(f"{rows_out} rows were predicted of {prepared.rows}; the data set changed meanwhile. Start again.")
+        raise DataError(
+            f"{rows_out} rows were predicted of {prepared.rows}; the data set changed meanwhile. Start again."
+        )
     counts: dict[str, int] = {}
     for part in parts:
         for name, count in part["counts"].items():
@@ -112,11 +120,19 @@ class _Progress:
 
     def __init__(self, prepared: PreparedPrediction, parts: int, rows: int, console: Console) -> None:
         self._parts, self._rows, self._of = parts, rows, prepared
-        self._console, self._first_row, self._started_s, self._told_s = console, rows, time.monotonic(), time.monotonic()
+        self._console, self._first_row, self._started_s, self._told_s = (
+            console,
+            rows,
+            time.monotonic(),
+            time.monotonic(),
+        )
         kept = f"; {parts:,} parts are there already" if parts else ""
         for line in prepared.columns:
             self._say(line)
-        self._say(f"{prepared.rows:,} rows of {prepared.source['data']} to {len(prepared.job.parts):,} parts in {prepared.out}{kept}")
+        self._say(
+            f"{prepared.rows:,} rows of {prepared.source['data']} to {len(prepared.job.parts):,} parts in"
+            f" {prepared.out}{kept}"
+        )
 
     def add(self, rows: int) -> None:
         """Another part is done."""
@@ -125,7 +141,10 @@ class _Progress:
         if now_s - self._told_s >= _TELL_S or self._rows == self._of.rows:
             self._told_s = now_s
             rate = (self._rows - self._first_row) / max(1e-9, now_s - self._started_s)
-            self._say(f"{self._parts:,}/{len(self._of.job.parts):,} parts, {self._rows:,}/{self._of.rows:,} rows, {rate:,.0f} rows/s")
+            self._say(
+                f"{self._parts:,}/{len(self._of.job.parts):,} parts, {self._rows:,}/{self._of.rows:,} rows, {rate:,.0f}"
+                f" rows/s"
+            )
 
     def _say(self, text: str) -> None:
         self._console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
@@ -133,11 +152,16 @@ class _Progress:
 
 def _summary(result: dict[str, Any], out: Location) -> list[str]:
     rows = result["rows_out"]
-    lines = [f"model        {', '.join(f'{k} {v}' for k, v in result['model'].items())}, parameters sha256 {result['params_digest']}"]
+    lines = [
+        f"model        {', '.join(f'{k} {v}' for k, v in result['model'].items())}, parameters sha256"
+        f" {result['params_digest']}"
+    ]
     lines.append(f"rows         {result['rows_in']:,} in, {rows:,} out, {len(result['parts']):,} parts")
     if result["counts"]:
         shown = sorted(result["counts"].items(), key=lambda item: -item[1])
-        shares = [f"{name} {count / rows:.1%}" for name, count in shown[:_MOST_CLASSES]] + ["..."] * (len(shown) > _MOST_CLASSES)
+        shares = [f"{name} {count / rows:.1%}" for name, count in shown[:_MOST_CLASSES]] + ["..."] * (
+            len(shown) > _MOST_CLASSES
+        )
         lines.append("predicted    " + ", ".join(shares))
     lines += [f"mean         {name} {value:.4f}" for name, value in result["means"].items()]
     return [*lines, f"predictions  {out}"]
@@ -146,8 +170,8 @@ def _summary(result: dict[str, Any], out: Location) -> list[str]:
 def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> int:
     """The command.
 
-    Returns:
-        See `exit_code`; a prediction that was interrupted, or failed, goes on with the parts that are missing when it is started again.
+    Returns: See `exit_code`; a prediction that was interrupted, or failed, goes on with the parts that are missing when
+        it is started again.
     """
 
     def work() -> None:

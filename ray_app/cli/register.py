@@ -18,7 +18,9 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> 
         Exit code: see `exit_code`; doing it again is safe.
     """
     importable_from_here()
-    parser = ArgumentParser(prog=prog, description="Makes the best checkpoint of a run a version of a model in MLflow's registry.")
+    parser = ArgumentParser(
+        prog=prog, description="Makes the best checkpoint of a run a version of a model in MLflow's registry."
+    )
     parser.add_class_arguments(RegisterOptions, None)
     options = RegisterOptions(**parser.parse_args(arguments).as_dict())
 

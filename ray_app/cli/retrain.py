@@ -18,7 +18,9 @@ from ray_app.retrain.retraining import EXIT_CODES, retrain
 from ray_app.retrain.rounds import RetrainPaths, entries
 from ray_app.runlog.redaction import guard, redact
 
-_DESCRIPTION = "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."
+_DESCRIPTION = (
+    "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."
+)
 _INTERRUPTED = 75
 
 
@@ -50,7 +52,11 @@ def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Co
             done = roll_back(config, asked.rollback)
         except RegistryError as error:
             raise ConfigError(f"Nothing was rolled back: {error}") from error
-        console.print(f"rolled back to version {done.to} from version {done.version}: {done.reason}", markup=False, highlight=False)
+        console.print(
+            f"rolled back to version {done.to} from version {done.version}: {done.reason}",
+            markup=False,
+            highlight=False,
+        )
         return 0
     return EXIT_CODES[retrain(config, section, console).what]
 
@@ -58,9 +64,8 @@ def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Co
 def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> int:
     """The command `ray-app retrain`.
 
-    Returns:
-        Exit code: 0 done or nothing to do, 2 the data or the configuration is refused, 75 another scheduler is at it or interrupted (start
-        again later), 1 failed (start again to go on).
+    Returns: Exit code: 0 done or nothing to do, 2 the data or the configuration is refused, 75 another scheduler is at
+        it or interrupted (start again later), 1 failed (start again to go on).
     """
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
     own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
@@ -84,5 +89,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> i
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
             return 2
         found = unwrap_app_error(error)
-        print(redact(f"The retraining failed, starting again goes on: {type(found).__name__}: {found}"), file=sys.stderr)
+        print(
+            redact(f"The retraining failed, starting again goes on: {type(found).__name__}: {found}"), file=sys.stderr
+        )
         return 1

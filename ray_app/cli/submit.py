@@ -35,7 +35,9 @@ class Submission:
         console: Where things are said.
     """
 
-    def __init__(self, config: Config, section: SubmitSection, server: JobServer, runtime_env: dict[str, Any], console: Console) -> None:
+    def __init__(
+        self, config: Config, section: SubmitSection, server: JobServer, runtime_env: dict[str, Any], console: Console
+    ) -> None:
         self._config, self._section, self._server, self._console = config, section, server, console
         self._runtime_env = runtime_env
         self._tries = section.retries + 1
@@ -50,7 +52,12 @@ class Submission:
         name = str(self._config.run.name)
         command = self._section.command(["-m", "ray_app", "train"], self._config)
         directory = RunPaths(location(self._config.run.storage_path) / name).root
-        told = {"job_name": name, "ray_app_run": name, "ray_app_directory": redact(str(directory)), "ray_app_try": str(number)}
+        told = {
+            "job_name": name,
+            "ray_app_run": name,
+            "ray_app_directory": redact(str(directory)),
+            "ray_app_try": str(number),
+        }
         self._job_id = job_id = self._server.submit(name, command, self._runtime_env, told)
         self._say(f"Submitted run {name} as job {job_id} (try {number} of {self._tries}).")
         if number == 1:
@@ -62,8 +69,15 @@ class Submission:
         try:
             return self._supervise()
         except KeyboardInterrupt:
-            goes_on = f"The job {self._job_id} goes on.\n{self._how(self._job_id)}" if self._job_id else "Nothing of the run goes on."
-            self._say(f"\n{goes_on}\nNobody submits the run again now; the same command with --run.name {self._config.run.name} does.")
+            goes_on = (
+                f"The job {self._job_id} goes on.\n{self._how(self._job_id)}"
+                if self._job_id
+                else "Nothing of the run goes on."
+            )
+            self._say(
+                f"\n{goes_on}\nNobody submits the run again now; the same command with --run.name"
+                f" {self._config.run.name} does."
+            )
             raise
 
     def _supervise(self) -> int:
@@ -127,9 +141,8 @@ def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
 def main(arguments: list[str] | None = None, prog: str = "ray-app submit") -> int:
     """The command `ray-app submit`.
 
-    Returns:
-        Exit code: that of the run's driver (0 done, 1 failed, 2 refused, 75 interrupted and resumable), 2 also if the preflight refuses,
-        1 if the cluster does not answer any more, 130 after Ctrl-C, which leaves the job alone.
+    Returns: Exit code: that of the run's driver (0 done, 1 failed, 2 refused, 75 interrupted and resumable), 2 also if
+        the preflight refuses, 1 if the cluster does not answer any more, 130 after Ctrl-C, which leaves the job alone.
     """
     try:
         return _submit(arguments, prog, Console(file=sys.stdout))

@@ -15,17 +15,24 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int
     Returns:
         Exit code: see `exit_code`; what MLflow took is not sent again.
     """
-    parser = argparse.ArgumentParser(prog=prog, description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False
+    )
     parser.add_argument("--replay", metavar="RUN", required=True, help="Directory of the run, or its s3:// URI.")
-    parser.add_argument("--uri", help="MLflow tracking URI; not given: the run's own. Another one gets the whole record.")
-    parser.add_argument("--experiment", help="Experiment for a run that MLflow does not know yet; not given: the run's own.")
+    parser.add_argument(
+        "--uri", help="MLflow tracking URI; not given: the run's own. Another one gets the whole record."
+    )
+    parser.add_argument(
+        "--experiment", help="Experiment for a run that MLflow does not know yet; not given: the run's own."
+    )
     options = parser.parse_args(arguments)
     importable_from_here()
 
     def work() -> None:
         sent = replay(options.replay, options.uri, options.experiment)
         print(
-            f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id} ({sent.status}) at {sent.uri}"
+            f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id}"
+            f" ({sent.status}) at {sent.uri}"
         )
 
     return exit_code(work, "The record was not sent")

@@ -1,25 +1,31 @@
-"""Ray's private parts (Ray 2.60) that turn token authentication on where Ray does not do it by itself: for `ray.cluster_utils.Cluster`.
+"""Ray's private parts (Ray 2.60) that turn token authentication on where Ray does not do it by itself: for
+`ray.cluster_utils.Cluster`.
 
-- `ray._private.authentication.authentication_token_setup`: what `ray.init(address="local")` calls before it starts a cluster.
+- `ray._private.authentication.authentication_token_setup`: what `ray.init(address="local")` calls before it starts a
+  cluster.
 - `ray._raylet.Config`, `AuthenticationTokenLoader`: where a process keeps what it has read.
 
-Nodes by their labels, as Ray itself looks at them (Ray 2.60): `node_labels_match_selector` and `validate_label_selector` are private.
+Nodes by their labels, as Ray itself looks at them (Ray 2.60): `node_labels_match_selector` and
+`validate_label_selector` are private.
 
 How many fit.
 
 Ray's private parts (Ray 2.60) that say which job a driver is.
 
-- `ray._private.worker._global_node.webui_url`: where the dashboard is; `ray.init` returns it, but not of a connection that is there.
+- `ray._private.worker._global_node.webui_url`: where the dashboard is; `ray.init` returns it, but not of a connection
+  that is there.
 - `RAY_JOB_CONFIG_JSON_ENV_VAR`: how the job server tells a driver under which name it was submitted.
 
 Where workers look for modules: wherever the driver found some, so that what it imports they import.
 
-Ray (2.60) hands on the script's folder and the current one by itself, with the private argument `_py_driver_sys_path` of `JobConfig`.
+Ray (2.60) hands on the script's folder and the current one by itself, with the private argument `_py_driver_sys_path`
+of `JobConfig`.
 
-What an autoscaler may make of the cluster: the most of every resource, where Ray knows it, and whether one starts nodes at all.
+What an autoscaler may make of the cluster: the most of every resource, where Ray knows it, and whether one starts nodes
+at all.
 
-From `ray._private` and what the autoscaler's own process leaves with the head: nothing public says it. Every head has such a process; one
-without a configuration only looks, and calls each node's type after the node.
+From `ray._private` and what the autoscaler's own process leaves with the head: nothing public says it. Every head has
+such a process; one without a configuration only looks, and calls each node's type after the node.
 """
 
 from __future__ import annotations
@@ -57,10 +63,11 @@ from ray_app.process import variables
 
 
 def require_token() -> None:
-    """Lets clusters that this process starts from now on refuse whoever has not the token in `~/.ray/auth_token`, made if need be.
+    """Lets clusters that this process starts from now on refuse whoever has not the token in `~/.ray/auth_token`, made
+    if need be.
 
-    Ray writes that file for all users of the machine to read; then only its owner may. `RAY_AUTH_MODE=disabled` in the environment is
-    respected, as Ray does.
+    Ray writes that file for all users of the machine to read; then only its owner may. `RAY_AUTH_MODE=disabled` in the
+    environment is respected, as Ray does.
     """
     if enable_token_auth_by_default():
         ensure_token_if_auth_enabled(create_token_if_missing=True)
@@ -70,8 +77,8 @@ def require_token() -> None:
 
 @contextmanager
 def mode_put_back() -> Iterator[None]:
-    """The time of a connection, after which `RAY_AUTH_MODE` is what it was, also for Ray, which keeps what it has read: on a cluster of
-    the other mode every actor died before it ran.
+    """The time of a connection, after which `RAY_AUTH_MODE` is what it was, also for Ray, which keeps what it has read:
+    on a cluster of the other mode every actor died before it ran.
     """
     try:
         with variables(**{AUTH_MODE_ENV_VAR: None}):
@@ -85,7 +92,9 @@ Node = dict[str, Any]
 """What `ray.nodes()` says about one."""
 
 
-def labelled(nodes: Iterable[Node], selector: dict[str, str] | None, field: str = "scaling.label_selector") -> list[Node]:
+def labelled(
+    nodes: Iterable[Node], selector: dict[str, str] | None, field: str = "scaling.label_selector"
+) -> list[Node]:
     """The nodes that live and carry the labels of a selector; without one all that live.
 
     Args:
@@ -104,13 +113,21 @@ def labelled(nodes: Iterable[Node], selector: dict[str, str] | None, field: str 
 
     problem = validate_label_selector(selector)
     if problem is not None:
-        raise ConfigError(f"{field} is {selector}: {problem} Write it as Ray does, such as {{zone: a}} or {{zone: 'in(a,b)'}}.")
+        raise ConfigError(
+            f"{field} is {selector}: {problem} Write it as Ray does, such as {{zone: a}} or {{zone: 'in(a,b)'}}."
+        )
     return [node for node in alive if node_labels_match_selector(node["Labels"], selector)]
 
 
 def known_labels(nodes: Iterable[Node]) -> str:
     """The labels of the nodes that live, each once, without those that name single nodes."""
-    found = {f"{name}: {value}" for node in nodes if node["Alive"] for name, value in node["Labels"].items() if name != "ray.io/node-id"}
+    found = {
+        f"{name}: {value}"
+        for node in nodes
+        if node["Alive"]
+        for name, value in node["Labels"].items()
+        if name != "ray.io/node-id"
+    }
     return ", ".join(sorted(found)) or "none"
 
 
@@ -146,9 +163,8 @@ def evaluator_gpus(config: Config) -> float:
 def ray_job() -> dict[str, Any] | None:
     """The job that this driver is on a cluster; None on no cluster.
 
-    Returns:
-        `job_id`; `submission_id`: its name, None if it was not submitted; `dashboard`: address of the cluster's dashboard, None if it has
-        none; `page`: the job's page there.
+    Returns: `job_id`; `submission_id`: its name, None if it was not submitted; `dashboard`: address of the cluster's
+        dashboard, None if it has none; `page`: the job's page there.
     """
     if not ray.is_initialized():
         return None
@@ -158,32 +174,47 @@ def ray_job() -> dict[str, Any] | None:
     address = os.environ.get(RAY_OVERRIDE_DASHBOARD_URL) or (node.webui_url if node is not None else None)
     dashboard = (address if "://" in address else f"http://{address}").rstrip("/") if address else None
     page = f"{dashboard}/#/jobs/{job_id}" if dashboard else None
-    return {"job_id": job_id, "submission_id": told.get("metadata", {}).get("job_submission_id"), "dashboard": dashboard, "page": page}
+    return {
+        "job_id": job_id,
+        "submission_id": told.get("metadata", {}).get("job_submission_id"),
+        "dashboard": dashboard,
+        "page": page,
+    }
 
 
 _IN_A_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def search_path() -> list[str]:
-    """The folders where this process finds modules, and another one of the same Python would not by itself, in their order."""
+    """The folders where this process finds modules, and another one of the same Python would not by itself, in their
+    order.
+    """
     installed, package = _installed(), str(Path(__file__).resolve().parents[2])
     libraries = {path for path in installed if Path(path).name in ("site-packages", "dist-packages")}
-    added = [path for path in sys.path if libraries.isdisjoint(map(str, Path(path).parents))]  # Ray and others add folders inside their own
+    added = [
+        path for path in sys.path if libraries.isdisjoint(map(str, Path(path).parents))
+    ]  # Ray and others add folders inside their own
     found = [package, str(Path.cwd()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *added]
     return [path for path in dict.fromkeys(found) if path and path not in installed and Path(path).exists()]
 
 
 @functools.cache
 def _installed() -> frozenset[str]:
-    """Where every process of this Python looks; that stays behind the standard library, where `PYTHONPATH` would put it before."""
+    """Where every process of this Python looks; that stays behind the standard library, where `PYTHONPATH` would put it
+    before.
+    """
     environment = {name: os.environ.get(name, "") for name in os.environ if name != "PYTHONPATH"}
     told = [sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')"]
-    return frozenset(subprocess.run(told, env=environment, capture_output=True, text=True, check=True).stdout.splitlines())
+    return frozenset(
+        subprocess.run(told, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    )
 
 
 def job_config() -> JobConfig | None:
     """What a driver tells a cluster that it joins; nothing in a Ray job, whose workers have its runtime environment."""
-    return None if _IN_A_RAY_JOB in os.environ else JobConfig(_py_driver_sys_path=search_path()[::-1])  # workers put each before the last
+    return (
+        None if _IN_A_RAY_JOB in os.environ else JobConfig(_py_driver_sys_path=search_path()[::-1])
+    )  # workers put each before the last
 
 
 logger = logging.getLogger(__name__)
@@ -199,7 +230,9 @@ def most_resources() -> dict[str, float] | None:
     found = state.get_max_resources_from_cluster_config()
     if found:
         return {name: float(most) for name, most in found.items()}
-    return {"CPU": math.inf, "GPU": math.inf} if any(not kind.startswith(_OF_ONE_NODE) for kind in _node_types()) else None
+    return (
+        {"CPU": math.inf, "GPU": math.inf} if any(not kind.startswith(_OF_ONE_NODE) for kind in _node_types()) else None
+    )
 
 
 def _node_types() -> set[str]:

@@ -1,6 +1,7 @@
 """The cluster: joining or starting one, and whether the run fits into it.
 
-Whether decoded data fits into memory: what workers share into the object stores, shuffle windows into that of the nodes.
+Whether decoded data fits into memory: what workers share into the object stores, shuffle windows into that of the
+nodes.
 
 Imports while a cluster starts, which the driver only waits for.
 """
@@ -48,26 +49,31 @@ _READING_CPUS = 1
 _SOCKET_TOO_LONG = "AF_UNIX path length"
 """What Ray and Python say of the path of a socket that the system cannot hold."""
 _SET_TOKEN = (
-    "Set RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH names, or RAY_AUTH_TOKEN."
+    "Set RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH"
+    " names, or RAY_AUTH_TOKEN."
 )
 _ANY = 1_000_000
 
 
 def needs_cluster(config: Config) -> bool:
-    """Whether anything of the run is outside the calling process: workers, an evaluator, or a cluster that it is told to join."""
+    """Whether anything of the run is outside the calling process: workers, an evaluator, or a cluster that it is told
+    to join.
+    """
     return config.train.strategy != "single" or has_evaluator(config) or config.run.ray_address is not None
 
 
 @contextmanager
 def cluster(config: Config) -> Iterator[bool]:
-    """Connects to Ray: the connection that is there, the configured address, `RAY_ADDRESS`, or a local cluster of our own.
+    """Connects to Ray: the connection that is there, the configured address, `RAY_ADDRESS`, or a local cluster of our
+    own.
 
     A run that does not need one gets none, unless there is a connection already.
 
-    Only a cluster of our own declares more logical CPUs than the machine has cores, so that a small machine can try several workers.
+    Only a cluster of our own declares more logical CPUs than the machine has cores, so that a small machine can try
+    several workers.
 
-    When it is over, the environment and the handler of SIGTERM are what they were: the next cell of a notebook may join another cluster. A
-    connection that several runs of one process share, in its threads, is closed by the last of them.
+    When it is over, the environment and the handler of SIGTERM are what they were: the next cell of a notebook may join
+    another cluster. A connection that several runs of one process share, in its threads, is closed by the last of them.
 
     Yields:
         Whether the cluster is our own, or there is none; then what is in it ends with the context.
@@ -77,7 +83,8 @@ def cluster(config: Config) -> Iterator[bool]:
     """
     if client.is_connected() or (_address(config) or "").startswith("ray://"):
         raise ConfigError(
-            "A run cannot go through Ray Client (an address ray://...): its driver is a part of the cluster. Start it on a node of the"
+            "A run cannot go through Ray Client (an address ray://...): its driver is a part of the cluster. Start it"
+            " on a node of the"
             " cluster, for instance by ray-app submit, or in Jupyter on the head node, with the address auto."
         )
     if not ray.is_initialized() and not needs_cluster(config):
@@ -96,7 +103,8 @@ def _connect(config: Config) -> None:
 
 
 def reconnect(config: Config) -> None:
-    """Leaves the cluster that this process has connected to, which ends the actors and tasks that it left there, and connects anew.
+    """Leaves the cluster that this process has connected to, which ends the actors and tasks that it left there, and
+    connects anew.
 
     A connection that `cluster` has not made, such as a notebook's, stays: with it would go what its owner has there.
     """
@@ -112,13 +120,19 @@ def _address(config: Config) -> str | None:
 
 def _start(config: Config) -> None:
     """Starts a cluster of our own; an interrupt waits for that, or its processes would be left."""
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that our own cluster has a token is no warning
+    logging.getLogger("ray._private.authentication").setLevel(
+        logging.ERROR
+    )  # that our own cluster has a token is no warning
     require_token()
-    with variables(PYTHONPATH=os.pathsep.join(search_path())), uninterrupted():  # of a `runtime_env` Ray starts no processes in advance
+    with (
+        variables(PYTHONPATH=os.pathsep.join(search_path())),
+        uninterrupted(),
+    ):  # of a `runtime_env` Ray starts no processes in advance
         ray.init(
             address="local",
             num_cpus=max(
-                os.cpu_count() or 1, math.ceil(_wanted_cpus(config, config.scaling.most_workers + config.scaling.standby_workers))
+                os.cpu_count() or 1,
+                math.ceil(_wanted_cpus(config, config.scaling.most_workers + config.scaling.standby_workers)),
             ),
             include_dashboard=False,
             logging_level=logging.WARNING,
@@ -127,7 +141,9 @@ def _start(config: Config) -> None:
 
 
 class _Shared:
-    """The connection to Ray that the runs of a process make: by the first of those that are there at a time, until the last has ended."""
+    """The connection to Ray that the runs of a process make: by the first of those that are there at a time, until the
+    last has ended.
+    """
 
     def __init__(self) -> None:
         self._lock, self._end, self._users = threading.Lock(), ExitStack(), 0
@@ -139,7 +155,9 @@ class _Shared:
 
     @contextmanager
     def connected(self, connect: Callable[[], object]) -> Iterator[bool]:
-        """The time of one run; yields whether it is the one that connected. A connection of the user's is taken, and left."""
+        """The time of one run; yields whether it is the one that connected. A connection of the user's is taken, and
+        left.
+        """
         with self._lock:
             is_first = not self._users and not ray.is_initialized()
             if is_first:
@@ -175,18 +193,22 @@ def connection_errors() -> Iterator[None]:
         yield
     except AuthenticationError as error:
         reason = next(iter(str(error).splitlines()), "")
-        raise ConfigError(f"The Ray cluster wants a token, and this process gave none, or another: {reason} {_SET_TOKEN}") from error
+        raise ConfigError(
+            f"The Ray cluster wants a token, and this process gave none, or another: {reason} {_SET_TOKEN}"
+        ) from error
     except ConnectionError as error:
         # To a process that gives no token a cluster that wants one does not answer.
         raise ConfigError(
-            f"Ray does not answer: {error}. Check the address (run.ray_address, RAY_ADDRESS) and that the cluster runs. `ray start` may"
+            f"Ray does not answer: {error}. Check the address (run.ray_address, RAY_ADDRESS) and that the cluster runs."
+            f" `ray start` may"
             f" also have asked for a token. {_SET_TOKEN}"
         ) from error
     except OSError as error:
         if _SOCKET_TOO_LONG not in str(error):
             raise
         raise ConfigError(
-            f"Ray cannot open its sockets, whose paths may have 107 bytes: {error}. TMPDIR or RAY_TMPDIR is too long a path; set RAY_TMPDIR"
+            f"Ray cannot open its sockets, whose paths may have 107 bytes: {error}. TMPDIR or RAY_TMPDIR is too long a"
+            f" path; set RAY_TMPDIR"
             " to a short folder, such as /tmp/ray-1."
         ) from error
 
@@ -213,8 +235,9 @@ def _wanted_cpus(config: Config, workers: int) -> float:
 
 
 def counted(config: Config, before: Config | None = None) -> Config:
-    """With a number of workers in place of `scaling.max_workers: all`: that of the run if it exists, else as many as the cluster that it
-    would join has room for, or may grow to; on one of its own as many as this machine has cores, or GPUs.
+    """With a number of workers in place of `scaling.max_workers: all`: that of the run if it exists, else as many as
+    the cluster that it would join has room for, or may grow to; on one of its own as many as this machine has cores, or
+    GPUs.
 
     Args:
         config: As given.
@@ -235,7 +258,8 @@ def counted(config: Config, before: Config | None = None) -> Config:
             found = workers_that_fit(most, *there)
             if found == _ANY:
                 raise ConfigError(
-                    "scaling.max_workers is all, and the cluster's autoscaler does not tell how many nodes it may start; give a number."
+                    "scaling.max_workers is all, and the cluster's autoscaler does not tell how many nodes it may"
+                    " start; give a number."
                 )
             return most.replace(scaling__max_workers=found)
     if scaling.gpus_per_worker:
@@ -246,20 +270,28 @@ def counted(config: Config, before: Config | None = None) -> Config:
 
 
 def _refuse_unlabelled(config: Config, nodes: list[Node]) -> None:
-    """Refuses selectors of the evaluator and of parameter servers that no node carries which has what one of them reserves.
+    """Refuses selectors of the evaluator and of parameter servers that no node carries which has what one of them
+    reserves.
 
     Raises:
         ConfigError: Ray would wait for such a node for ever.
     """
     evaluate, train = config.evaluate, config.train
-    needed = [("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus)] if has_evaluator(config) else []
+    needed = (
+        [("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus)]
+        if has_evaluator(config)
+        else []
+    )
     if train.strategy == "parameter_server":
         needed.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
     for field, selector, cpus, gpus in needed:
         carrying = labelled(nodes, selector, field) if selector else []
-        if selector and not any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in carrying):
+        if selector and not any(
+            n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in carrying
+        ):
             raise ConfigError(
-                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labelled so; the labels are {known_labels(nodes)}."
+                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labelled so; the labels are"
+                f" {known_labels(nodes)}."
                 " Start a node with `ray start --labels name=value`, or choose other labels."
             )
 
@@ -274,24 +306,27 @@ def _workers_on(config: Config, nodes: list[Node]) -> int:
     carrying = labelled(nodes, scaling.label_selector)
     if not carrying:
         raise ConfigError(
-            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labelled so; its labels are"
+            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labelled so; its labels"
+            f" are"
             f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
         )
     needs = [("CPU", scaling.cpus_per_worker, room_for), ("GPU", scaling.gpus_per_worker, room_on_gpus)]
     needs = [need for need in needs if need[1]]
     if not needs:
         return scaling.most_workers
-    return sum(int(min(fitting(node["Resources"].get(name, 0.0), each) for name, each, fitting in needs)) for node in carrying)
+    return sum(
+        int(min(fitting(node["Resources"].get(name, 0.0), each) for name, each, fitting in needs)) for node in carrying
+    )
 
 
-def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[Node], most: dict[str, float] | None = None) -> int:
+def workers_that_fit(
+    config: Config, resources: dict[str, float], nodes: list[Node], most: dict[str, float] | None = None
+) -> int:
     """How many workers the cluster has room for besides the evaluator and one CPU for reading, at most `max_workers`.
 
-    Args:
-        config: What each part reserves.
-        resources: All resources of the cluster by Ray's names.
-        nodes: Its nodes; looked at with `scaling.label_selector` only.
-        most: What an autoscaler may make of the resources; then the run waits for that, and nodes that are still to come have any label.
+    Args: config: What each part reserves. resources: All resources of the cluster by Ray's names. nodes: Its nodes;
+        looked at with `scaling.label_selector` only. most: What an autoscaler may make of the resources; then the run
+        waits for that, and nodes that are still to come have any label.
 
     Raises:
         ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
@@ -303,7 +338,10 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
     room = [float(scaling.most_workers)]
     free_cpus = cpus - reserved_cpus(config)
     free_gpus = gpus - evaluator_gpus(config)
-    for free, each, fitting in ((free_cpus, scaling.cpus_per_worker, room_for), (free_gpus, scaling.gpus_per_worker, room_on_gpus)):
+    for free, each, fitting in (
+        (free_cpus, scaling.cpus_per_worker, room_for),
+        (free_gpus, scaling.gpus_per_worker, room_on_gpus),
+    ):
         room.append(0 if free < 0 else fitting(free, each) if each else math.inf)
     workers = int(min(room))
     if most is None:
@@ -312,19 +350,24 @@ def workers_that_fit(config: Config, resources: dict[str, float], nodes: list[No
         on_labelled = _workers_on(config, nodes)
         if on_labelled < scaling.min_workers:
             raise ConfigError(
-                f"The run does not fit: the nodes labelled {scaling.label_selector} (scaling.label_selector) have room for {on_labelled}"
-                f" workers of {scaling.cpus_per_worker:g} CPU and {scaling.gpus_per_worker:g} GPU, below scaling.min_workers ="
+                f"The run does not fit: the nodes labelled {scaling.label_selector} (scaling.label_selector) have room"
+                f" for {on_labelled}"
+                f" workers of {scaling.cpus_per_worker:g} CPU and {scaling.gpus_per_worker:g} GPU, below"
+                f" scaling.min_workers ="
                 f" {scaling.min_workers}. Label more nodes, or lower scaling.min_workers."
             )
         workers = min(workers, on_labelled)
     if workers < scaling.min_workers:
         has = "has" if most is None else "grows to at most"
         raise ConfigError(
-            f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g} CPU and"
-            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU, {evaluator_gpus(config):g} GPU),"
+            f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g}"
+            f" CPU and"
+            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU,"
+            f" {evaluator_gpus(config):g} GPU),"
             f" parameter servers ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
             f" {_wanted_cpus(config, scaling.min_workers):g} CPU and"
-            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus(config):g} GPU; the cluster {has} {cpus:g} CPU and"
+            f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus(config):g} GPU; the cluster {has}"
+            f" {cpus:g} CPU and"
             f" {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or"
             " what evaluate.num_cpus and evaluate.num_gpus reserve."
         )
@@ -335,7 +378,9 @@ logger = logging.getLogger(__name__)
 
 
 def shared_bytes(job: Job) -> int:
-    """Bytes in the object store of each node: the training data with `data.cache: memory`, and what the workers evaluate."""
+    """Bytes in the object store of each node: the training data with `data.cache: memory`, and what the workers
+    evaluate.
+    """
     if job.config.train.strategy == "single":
         return 0  # in the calling process
     trained = _bytes_of(job.source) if job.config.data.cache == "memory" else 0
@@ -352,19 +397,24 @@ def fits_object_stores(needed: int, nodes: list[Node]) -> str:
     Raises:
         ConfigError: One does not.
     """
-    stores = {str(n["NodeManagerAddress"]): int(n["Resources"].get("object_store_memory", 0)) for n in nodes if n["Alive"]}
+    stores = {
+        str(n["NodeManagerAddress"]): int(n["Resources"].get("object_store_memory", 0)) for n in nodes if n["Alive"]
+    }
     name, least = min(stores.items(), key=lambda item: item[1])
     if needed > least:
         raise ConfigError(
-            f"The decoded data that workers share (data.cache: memory, evaluate.where: workers) needs {megabytes(needed)} in each node's"
-            f" object store; {name} has {megabytes(least)}. Set data.cache to disk or none and evaluate.where to actor, or start the nodes"
+            f"The decoded data that workers share (data.cache: memory, evaluate.where: workers) needs"
+            f" {megabytes(needed)} in each node's"
+            f" object store; {name} has {megabytes(least)}. Set data.cache to disk or none and evaluate.where to actor,"
+            f" or start the nodes"
             " with a larger --object-store-memory."
         )
     return f"{megabytes(needed)} of decoded data fit into each node's object store (the smallest: {megabytes(least)})."
 
 
 def refuse_windows(job: Job, workers: int, nodes: list[Node]) -> None:
-    """Refuses shuffle windows that a worker cannot hold, and warns of those that it could not with as few workers as there may be.
+    """Refuses shuffle windows that a worker cannot hold, and warns of those that it could not with as few workers as
+    there may be.
 
     Args:
         job: The run.
@@ -386,8 +436,10 @@ def refuse_windows(job: Job, workers: int, nodes: list[Node]) -> None:
         needed = rows * row_bytes * (played * (1 + prefetch) + 1)
         if needed > there:
             said = (
-                f"A worker of {number} would hold shuffle windows of {megabytes(needed)}: {rows:,} rows (data.shuffle_window_rows) x"
-                f" {row_bytes:,} bytes x {played} logical workers played x {1 + prefetch} (data.prefetch_windows + 1), and one more; a node"
+                f"A worker of {number} would hold shuffle windows of {megabytes(needed)}: {rows:,} rows"
+                f" (data.shuffle_window_rows) x"
+                f" {row_bytes:,} bytes x {played} logical workers played x {1 + prefetch} (data.prefetch_windows + 1),"
+                f" and one more; a node"
                 f" has {megabytes(there)}. Set data.shuffle_window_rows to {max(1, rows * there // needed):,} or fewer."
             )
             if number == workers:
@@ -407,7 +459,8 @@ def megabytes(num_bytes: int) -> str:
 def import_ahead(module: str) -> None:
     """Imports in a thread what is needed as soon as the cluster is there.
 
-    Who imports it before that is done waits for the rest, and so does the end of the process: an import that it cuts short can abort it.
+    Who imports it before that is done waits for the rest, and so does the end of the process: an import that it cuts
+    short can abort it.
     """
 
     def work() -> None:

@@ -1,7 +1,7 @@
 """How the workers are started: Ray Train over the loop.
 
-It is `DataParallelTrainer`, or one of our own derived from it, and not its `TorchTrainer`: all that this adds is `TorchConfig`, whose
-process group lives as long as the workers and would be in the way of ours.
+It is `DataParallelTrainer`, or one of our own derived from it, and not its `TorchTrainer`: all that this adds is
+`TorchConfig`, whose process group lives as long as the workers and would be in the way of ours.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def fit(start: WorkerArgs, max_workers: int, reserved_cpus: float, given_up: thr
         from ray_app.cluster.controller.controller import ElasticTrainer
         from ray_app.cluster.controller.scaling_policy import StoppedWaitingError
 
-        sizes = ScalingConfig(num_workers=(scaling.min_workers, scaling.most_workers + scaling.standby_workers), **options)
+        sizes = ScalingConfig(
+            num_workers=(scaling.min_workers, scaling.most_workers + scaling.standby_workers), **options
+        )
         prepare = ray.put(functools.partial(_prepare, arguments))
         options = {"train_loop_config": arguments, "scaling_config": sizes, "run_config": run_config}
         trainer = ElasticTrainer(control, prepare, given_up, _work, **options)
@@ -119,7 +121,9 @@ def fit(start: WorkerArgs, max_workers: int, reserved_cpus: float, given_up: thr
         options["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
     sizes = ScalingConfig(num_workers=(scaling.min_workers, max_workers) if elastic else max_workers, **options)
     backend = OwnGroupConfig()
-    stock = DataParallelTrainer(_work, train_loop_config=arguments, backend_config=backend, scaling_config=sizes, run_config=run_config)
+    stock = DataParallelTrainer(
+        _work, train_loop_config=arguments, backend_config=backend, scaling_config=sizes, run_config=run_config
+    )
     take_over(stock, job.run_root)
     stock.fit()
 
@@ -131,7 +135,11 @@ def _recovers_in_place(config: Config) -> bool:
     try:
         import ray_app.cluster.controller.controller  # noqa: F401 - whether it can be imported is the question
     except ImportError as error:
-        logger.warning("Ray %s lacks what recovery in place needs (%s): all workers restart after a failure.", ray.__version__, error)
+        logger.warning(
+            "Ray %s lacks what recovery in place needs (%s): all workers restart after a failure.",
+            ray.__version__,
+            error,
+        )
         return False
     return True
 
@@ -147,7 +155,9 @@ def _prepare(arguments: dict[str, Any]) -> None:
 
 @functools.cache
 def _gpu() -> torch.device:
-    """The GPU of this process, by what was visible when it was opened: that may be said to be more later, when CUDA does not look again."""
+    """The GPU of this process, by what was visible when it was opened: that may be said to be more later, when CUDA
+    does not look again.
+    """
     return gpu_of(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -161,7 +171,9 @@ def _work(arguments: dict[str, Any]) -> None:
     device = _gpu() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     recovers = _recovers_in_place(job.config)
     backend = job.config.train.backend
-    membership = RendezvousClient(start.rendezvous, job.plan.logical_workers, device, backend, job.paths, job.fence, recovers)
+    membership = RendezvousClient(
+        start.rendezvous, job.plan.logical_workers, device, backend, job.paths, job.fence, recovers
+    )
     over = False
     try:
         load = (lambda: from_memory_cache(start.evaluation).arrays) if start.evaluation is not None else None
@@ -170,7 +182,15 @@ def _work(arguments: dict[str, Any]) -> None:
             if start.parameters is not None:
                 _ask_for_units(start, membership, device)
             else:
-                train(job, membership, _open_windows(start), device, start.hooks, SnapshotSender(list(start.keepers)), load)
+                train(
+                    job,
+                    membership,
+                    _open_windows(start),
+                    device,
+                    start.hooks,
+                    SnapshotSender(list(start.keepers)),
+                    load,
+                )
         over = not membership.is_leaving()
     finally:
         membership.close(over)
@@ -187,7 +207,9 @@ def _ask_for_units(start: WorkerArgs, membership: RendezvousClient, device: torc
     assert parameters is not None
     membership.need_no_group()
     name = ray.get_runtime_context().get_actor_id()
-    worker = ParameterWorker(job, name, parameters.ask, parameters.servers, membership, _open_windows(start), device, start.hooks)
+    worker = ParameterWorker(
+        job, name, parameters.ask, parameters.servers, membership, _open_windows(start), device, start.hooks
+    )
     try:
         while worker.once(_ASK_S):
             if membership.is_leaving():
@@ -211,6 +233,8 @@ def _open_windows(start: WorkerArgs) -> OpenWindows:
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
         if start.memory_cache is not None:
             return cached()
-        return StreamedWindows(job.plan, cursor, played, job.passes, fetch(), job.source, job.config.data.prefetch_windows)
+        return StreamedWindows(
+            job.plan, cursor, played, job.passes, fetch(), job.source, job.config.data.prefetch_windows
+        )
 
     return open_windows

@@ -1,4 +1,5 @@
-"""What a configuration must fulfil before anything else looks at it: ranges, choices and combinations, refused all at once.
+"""What a configuration must fulfil before anything else looks at it: ranges, choices and combinations, refused all at
+once.
 
 What does not go together with several optimizers, or with one that the task makes.
 
@@ -24,9 +25,14 @@ _NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "eps")
 def check_optimizers(config: Config) -> list[str]:
     """What does not go together with several optimizers, or with one that the task makes."""
     problems: list[str] = []
-    if config.optimizer.class_path == OWN_OPTIMIZER and config.train.strategy not in ("ddp", "single", "central_storage"):
+    if config.optimizer.class_path == OWN_OPTIMIZER and config.train.strategy not in (
+        "ddp",
+        "single",
+        "central_storage",
+    ):
         problems.append(
-            f"The task makes the optimizer (configure_optimizers, or Task.configure_optimizers), and train.strategy {config.train.strategy} makes"
+            f"The task makes the optimizer (configure_optimizers, or Task.configure_optimizers), and train.strategy"
+            f" {config.train.strategy} makes"
             " several. Name it in optimizer, or use ddp, single or central_storage."
         )
     problems += _check_spec("optimizer", config.optimizer)
@@ -46,14 +52,17 @@ def check_optimizers(config: Config) -> list[str]:
         problems.append("schedule is given with optimizers, of which each has its own: optimizers.NAME.schedule.")
     if config.train.strategy not in ("ddp", "single"):
         problems.append(
-            f"optimizers are given with train.strategy {config.train.strategy}, whose state belongs to one optimizer that moves all"
+            f"optimizers are given with train.strategy {config.train.strategy}, whose state belongs to one optimizer"
+            f" that moves all"
             " parameters in each step. Use ddp or single."
         )
     for name, spec in config.optimizers.items():
         if spec.steps < 1:
             problems.append(f"optimizers.{name}.steps is {spec.steps}; it must be at least 1.")
         if not spec.parameters:
-            problems.append(f"optimizers.{name}.parameters is missing; name the parameters that it moves, with * for any text.")
+            problems.append(
+                f"optimizers.{name}.parameters is missing; name the parameters that it moves, with * for any text."
+            )
     return problems
 
 
@@ -62,7 +71,11 @@ def _check_spec(field: str, spec: OptimizerSpec) -> list[str]:
     problems = _check_numbers(f"{field}.init_args", spec.class_path, spec.init_args)
     for i, group in enumerate(spec.groups or []):
         # Of a group jsonargparse knows no types, and an optimizer takes true for 1.
-        wrong = [name for name in _NUMBERS if name in group and (isinstance(group[name], bool) or not isinstance(group[name], int | float))]
+        wrong = [
+            name
+            for name in _NUMBERS
+            if name in group and (isinstance(group[name], bool) or not isinstance(group[name], int | float))
+        ]
         problems += [f"{field}.groups has {name} = {group[name]!r}; it must be a number." for name in wrong]
         problems += _check_numbers(f"{field}.groups[{i}]", spec.class_path, group)
     return problems
@@ -156,7 +169,9 @@ def check_empty(config: Config) -> list[str]:
         for name, hint in get_type_hints(made).items():
             if getattr(getattr(config, section), name) is None and type(None) not in get_args(hint):
                 default = getattr(made(), name)
-                problems.append(f"{section}.{name} is empty; give a value, or leave the line out for the default, {default!r}.")
+                problems.append(
+                    f"{section}.{name} is empty; give a value, or leave the line out for the default, {default!r}."
+                )
     return problems
 
 
@@ -166,7 +181,9 @@ def check_ranges(config: Config) -> list[str]:
     problems = []
     for section, made in SECTIONS.items():
         for name, hint in get_type_hints(made).items():
-            allowed = [choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)]
+            allowed = [
+                choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)
+            ]
             value = getattr(getattr(config, section), name)
             is_number = int in get_args(hint) and isinstance(value, int)
             if allowed and value is not None and not is_number and value not in allowed:
@@ -217,51 +234,67 @@ def _check_scaling(config: Config) -> list[str]:
     problems = []
     if scaling.min_workers > scaling.most_workers:
         problems.append(
-            f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower the one or"
+            f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower"
+            f" the one or"
             " raise the other."
         )
     if not scaling.cpus_per_worker and not scaling.gpus_per_worker and config.train.strategy != "single":
-        problems.append("scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.")
+        problems.append(
+            "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one"
+            " above 0."
+        )
     if scaling.gpus_per_worker > 1:
         problems.append(
-            f"scaling.gpus_per_worker is {scaling.gpus_per_worker:g}, but a worker computes on one GPU and would leave the others idle. Set"
+            f"scaling.gpus_per_worker is {scaling.gpus_per_worker:g}, but a worker computes on one GPU and would leave"
+            f" the others idle. Set"
             " it to 1, and scaling.max_workers to the number of GPUs."
         )
     if config.train.strategy == "single" or config.failure.recovery == "restart":
         problems += [
-            f"scaling.{name} is {getattr(scaling, name)} with train.strategy {config.train.strategy} and failure.recovery"
+            f"scaling.{name} is {getattr(scaling, name)} with train.strategy {config.train.strategy} and"
+            f" failure.recovery"
             f" {config.failure.recovery}, with which no worker joins others that go on. Leave it out."
             for name in ("standby_workers", "evict_straggler_after_s")
             if getattr(scaling, name)
         ]
-    if scaling.load_balancing == "speed" and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
+    if scaling.load_balancing == "speed" and (
+        config.train.strategy not in BALANCED or config.train.reduction != "exact"
+    ):
         problems.append(
-            f"scaling.load_balancing is speed with train.strategy {config.train.strategy} and train.reduction {config.train.reduction}; logical"
-            f" workers can move with {' or '.join(BALANCED)} and exact only. Set scaling.load_balancing to none, or choose these."
+            f"scaling.load_balancing is speed with train.strategy {config.train.strategy} and train.reduction"
+            f" {config.train.reduction}; logical"
+            f" workers can move with {' or '.join(BALANCED)} and exact only. Set scaling.load_balancing to none, or"
+            f" choose these."
         )
     if config.failure.sdc_check_rate and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
         problems.append(
-            f"failure.sdc_check_rate is {config.failure.sdc_check_rate} with train.strategy {config.train.strategy} and train.reduction"
-            f" {config.train.reduction}; shares can be computed again with {' or '.join(BALANCED)} and exact only. Set it to 0, or choose"
+            f"failure.sdc_check_rate is {config.failure.sdc_check_rate} with train.strategy {config.train.strategy} and"
+            f" train.reduction"
+            f" {config.train.reduction}; shares can be computed again with {' or '.join(BALANCED)} and exact only. Set"
+            f" it to 0, or choose"
             " these."
         )
     if not 0 <= config.failure.sdc_check_rate <= 1:
         problems.append(f"failure.sdc_check_rate is {config.failure.sdc_check_rate}; it must be between 0 and 1.")
     if config.failure.compare_params_every_steps is not None and config.train.strategy != "ddp":
         problems.append(
-            f"failure.compare_params_every_steps is {config.failure.compare_params_every_steps} with train.strategy {config.train.strategy}; only with"
+            f"failure.compare_params_every_steps is {config.failure.compare_params_every_steps} with train.strategy"
+            f" {config.train.strategy}; only with"
             " ddp has each worker all parameters. Leave it out, or choose ddp."
         )
     if scaling.most_workers > logical >= 1:
         problems.append(
-            f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without a logical"
-            f" worker has nothing to do. Set max_workers to at most {logical}, or start a new run with more logical workers."
+            f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without"
+            f" a logical"
+            f" worker has nothing to do. Set max_workers to at most {logical}, or start a new run with more logical"
+            f" workers."
         )
     if logical >= 1 and batch >= 1 and batch % logical:
         below, above = batch // logical * logical, -(-batch // logical) * logical
         valid = " or ".join(str(n) for n in (below, above) if n > 0)
         problems.append(
-            f"data.global_batch_size is {batch}, not divisible by the {logical} logical workers; the nearest valid values are {valid}."
+            f"data.global_batch_size is {batch}, not divisible by the {logical} logical workers; the nearest valid"
+            f" values are {valid}."
         )
     return problems
 
@@ -269,7 +302,9 @@ def _check_scaling(config: Config) -> list[str]:
 _COPIES = ("ddp", "single", "local_sgd", "central_storage")
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
-    **dict.fromkeys(("servers", "server_cpus", "server_label_selector", "min_shard_kb", "staleness"), ("parameter_server",)),
+    **dict.fromkeys(
+        ("servers", "server_cpus", "server_label_selector", "min_shard_kb", "staleness"), ("parameter_server",)
+    ),
     "cpu_offload": ("fsdp",),
     "peer_replica": ("fsdp", "central_storage"),
     "backend": _COPIES,
@@ -294,33 +329,43 @@ def _check_strategy(config: Config) -> list[str]:
     ]
     if train.precision == "fp16" and train.strategy in ("local_sgd", "parameter_server"):
         problems.append(
-            f"train.precision is fp16 with train.strategy {train.strategy}, whose workers would need a loss scale each; use bf16."
+            f"train.precision is fp16 with train.strategy {train.strategy}, whose workers would need a loss scale each;"
+            f" use bf16."
         )
     if train.strategy == "parameter_server" and config.evaluate.where == "workers":
-        problems.append("evaluate.where is workers with train.strategy parameter_server, whose workers never meet; set it to actor.")
+        problems.append(
+            "evaluate.where is workers with train.strategy parameter_server, whose workers never meet; set it to actor."
+        )
     if train.strategy == "parameter_server" and config.data.on_bad_row == "skip":
         problems.append(
-            "data.on_bad_row is skip with train.strategy parameter_server, whose workers do not know how many rows of a step the others"
+            "data.on_bad_row is skip with train.strategy parameter_server, whose workers do not know how many rows of a"
+            " step the others"
             " skip; set it to fail."
         )
     if train.strategy == "single" and config.scaling.min_workers > 1:
         problems.append(
-            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything happens in the"
+            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything"
+            f" happens in the"
             " calling process. Set it to 1."
         )
     if train.strategy == "single" and config.scaling.label_selector:
         problems.append(
-            f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy single has no workers to place: everything"
+            f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy single has no workers to"
+            f" place: everything"
             " happens in the calling process. Leave it out."
         )
     steps = [1, train.profile_steps] if isinstance(train.profile_steps, int) else train.profile_steps
     if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
-        problems.append(f"train.profile_steps is {train.profile_steps}; it must be [first, last], counted from 1, or a number of steps.")
+        problems.append(
+            f"train.profile_steps is {train.profile_steps}; it must be [first, last], counted from 1, or a number of"
+            f" steps."
+        )
     for name in ("every_steps", "snapshot_every_steps"):
         value = getattr(config.checkpoint, name)
         if value is not None and value % train.local_steps:
             problems.append(
-                f"checkpoint.{name} is {value}; between two averages there is no common state, so it must be a multiple of"
+                f"checkpoint.{name} is {value}; between two averages there is no common state, so it must be a multiple"
+                f" of"
                 f" train.local_steps = {train.local_steps}."
             )
     return problems
@@ -330,19 +375,23 @@ def _check_exchange(config: Config) -> list[str]:
     train, problems = config.train, []
     if train.backend == "nccl" and not config.scaling.gpus_per_worker:
         problems.append(
-            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to auto or gloo, or"
+            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to"
+            " auto or gloo, or"
             " give the workers GPUs."
         )
     share, several = 0 < config.scaling.gpus_per_worker < 1, config.scaling.max_workers != 1
     if share and several and train.backend != "gloo" and train.strategy not in ("single", "parameter_server"):
         problems.append(
-            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g}, so workers share a GPU, which NCCL refuses. Set train.backend"
+            f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g}, so workers share a GPU, which NCCL"
+            f" refuses. Set train.backend"
             " to gloo, or give each worker a GPU."
         )
     if train.gradient_compression != "none" and train.reduction == "exact":
         problems.append(
-            f"train.gradient_compression is {train.gradient_compression} with train.reduction exact: what travels are sums over the"
-            " logical workers of a worker, so rounding them would make the bits depend on the number of workers. Set train.reduction to"
+            f"train.gradient_compression is {train.gradient_compression} with train.reduction exact: what travels are"
+            f" sums over the"
+            " logical workers of a worker, so rounding them would make the bits depend on the number of workers. Set"
+            " train.reduction to"
             " overlapped, or train.gradient_compression to none."
         )
     return problems
@@ -354,16 +403,26 @@ def _check_capture(config: Config) -> list[str]:
         return []
     hindrances = [
         (not config.scaling.gpus_per_worker, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
-        (train.strategy not in ("ddp", "single"), f"train.strategy is {train.strategy}: only the steps of ddp and single are captured"),
+        (
+            train.strategy not in ("ddp", "single"),
+            f"train.strategy is {train.strategy}: only the steps of ddp and single are captured",
+        ),
         (train.compile, "train.compile is set: what is compiled is not captured"),
-        (train.reduction != "exact", f"train.reduction is {train.reduction}, whose kernels need not give the same bits twice"),
+        (
+            train.reduction != "exact",
+            f"train.reduction is {train.reduction}, whose kernels need not give the same bits twice",
+        ),
         (
             config.failure.sdc_check_rate > 0,
             "failure.sdc_check_rate is set: what a graph gets wrong would be held for a fault of the hardware",
         ),
         (config.optimizers is not None, "optimizers are several: what has a gradient would change from step to step"),
     ]
-    return [f"train.capture is set, and {why}. Leave it out; the bits are the same without." for holds, why in hindrances if holds]
+    return [
+        f"train.capture is set, and {why}. Leave it out; the bits are the same without."
+        for holds, why in hindrances
+        if holds
+    ]
 
 
 def _check_fsdp(config: Config) -> list[str]:
@@ -372,18 +431,27 @@ def _check_fsdp(config: Config) -> list[str]:
         return []
     problems = []
     if train.cpu_offload and not config.scaling.gpus_per_worker:
-        problems.append("train.cpu_offload is set, but scaling.gpus_per_worker is 0: the shards are in host memory already; leave it out.")
+        problems.append(
+            "train.cpu_offload is set, but scaling.gpus_per_worker is 0: the shards are in host memory already; leave"
+            " it out."
+        )
     if train.precision == "fp16":
         problems.append("train.precision is fp16 with train.strategy fsdp, where bf16 needs no scale; use bf16.")
     if train.reduction == "exact" and config.optimizer.class_path in ("torch.optim.Adafactor", "torch.optim.Muon"):
         problems.append(
-            f"optimizer is {config.optimizer.class_path}, which looks at whole parameters, with train.strategy fsdp, where nobody has one:"
-            " the bits would depend on the number of workers. Set train.reduction to overlapped, or choose another optimizer."
+            f"optimizer is {config.optimizer.class_path}, which looks at whole parameters, with train.strategy fsdp,"
+            f" where nobody has one:"
+            " the bits would depend on the number of workers. Set train.reduction to overlapped, or choose another"
+            " optimizer."
         )
     if train.compile:
-        problems.append("train.compile is set with train.strategy fsdp, whose parameters come and go during a pass; leave it out.")
+        problems.append(
+            "train.compile is set with train.strategy fsdp, whose parameters come and go during a pass; leave it out."
+        )
     if config.evaluate.where == "workers":
-        problems.append("evaluate.where is workers with train.strategy fsdp, where no worker has a whole model; use actor.")
+        problems.append(
+            "evaluate.where is workers with train.strategy fsdp, where no worker has a whole model; use actor."
+        )
     return problems
 
 
@@ -391,7 +459,8 @@ def _check_run(config: Config) -> list[str]:
     problems = []
     if config.run.name is not None and not _RUN_NAME.fullmatch(config.run.name):
         problems.append(
-            f"run.name is {config.run.name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit."
+            f"run.name is {config.run.name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter"
+            f" or digit."
         )
     if config.train.ema_decay is not None and config.train.ema_decay >= 1:
         problems.append(f"train.ema_decay is {config.train.ema_decay}; it must be below 1, such as 0.999.")
@@ -399,29 +468,37 @@ def _check_run(config: Config) -> list[str]:
         problems.append("task.class_path is missing; name a task such as ray_app.task.image.ImageClassification.")
     if config.evaluate.patience is not None and config.data.eval_path is None:
         problems.append(
-            "evaluate.patience is set without data.eval_path: there is nothing to judge by. Set data.eval_path or leave patience out."
+            "evaluate.patience is set without data.eval_path: there is nothing to judge by. Set data.eval_path or leave"
+            " patience out."
         )
     if config.evaluate.patience is not None and config.evaluate.every != "checkpoint":
         problems.append(
-            f"evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is {config.evaluate.every}; set it to"
+            f"evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is"
+            f" {config.evaluate.every}; set it to"
             " checkpoint, or leave patience out."
         )
     if config.evaluate.num_gpus > 1:
         problems.append(
-            f"evaluate.num_gpus is {config.evaluate.num_gpus:g}, but the evaluator computes on one GPU; set it to at most 1. With"
+            f"evaluate.num_gpus is {config.evaluate.num_gpus:g}, but the evaluator computes on one GPU; set it to at"
+            f" most 1. With"
             " evaluate.where: workers all GPUs of the training evaluate."
         )
     if config.train.init_digest is not None and config.train.init_from is None:
-        problems.append("train.init_digest is given without train.init_from: name the file that holds these parameters, or leave both out.")
+        problems.append(
+            "train.init_digest is given without train.init_from: name the file that holds these parameters, or leave"
+            " both out."
+        )
     model = config.tracking.registered_model
     if model is not None and not config.tracking.enabled:
         problems.append(
-            f"tracking.registered_model is {model!r}, but tracking.enabled is false: the registry is MLflow's. Enable tracking"
+            f"tracking.registered_model is {model!r}, but tracking.enabled is false: the registry is MLflow's. Enable"
+            f" tracking"
             " or leave it out."
         )
     if model is not None and not _MODEL_NAME.fullmatch(model):
         problems.append(
-            f"tracking.registered_model is {model!r}; use 1 to 256 characters other than slashes, ':', quotes and control characters."
+            f"tracking.registered_model is {model!r}; use 1 to 256 characters other than slashes, ':', quotes and"
+            f" control characters."
         )
     return problems
 
@@ -430,14 +507,20 @@ def _check_data(config: Config) -> list[str]:
     data, problems = config.data, []
     if data.shard == "file" and data.sampling == "balanced":
         problems.append(
-            "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to epoch. Set data.shard"
-            " to row or off, or data.sampling to none (task.init_args.class_weights weighs classes without repeating rows)."
+            "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to"
+            " epoch. Set data.shard"
+            " to row or off, or data.sampling to none (task.init_args.class_weights weighs classes without repeating"
+            " rows)."
         )
     if data.cache_dir is not None and data.cache != "disk":
-        problems.append(f"data.cache_dir is {data.cache_dir!r}, but data.cache is {data.cache}; set that to disk or leave cache_dir out.")
+        problems.append(
+            f"data.cache_dir is {data.cache_dir!r}, but data.cache is {data.cache}; set that to disk or leave cache_dir"
+            f" out."
+        )
     if data.reader_threads and data.cache == "memory":
         problems.append(
-            f"data.reader_threads is {data.reader_threads}, but with data.cache: memory no worker reads; leave it out, or set"
+            f"data.reader_threads is {data.reader_threads}, but with data.cache: memory no worker reads; leave it out,"
+            f" or set"
             " data.cache to none or disk."
         )
     if not data.path:

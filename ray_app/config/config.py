@@ -1,7 +1,7 @@
 """The configuration: frozen dataclasses, one per section, and their digest.
 
-Fields that change the resulting parameters are made with `result(...)`; the digest of a run covers those that differ from their
-default, so a new field at its default never changes a digest.
+Fields that change the resulting parameters are made with `result(...)`; the digest of a run covers those that differ
+from their default, so a new field at its default never changes a digest.
 
 The home folder in paths: what a shell makes of `~` where it reads a path itself, and nobody makes of it in a file.
 """
@@ -38,7 +38,8 @@ _SQLITE = "sqlite:///"
 
 
 def expand_home(value: Any) -> Any:
-    """A value of a configuration with `~/...` and `~user/...` replaced by the home folder, also inside lists and mappings.
+    """A value of a configuration with `~/...` and `~user/...` replaced by the home folder, also inside lists and
+    mappings.
 
     A lone `~` stays: in arguments of a class it may be any text, and a path of it is expanded where it is opened.
     """
@@ -124,7 +125,9 @@ def from_dict(values: dict[str, Any]) -> Config:
         if made.get(name) is not None:
             made[name] = kind(**{**made[name], "init_args": dict(made[name].get("init_args") or {})})
     if made.get("observers") is not None:
-        made["observers"] = [ClassSpec(given["class_path"], dict(given.get("init_args") or {})) for given in made["observers"]]
+        made["observers"] = [
+            ClassSpec(given["class_path"], dict(given.get("init_args") or {})) for given in made["observers"]
+        ]
     if made.get("optimizers") is not None:
         made["optimizers"] = {name: _turn(dict(given)) for name, given in made["optimizers"].items()}
     return Config(**made)
@@ -132,7 +135,9 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 def _turn(given: dict[str, Any]) -> TurnSpec:
     schedule = given.pop("schedule", None)
-    return TurnSpec(**given, schedule=schedule and ClassSpec(schedule["class_path"], dict(schedule.get("init_args") or {})))
+    return TurnSpec(
+        **given, schedule=schedule and ClassSpec(schedule["class_path"], dict(schedule.get("init_args") or {}))
+    )
 
 
 def _refuse_unknown(values: dict[str, Any]) -> None:
@@ -178,7 +183,11 @@ def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
     }
     if config.evaluate.patience is not None:  # then evaluations choose the result
         section, cadence = config.evaluate, config.checkpoint
-        found |= {"evaluate.metric": section.metric, "evaluate.mode": section.mode, "evaluate.min_delta": section.min_delta}
+        found |= {
+            "evaluate.metric": section.metric,
+            "evaluate.mode": section.mode,
+            "evaluate.min_delta": section.min_delta,
+        }
         found |= {"evaluate.where": section.where, "evaluate.batch_size": section.batch_size}
         found |= {"checkpoint.every_steps": cadence.every_steps, "checkpoint.every_epochs": cadence.every_epochs}
     for owner, prefix in [(config, ""), *((getattr(config, name), f"{name}.") for name in SECTIONS)]:
@@ -222,7 +231,8 @@ def refuse_other_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> 
     diff = "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "-+")
     raise RunExistsError(
         f"The run {name!r} exists with another configuration or other data:\n{diff}\n"
-        "(-: of the run, +: asked for now). Nothing was changed. Give another run.name for a new run, or the run's own values to resume"
+        "(-: of the run, +: asked for now). Nothing was changed. Give another run.name for a new run, or the run's own"
+        " values to resume"
         " it."
     )
 
@@ -235,8 +245,10 @@ def default_tracking_uri(config: Config) -> str:
     """
     if not config.tracking.uri and "://" in config.run.storage_path:
         raise ConfigError(
-            f"run.storage_path is {config.run.storage_path!r}, where MLflow's SQLite file cannot be, and tracking.uri is not given. Set"
-            " tracking.uri to an MLflow server (http://host:5000) or to a file of this machine (sqlite:////folder/mlflow.db), or set"
+            f"run.storage_path is {config.run.storage_path!r}, where MLflow's SQLite file cannot be, and tracking.uri"
+            f" is not given. Set"
+            " tracking.uri to an MLflow server (http://host:5000) or to a file of this machine"
+            " (sqlite:////folder/mlflow.db), or set"
             " tracking.enabled to false."
         )
     return config.tracking.uri or f"sqlite:///{Path(config.run.storage_path).expanduser().resolve() / 'mlflow.db'}"

@@ -1,6 +1,8 @@
-"""Arrays as Arrow columns: one binary value per row, of one size or of its own, with dtype and shape in the field's metadata.
+"""Arrays as Arrow columns: one binary value per row, of one size or of its own, with dtype and shape in the field's
+metadata.
 
-Parquet and the object store then move bytes, not lists of numbers: reading 784 bytes a row costs a copy, not 784 values.
+Parquet and the object store then move bytes, not lists of numbers: reading 784 bytes a row costs a copy, not 784
+values.
 """
 
 from __future__ import annotations
@@ -21,11 +23,9 @@ Array = npt.NDArray[np.generic]
 class ArraySpec:
     """What one row of a column holds.
 
-    Args:
-        dtype: NumPy name.
-        shape: Without the row axis, and where rows have different lengths without that axis, too.
-        padding: Where rows have different lengths: what they are padded with, and what a padded length is a multiple of.
-        length: Then, of the rows that were looked at, on an average.
+    Args: dtype: NumPy name. shape: Without the row axis, and where rows have different lengths without that axis, too.
+        padding: Where rows have different lengths: what they are padded with, and what a padded length is a multiple
+        of. length: Then, of the rows that were looked at, on an average.
     """
 
     dtype: str
@@ -43,7 +43,9 @@ def spec_like(values: Field) -> ArraySpec:
     """What one row of `values` holds."""
     if isinstance(values, Ragged):
         mean = float(values.lengths.mean()) if len(values) else 1.0
-        return ArraySpec(values.values.dtype.str, tuple(map(int, values.values.shape[1:])), (values.fill, values.multiple), mean)
+        return ArraySpec(
+            values.values.dtype.str, tuple(map(int, values.values.shape[1:])), (values.fill, values.multiple), mean
+        )
     return ArraySpec(values.dtype.str, tuple(int(n) for n in values.shape[1:]))
 
 
@@ -53,7 +55,11 @@ def to_column(name: str, values: Field) -> tuple[pa.Field, pa.Array]:
     if isinstance(values, Ragged):
         own = values.compact()
         item = own.values.dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
-        buffers = [None, pa.py_buffer(own.offsets * item), pa.py_buffer(np.ascontiguousarray(own.values).reshape(-1).view(np.uint8))]
+        buffers = [
+            None,
+            pa.py_buffer(own.offsets * item),
+            pa.py_buffer(np.ascontiguousarray(own.values).reshape(-1).view(np.uint8)),
+        ]
         data = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(own), buffers)
         metadata = {"ray_app.array": json.dumps({"dtype": spec.dtype, "shape": spec.shape, "padding": spec.padding})}
         return pa.field(name, data.type, nullable=False, metadata=metadata), data
@@ -91,7 +97,9 @@ def is_bytes(kind: pa.DataType) -> bool:
 
 
 def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
-    """The rows of an encoded column as one array of shape (rows, ...), or ragged; a view of the column where it is one chunk."""
+    """The rows of an encoded column as one array of shape (rows, ...), or ragged; a view of the column where it is one
+    chunk.
+    """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if spec.padding is not None:
         parts = [_ragged(chunk, spec) for chunk in chunks if len(chunk)]
@@ -100,10 +108,14 @@ def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
 
 
 def fixed(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
-    """The rows of an encoded column whose rows are of one size, shape (rows, ...); a view of the column where it is one chunk."""
+    """The rows of an encoded column whose rows are of one size, shape (rows, ...); a view of the column where it is one
+    chunk.
+    """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     arrays = [
-        np.frombuffer(chunk.buffers()[1], dtype=np.uint8, offset=chunk.offset * spec.row_bytes, count=len(chunk) * spec.row_bytes)
+        np.frombuffer(
+            chunk.buffers()[1], dtype=np.uint8, offset=chunk.offset * spec.row_bytes, count=len(chunk) * spec.row_bytes
+        )
         for chunk in chunks
         if len(chunk)
     ]
@@ -112,7 +124,9 @@ def fixed(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
 
 
 def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
-    """A column of lists of numbers or truth values, or of lists of rows of as many each; None if it is none, or has missing values."""
+    """A column of lists of numbers or truth values, or of lists of rows of as many each; None if it is none, or has
+    missing values.
+    """
     kind = column.type
     if not _is_list(kind) or column.null_count:
         return None
@@ -148,7 +162,9 @@ def list_spec(kind: pa.DataType) -> ArraySpec | None:
 
 
 def fixed_lists(column: pa.ChunkedArray) -> Array | None:
-    """A column of lists of one size as one array of shape (rows, ...); None if it is none of numbers, or has missing values."""
+    """A column of lists of one size as one array of shape (rows, ...); None if it is none of numbers, or has missing
+    values.
+    """
     spec = list_spec(column.type)
     if spec is None or column.null_count:
         return None
@@ -162,7 +178,9 @@ def fixed_lists(column: pa.ChunkedArray) -> Array | None:
 
 
 def lists_of(rows: Ragged) -> pa.LargeListArray:
-    """Ragged rows as a column of lists of numbers, or of lists of rows of as many numbers each, which `ragged_lists` reads."""
+    """Ragged rows as a column of lists of numbers, or of lists of rows of as many numbers each, which `ragged_lists`
+    reads.
+    """
     own = rows.compact()
     inner = pa.array(own.values.reshape(-1))
     for size in reversed(own.row_shape):
@@ -193,7 +211,11 @@ def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
     _, offsets, data = chunk.buffers()
     item = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
     ends = np.frombuffer(offsets, np.int64, len(chunk) + 1, chunk.offset * 8) // item
-    values = np.frombuffer(data if data is not None else b"", np.uint8, int(ends[-1]) * item).view(spec.dtype).reshape(-1, *spec.shape)
+    values = (
+        np.frombuffer(data if data is not None else b"", np.uint8, int(ends[-1]) * item)
+        .view(spec.dtype)
+        .reshape(-1, *spec.shape)
+    )
     return Ragged(values, ends, *spec.padding)
 
 
@@ -240,7 +262,9 @@ class Columns:
 
     def __init__(self, fields: dict[str, ArraySpec], rows: int) -> None:
         self._fields, self._done = fields, 0
-        self._fixed = {name: np.empty((rows, *s.shape), np.dtype(s.dtype)) for name, s in fields.items() if s.padding is None}
+        self._fixed = {
+            name: np.empty((rows, *s.shape), np.dtype(s.dtype)) for name, s in fields.items() if s.padding is None
+        }
         self._ragged = {name: _Lengthening(s, rows) for name, s in fields.items() if s.padding is not None}
 
     def add(self, table: pa.Table) -> None:

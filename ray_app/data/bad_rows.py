@@ -1,4 +1,5 @@
-"""Decoding in spite of rows that cannot be decoded: they are found by halving, and put as zeros with the reason beside them.
+"""Decoding in spite of rows that cannot be decoded: they are found by halving, and put as zeros with the reason beside
+them.
 
 Missing values in rows as they are stored: they never become numbers, so a row that has one is a bad row.
 """
@@ -18,7 +19,9 @@ from ray_app.task.ragged import Arrays, Field, Ragged, joined
 from ray_app.task.user_code import refusal
 
 REASON = "__reason__"
-"""Column of decoded tables that says why a row could not be decoded; null where it could. Only where bad rows are skipped."""
+"""Column of decoded tables that says why a row could not be decoded; null where it could. Only where bad rows are
+skipped.
+"""
 KEYS = "__keys__"
 """Beside the columns of rows that are decoded another way in every epoch: their keys, int64, shape (rows,)."""
 _LONGEST = 500
@@ -108,7 +111,10 @@ def with_bad_rows(
     for before, place in enumerate(sorted(bad)):
         whole.insert(place, bad[place][:_LONGEST])
         high = place - before
-        parts += [{name: values[low:high] for name, values in decoded.items()}, {name: _empty(spec) for name, spec in fields.items()}]
+        parts += [
+            {name: values[low:high] for name, values in decoded.items()},
+            {name: _empty(spec) for name, spec in fields.items()},
+        ]
         low = high
     parts.append({name: values[low:] for name, values in decoded.items()})
     return {name: joined([part[name] for part in parts]) for name in fields}, whole
@@ -122,7 +128,9 @@ def _empty(spec: ArraySpec) -> Field:
 
 
 def reasons_in(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:
-    """The bad rows of a decoded table by their manifest positions, with the reasons; `positions` has those of all rows."""
+    """The bad rows of a decoded table by their manifest positions, with the reasons; `positions` has those of
+    all rows.
+    """
     if REASON not in table.column_names:
         return {}
     column = table.column(REASON)
@@ -135,7 +143,9 @@ _WHOLE, _INSIDE = "no value", "a missing value inside its value"
 
 
 def missing_reasons(table: pa.Table) -> dict[int, str]:
-    """The rows of a table that have a missing value in any column, also inside a list or an object, each with the reason."""
+    """The rows of a table that have a missing value in any column, also inside a list or an object, each with the
+    reason.
+    """
     reasons: dict[int, str] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         first = 0
@@ -143,7 +153,9 @@ def missing_reasons(table: pa.Table) -> dict[int, str]:
             if _has_missing(chunk):
                 has_value = chunk.is_valid().to_numpy(zero_copy_only=False)
                 for row in np.flatnonzero(_missing_mask(chunk)).tolist():
-                    reason = _REASON.format(name, _INSIDE if has_value[row] and pa.types.is_nested(_storage_type(chunk)) else _WHOLE)
+                    reason = _REASON.format(
+                        name, _INSIDE if has_value[row] and pa.types.is_nested(_storage_type(chunk)) else _WHOLE
+                    )
                     reasons.setdefault(first + row, reason)
             first += len(chunk)
     return reasons

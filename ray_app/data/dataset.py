@@ -26,7 +26,16 @@ from ray_app.data.arrays import is_bytes, is_number, is_numbers, is_text, list_s
 from ray_app.data.parquet_files import DataFile, Footers, Range, kept_footers, read_footers
 from ray_app.errors import DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, partition_texts, partition_value
-from ray_app.storage.data_files import Place, files_below, find, folders_in, is_folder, open_data_file, place_of, versions
+from ray_app.storage.data_files import (
+    Place,
+    files_below,
+    find,
+    folders_in,
+    is_folder,
+    open_data_file,
+    place_of,
+    versions,
+)
 from ray_app.storage.files import Location, put_json, read_json
 
 _THREADS = 8
@@ -36,10 +45,8 @@ _SETTLED_NS = 5_000_000_000
 def contents(root: Place, paths: Iterable[str], memory: Location | None = None) -> dict[str, str]:
     """SHA-256 of files below a folder, by their relative path.
 
-    Args:
-        root: The folder.
-        paths: The files.
-        memory: A file that keeps the digests: what was not changed since then is not read again. Not given: all are read.
+    Args: root: The folder. paths: The files. memory: A file that keeps the digests: what was not changed since then is
+        not read again. Not given: all are read.
 
     Raises:
         OSError: One cannot be read.
@@ -58,7 +65,9 @@ def contents(root: Place, paths: Iterable[str], memory: Location | None = None) 
 
 
 def _versions(root: Place, paths: list[str]) -> list[Any]:
-    """What changes with the content of a file: its ETag on S3; on a disk size, times and inode, which a copy cannot all set back."""
+    """What changes with the content of a file: its ETag on S3; on a disk size, times and inode, which a copy cannot all
+    set back.
+    """
     if not isinstance(root, Path):
         return versions(root, paths)
     stats = [(root / path).stat() for path in paths]
@@ -92,8 +101,8 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
         manifest: The rows.
         column: Its name.
 
-    Returns:
-        The distinct values in ascending order; and for each row, in manifest order, which of them it has, in as few bytes as will do.
+    Returns: The distinct values in ascending order; and for each row, in manifest order, which of them it has, in as
+        few bytes as will do.
 
     Raises:
         DataError: There is no such column, it holds something else, or it has missing values.
@@ -106,14 +115,16 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
     def classes(file: DataFile) -> npt.NDArray:
         if column not in file.schema.names:
             raise DataError(
-                f"{root} has no column {column!r} of classes; its columns are {', '.join(sorted(file.schema.names))}. Name another"
+                f"{root} has no column {column!r} of classes; its columns are {', '.join(sorted(file.schema.names))}."
+                f" Name another"
                 " one (data.balance_by, or task.init_args.label)."
             )
         values = file.read([column]).column(0)
         kind = values.type
         if values.null_count or not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind)):
             raise DataError(
-                f"Column {column!r} of {root} holds {kind} with {values.null_count} missing values; classes are integers or text without"
+                f"Column {column!r} of {root} holds {kind} with {values.null_count} missing values; classes are"
+                f" integers or text without"
                 " missing values. Name another column (data.balance_by, or task.init_args.label), or convert it."
             )
         return values.to_numpy()
@@ -151,7 +162,8 @@ class Dataset:
 
 
 def open_dataset(path: str) -> Dataset:
-    """Opens a Parquet file, or all `*.parquet` files below a folder, by their footers or what an ingest has kept of them.
+    """Opens a Parquet file, or all `*.parquet` files below a folder, by their footers or what an ingest has kept of
+    them.
 
     Raises:
         DataError: Nothing is there, a file is not Parquet, the files have different columns, or there are no rows.
@@ -159,19 +171,26 @@ def open_dataset(path: str) -> Dataset:
     target = place_of(path)
     is_one = not is_folder(target)
     if is_one and not find(target):
-        raise DataError(f"data path {path!r} does not exist (looked at {target}); ingest the data first: ray-app ingest --help.")
+        raise DataError(
+            f"data path {path!r} does not exist (looked at {target}); ingest the data first: ray-app ingest --help."
+        )
     root = target.parent if is_one else target
     files = [target] if is_one else files_below(target, ".parquet")
     _refuse_unfinished(path, root)
     nested = [] if is_one else [place.name for place in folders_in(root) if find(place / "dataset.json")]
     if nested:
-        raise DataError(f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as {root / nested[0]}.")
+        raise DataError(
+            f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as"
+            f" {root / nested[0]}."
+        )
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file; ingest the data first: ray-app ingest --help.")
     footers = read_footers(root, files, None if is_one else kept_footers(root))
     manifest = footers.manifest
     if not manifest.num_rows:
-        raise DataError(f"data path {path!r} holds {len(files)} Parquet files but not one row; there is nothing to train on.")
+        raise DataError(
+            f"data path {path!r} holds {len(files)} Parquet files but not one row; there is nothing to train on."
+        )
     facts = _facts(path, root, footers, manifest)
     return Dataset(str(root), manifest, facts)
 
@@ -180,7 +199,8 @@ def _refuse_unfinished(path: str, root: Place) -> None:
     """Refuses a folder on S3 that an ingest has begun and not finished; on a disk there is none."""
     if find(root / UNFINISHED) and not find(root / "dataset.json"):
         raise DataError(
-            f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the same"
+            f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the"
+            f" same"
             " ray-app ingest again: it does what is left."
         )
 
@@ -198,8 +218,9 @@ def _facts(path: str, root: Place, footers: Footers, manifest: Manifest) -> Data
 def index_columns(schema: pa.Schema) -> tuple[str, ...]:
     """The columns of a table that number its rows.
 
-    These are the index that pandas names in the metadata of its files, what pandas calls an index without a name, and a column without a
-    name, as `to_csv` and R's `write.csv` make one of the row numbers, `Unnamed: 0` once pandas has read that again.
+    These are the index that pandas names in the metadata of its files, what pandas calls an index without a name, and a
+    column without a name, as `to_csv` and R's `write.csv` make one of the row numbers, `Unnamed: 0` once pandas has
+    read that again.
     """
     try:
         pandas = json.loads((schema.metadata or {}).get(b"pandas", b"{}"))
@@ -222,7 +243,9 @@ def _partition_facts(manifest: Manifest) -> dict[str, ColumnFacts]:
             found[name] = ColumnFacts("text", nulls=nulls)
         else:
             span = 1.0 if kind == "int64" else None
-            dtype: tuple[Literal["integer", "number"], str] = ("integer", "int64") if kind == "int64" else ("number", "float64")
+            dtype: tuple[Literal["integer", "number"], str] = (
+                ("integer", "int64") if kind == "int64" else ("number", "float64")
+            )
             low, high = (float(min(known)), float(max(known))) if known else (None, None)
             found[name] = ColumnFacts(*dtype, (), low, high, nulls, span)
     return found
@@ -236,7 +259,9 @@ def _column_facts(field: pa.Field, found: Range) -> ColumnFacts:
     if is_number(kind):
         dtype = str(kind.to_pandas_dtype().__name__)
         is_float = pa.types.is_floating(kind)
-        return ColumnFacts("number" if is_float else "integer", dtype, (), found.least, found.most, found.nulls, found.group_span)
+        return ColumnFacts(
+            "number" if is_float else "integer", dtype, (), found.least, found.most, found.nulls, found.group_span
+        )
     if is_bytes(kind):
         return ColumnFacts("bytes")
     if is_text(kind):

@@ -1,13 +1,17 @@
-"""Decoded rows on a node's own disk: filled while rows are read for the first time, shared by the workers of the node and by later runs.
+"""Decoded rows on a node's own disk: filled while rows are read for the first time, shared by the workers of the node
+and by later runs.
 
-A cache is a folder with the files of each field of the whole data set (`disk_cache_fields.py`), and one file of checksums. A row is held
-if its checksum fits its bytes; a checksum of zero says that it is not. So writers need no order among each other, whoever dies in the
-middle of a write leaves rows that are not held, and what a disk has spoilt is read anew.
+A cache is a folder with the files of each field of the whole data set (`disk_cache_fields.py`), and one file of
+checksums. A row is held if its checksum fits its bytes; a checksum of zero says that it is not. So writers need no
+order among each other, whoever dies in the middle of a write leaves rows that are not held, and what a disk has spoilt
+is read anew.
 
-The files of one field in a disk cache: rows of one size beside each other, or rows of different lengths wherever there was room.
+The files of one field in a disk cache: rows of one size beside each other, or rows of different lengths wherever there
+was room.
 
-Rows of different lengths are appended to a file that has room for somewhat more than is expected of all rows; a second file says where each
-begins and how long it is. What these say is not trusted more than the rows: the checksum of a row is one of its length, too.
+Rows of different lengths are appended to a file that has room for somewhat more than is expected of all rows; a second
+file says where each begins and how long it is. What these say is not trusted more than the rows: the checksum of a row
+is one of its length, too.
 
 The folder of a node's disk caches: which belongs to which data, what may be removed, and how much room one gets.
 """
@@ -99,7 +103,9 @@ class RaggedRows:
         self._number, self._spec, self._padding = number, spec, spec.padding
         self._item = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
         flags = os.O_RDWR | os.O_CREAT
-        self._file, self._places = (os.open(folder / name, flags, 0o600) for name in (field_file(number), places_file(number)))
+        self._file, self._places = (
+            os.open(folder / name, flags, 0o600) for name in (field_file(number), places_file(number))
+        )
 
     def close(self) -> None:
         """See `FixedRows.close`."""
@@ -114,7 +120,9 @@ class RaggedRows:
         if (places < 0).any() or (size % self._item).any() or size.astype(float).sum() > os.fstat(self._file).st_size:
             return None
         raw, ends = np.empty(int(size.sum()), np.uint8), np.cumsum(size)
-        begins = np.flatnonzero(np.append(True, first[1:] != first[:-1] + size[:-1]))  # rows that were written together are
+        begins = np.flatnonzero(
+            np.append(True, first[1:] != first[:-1] + size[:-1])
+        )  # rows that were written together are
         for low, high in zip(begins, np.append(begins[1:], rows), strict=True):
             read_into(self._file, raw[ends[low] - size[low] : ends[high - 1]], int(first[low]))
         values = raw.view(self._spec.dtype).reshape(-1, *self._spec.shape)
@@ -137,7 +145,10 @@ class RaggedRows:
             read_into(self._file, taken, 0)
             first = max(_BEGIN, int(taken[0]))
             if first + size > os.fstat(self._file).st_size:
-                raise OSError(errno.ENOSPC, "rows are longer than the first ones were, for which there was room within data.cache_gb")
+                raise OSError(
+                    errno.ENOSPC,
+                    "rows are longer than the first ones were, for which there was room within data.cache_gb",
+                )
             write_from(self._file, np.array([first + size]), 0)
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -152,7 +163,9 @@ class RaggedRows:
             _weights(self._number, int(values.lengths.max(initial=0)) * self._item),
         )
         rows = [_weighed(raw[None, low:high], weights) for low, high in pairwise(offsets.tolist())]
-        return hash_array(key(_SUM, self._number), -1 - values.lengths) + np.concatenate([*rows, np.empty(0, np.uint64)])
+        return hash_array(key(_SUM, self._number), -1 - values.lengths) + np.concatenate(
+            [*rows, np.empty(0, np.uint64)]
+        )
 
 
 def rows_of_field(folder: Path, number: int, spec: ArraySpec) -> FixedRows | RaggedRows:
@@ -164,7 +177,10 @@ def sizes(number: int, spec: ArraySpec, room: int) -> dict[str, int]:
     """Bytes of the files of a field, by name, with room for so many rows."""
     if spec.padding is None:
         return {field_file(number): room * spec.row_bytes}
-    return {field_file(number): _BEGIN + room * (round(spec.row_bytes * _SPARE) + _PLACE), places_file(number): room * _PLACE}
+    return {
+        field_file(number): _BEGIN + room * (round(spec.row_bytes * _SPARE) + _PLACE),
+        places_file(number): room * _PLACE,
+    }
 
 
 def field_file(number: int) -> str:
@@ -255,7 +271,9 @@ class DiskCache:
             for spec, is_missing in zip(specs, missing, strict=True):
                 table = None if is_missing else self._load(spec, reader.skips)
                 if table is None:
-                    table = pa.concat_tables(cut.take(rows_in(spec))) if is_missing else pa.concat_tables(reader.read(spec))
+                    table = (
+                        pa.concat_tables(cut.take(rows_in(spec))) if is_missing else pa.concat_tables(reader.read(spec))
+                    )
                     self._store(spec, table)
                 yield table
 
@@ -280,10 +298,16 @@ class DiskCache:
                 part = {name: values for name, values in found.items() if values is not None}
                 marks = self._marks(span)
                 bad = marks == _BAD
-                if len(part) < len(found) or not ((self._checksums(part, span.position) == marks) | (bad & skips)).all():
+                if (
+                    len(part) < len(found)
+                    or not ((self._checksums(part, span.position) == marks) | (bad & skips)).all()
+                ):
                     return None
                 parts.append(part)
-                reasons += [self._reason(span.position + i).read_text() if is_bad else None for i, is_bad in enumerate(bad.tolist())]
+                reasons += [
+                    self._reason(span.position + i).read_text() if is_bad else None
+                    for i, is_bad in enumerate(bad.tolist())
+                ]
         except OSError as error:
             logger.warning("The disk cache %s cannot be read, reading the data itself: %s", self._folder, error)
             return None
@@ -304,14 +328,18 @@ class DiskCache:
         try:
             usage = shutil.disk_usage(self._folder)
             if usage.free - table.nbytes < _LEAVE_FREE * usage.total:
-                raise OSError(errno.ENOSPC, f"{usage.free / 1e9:.1f} GB are free, and {_LEAVE_FREE:.0%} of the disk must stay so")
+                raise OSError(
+                    errno.ENOSPC, f"{usage.free / 1e9:.1f} GB are free, and {_LEAVE_FREE:.0%} of the disk must stay so"
+                )
             done = 0
             for span in spec:
                 self._store_span(span.position, table.slice(done, min(span.rows, max(0, self._room - span.position))))
                 done += span.rows
         except OSError as error:
             self._is_full = True
-            logger.warning("The disk cache %s takes no more rows, they are read in every epoch: %s", self._folder, error)
+            logger.warning(
+                "The disk cache %s takes no more rows, they are read in every epoch: %s", self._folder, error
+            )
 
     def _store_span(self, position: int, table: pa.Table) -> None:
         if not table.num_rows:
@@ -359,9 +387,10 @@ _NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
 def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: float) -> DiskCache:
     """Opens the cache of a data set on this node, empty if there is none yet.
 
-    Caches of other data that nobody has open are removed, those that were opened longest ago first, until there is room for all rows
-    within the limit; if there is still too little, the cache has room for the first rows only. Who opens it while nobody else has it open
-    decides anew how much room it has; rows that it holds are lost only where there is less than before.
+    Caches of other data that nobody has open are removed, those that were opened longest ago first, until there is room
+    for all rows within the limit; if there is still too little, the cache has room for the first rows only. Who opens
+    it while nobody else has it open decides anew how much room it has; rows that it holds are lost only where there is
+    less than before.
 
     Args:
         source: The data set, and how it is decoded.
@@ -372,7 +401,11 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     Raises:
         OSError: The folder cannot be used or belongs to another user, or nobody can say which code decodes.
     """
-    root = Path(folder).expanduser() if folder is not None else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
+    root = (
+        Path(folder).expanduser()
+        if folder is not None
+        else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
+    )
     own = root / identity(source, settings)
     root.mkdir(parents=True, exist_ok=True)
     if folder is None:
@@ -395,7 +428,8 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
         room = os.fstat(sums).st_size // 8
         if room < source.manifest.num_rows:
             logger.warning(
-                "The disk cache %s has room for %d of %d rows within data.cache_gb = %g; the others are read in every epoch.",
+                "The disk cache %s has room for %d of %d rows within data.cache_gb = %g; the others are read in every"
+                " epoch.",
                 own,
                 room,
                 source.manifest.num_rows,
@@ -419,7 +453,8 @@ def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | N
 
 
 def identity(source: RowSource, settings: str) -> str:
-    """SHA-256 of all that decides what the decoded rows are: the files as they are now, the task's settings and code, the libraries.
+    """SHA-256 of all that decides what the decoded rows are: the files as they are now, the task's settings and code,
+    the libraries.
 
     Raises:
         OSError: A file of the data is gone, S3 does not answer, or there is no source file of the code.
@@ -441,13 +476,17 @@ def identity(source: RowSource, settings: str) -> str:
 def _code(decode: Decode) -> list[str]:
     """SHA-256 of every module that has a part in the class (or the function) that decodes."""
     owner = getattr(decode, "__self__", None)
-    parts = [decode] if owner is None else [c for c in type(owner).__mro__ if c.__module__ not in sys.stdlib_module_names]
+    parts = (
+        [decode] if owner is None else [c for c in type(owner).__mro__ if c.__module__ not in sys.stdlib_module_names]
+    )
     digests = []
     for part in parts:
         try:
             file = inspect.getsourcefile(part)
         except TypeError as error:
-            raise OSError(f"there is no source file of {part}, which decodes, so a change of it would not be seen") from error
+            raise OSError(
+                f"there is no source file of {part}, which decodes, so a change of it would not be seen"
+            ) from error
         digests.append(_digest([Path(file or "")]))
     return digests
 
@@ -463,16 +502,21 @@ def _refuse_foreign(folder: Path) -> None:
     """Refuses a folder of another user than this one or root, who could change what is read from it."""
     if (owner := folder.stat().st_uid) not in (os.getuid(), 0):
         raise PermissionError(
-            errno.EPERM, f"It belongs to another user (uid {owner}); give data.cache_dir a folder of your own", str(folder)
+            errno.EPERM,
+            f"It belongs to another user (uid {owner}); give data.cache_dir a folder of your own",
+            str(folder),
         )
 
 
 def _make_room(own: Path, wanted: int, limit_gb: float) -> int:
-    """Removes caches that nobody has open, oldest first, until `wanted` bytes fit; returns the bytes that there are then.
+    """Removes caches that nobody has open, oldest first, until `wanted` bytes fit; returns the bytes that there are
+    then.
 
     Whatever else is in the folder is left alone and does not count.
     """
-    caches = (f for f in own.parent.iterdir() if _NAME.fullmatch(f.name) and not f.is_symlink() and (f / SUMS).is_file())
+    caches = (
+        f for f in own.parent.iterdir() if _NAME.fullmatch(f.name) and not f.is_symlink() and (f / SUMS).is_file()
+    )
     others = sorted((f for f in caches if f != own), key=lambda f: f.stat().st_mtime)
     sizes = {folder: sum(file.stat().st_size for file in folder.iterdir()) for folder in others}
     for folder in others:

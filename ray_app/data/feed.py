@@ -1,9 +1,9 @@
 """The feed: one micro-batch per logical worker per step, as a function of (plan, cursor, logical workers to play).
 
-Two sources of windows, siblings of one shape: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from a data set
-that is decoded in memory. Within a window the rows of several steps are gathered at once, while the present one is computed if they are
-large or go to a device.
-Nothing of a feed is saved: at another cursor or for other logical workers a new one is made.
+Two sources of windows, siblings of one shape: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from a
+data set that is decoded in memory. Within a window the rows of several steps are gathered at once, while the present
+one is computed if they are large or go to a device. Nothing of a feed is saved: at another cursor or for other logical
+workers a new one is made.
 
 Micro-batches on their way to a device: through pinned memory, on a stream beside the one that computes.
 """
@@ -63,7 +63,9 @@ class Upload:
 _WORTH_A_THREAD = 256 << 10
 """Bytes that take longer to gather than another thread takes to begin."""
 _AT_ONCE, _AT_ONCE_BYTES = 4, 32 << 20
-"""Steps that are gathered at once, and their bytes; twice as many are in memory, so that a thread that reads may keep this one waiting."""
+"""Steps that are gathered at once, and their bytes; twice as many are in memory, so that a thread that reads may keep
+this one waiting.
+"""
 _SMALL = 32
 """The same where they are small, see `BLOCK_BYTES`."""
 
@@ -92,7 +94,9 @@ class Feed:
         self._cursor, self._played = Cursor(0, 0), range(0)
         self._streams: list[_Stream] = []
         self._current: dict[int, tuple[tuple[int, int], Window]] = {}
-        self._gatherer = ThreadPoolExecutor(1, "gatherer", partial(torch.cuda.set_device, device) if device.type == "cuda" else None)
+        self._gatherer = ThreadPoolExecutor(
+            1, "gatherer", partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        )
         self._gathered: deque[list[MicroBatch]] = deque()
         self._ahead: Future[list[list[MicroBatch]]] | None = None
         self._at_once, self._is_ahead = 1, False
@@ -100,7 +104,9 @@ class Feed:
         self.wait_s = 0.0
 
     def play(self, cursor: Cursor, played: range) -> None:
-        """Goes on at a cursor with these logical workers; what is read already for them is kept, if it has the cursor's window next."""
+        """Goes on at a cursor with these logical workers; what is read already for them is kept, if it has the cursor's
+        window next.
+        """
         wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
         kept = [s for s in self._streams if set(s.played) <= set(played) and (s.at == wanted or self._has(s, wanted))]
         for stream in self._streams:
@@ -109,7 +115,8 @@ class Feed:
         have = {v for s in kept for v in s.played}
         self._current = {v: held for v, held in self._current.items() if v in have}
         self._streams = kept + [
-            _Stream(part, self._open(cursor, part), wanted) for part in _runs([v for v in played if v not in have], played.step)
+            _Stream(part, self._open(cursor, part), wanted)
+            for part in _runs([v for v in played if v not in have], played.step)
         ]
         self._cursor, self._played = cursor, played
         self._forget_gathered()
@@ -132,14 +139,18 @@ class Feed:
         return batches
 
     def _take(self) -> None:
-        """Gathers the micro-batches at the cursor, whose windows may have to be waited for, and those behind it if no thread does."""
+        """Gathers the micro-batches at the cursor, whose windows may have to be waited for, and those behind it if no
+        thread does.
+        """
         cursor = self._cursor
         if self._order.epoch != cursor.epoch:
             self._order = self._plan.epoch(cursor.epoch)
         wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
         for stream in self._streams:
             self._advance(stream, wanted)
-        self._gathered.extend(_gather(self._windows(), self._steps(cursor.step, 1 if self._is_ahead else self._at_once), self._upload))
+        self._gathered.extend(
+            _gather(self._windows(), self._steps(cursor.step, 1 if self._is_ahead else self._at_once), self._upload)
+        )
 
     def _gather_ahead(self) -> None:
         """Lets the steps behind the gathered ones be gathered."""
@@ -193,7 +204,10 @@ class Feed:
 
 def _gather(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
     if upload is not None:  # each is on its way while the next is gathered
-        return [upload.send([batch for window in windows for batch in window.micro_batches(range(step, step + 1))]) for step in steps]
+        return [
+            upload.send([batch for window in windows for batch in window.micro_batches(range(step, step + 1))])
+            for step in steps
+        ]
     return [list(of_step) for of_step in zip(*(window.micro_batches(steps) for window in windows), strict=True)]
 
 

@@ -1,7 +1,8 @@
 """A process of its own that looks at everything in footers of Parquet files before anybody else does.
 
-Some footers (of encrypted columns, or whose parts contradict each other) make the Parquet library abort its process. This file is run by
-its path and imports nothing of the application: for each footer that comes in it answers with a byte once it has survived it.
+Some footers (of encrypted columns, or whose parts contradict each other) make the Parquet library abort its process.
+This file is run by its path and imports nothing of the application: for each footer that comes in it answers with a
+byte once it has survived it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def look(tail: bytes) -> None:
 
 
 def look_at_column(group: pq.RowGroupMetaData, number: int) -> None:
-    """Asks for one column; statistics that Python cannot express, such as dates after the year 9999, do not hide later columns."""
+    """Asks for one column; statistics that Python cannot express, such as dates after the year 9999, do not hide later
+    columns.
+    """
     with contextlib.suppress(Exception):
         statistics = group.column(number).statistics
         if statistics is not None and statistics.has_min_max:

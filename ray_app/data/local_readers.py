@@ -1,4 +1,5 @@
-"""Planned reads by threads of this process, for a worker whose node reads for itself: rows are decoded where they are used.
+"""Planned reads by threads of this process, for a worker whose node reads for itself: rows are decoded where they are
+used.
 
 A whole data set, decoded into memory.
 """
@@ -29,7 +30,8 @@ def by_threads(threads: int, otherwise: Fetch) -> Fetch:
 
 
 def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) -> Iterator[pa.Table]:
-    """Reads as many tasks side by side as there are threads, and yields their rows in order; slices of large row groups are read here.
+    """Reads as many tasks side by side as there are threads, and yields their rows in order; slices of large row groups
+    are read here.
 
     Args:
         reader: Reads and decodes; `decode` is called by several threads at once.

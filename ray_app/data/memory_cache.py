@@ -1,4 +1,6 @@
-"""A data set decoded once into Ray's object store, owned by the driver or an actor, not by a worker; nodes map one copy each."""
+"""A data set decoded once into Ray's object store, owned by the driver or an actor, not by a worker; nodes map one copy
+each.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def is_small(source: RowSource) -> bool:
 
 
 def fetch_at_once(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    """Reads all that is asked for: one read task in this process, since Ray Data takes seconds to start, more as Ray Data read tasks."""
+    """Reads all that is asked for: one read task in this process, since Ray Data takes seconds to start, more as Ray
+    Data read tasks.
+    """
     return (fetch_here if len(specs) < 2 else fetch_ray)(reader, specs)
 
 
@@ -60,7 +64,9 @@ def start_memory_cache(source: RowSource) -> Any:
 
     if is_small(source):
         return _shared(load_all(fetch_here, source))
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # a lost node must not take it along
+    here = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )  # a lost node must not take it along
     lives = {"max_restarts": MAX_DEATHS - 1, "max_task_retries": MAX_DEATHS - 1}
     made = ray.remote(MemoryCache).options(num_cpus=0, scheduling_strategy=here, **lives)
     actor = made.remote(source)
@@ -94,7 +100,9 @@ def from_memory_cache(cache: Any) -> Decoded:
     except ray.exceptions.RayTaskError as error:
         raise unwrap_app_error(error) from error
     except ray.exceptions.ActorDiedError as error:
-        raise died("while it decoded the data set for data.cache: memory, which may need more memory than there is", error) from error
+        raise died(
+            "while it decoded the data set for data.cache: memory, which may need more memory than there is", error
+        ) from error
 
 
 def _mapped(found: Decoded) -> Decoded:

@@ -1,13 +1,16 @@
-"""One Parquet file of a data set, with the columns that are in the names of its folders; what cannot be read is named to the column.
+"""One Parquet file of a data set, with the columns that are in the names of its folders; what cannot be read is named
+to the column.
 
 Footers that would make the Parquet library abort this process are refused: a process of its own looks at them first.
 
-The process serves all data sets that are opened at about the same time, as its start takes a fifth of a second, and ends itself when
-nothing comes for some seconds (`footer_trial.py`).
+The process serves all data sets that are opened at about the same time, as its start takes a fifth of a second, and
+ends itself when nothing comes for some seconds (`footer_trial.py`).
 
-What is kept of the footers of Parquet files, rows of the row groups and ranges of the columns; the footers are let go at once.
+What is kept of the footers of Parquet files, rows of the row groups and ranges of the columns; the footers are let go
+at once.
 
-An ingest puts it beside its shards: a data set is then opened without reading any footer of a file that was not changed since.
+An ingest puts it beside its shards: a data set is then opened without reading any footer of a file that was not changed
+since.
 """
 
 from __future__ import annotations
@@ -37,7 +40,17 @@ import pyarrow.parquet as pq
 from ray_app.data.arrays import is_number, is_numbers, spec_of
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import Manifest, PartitionType, Value, partition_texts, partition_value
-from ray_app.storage.data_files import CONNECTIONS, Place, fragment_of, parquet, parsing, place_of, reading, relative, unusable
+from ray_app.storage.data_files import (
+    CONNECTIONS,
+    Place,
+    fragment_of,
+    parquet,
+    parsing,
+    place_of,
+    reading,
+    relative,
+    unusable,
+)
 from ray_app.storage.files import Location, put_atomic
 
 Partitions = Mapping[str, PartitionType]
@@ -67,7 +80,9 @@ class DataFile:
         self._file = parquet(self.place, buffer_bytes)
         self._own_names = set(self._file.schema_arrow.names)
         self._texts = partition_texts(path) if partitions else {}
-        self._values: dict[str, Value] = {name: partition_value(self._texts[name], kind) for name, kind in partitions.items()}
+        self._values: dict[str, Value] = {
+            name: partition_value(self._texts[name], kind) for name, kind in partitions.items()
+        }
         self._fields = {field.name: field for field in partition_fields(partitions)}
 
     def __enter__(self) -> DataFile:
@@ -136,7 +151,8 @@ class DataFile:
         known = {name: name in self._own_names or name.partition(".")[0] in self._own_names for name in columns}
         if unknown := [name for name, is_stored in known.items() if not is_stored and name not in self._values]:
             raise DataError(
-                f"{self.place} has no column {unknown[0]!r}; its columns are {', '.join(sorted(self.schema.names))}. The file was changed"
+                f"{self.place} has no column {unknown[0]!r}; its columns are {', '.join(sorted(self.schema.names))}."
+                f" The file was changed"
                 " since the start: restore it or ingest the data again."
             )
         return [name for name, is_stored in known.items() if is_stored]
@@ -234,7 +250,9 @@ class _Trial:
                 assert process.stderr is not None
                 message, code = process.stderr.read().decode(errors="replace"), process.wait()
                 if code > 0:
-                    raise RuntimeError(f"The process that looks at Parquet footers first ended with exit code {code}: {message}")
+                    raise RuntimeError(
+                        f"The process that looks at Parquet footers first ended with exit code {code}: {message}"
+                    )
                 # With exit code 0 it ended itself in the moment before, because nothing came.
                 if code and suspect == survived:
                     return survived, message
@@ -288,12 +306,18 @@ def check_footers(files: Sequence[Place], tails: Sequence[bytes]) -> None:
     place, message = fatal
     reason = message.rpartition("what():")[2].strip().rstrip(".") or "the Parquet library aborts"
     if "decrypt" in reason.lower():
-        raise DataError(f"{files[place]} has encrypted columns, so it cannot be read ({reason}). Write it again without encryption.")
-    raise DataError(f"{files[place]} has a footer that contradicts itself, so it cannot be read ({reason}). Write it again.")
+        raise DataError(
+            f"{files[place]} has encrypted columns, so it cannot be read ({reason}). Write it again without encryption."
+        )
+    raise DataError(
+        f"{files[place]} has a footer that contradicts itself, so it cannot be read ({reason}). Write it again."
+    )
 
 
 KEPT = "_footers.arrow"
-"""File in a data set with what is known of its files, see `Footers`. Without it, or where it is damaged, their footers are read."""
+"""File in a data set with what is known of its files, see `Footers`. Without it, or where it is damaged, their footers
+are read.
+"""
 _DISK_THREADS = 8
 _FILES_AT_ONCE = 64
 _TAIL_BYTES = 64 << 10
@@ -306,8 +330,8 @@ _Kept = tuple[list[int], npt.NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Range:
-    """Of a column of numbers, as far as the files say: least and greatest value, missing values, and how many values are from the least to
-    the greatest in a row group, on an average over the rows.
+    """Of a column of numbers, as far as the files say: least and greatest value, missing values, and how many values
+    are from the least to the greatest in a row group, on an average over the rows.
     """
 
     least: float | None = None
@@ -320,11 +344,10 @@ class Range:
 class Footers:
     """What is kept of the footers of a data set.
 
-    Args:
-        schema: The columns of all files.
-        table: A row for each file: `path`, `version` (see `_version`), `rows` of its row groups, and for each column of numbers
-            `range.NAME`: least and greatest value, missing values, and the sum over the rows of how many values are from the least to the
-            greatest in their row group, which is NaN where one does not say.
+    Args: schema: The columns of all files. table: A row for each file: `path`, `version` (see `_version`), `rows` of
+        its row groups, and for each column of numbers
+            `range.NAME`: least and greatest value, missing values, and the sum over the rows of how many values are
+            from the least to the greatest in their row group, which is NaN where one does not say.
     """
 
     schema: pa.Schema
@@ -401,7 +424,8 @@ def read_footers(root: Place, files: Sequence[Place], kept: Footers | None = Non
         columns, kept = _Columns(_schema_of(files[0]), files[0]), None
     if repeated := sorted(name for name, times in Counter(columns.schema.names).items() if times > 1):
         raise DataError(
-            f"{files[0]} has several columns of the name {repeated[0]!r}; a name stands for one column. Rename or drop one, and write the"
+            f"{files[0]} has several columns of the name {repeated[0]!r}; a name stands for one column. Rename or drop"
+            f" one, and write the"
             " file again."
         )
     unread = [i for i, path in enumerate(paths) if path not in place]
@@ -414,7 +438,9 @@ def read_footers(root: Place, files: Sequence[Place], kept: Footers | None = Non
     if kept is None:
         return Footers(columns.schema, table)
     place |= {paths[i]: kept.table.num_rows + n for n, i in enumerate(unread)}
-    return Footers(columns.schema, pa.concat_tables([kept.table, table]).take([place[path] for path in paths]).combine_chunks())
+    return Footers(
+        columns.schema, pa.concat_tables([kept.table, table]).take([place[path] for path in paths]).combine_chunks()
+    )
 
 
 class _Columns:
@@ -443,7 +469,8 @@ class _Columns:
             return self._last[1]
         if schema().remove_metadata() != self.schema.remove_metadata():
             raise DataError(
-                f"{file} has other columns than {self._named}; a data set has one schema. Move the files apart or ingest again."
+                f"{file} has other columns than {self._named}; a data set has one schema. Move the files apart or"
+                f" ingest again."
             )
         there = {path: i for i, (path, _) in enumerate(layout[1])}
         found = [there.get(name) for name in self.leaves]
@@ -513,7 +540,9 @@ def _tail_of(size: int, read: Callable[[int, int], bytes]) -> bytes:
 
 
 def _version(file: Place) -> str:
-    """What changes with the content of a file: size and time on a disk, in a bucket the ETag or the like that was listed."""
+    """What changes with the content of a file: size and time on a disk, in a bucket the ETag or the like that was
+    listed.
+    """
     if not isinstance(file, Path):
         return file.etag
     stat = file.stat()
@@ -553,10 +582,15 @@ def _kept_schema(schema: pa.Schema) -> pa.Schema:
 
 def _table(columns: _Columns, paths: list[str], versions: list[str], read: list[_Kept]) -> pa.Table:
     ranges = np.array([found for _, found in read]).reshape(len(read), len(columns.leaves), 4)
-    four = [pa.FixedSizeListArray.from_arrays(np.ascontiguousarray(ranges[:, i]).reshape(-1), 4) for i in range(len(columns.leaves))]
+    four = [
+        pa.FixedSizeListArray.from_arrays(np.ascontiguousarray(ranges[:, i]).reshape(-1), 4)
+        for i in range(len(columns.leaves))
+    ]
     rows = pa.array([rows for rows, _ in read], pa.list_(pa.int64()))
     named = pa.array(list(map(os.fsencode, paths)), pa.binary())
-    return pa.Table.from_arrays([named, pa.array(versions, pa.string()), rows, *four], schema=_kept_schema(columns.schema))
+    return pa.Table.from_arrays(
+        [named, pa.array(versions, pa.string()), rows, *four], schema=_kept_schema(columns.schema)
+    )
 
 
 def _paths(footers: Footers) -> list[str]:

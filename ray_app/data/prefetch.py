@@ -26,7 +26,9 @@ _TASKS_PER_EXECUTION = 64
 _PREPARED, _PREPARED_BYTES = 3, 16 << 20
 """Steps of a window that are gathered before it is taken; all of them, if they are no more than so many bytes."""
 _EARLY = 4
-"""Windows per logical worker before the end of a Ray Data execution at which the next is started, which takes a few tenths of a second."""
+"""Windows per logical worker before the end of a Ray Data execution at which the next is started, which takes a few
+tenths of a second.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class StreamedWindows:
     ) -> None:
         self._plan, self._cursor, self._played, self._epochs = plan, cursor, played, epochs
         self._fetch, self._source = fetch, source
-        self._ready: queue.Queue[tuple[tuple[int, int, int], Window] | BaseException] = queue.Queue(prefetch_windows * len(played))
+        self._ready: queue.Queue[tuple[tuple[int, int, int], Window] | BaseException] = queue.Queue(
+            prefetch_windows * len(played)
+        )
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()
@@ -105,7 +109,9 @@ class StreamedWindows:
                     if not self._put(item):
                         return
 
-    def _started(self, wanted: list[_Wanted] | None, starter: ThreadPoolExecutor) -> tuple[list[_Wanted], Generator[pa.Table]] | None:
+    def _started(
+        self, wanted: list[_Wanted] | None, starter: ThreadPoolExecutor
+    ) -> tuple[list[_Wanted], Generator[pa.Table]] | None:
         """Starts reading a group of windows, and returns the tables to come."""
         if wanted is None:
             return None
@@ -121,7 +127,9 @@ class StreamedWindows:
         return wanted, all_tables()
 
     def _executions(self) -> Iterator[list[_Wanted]]:
-        """All windows from the cursor to the end of the run, in groups that are read by one execution each, across epochs."""
+        """All windows from the cursor to the end of the run, in groups that are read by one execution each, across
+        epochs.
+        """
         group: list[_Wanted] = []
         tasks, is_sliced = 0, False
         for epoch in range(self._cursor.epoch, self._epochs):
@@ -166,7 +174,8 @@ class StreamedWindows:
             yield (order.epoch, window, v), made
 
     def _tensors(self, rows: Cut, stored: npt.NDArray[np.int64]) -> tuple[Storage, dict[int, str]]:
-        """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are the planned ones.
+        """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are
+        the planned ones.
 
         Each table is copied to its place as it comes and let go, so that a window is in memory once.
         """

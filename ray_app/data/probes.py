@@ -33,7 +33,8 @@ _MEASURED = 256
 
 
 def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> Arrays:
-    """Decodes the first good row of a data set, to learn what a decoded row looks like; each field is of shape (1, ...).
+    """Decodes the first good row of a data set, to learn what a decoded row looks like; each field is of shape (1,
+    ...).
 
     Raises:
         DataError: A column is not there.
@@ -75,7 +76,8 @@ def _need_columns(dataset: Dataset, columns: list[str]) -> None:
 
 
 def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, Field]:
-    """Decodes the first good rows of a data set, at most so many and all of one row group; each field is of shape (rows, ...).
+    """Decodes the first good rows of a data set, at most so many and all of one row group; each field is of shape
+    (rows, ...).
 
     Raises:
         BadRowError: One cannot be decoded, and the reader does not skip it.
@@ -95,7 +97,9 @@ def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str
     return specs_like(first_row(dataset, columns, decode_rows), dataset, columns, decode_rows)
 
 
-def specs_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False) -> dict[str, ArraySpec]:
+def specs_like(
+    row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False
+) -> dict[str, ArraySpec]:
     """What decoded rows look like, of which one is known; see `rows_like`."""
     return {name: spec_like(values) for name, values in rows_like(row, dataset, columns, decode_rows, skips).items()}
 
@@ -121,9 +125,8 @@ def rows_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: De
 def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_rows: int) -> Arrays | None:
     """Decodes rows from all over the first and the last row group of a data set: a file may be sorted by class.
 
-    Returns:
-        At most so many rows, each field of shape (rows, ...), all of the data set if it has no more; None: a row cannot be decoded, which
-        is said where it is read.
+    Returns: At most so many rows, each field of shape (rows, ...), all of the data set if it has no more; None: a row
+        cannot be decoded, which is said where it is read.
     """
     manifest = dataset.manifest
     groups = [group for group, rows in enumerate(manifest.rows) if rows]
@@ -131,7 +134,11 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
     tables = []
     for place, group in enumerate(chosen):
         rows = int(manifest.rows[group])
-        wanted = rows if len(chosen) == len(groups) and manifest.num_rows <= max_rows else min(rows, max_rows // (len(chosen) - place))
+        wanted = (
+            rows
+            if len(chosen) == len(groups) and manifest.num_rows <= max_rows
+            else min(rows, max_rows // (len(chosen) - place))
+        )
         span = span_of(manifest, group, 0, rows)
         table = patiently(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
         if missing_reasons(table):
@@ -142,7 +149,10 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
         decoded = decode_rows(rows_of(pa.concat_tables(tables).combine_chunks()))
     except Exception:
         return None
-    return {name: values if isinstance(values, Ragged) or values.flags.writeable else values.copy() for name, values in decoded.items()}
+    return {
+        name: values if isinstance(values, Ragged) or values.flags.writeable else values.copy()
+        for name, values in decoded.items()
+    }
 
 
 LOOK_S = 1.0
@@ -161,9 +171,8 @@ def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float
         most: Longer rows than this are passed over.
         within_s: Seconds after which no more is read.
 
-    Returns:
-        The place of the row, of those of the first batch at least; None if no column has lists, or nothing could be read. What cannot be
-        read is told when it is trained on.
+    Returns: The place of the row, of those of the first batch at least; None if no column has lists, or nothing could
+        be read. What cannot be read is told when it is trained on.
     """
     columns = [name for name in columns if name in dataset.facts.columns and dataset.facts.columns[name].kind == "list"]
     manifest, found, longest, told = dataset.manifest, None, -1, False
@@ -185,7 +194,9 @@ def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float
                     if not told and lengths.max() > most:
                         told = True
                         logger.warning(
-                            "A row of %d numbers is not tried before the start, nor are others of more than %d.", lengths.max(), most
+                            "A row of %d numbers is not tried before the start, nor are others of more than %d.",
+                            lengths.max(),
+                            most,
                         )
                     lengths[lengths > most] = -1
                     row = int(lengths.argmax())
@@ -193,7 +204,9 @@ def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float
                         longest, found = int(lengths[row]), span_of(manifest, group, first + row, 1)
                     first += rows.num_rows
                     if time.monotonic() > until_s:
-                        logger.info("The longest row is the longest of those that could be looked at in %g s.", within_s)
+                        logger.info(
+                            "The longest row is the longest of those that could be looked at in %g s.", within_s
+                        )
                         return found
         except DataError as error:
             logger.info("The longest row is not looked for any further: %s", error)

@@ -1,9 +1,12 @@
-"""Planned reads as a Ray Data source, one read task per `ReadSpec`, decoding included; and a pool of actors that they flow through.
+"""Planned reads as a Ray Data source, one read task per `ReadSpec`, decoding included; and a pool of actors that they
+flow through.
 
-Ray tasks whose process or node may be lost: a lost node is nobody's fault, a process that dies three times is that of what it does.
+Ray tasks whose process or node may be lost: a lost node is nobody's fault, a process that dies three times is that of
+what it does.
 
-Ray itself takes both for the same, and Ray Data starts such a task again for ever: a row whose decoding ends the process (a segmentation
-fault in a C library, more memory than there is) would be read again and again, and the run would wait for it.
+Ray itself takes both for the same, and Ray Data starts such a task again for ever: a row whose decoding ends the
+process (a segmentation fault in a C library, more memory than there is) would be read again and again, and the run
+would wait for it.
 """
 
 from __future__ import annotations
@@ -86,9 +89,14 @@ def died(what: str, error: BaseException | None = None) -> ProcessDiedError:
         error: The last loss, if it is known.
     """
     memory = isinstance(error, ray.exceptions.OutOfMemoryError)
-    how = "for want of memory" if memory else "without a Python error: a fault or an abort in a library, or the kernel for want of memory"
+    how = (
+        "for want of memory"
+        if memory
+        else "without a Python error: a fault or an abort in a library, or the kernel for want of memory"
+    )
     return ProcessDiedError(
-        f"A process died {MAX_DEATHS} times {what} ({how}). Look at these rows, take them out or write them anew; if they are sound and"
+        f"A process died {MAX_DEATHS} times {what} ({how}). Look at these rows, take them out or write them anew; if"
+        f" they are sound and"
         " large, lower data.read_task_mb, or give the node more memory."
     )
 
@@ -149,7 +157,9 @@ class PlannedSource(Datasource):
         """Unknown before the first decode."""
         return None
 
-    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: object = None) -> list[ReadTask]:
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: object = None
+    ) -> list[ReadTask]:
         """One task per planned read, whatever parallelism is asked for: the plan sizes them."""
         del parallelism, per_task_row_limit, data_context
         return [
@@ -162,8 +172,9 @@ class PlannedSource(Datasource):
 
 
 def _read(packed: bytes, spec: ReadSpec) -> Iterator[pa.Table]:
-    """Ray cancels a task by an interrupt of its process, which goes on to serve other tasks. In the middle of an import it would leave a
-    broken module there (torch registers some things once per process), and no row of any later task could be decoded.
+    """Ray cancels a task by an interrupt of its process, which goes on to serve other tasks. In the middle of an import
+    it would leave a broken module there (torch registers some things once per process), and no row of any later task
+    could be decoded.
     """
     with uninterrupted():
         reader: Reader = pickle.loads(packed)
@@ -198,8 +209,12 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
 def _planned(reader: Reader, specs: Sequence[ReadSpec]) -> ray.data.Dataset:
     """A Ray data set whose read tasks are tried once."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Ray 2.60: `max_retries` has no parameter of its own yet
-        return ray.data.read_datasource(PlannedSource(reader, specs), override_num_blocks=len(specs), ray_remote_args=_ONCE)
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of Ray 2.60: `max_retries` has no parameter of its own yet
+        return ray.data.read_datasource(
+            PlannedSource(reader, specs), override_num_blocks=len(specs), ray_remote_args=_ONCE
+        )
 
 
 def _fetch_by_ray_data(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
@@ -210,7 +225,8 @@ def _fetch_by_ray_data(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa
 
 
 def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) -> Iterator[pa.Table]:
-    """The same as single tasks, of which each is known by its rows. Row groups that are read in slices are read here, and decoded there.
+    """The same as single tasks, of which each is known by its rows. Row groups that are read in slices are read here,
+    and decoded there.
 
     Args:
         reader: Reads and decodes.
@@ -286,10 +302,11 @@ class Pool:
 def through(
     pool: Pool, reader: Reader, specs: Sequence[ReadSpec], spec_of: Callable[[dict[str, Any]], ReadSpec]
 ) -> Iterator[dict[str, Any]]:
-    """Gives each read task's rows as one table to an actor, and yields the row that comes out of each, as they are done.
+    """Gives each read task's rows as one table to an actor, and yields the row that comes out of each, as they are
+    done.
 
-    When a process or a node is lost it begins anew with what is left; where it was a process, with one read task after the other at
-    first, so that it is known of which it dies.
+    When a process or a node is lost it begins anew with what is left; where it was a process, with one read task after
+    the other at first, so that it is known of which it dies.
 
     Args:
         pool: The actors.
@@ -322,8 +339,8 @@ def through(
 def _flow(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dict[str, Any]]:
     """One execution of `through`.
 
-    Where the actors reserve what a read task does (one CPU), Ray Data lets them read themselves; otherwise any CPU of the cluster reads for
-    them, and how far ahead is bounded by Ray Data.
+    Where the actors reserve what a read task does (one CPU), Ray Data lets them read themselves; otherwise any CPU of
+    the cluster reads for them, and how far ahead is bounded by Ray Data.
     """
     quieten()
     dataset = _planned(reader, specs)
@@ -356,8 +373,9 @@ def quieten() -> Any:
 def anchor_here() -> None:
     """Reads nothing with Ray Data, so that the actors that it shares among all readers of a cluster live on this node.
 
-    Whoever reads first makes them, on its node, and everyone who reads asks them. Made by a worker they would be lost with its node, and
-    the other workers would stand still until the cluster has noticed that, which takes a minute or two.
+    Whoever reads first makes them, on its node, and everyone who reads asks them. Made by a worker they would be lost
+    with its node, and the other workers would stand still until the cluster has noticed that, which takes a minute or
+    two.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before, levels = DataContext.get_current().copy(), [each.level for each in loggers]

@@ -1,13 +1,14 @@
 """Planned reads: what one read task fetches and decodes, and how read tasks run, as Ray Data tasks or in this process.
 
-The plan decides, a source only fetches. Every decoded row carries its manifest position, so that the feed can check on arrival that
-it got exactly the rows that it asked for.
+The plan decides, a source only fetches. Every decoded row carries its manifest position, so that the feed can check on
+arrival that it got exactly the rows that it asked for.
 
 A stream of tables of any size, cut into tables of wanted lengths.
 
 Reading of stored data that does not give up at the first error of the storage.
 
-Row groups that are larger than what is read at once: each is read once, from its beginning to its end, by whoever fetches.
+Row groups that are larger than what is read at once: each is read once, from its beginning to its end, by whoever
+fetches.
 
 Parquet has no way into the middle of a row group: a task of its own for each slice would read all of it again.
 """
@@ -27,8 +28,27 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.arrays import ArraySpec, fixed, fixed_lists, from_column, is_bytes, is_text, ragged_lists, spec_of, to_column
-from ray_app.data.bad_rows import KEYS, REASON, Decode, decode_all, decode_around, missing_reasons, usable_rows, with_bad_rows
+from ray_app.data.arrays import (
+    ArraySpec,
+    fixed,
+    fixed_lists,
+    from_column,
+    is_bytes,
+    is_text,
+    ragged_lists,
+    spec_of,
+    to_column,
+)
+from ray_app.data.bad_rows import (
+    KEYS,
+    REASON,
+    Decode,
+    decode_all,
+    decode_around,
+    missing_reasons,
+    usable_rows,
+    with_bad_rows,
+)
 from ray_app.data.parquet_files import DataFile, OpenFiles, Partitions
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.hashing import hash_array
@@ -83,7 +103,8 @@ _LASTING = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_N
 
 
 def patiently(place: Place, read: Callable[[], T]) -> T:
-    """What `read` gives of a place; where the storage fails in a way that may pass, it is tried again for about half a minute.
+    """What `read` gives of a place; where the storage fails in a way that may pass, it is tried again for about half a
+    minute.
 
     Raises:
         StorageError: The disk, the network or S3 still fails.
@@ -139,7 +160,10 @@ Sliced = Callable[[Span], pa.Table]
 
 def named(spec: ReadSpec, most: int = 6) -> str:
     """The rows of a read task by their files, for people: `part-0.parquet, row group 2, rows 0 to 31`."""
-    places = [f"{span.path}, row group {span.row_group}, rows {span.first} to {span.first + span.rows - 1}" for span in spec[:most]]
+    places = [
+        f"{span.path}, row group {span.row_group}, rows {span.first} to {span.first + span.rows - 1}"
+        for span in spec[:most]
+    ]
     return "; ".join([*places, *([f"and {len(spec) - most} more row groups"] if len(spec) > most else [])])
 
 
@@ -151,14 +175,12 @@ _SMALL_TASKS = 4
 class Reader:
     """Reads and decodes rows of a data set; small, pickled to every read task.
 
-    Args:
-        root: Folder (path or URI) that paths are relative to.
-        columns: Columns to read.
-        decode: Turns rows as read into arrays, see `Task.decode`.
-        fields: What a decoded row looks like, see `probe`.
-        skips: Whether rows that cannot be decoded are put as zeros, with the reason in a column of its own; otherwise such a row is an
+    Args: root: Folder (path or URI) that paths are relative to. columns: Columns to read. decode: Turns rows as read
+        into arrays, see `Task.decode`. fields: What a decoded row looks like, see `probe`. skips: Whether rows that
+        cannot be decoded are put as zeros, with the reason in a column of its own; otherwise such a row is an
             error.
-        keyed: Whether `decode` takes keys of the rows, too, in `rows[KEYS]`: it makes something else of a row in every epoch.
+        keyed: Whether `decode` takes keys of the rows, too, in `rows[KEYS]`: it makes something else of a row in every
+            epoch.
         partitions: The columns that are in the names of folders, see `Manifest.partitions`.
     """
 
@@ -171,7 +193,8 @@ class Reader:
     partitions: Partitions = field(default_factory=dict)
 
     def read(self, spec: ReadSpec, sliced: Sliced | None = None) -> Iterator[pa.Table]:
-        """Decodes the rows of `spec` in order, a few at a time, so that their memory serves the next ones, as fresh memory costs more.
+        """Decodes the rows of `spec` in order, a few at a time, so that their memory serves the next ones, as fresh
+        memory costs more.
 
         Args:
             spec: Which rows.
@@ -196,7 +219,9 @@ class Reader:
         return stored(files.get(span.path), span, self.columns)
 
     def _decoded_span(self, span: Span, table: pa.Table, step: int) -> Iterator[pa.Table]:
-        """Decodes the rows of a span, `step` at a time; a missing value makes its row a bad one before `decode` sees any."""
+        """Decodes the rows of a span, `step` at a time; a missing value makes its row a bad one before `decode` sees
+        any.
+        """
         bad = missing_reasons(table)
         if bad and not self.skips:
             first = min(bad)
@@ -254,8 +279,8 @@ def stored(file: DataFile, span: Span, columns: list[str]) -> pa.Table:
 
 
 def rows_of(table: pa.Table) -> dict[str, Any]:
-    """A table as rows for `Task.decode`: arrays where the column has numbers, arrays or lists of one size, `Ragged` where it has
-    other lists of numbers, lists of bytes or text otherwise.
+    """A table as rows for `Task.decode`: arrays where the column has numbers, arrays or lists of one size, `Ragged`
+    where it has other lists of numbers, lists of bytes or text otherwise.
 
     Raises:
         DataError: The values of a column cannot be read in Python.
@@ -266,7 +291,8 @@ def rows_of(table: pa.Table) -> dict[str, Any]:
             rows[item.name] = _values(item, column)
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DataError(
-                f"column {item.name!r} of type {item.type} cannot be read: {error}. Convert it to numbers, text, bytes or lists of numbers."
+                f"column {item.name!r} of type {item.type} cannot be read: {error}. Convert it to numbers, text, bytes"
+                f" or lists of numbers."
             ) from error
     return rows
 
@@ -285,8 +311,11 @@ def _values(item: pa.Field, column: pa.ChunkedArray) -> Any:
     return column.to_numpy()
 
 
-def specs_of(manifest: Manifest, segments: list[Segment], max_rows: int, window_rows: int | None = None) -> list[ReadSpec]:
-    """Puts segments into read tasks of about `max_rows` rows, keeping their order; what is needed of a row group is read by one task.
+def specs_of(
+    manifest: Manifest, segments: list[Segment], max_rows: int, window_rows: int | None = None
+) -> list[ReadSpec]:
+    """Puts segments into read tasks of about `max_rows` rows, keeping their order; what is needed of a row group is
+    read by one task.
 
     Only row groups of more than `window_rows` (if given) or of several times `max_rows` are cut, and read in slices.
     """
@@ -371,7 +400,8 @@ def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:
     arrived = fixed(table.column(POSITION), ArraySpec("<i8", ()))
     if not np.array_equal(arrived, expected):
         raise DataError(
-            f"A read task delivered {len(arrived)} rows from position {arrived[:1]} where {len(expected)} from {expected[:1]} were planned;"
+            f"A read task delivered {len(arrived)} rows from position {arrived[:1]} where {len(expected)} from"
+            f" {expected[:1]} were planned;"
             " stopping, because rows would be lost or doubled. Please report this."
         )
 
@@ -414,7 +444,8 @@ class Slices:
         return cls(reader.root, reader.columns, reader.partitions)
 
     def take(self, span: Span) -> pa.Table:
-        """The rows of a span; what lies before them in the row group is skipped, unless they continue what was taken before.
+        """The rows of a span; what lies before them in the row group is skipped, unless they continue what was taken
+        before.
 
         Raises:
             DataError: The row group has fewer rows.

@@ -25,21 +25,19 @@ _NOT_ONE: Mapping[int, str] = {}
 _ALIGNED_BYTES = 64
 """Where a tensor of its own begins in memory; what begins elsewhere may give other bits."""
 BLOCK_BYTES = 2 << 20
-"""Of steps whose rows are gathered at once, because the calls for each would take longer than the copying: one that is kept keeps all."""
+"""Of steps whose rows are gathered at once, because the calls for each would take longer than the copying: one that is
+kept keeps all.
+"""
 
 
 class MicroBatch(NamedTuple):
     """The rows of one logical worker in one step.
 
-    Args:
-        logical_worker: Whose rows.
-        rows: How many; may be 0 in the last step of an epoch, or where all are bad.
-        fields: Decoded fields, each (rows, ...).
-        keys: Hash of (seed, epoch, row, which use of it in the epoch) per row for `Task.augment`, shape (rows,).
-        row_hash: Sum of the rows' 64-bit hashes, modulo 2**64.
-        positions: Manifest positions of the rows, shape (rows,).
-        bad: Rows that were planned here and cannot be decoded: why, by manifest position. They are in nothing of the above.
-        num_skipped: How many they are, repetitions counted.
+    Args: logical_worker: Whose rows. rows: How many; may be 0 in the last step of an epoch, or where all are bad.
+        fields: Decoded fields, each (rows, ...). keys: Hash of (seed, epoch, row, which use of it in the epoch) per row
+        for `Task.augment`, shape (rows,). row_hash: Sum of the rows' 64-bit hashes, modulo 2**64. positions: Manifest
+        positions of the rows, shape (rows,). bad: Rows that were planned here and cannot be decoded: why, by manifest
+        position. They are in nothing of the above. num_skipped: How many they are, repetitions counted.
     """
 
     logical_worker: int
@@ -95,16 +93,18 @@ class Window:
         self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
         self._row_hash = np.add.reduceat(hash_array(_ROW, positions), starts).tolist() if len(positions) else []
         self._is_even = self._bad is None and all(
-            isinstance(values, Tensor) and not self._micro * values[:1].nbytes % _ALIGNED_BYTES for values in fields.values()
+            isinstance(values, Tensor) and not self._micro * values[:1].nbytes % _ALIGNED_BYTES
+            for values in fields.values()
         )
         self._prepared: dict[int, MicroBatch] = {}
         self.is_prepared = False
 
     def prepare(self, at_least: int, most_bytes: int) -> Window:
-        """Gathers the rows of all steps in advance, of as many bytes at most; where they are more, those of the first steps.
+        """Gathers the rows of all steps in advance, of as many bytes at most; where they are more, those of the first
+        steps.
 
-        In the thread that reads: at the first steps it would be busy with the next window, and a thread that gathers for every step waits
-        for Python's lock.
+        In the thread that reads: at the first steps it would be busy with the next window, and a thread that gathers
+        for every step waits for Python's lock.
         """
         steps = range(self._first_step, self._end)
         self.is_prepared = len(steps) * self.step_bytes <= most_bytes
@@ -126,10 +126,14 @@ class Window:
         positions = self._positions[low:high]
         sizes = [max(0, min(self._micro, len(positions) - at)) for at in range(0, high - low, self._micro)]
         fields = gathered(self._fields, self._index[low:high])
-        parts = zip(*(values.split(sizes) for values in (torch.from_numpy(self._keys[low:high]), *fields.values())), strict=True)
+        parts = zip(
+            *(values.split(sizes) for values in (torch.from_numpy(self._keys[low:high]), *fields.values())), strict=True
+        )
         told, at = list[MicroBatch](), 0
         for place, rows, (keys, *values) in zip(places, sizes, parts, strict=True):
-            own = {name: value.data for name, value in zip(fields, values, strict=True)}  # for autograd a tensor of its own
+            own = {
+                name: value.data for name, value in zip(fields, values, strict=True)
+            }  # for autograd a tensor of its own
             row_hash = self._row_hash[place] if rows else 0
             told.append(MicroBatch(self._logical_worker, rows, own, keys, row_hash, positions[at : at + rows]))
             at += rows
@@ -150,14 +154,18 @@ class Window:
             index, keys, positions = index[~bad], keys[~bad], positions[~bad]
             row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
         fields = gathered(self._fields, index)
-        return MicroBatch(self._logical_worker, len(index), fields, torch.from_numpy(keys), row_hash, positions, named, num_skipped)
+        return MicroBatch(
+            self._logical_worker, len(index), fields, torch.from_numpy(keys), row_hash, positions, named, num_skipped
+        )
 
 
 def as_storage(arrays: Arrays) -> Storage:
     """Decoded rows, without copying them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return {name: values if isinstance(values, Ragged) else torch.from_numpy(values) for name, values in arrays.items()}
+        return {
+            name: values if isinstance(values, Ragged) else torch.from_numpy(values) for name, values in arrays.items()
+        }
 
 
 def gathered(fields: Storage, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:

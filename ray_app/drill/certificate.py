@@ -26,7 +26,9 @@ from ray_app.version import __version__
 
 Outcome = Literal["equal", "different", "failed", "left out"]
 RESTART_BAR = 1.3
-"""How much longer than a first start a start after the driver was killed may take; above it the table says so, and nothing fails."""
+"""How much longer than a first start a start after the driver was killed may take; above it the table says so, and
+nothing fails.
+"""
 _ROOT = Path(__file__).resolve().parents[2]
 _COLORS = {"equal": "green", "different": "red", "failed": "red", "left out": "yellow"}
 
@@ -49,7 +51,11 @@ class Trace:
 def trace_of(paths: RunPaths, summary: dict[str, Any]) -> Trace:
     """The trace of a run that ended."""
     records, _ = _records(paths)
-    return Trace(str(summary["params_digest"]), summary["rows"], {step: (r.loss, r.rows, r.row_hash) for step, r in records.items()})
+    return Trace(
+        str(summary["params_digest"]),
+        summary["rows"],
+        {step: (r.loss, r.rows, r.row_hash) for step, r in records.items()},
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ def start_since(paths: RunPaths, time_s: float) -> RunStart:
 
 
 def restart(run: ScenarioResult, first: RunStart) -> dict[str, Any]:
-    """How a run whose driver was killed came back, beside a first start on the same cluster; empty if its driver was not killed.
+    """How a run whose driver was killed came back, beside a first start on the same cluster; empty if its driver was
+    not killed.
 
     Args:
         run: The run.
@@ -91,7 +98,10 @@ def restart(run: ScenarioResult, first: RunStart) -> dict[str, Any]:
     ratio = round(again.seconds / first.seconds, 2)
     more = f", more than {RESTART_BAR}" if ratio > RESTART_BAR else ""
     note = f"back after {ratio:.2f} of a first start{more}, on {again.workers} of {first.workers} workers"
-    return {"restart": {"first": asdict(first), "again": asdict(again), "ratio": ratio, "bar": RESTART_BAR}, "note": note}
+    return {
+        "restart": {"first": asdict(first), "again": asdict(again), "ratio": ratio, "bar": RESTART_BAR},
+        "note": note,
+    }
 
 
 def difference(one: Trace, other: Trace) -> str | None:
@@ -137,16 +147,26 @@ def proof_of(proofs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What happened, and whether the processes to which it did have ended; one on another machine cannot be asked."""
     real = {name: proof for name, proof in proofs.items() if not name.startswith("paced-")}
     here = asdict(Holder.here())
-    return {name: proof | ({"process_gone": is_gone(proof)} if proof["process"] != here else {}) for name, proof in real.items()}
+    return {
+        name: proof | ({"process_gone": is_gone(proof)} if proof["process"] != here else {})
+        for name, proof in real.items()
+    }
 
 
 def measures(disturbance: Scenario, run: ScenarioResult) -> dict[str, Any]:
-    """What the run's summary and record say of the disturbance; waits of the drill's own making are taken out of `goodput`."""
+    """What the run's summary and record say of the disturbance; waits of the drill's own making are taken out of
+    `goodput`.
+    """
     found, again = _records(run.paths)
-    records, repeated = {step: _on_time(r, run.proofs) for step, r in found.items()}, [_on_time(r, run.proofs) for r in again]
+    records, repeated = (
+        {step: _on_time(r, run.proofs) for step, r in found.items()},
+        [_on_time(r, run.proofs) for r in again],
+    )
     waits = _waits(disturbance, run.proofs)
     names = [*disturbance.held.values()] or disturbance.expected
-    struck = sorted((run.proofs[name]["time_s"], run.proofs[name]["step"]) for name in names if "step" in run.proofs.get(name, {}))
+    struck = sorted(
+        (run.proofs[name]["time_s"], run.proofs[name]["step"]) for name in names if "step" in run.proofs.get(name, {})
+    )
     return {
         "world_sizes": run.summary["world_sizes"],
         "redone_steps": max(run.summary["redone_steps"], _redone(struck, run)),
@@ -168,12 +188,20 @@ def _redone(struck: list[tuple[float, int]], run: ScenarioResult) -> int:
     return lost
 
 
-def _next_step_s(struck: list[tuple[float, int]], records: dict[int, StepRecord], repeated: list[StepRecord]) -> list[float]:
-    """Seconds to the next finished step, for every time that the run was struck; from the first of several strikes before it."""
+def _next_step_s(
+    struck: list[tuple[float, int]], records: dict[int, StepRecord], repeated: list[StepRecord]
+) -> list[float]:
+    """Seconds to the next finished step, for every time that the run was struck; from the first of several strikes
+    before it.
+    """
     found: dict[float, float] = {}
     for time_s, step in struck:
         own = records[step].generation if step in records else None  # the other ranks may just finish that step
-        after = [r.time_s for r in [*records.values(), *repeated] if r.time_s > time_s and (r.step > step or r.generation != own)]
+        after = [
+            r.time_s
+            for r in [*records.values(), *repeated]
+            if r.time_s > time_s and (r.step > step or r.generation != own)
+        ]
         if after:
             found.setdefault(min(after), round(min(after) - time_s, 3))
     return list(found.values())
@@ -193,7 +221,8 @@ def _waits(disturbance: Scenario, proofs: dict[str, dict[str, Any]]) -> dict[int
 
 
 def without(records: Iterable[StepRecord], waits: dict[int, float]) -> list[StepRecord]:
-    """The records as they were without waits. A first step of a generation is timed from its beginning: a wait before that is not in it.
+    """The records as they were without waits. A first step of a generation is timed from its beginning: a wait before
+    that is not in it.
 
     Args:
         records: Of steps.
@@ -201,7 +230,10 @@ def without(records: Iterable[StepRecord], waits: dict[int, float]) -> list[Step
     """
 
     def shortened(record: StepRecord) -> StepRecord:
-        before_s, wait_ms = sum(wait_s for step, wait_s in waits.items() if step < record.step), 1e3 * waits.get(record.step - 1, 0.0)
+        before_s, wait_ms = (
+            sum(wait_s for step, wait_s in waits.items() if step < record.step),
+            1e3 * waits.get(record.step - 1, 0.0),
+        )
         step_ms = record.step_ms - wait_ms if record.step_ms >= wait_ms else record.step_ms
         return replace(record, time_s=record.time_s - before_s, step_ms=step_ms)
 
@@ -225,7 +257,12 @@ def facts() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        "versions": {"ray_app": _own_version(), "ray": ray.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "ray_app": _own_version(),
+            "ray": ray.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "host": {
             "name": platform.node(),
             "platform": platform.platform(),
@@ -235,7 +272,10 @@ def facts() -> dict[str, Any]:
             "gpus": gpus,
         },
         "nodes": [
-            {"host": n["NodeManagerHostname"], "resources": {k: n["Resources"][k] for k in ("CPU", "GPU", "memory") if k in n["Resources"]}}
+            {
+                "host": n["NodeManagerHostname"],
+                "resources": {k: n["Resources"][k] for k in ("CPU", "GPU", "memory") if k in n["Resources"]},
+            }
             for n in ray.nodes()
             if n["Alive"]
         ],
@@ -247,7 +287,10 @@ def _own_version() -> str:
     if not (_ROOT / ".git").exists():  # installed; what is above may be another repository
         return __version__
     done = subprocess.run(
-        ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
+        ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return f"{__version__} ({done.stdout.strip()})" if done.returncode == 0 else __version__
 
@@ -264,7 +307,9 @@ def conclusion(results: list[dict[str, Any]], digest: str, planned: int) -> str:
     """One sentence on the whole drill."""
     left_out = sum(r["outcome"] == "left out" for r in results)
     equal = sum(r["outcome"] == "equal" for r in results)
-    text = f"{equal} of {planned - left_out} scenarios ended with the parameters of the undisturbed run: sha256 {digest}"
+    text = (
+        f"{equal} of {planned - left_out} scenarios ended with the parameters of the undisturbed run: sha256 {digest}"
+    )
     more = {kind: sum(r["outcome"] == kind for r in results) for kind in ("different", "failed", "left out")}
     more["not reached"] = planned - len(results)
     said = ", ".join(f"{count} {kind}" for kind, count in more.items() if count)
@@ -277,7 +322,9 @@ def table(results: list[dict[str, Any]]) -> Table:
     for name in ("scenario", "at step", "workers", "redone steps", "s to next step", "goodput", "result"):
         made.add_column(name, justify="right" if name in ("redone steps", "s to next step", "goodput") else "left")
     for result in results:
-        sizes = " ".join(f"{workers}" if not step else f"→ {workers} @{step}" for step, workers in result.get("world_sizes", []))
+        sizes = " ".join(
+            f"{workers}" if not step else f"→ {workers} @{step}" for step, workers in result.get("world_sizes", [])
+        )
         seconds = ", ".join(f"{s:.2f}" for s in result.get("next_step_s", []))
         outcome = result["outcome"]
         said = outcome if outcome in ("equal", "left out") else outcome.upper()

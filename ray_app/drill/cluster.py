@@ -1,4 +1,6 @@
-"""A small cluster on this machine whose nodes can be lost, added and drained: several raylets, each a node of one logical CPU."""
+"""A small cluster on this machine whose nodes can be lost, added and drained: several raylets, each a node of one
+logical CPU.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000
 
 
 class Nodes:
-    """The nodes of the drill's own cluster. The head has room for the evaluator only, so every worker is on a node that can be lost.
+    """The nodes of the drill's own cluster. The head has room for the evaluator only, so every worker is on a node that
+    can be lost.
 
-    Args:
-        workers: Workers that the cluster has room for at first.
-        evaluates: Whether there is an evaluator.
-        storage: Folder in which the head's GCS, the process that knows the nodes and the actors, keeps what it knows; None: nowhere.
+    Args: workers: Workers that the cluster has room for at first. evaluates: Whether there is an evaluator. storage:
+        Folder in which the head's GCS, the process that knows the nodes and the actors, keeps what it knows; None:
+        nowhere.
     """
 
     def __init__(self, workers: int, evaluates: bool, storage: str | None = None) -> None:
@@ -41,9 +43,13 @@ class Nodes:
         memory = max(100 << 20, int(0.3 * psutil.virtual_memory().total) // (self._workers + 2))
         self._options = {"object_store_memory": memory, "dashboard_agent_listen_port": 0}
         self._cluster = Cluster()
-        kept = {"gcs_storage": "rocksdb", "gcs_storage_path": self._storage} if self._storage else {}  # Ray 2.60 calls it an alpha
+        kept = (
+            {"gcs_storage": "rocksdb", "gcs_storage_path": self._storage} if self._storage else {}
+        )  # Ray 2.60 calls it an alpha
         cpus = int(self._evaluates)
-        self._cluster.add_node(num_cpus=cpus, include_dashboard=False, object_store_memory=memory, _system_config=_HEALTH | kept)
+        self._cluster.add_node(
+            num_cpus=cpus, include_dashboard=False, object_store_memory=memory, _system_config=_HEALTH | kept
+        )
         self._nodes: dict[str, Any] = {}
         self._drained: set[str] = set()
         self._connect()
@@ -60,7 +66,9 @@ class Nodes:
 
     @contextmanager
     def with_storage(self) -> Iterator[Nodes]:
-        """Another cluster in place of this one meanwhile, as large as this was at first, whose GCS keeps what it knows on disk."""
+        """Another cluster in place of this one meanwhile, as large as this was at first, whose GCS keeps what it knows
+        on disk.
+        """
         ray.shutdown()
         try:
             with (
@@ -128,9 +136,20 @@ class Nodes:
         """
         self.check(node)
         self._drained.add(node)
-        options = {"address": self._cluster.address, "node-id": node, "reason": "DRAIN_NODE_REASON_PREEMPTION", "reason-message": "drill"}
+        options = {
+            "address": self._cluster.address,
+            "node-id": node,
+            "reason": "DRAIN_NODE_REASON_PREEMPTION",
+            "reason-message": "drill",
+        }
         options["deadline-remaining-seconds"] = str(deadline_s)
-        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *(f"--{name}={value}" for name, value in options.items())]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "drain-node",
+            *(f"--{name}={value}" for name, value in options.items()),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"ray drain-node failed: {done.stderr.strip()[-500:]}")
@@ -149,10 +168,14 @@ class Nodes:
 @contextmanager
 def local_nodes(workers: int, evaluates: bool) -> Iterator[Nodes]:
     """The drill's own cluster, connected to; it ends with the context."""
-    logging.getLogger("ray._private.utils").setLevel(logging.WARNING)  # that it is the newest cluster of this machine is no news
+    logging.getLogger("ray._private.utils").setLevel(
+        logging.WARNING
+    )  # that it is the newest cluster of this machine is no news
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that it has a token is no warning
     require_token()
-    with variables(PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"):  # for the nodes and their workers
+    with variables(
+        PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"
+    ):  # for the nodes and their workers
         nodes = Nodes(workers, evaluates)
         try:
             yield nodes
@@ -168,5 +191,7 @@ def _wait_until(nodes: list[str], alive: bool) -> None:
     deadline = time.monotonic() + _SETTLE_S
     while any((node in _alive()) is not alive for node in nodes):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"Ray does not say within {_SETTLE_S:g} s that the nodes {nodes} are {'alive' if alive else 'dead'}.")
+            raise TimeoutError(
+                f"Ray does not say within {_SETTLE_S:g} s that the nodes {nodes} are {'alive' if alive else 'dead'}."
+            )
         time.sleep(0.1)

@@ -41,7 +41,11 @@ class Freeze:
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
-        if step == self.step and rank == self.rank and self.proofs.claim([self.name], rank=rank, step=step, seconds=self.seconds):
+        if (
+            step == self.step
+            and rank == self.rank
+            and self.proofs.claim([self.name], rank=rank, step=step, seconds=self.seconds)
+        ):
             wake = f"sleep {self.seconds:g}; kill -CONT {os.getpid()}"
             null = subprocess.DEVNULL
             subprocess.Popen(["/bin/sh", "-c", wake], start_new_session=True, stdin=null, stdout=null, stderr=null)

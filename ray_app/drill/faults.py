@@ -1,6 +1,8 @@
-"""What the drill does to the processes of a run. Everything here is pickled and happens in a worker, the evaluator or another driver.
+"""What the drill does to the processes of a run. Everything here is pickled and happens in a worker, the evaluator or
+another driver.
 
-Whatever happens first leaves a file that says where, when and to which process: a fault without its proof does not count.
+Whatever happens first leaves a file that says where, when and to which process: a fault without its proof does not
+count.
 """
 
 from __future__ import annotations
@@ -128,7 +130,8 @@ class KillAt:
 
 @dataclass
 class KillNewcomer:
-    """SIGKILL of a worker that forms its first generation after something has happened: it comes for somebody who is lost.
+    """SIGKILL of a worker that forms its first generation after something has happened: it comes for somebody who is
+    lost.
 
     Args:
         proofs: Where it is recorded.
@@ -143,7 +146,12 @@ class KillNewcomer:
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         """See `Hooks.at`."""
-        if not self._was_there and phase == "forming" and self.proofs.has(self.after) and self.proofs.claim([self.name], step=step):
+        if (
+            not self._was_there
+            and phase == "forming"
+            and self.proofs.has(self.after)
+            and self.proofs.claim([self.name], step=step)
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         self._was_there = True
 
@@ -178,7 +186,9 @@ class Stop:
 
 
 def driver_command(file: Path, config: Config, faults: Faults) -> list[str]:
-    """The command of a process of its own that runs a configuration on the cluster that this process is connected to."""
+    """The command of a process of its own that runs a configuration on the cluster that this process is
+    connected to.
+    """
     file.write_bytes(pickle.dumps((config, faults, ray.get_runtime_context().gcs_address)))
     return [sys.executable, "-m", "ray_app.drill.faults", str(file)]
 

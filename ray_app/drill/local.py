@@ -1,4 +1,6 @@
-"""For a person who wants to see what a run survives: a small cluster whose nodes come and go, and a worker that dies."""
+"""For a person who wants to see what a run survives: a small cluster whose nodes come and go, and a worker that
+dies.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ _GONE_S = 60.0
 
 
 class LocalCluster:
-    """A Ray cluster on this machine, connected to: one node for the driver and the evaluator, and nodes with room for one worker each.
+    """A Ray cluster on this machine, connected to: one node for the driver and the evaluator, and nodes with room for
+    one worker each.
 
-    One more node than workers leaves room for reading the data. Close it, or use it as a context manager; it ends with the process, too.
+    One more node than workers leaves room for reading the data. Close it, or use it as a context manager; it ends with
+    the process, too.
 
     Args:
         workers: Workers that there is room for at first.
@@ -33,14 +37,19 @@ class LocalCluster:
 
     def __init__(self, workers: int = 1) -> None:
         if ray.is_initialized():
-            raise ConfigError("This process is connected to a Ray cluster already; leave that with ray.shutdown() or LocalCluster.close().")
+            raise ConfigError(
+                "This process is connected to a Ray cluster already; leave that with ray.shutdown() or"
+                " LocalCluster.close()."
+            )
         self._stack = ExitStack()
         self._nodes = self._stack.enter_context(local_nodes(workers, evaluates=True))
 
     def __enter__(self) -> LocalCluster:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def add_node(self) -> str:
@@ -77,7 +86,8 @@ class LocalCluster:
 
 
 def kill_worker(training: Training, rank: int) -> Worker:
-    """Kills a worker's process (SIGKILL), as Linux does when the memory runs out; returns when nobody counts on it any more.
+    """Kills a worker's process (SIGKILL), as Linux does when the memory runs out; returns when nobody counts on it any
+    more.
 
     Args:
         training: The run.
@@ -90,7 +100,10 @@ def kill_worker(training: Training, rank: int) -> Worker:
     workers = training.workers()
     found = next((worker for worker in workers if worker.rank == rank), None)
     if found is None:
-        raise ValueError(f"No worker of rank {rank} trains now; those that do: {workers}. training.watch(workers=...) waits for them.")
+        raise ValueError(
+            f"No worker of rank {rank} trains now; those that do: {workers}. training.watch(workers=...) waits for"
+            f" them."
+        )
     there = NodeAffinitySchedulingStrategy(found.node, soft=False)
     ray.get(ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(found.pid))
     deadline_s = time.monotonic() + _GONE_S

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ray_app.config.checks import BALANCED
 from ray_app.drill.faults import Evidence, Several
 from ray_app.drill.process_scenarios import died
-from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
 
@@ -63,7 +63,11 @@ class Flip:
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
-        if rank != self.rank or step != self.step or not self.proofs.put(self.name, rank=rank, step=step, what=self.what):
+        if (
+            rank != self.rank
+            or step != self.step
+            or not self.proofs.put(self.name, rank=rank, step=step, what=self.what)
+        ):
             return
         self._is_armed = True
         if self.what == "parameter":
@@ -114,7 +118,8 @@ _LIMITS = {
 
 
 def make_group() -> Path:
-    """Makes a control group below that of this process, or above it, where that is not allowed, with little memory and nobody in it.
+    """Makes a control group below that of this process, or above it, where that is not allowed, with little memory and
+    nobody in it.
 
     Raises:
         OSError: This machine lets this process make none.
@@ -272,4 +277,6 @@ def _impossible(ground: ScenarioContext) -> str | None:
 def _on(node: str, work: Callable[..., Any], *arguments: str) -> Any:
     """Does something on a node, and waits for it."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.get(ray.remote(work).options(num_cpus=0, scheduling_strategy=there).remote(*arguments), timeout=_ANSWER_S)
+    return ray.get(
+        ray.remote(work).options(num_cpus=0, scheduling_strategy=there).remote(*arguments), timeout=_ANSWER_S
+    )

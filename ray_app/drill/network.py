@@ -1,8 +1,8 @@
 """Connections of a worker that are cut: its kernel throws away whatever comes on them.
 
-That takes a socket filter (`SO_ATTACH_FILTER`, classic BPF), which a process may attach to its own sockets without any rights. What
-comes is not acknowledged, either, so after a fifth of a second nothing new is sent: as when a cable is drawn, no end of a connection is
-told anything. The kernel counts what it throws away, which is the proof.
+That takes a socket filter (`SO_ATTACH_FILTER`, classic BPF), which a process may attach to its own sockets without any
+rights. What comes is not acknowledged, either, so after a fifth of a second nothing new is sent: as when a cable is
+drawn, no end of a connection is told anything. The kernel counts what it throws away, which is the proof.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ray_app.drill.delays import HELD_S
 from ray_app.drill.faults import Evidence, Several
-from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext, is_gone
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks, Job
 
@@ -125,7 +125,13 @@ class Severed:
 
     def forming(self, phase: str, rank: int, step: int) -> None:
         """See `Hooks.at`."""
-        if self.mends and phase == "forming" and not self._is_cut and self.proofs.has("cut") and not self.proofs.has("went_on"):
+        if (
+            self.mends
+            and phase == "forming"
+            and not self._is_cut
+            and self.proofs.has("cut")
+            and not self.proofs.has("went_on")
+        ):
             size = dist.get_world_size() if dist.is_initialized() else 1
             self.proofs.put("went_on", rank=rank, workers=size)
 
@@ -152,7 +158,11 @@ class Severed:
     def _watch(self) -> None:
         """Says when something was thrown away, and mends what is to come back."""
         deadline_s = time.monotonic() + HELD_S
-        done = (lambda: self.proofs.has("went_on")) if self.mends else (lambda: any(wire.thrown_away for wire in self._wires))
+        done = (
+            (lambda: self.proofs.has("went_on"))
+            if self.mends
+            else (lambda: any(wire.thrown_away for wire in self._wires))
+        )
         while not done() and time.monotonic() < deadline_s:
             time.sleep(_LOOK_S)
         thrown_away = [wire.thrown_away for wire in self._wires]
@@ -174,7 +184,9 @@ def _without_wires(ground: ScenarioContext) -> str | None:
     return None
 
 
-def _cut(ground: ScenarioContext, others: int, mends: bool, confirm: Callable[[ScenarioResult, int], list[str]], **more: Any) -> Scenario:
+def _cut(
+    ground: ScenarioContext, others: int, mends: bool, confirm: Callable[[ScenarioResult, int], list[str]], **more: Any
+) -> Scenario:
     step, (rank, *rest) = ground.step(), ground.random.sample(range(ground.workers), ground.workers)
     cut = Severed(ground.proofs, step, rank, rest[:others], rendezvous=mends, mends=mends)
 
@@ -184,7 +196,9 @@ def _cut(ground: ScenarioContext, others: int, mends: bool, confirm: Callable[[S
 
     def lacks(run: ScenarioResult) -> list[str]:
         said, counted = run.proofs["cut"], sum(run.proofs["mended" if mends else "silent"]["thrown_away"])
-        few = [] if len(said["connections"]) > said["of_the_rendezvous"] else ["no connection to another worker was cut"]
+        few = (
+            [] if len(said["connections"]) > said["of_the_rendezvous"] else ["no connection to another worker was cut"]
+        )
         few += [] if said["of_the_rendezvous"] or not mends else ["no connection to the rendezvous was cut"]
         return few + ([] if counted else ["nothing was thrown away"]) + confirm(run, step)
 
@@ -202,7 +216,9 @@ def partition(ground: ScenarioContext) -> Scenario | str:
         return fewer + ([] if gone is not False or back else ["the worker still lives and is not one of them again"])
 
     fewer = {"scaling__min_workers": 1}
-    return _without_wires(ground) or _cut(ground, ground.workers, True, confirm, expected=["cut", "went_on", "mended"], changes=fewer)
+    return _without_wires(ground) or _cut(
+        ground, ground.workers, True, confirm, expected=["cut", "went_on", "mended"], changes=fewer
+    )
 
 
 def half_open(ground: ScenarioContext) -> Scenario | str:
@@ -211,7 +227,9 @@ def half_open(ground: ScenarioContext) -> Scenario | str:
     def confirm(run: ScenarioResult, step: int) -> list[str]:
         stood = [e for e in run.events("stacks") if e.details["step"] == step]
         again = [e for e in run.events("formed") if e.details["step"] == step]
-        return ([] if stood else ["the run has no record of a standstill"]) + ([] if again else [f"no generation formed at step {step}"])
+        return ([] if stood else ["the run has no record of a standstill"]) + (
+            [] if again else [f"no generation formed at step {step}"]
+        )
 
     changes = {"failure__step_timeout_s": _STANDSTILL_S}
     return _without_wires(ground) or _cut(ground, 1, False, confirm, expected=["cut", "silent"], changes=changes)

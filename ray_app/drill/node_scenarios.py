@@ -1,6 +1,7 @@
 """Scenarios in which nodes go away or come: possible only on a cluster that the drill has started itself.
 
-The scenario of a cluster whose head is lost for a while: its GCS, which knows all nodes and actors and keeps that in a database.
+The scenario of a cluster whose head is lost for a while: its GCS, which knows all nodes and actors and keeps that in a
+database.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 
 from ray_app.drill.cluster import Nodes
 from ray_app.drill.delays import Hold
-from ray_app.drill.faults import Kill, Evidence, Several
+from ray_app.drill.faults import Evidence, Kill, Several
 from ray_app.drill.process_scenarios import died
-from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext, is_gone
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import MetricsReader
 from ray_app.runlog.lease import Holder
@@ -44,8 +45,12 @@ class _OnHold:
         self.proofs.put("released", step=held["step"])
 
 
-def _held(ground: ScenarioContext, rank: int, sizes: range, act: Callable[[dict[str, Any]], None], **more: Any) -> Scenario:
-    """A scenario in which the driver does something to nodes while a rank waits; then one of these numbers of workers is awaited."""
+def _held(
+    ground: ScenarioContext, rank: int, sizes: range, act: Callable[[dict[str, Any]], None], **more: Any
+) -> Scenario:
+    """A scenario in which the driver does something to nodes while a rank waits; then one of these numbers of workers
+    is awaited.
+    """
     step = ground.step()
     after = Several((Hold(ground.proofs, "held", "released", step, rank), ground.pace(step + 1, sizes=sizes)))
     faults, observe = Faults(train=Hooks(after_step=after)), _OnHold(ground.proofs, act)
@@ -99,7 +104,9 @@ def grow(ground: ScenarioContext) -> Scenario | str:
         ground.proofs.put("node_added", step=held["step"], nodes=ground.nodes.add(ground.workers - 1))
 
     def confirm(run: ScenarioResult) -> list[str]:
-        return [] if run.sizes[0] == 1 < run.sizes[-1] in ground.enough else [f"the numbers of workers were {run.sizes}"]
+        return (
+            [] if run.sizes[0] == 1 < run.sizes[-1] in ground.enough else [f"the numbers of workers were {run.sizes}"]
+        )
 
     expected, held = ["held", "node_added"], {"held": "node_added"}
     return _held(ground, 0, ground.enough, act, expected=expected, confirm=confirm, held=held, room=1)
@@ -129,7 +136,9 @@ _STEPS_WITHOUT = 10
 
 
 def head(ground: ScenarioContext) -> Scenario | str:
-    """The head's GCS is killed for a while, its state on disk; once another one is there so many workers are killed that others come."""
+    """The head's GCS is killed for a while, its state on disk; once another one is there so many workers are killed
+    that others come.
+    """
     if ground.nodes is None:
         return "the drill takes no head from a cluster that it did not start"
     step, first, proofs = ground.step(), ground.nodes, ground.proofs
@@ -168,7 +177,9 @@ def head(ground: ScenarioContext) -> Scenario | str:
 
 
 def without_head(run: ScenarioResult) -> list[str]:
-    """What speaks against it that steps were finished without a head, and that the next one brought new workers to the same run."""
+    """What speaks against it that steps were finished without a head, and that the next one brought new workers to the
+    same run.
+    """
     killed, back = run.proofs["head_killed"], run.proofs["head_back"]
     missing = [] if Holder(**killed["head"]).is_gone() else ["the head that was killed still lives"]
     missing += [] if killed["head"] != back["head"] else ["it is the same head as before"]

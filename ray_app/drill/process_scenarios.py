@@ -4,8 +4,9 @@ Scenarios in which a run ends before it is done, and is started again.
 
 A wall clock that is hours wrong, for one process, for all of its code: Python, C, threads.
 
-A process reads the clock by functions that the kernel gives it, the vDSO, whose pages are its own once it writes to them. There each
-function that tells the wall clock becomes a jump to one that asks the kernel and adds an offset. Other clocks stay right.
+A process reads the clock by functions that the kernel gives it, the vDSO, whose pages are its own once it writes to
+them. There each function that tells the wall clock becomes a jump to one that asks the kernel and adds an offset. Other
+clocks stay right.
 """
 
 from __future__ import annotations
@@ -31,8 +32,18 @@ import ray
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
 from ray_app.drill.delays import Freeze, Hold, RefusedCommit, Slow, SlowCommit
-from ray_app.drill.faults import DrillStopError, Kill, KillAt, KillNewcomer, KillOnCommit, Evidence, Several, Stop, driver_command
-from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext, is_gone
+from ray_app.drill.faults import (
+    DrillStopError,
+    Evidence,
+    Kill,
+    KillAt,
+    KillNewcomer,
+    KillOnCommit,
+    Several,
+    Stop,
+    driver_command,
+)
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
 from ray_app.driver.run import Faults
 from ray_app.errors import unwrap_app_error
 from ray_app.runlog.evaluations import read_evaluations
@@ -53,7 +64,9 @@ def died(names: list[str]) -> Callable[[ScenarioResult], list[str]]:
     return confirm
 
 
-def _killed(ground: ScenarioContext, step: int, ranks: list[int], how: Callable[[Kill], Hooks] | None = None) -> Scenario:
+def _killed(
+    ground: ScenarioContext, step: int, ranks: list[int], how: Callable[[Kill], Hooks] | None = None
+) -> Scenario:
     names = [f"killed-{i}" for i in range(len(ranks))]
     kill = Kill(ground.proofs, names, step, ranks)
     pace = ground.pace(step + 1)
@@ -71,7 +84,10 @@ def kill_twice(ground: ScenarioContext) -> Scenario | str:
     """A worker is killed, and after another one has joined, one more in the same epoch."""
     low, high = int(0.2 * ground.total_steps), int(0.8 * ground.total_steps)
     starts = range(0, ground.total_steps, ground.steps_per_epoch)
-    first, last = max(((max(low, s) + 1, min(high, s + ground.steps_per_epoch) - 1) for s in starts), key=lambda span: span[1] - span[0])
+    first, last = max(
+        ((max(low, s) + 1, min(high, s + ground.steps_per_epoch) - 1) for s in starts),
+        key=lambda span: span[1] - span[0],
+    )
     if last - first < 3:
         return f"an epoch of {ground.steps_per_epoch} steps is too short to kill twice in it"
     one, other = Kill(ground.proofs, ["killed-0"], first, [ground.rank()]), Kill(ground.proofs, ["killed-1"], last, [0])
@@ -126,7 +142,10 @@ def kill_phases(ground: ScenarioContext) -> Scenario | str:
     names = [f"killed-{i}" for i in range(len(phases))]
     kills = zip(phases, names, steps, strict=True)
     at = Several(tuple(KillAt(phase, Kill(ground.proofs, [name], step, [0])) for phase, name, step in kills))
-    paces = [ground.pace(step + 1, until) for step, until in zip(steps, [step - 1 for step in steps[1:]] + [None], strict=True)]
+    paces = [
+        ground.pace(step + 1, until)
+        for step, until in zip(steps, [step - 1 for step in steps[1:]] + [None], strict=True)
+    ]
     return Scenario(steps, names, died(names), Faults(train=Hooks(after_step=Several(tuple(paces)), at=at)))
 
 
@@ -218,7 +237,11 @@ def slow_storage(ground: ScenarioContext) -> Scenario | str:
     hooks = Hooks(before_commit=SlowCommit(ground.proofs, "slow", step, seconds))
 
     def confirm(run: ScenarioResult) -> list[str]:
-        took = [e.details["duration_s"] for e in run.events("checkpointed") if e.details["step"] == run.proofs["slow"]["step"]]
+        took = [
+            e.details["duration_s"]
+            for e in run.events("checkpointed")
+            if e.details["step"] == run.proofs["slow"]["step"]
+        ]
         return [] if took and took[0] >= seconds else [f"no checkpoint took {seconds:g} s"]
 
     return Scenario([step], ["slow"], confirm, Faults(train=hooks))
@@ -236,7 +259,9 @@ def rendezvous(ground: ScenarioContext) -> Scenario | str:
             before, _ = ray.get(actor.lifeline.remote())
             ray.kill(actor, no_restart=False)
             after, deadline_s = before, time.monotonic() + _BACK_S
-            while after == before and time.monotonic() < deadline_s:  # Ray does not wait until it is dead: it may still answer
+            while (
+                after == before and time.monotonic() < deadline_s
+            ):  # Ray does not wait until it is dead: it may still answer
                 after, _ = ray.get(actor.lifeline.remote())
             ground.proofs.put("rendezvous_killed", step=step, before=before, after=after)
 
@@ -300,7 +325,9 @@ def cut_in_half(data: bytearray) -> bytearray:
 def driver(ground: ScenarioContext) -> Scenario | str:
     """The driver is killed, and the same run is started again."""
     step = ground.step()
-    return _driver(ground, step, Faults(train=Hooks(after_step=Hold(ground.proofs, "held", "driver_killed", step, 0))), ["held"])
+    return _driver(
+        ground, step, Faults(train=Hooks(after_step=Hold(ground.proofs, "held", "driver_killed", step, 0))), ["held"]
+    )
 
 
 def evaluator_and_driver(ground: ScenarioContext) -> Scenario | str:
@@ -329,7 +356,9 @@ def _driver(ground: ScenarioContext, step: int, faults: Faults, first: list[str]
                 process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
             try:
                 deadline_s = time.monotonic() + _DRIVER_S
-                while not all(map(ground.proofs.has, first)) and process.poll() is None and time.monotonic() < deadline_s:
+                while (
+                    not all(map(ground.proofs.has, first)) and process.poll() is None and time.monotonic() < deadline_s
+                ):
                     time.sleep(0.1)
                 if process.poll() is None and all(map(ground.proofs.has, first)):
                     process.kill()
@@ -352,7 +381,9 @@ def _driver(ground: ScenarioContext, step: int, faults: Faults, first: list[str]
 _OFFSET = b"\x48\xb9%s\x48\x8b\x09"  # mov rcx, <address of the offset>; mov rcx, [rcx]
 _CODE = {
     # rdi: which clock, rsi: where to put it. The real ones are 0 and, less exact, 5
-    "__vdso_clock_gettime": b"\xb8\xe4\0\0\0\x0f\x05\x85\xff\x74\x06\x83\xff\x05\x74\x01\xc3" + _OFFSET + b"\x48\x01\x0e\xc3",
+    "__vdso_clock_gettime": b"\xb8\xe4\0\0\0\x0f\x05\x85\xff\x74\x06\x83\xff\x05\x74\x01\xc3"
+    + _OFFSET
+    + b"\x48\x01\x0e\xc3",
     "__vdso_gettimeofday": b"\xb8\x60\0\0\0\x0f\x05\x48\x85\xff\x74\x10" + _OFFSET + b"\x48\x01\x0f\xc3",
     "__vdso_time": b"\xb8\xc9\0\0\0\x0f\x05" + _OFFSET + b"\x48\x01\xc8\x48\x85\xff\x74\x03\x48\x89\x07\xc3",
 }
@@ -384,11 +415,18 @@ def move_to(offset_s: int) -> None:
 
 @cache
 def _offset() -> ctypes.c_int64:
-    """The offset of this process, after putting the functions that add it in place; it stays for the life of the process."""
+    """The offset of this process, after putting the functions that add it in place; it stays for the life of the
+    process.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype, libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+    )
     access, kind = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    page = libc.mmap(None, mmap.PAGESIZE, access, kind, -1, 0)  # nobody unmaps it, unlike one of Python's, while threads still ask
+    page = libc.mmap(
+        None, mmap.PAGESIZE, access, kind, -1, 0
+    )  # nobody unmaps it, unlike one of Python's, while threads still ask
     if page == _FAILED:
         raise OSError(ctypes.get_errno(), "no page for code")
     offset, free = ctypes.c_int64.from_address(page), page + 8
@@ -452,7 +490,9 @@ class Jump:
 
 
 def clock_jump(ground: ScenarioContext) -> Scenario | str:
-    """The wall clock of the worker that writes the record and the checkpoints jumps hours ahead, then hours back, then is right again."""
+    """The wall clock of the worker that writes the record and the checkpoints jumps hours ahead, then hours back, then
+    is right again.
+    """
     if reason := why_not():
         return reason
     if not isinstance(ground.paths.root, Path) or "://" in ground.config.data.path:
@@ -472,7 +512,9 @@ def wrong_times(run: ScenarioResult) -> list[str]:
     jumps = sorted((p for name, p in run.proofs.items() if name.startswith("clock-")), key=lambda p: p["step"])
     missing = []
     for jump, until in zip(jumps, [jump["step"] for jump in jumps[1:]] + [max(reader.records)], strict=True):
-        off_s = [reader.records[n].time_s - jump["time_s"] - jump["clock_s"] for n in range(jump["step"] + 1, until + 1)]
+        off_s = [
+            reader.records[n].time_s - jump["time_s"] - jump["clock_s"] for n in range(jump["step"] + 1, until + 1)
+        ]
         if not off_s or max(map(abs, off_s)) > _TOLERANCE_S:
             missing.append(f"steps after {jump['step']} were not recorded by a clock that is {jump['clock_s']} s wrong")
     return missing if run.paths.report.exists() else [*missing, "there is no report of the run"]

@@ -75,7 +75,9 @@ class ScenarioContext:
         return range(ceil(logical / ceil(logical / self.workers)), self.workers + 1)
 
     def pace(self, first: int, last: int | None = None, sizes: range | None = None, least_s: float = 0.0) -> DelayPlan:
-        """Pauses from a step on until the number of workers is one of `sizes`; not given: until there are enough again."""
+        """Pauses from a step on until the number of workers is one of `sizes`; not given: until there are
+        enough again.
+        """
         last = last or self.total_steps - max(3, self.total_steps // 10)
         return DelayPlan(self.proofs, first, last, sizes or self.enough, PACED_S, least_s)
 

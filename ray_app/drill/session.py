@@ -25,14 +25,26 @@ from ray_app.cluster.ray_private import most_resources
 from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config, digest, flatten
 from ray_app.drill import process_scenarios
-from ray_app.drill.certificate import RunStart, Trace, conclusion, facts, judge, measures, proof_of, restart, start_since, table, trace_of
+from ray_app.drill.certificate import (
+    RunStart,
+    Trace,
+    conclusion,
+    facts,
+    judge,
+    measures,
+    proof_of,
+    restart,
+    start_since,
+    table,
+    trace_of,
+)
 from ray_app.drill.cluster import Nodes
 from ray_app.drill.faults import Evidence, Several
 from ray_app.drill.memory_faults import flip, memory
 from ray_app.drill.network import half_open, partition
 from ray_app.drill.node_scenarios import grow, head, node, node_rank0, shrink
 from ray_app.drill.process_scenarios import clock_jump, damage, driver, evaluator_and_driver, torn_write
-from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext, end_frozen
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, end_frozen
 from ray_app.drill.tracking import mlflow
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe, run_training
@@ -80,7 +92,9 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
     except _Late as error:
-        raise LimitExceededError(f"{what} did not end within {seconds:g} s (drill.limit_s bounds scenarios).") from error
+        raise LimitExceededError(
+            f"{what} did not end within {seconds:g} s (drill.limit_s bounds scenarios)."
+        ) from error
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -181,7 +195,9 @@ class Drill:
             "config_digest": digest(own, job.plan.manifest.digest),
             "drilled_config_digest": job.config_digest,
             "manifest_digest": job.plan.manifest.digest,
-            "changed_for_the_drill": {k: {"yours": before.get(k), "drilled": v} for k, v in now.items() if before.get(k) != v},
+            "changed_for_the_drill": {
+                k: {"yours": before.get(k), "drilled": v} for k, v in now.items() if before.get(k) != v
+            },
             "seed": seed,
             "undisturbed": None,
             "scenarios": [],
@@ -189,7 +205,9 @@ class Drill:
         self._grounds = {name: self._ground(name) for name in names}
         self._plans = plans = {name: SCENARIOS[name](ground) for name, ground in self._grounds.items()}
         if all(isinstance(plan, str) for plan in plans.values()):
-            raise ConfigError("No scenario is possible:\n" + "\n".join(f"  - {name}: {plan}" for name, plan in plans.items()))
+            raise ConfigError(
+                "No scenario is possible:\n" + "\n".join(f"  - {name}: {plan}" for name, plan in plans.items())
+            )
 
     @property
     def certificate(self) -> Location:
@@ -233,15 +251,26 @@ class Drill:
         trace, first = trace_of(paths, result.summary), start_since(paths, began_s)
         commit = CheckpointStore(paths).commits()[-1]
         fields = ("params_digest", "rows", "steps", "world_sizes", "timing")
-        self._certificate["undisturbed"] = {name: result.summary[name] for name in fields} | {"environment": commit.environment}
+        self._certificate["undisturbed"] = {name: result.summary[name] for name in fields} | {
+            "environment": commit.environment
+        }
         self._save(False, "no scenario was reached")
         self._keep_log("undisturbed")
         self._say(f"undisturbed: {trace.rows:,} rows, sha256 {trace.digest} ({time.time() - began_s:.0f} s)")
         return trace, first
 
-    def _scenario(self, name: str, plan: Scenario, ground: ScenarioContext, undisturbed: Trace, first: RunStart) -> dict[str, Any]:
-        """Runs one scenario and says what came of it; `is_broken`: it did not come to its end, and may have left something behind."""
-        result: dict[str, Any] = {"scenario": name, "what": SCENARIOS[name].__doc__, "steps": plan.steps, "changes": plan.changes}
+    def _scenario(
+        self, name: str, plan: Scenario, ground: ScenarioContext, undisturbed: Trace, first: RunStart
+    ) -> dict[str, Any]:
+        """Runs one scenario and says what came of it; `is_broken`: it did not come to its end, and may have left
+        something behind.
+        """
+        result: dict[str, Any] = {
+            "scenario": name,
+            "what": SCENARIOS[name].__doc__,
+            "steps": plan.steps,
+            "changes": plan.changes,
+        }
         try:
             with time_limit(self._limit_s, f"The scenario {name!r}"):
                 result |= self._disturbed(plan, ground, undisturbed, first)
@@ -254,7 +283,9 @@ class Drill:
             self._keep_log(name)
         return result | {"proof": proof_of(ground.proofs.all()), "run": str(ground.paths.root)}
 
-    def _disturbed(self, plan: Scenario, ground: ScenarioContext, undisturbed: Trace, first: RunStart) -> dict[str, Any]:
+    def _disturbed(
+        self, plan: Scenario, ground: ScenarioContext, undisturbed: Trace, first: RunStart
+    ) -> dict[str, Any]:
         """The run under a disturbance, and how it compares."""
         if self._nodes is not None:
             self._nodes.shape(plan.room or self._workers)
@@ -269,8 +300,8 @@ class Drill:
             return {"outcome": outcome, "reason": reason, **measures(plan, run), **restart(run, first)}
 
     def _clear_away(self) -> None:
-        """Ends what a scenario has left that did not come to its end, with all processes of the drill's own cluster, so that the next
-        scenario finds what the first one found.
+        """Ends what a scenario has left that did not come to its end, with all processes of the drill's own cluster, so
+        that the next scenario finds what the first one found.
 
         Raises:
             RuntimeError: There is no cluster for the next scenario.

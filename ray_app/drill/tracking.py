@@ -19,7 +19,7 @@ from typing import Any
 
 from ray_app.drill.delays import Hold
 from ray_app.drill.faults import Evidence, Several
-from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import MetricsReader, StepRecord
 from ray_app.storage.files import read_json
@@ -58,15 +58,24 @@ class Server:
             RuntimeError: It ended, or does not answer.
         """
         where = ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
-        stores = ["--backend-store-uri", f"sqlite:///{self._folder}/mlflow.db", "--artifacts-destination", str(self._folder / "files")]
+        stores = [
+            "--backend-store-uri",
+            f"sqlite:///{self._folder}/mlflow.db",
+            "--artifacts-destination",
+            str(self._folder / "files"),
+        ]
         command = [sys.executable, "-m", "mlflow", "server", *where, *stores]
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         with (self._folder / "output").open("ab") as output:
-            self._process = subprocess.Popen(command, env=os.environ | quiet, stdout=output, stderr=output, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, env=os.environ | quiet, stdout=output, stderr=output, start_new_session=True
+            )
         deadline_s = time.monotonic() + _START_S
         while not self.answers():
             if self._process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"the drill's MLflow server does not start: {(self._folder / 'output').read_text()[-1000:]}")
+                raise RuntimeError(
+                    f"the drill's MLflow server does not start: {(self._folder / 'output').read_text()[-1000:]}"
+                )
             time.sleep(_LOOK_S)
         return self._process.pid
 
@@ -89,7 +98,8 @@ class Server:
 
 @dataclass
 class Outage:
-    """Kills the server while a rank waits, and starts it again when another step is reached without it; called in the driver.
+    """Kills the server while a rank waits, and starts it again when another step is reached without it; called in the
+    driver.
 
     Args:
         server: The server.
@@ -142,7 +152,8 @@ def mlflow(ground: ScenarioContext) -> Scenario | str:
 
 
 def lacks(run: ScenarioResult, uri: str) -> list[str]:
-    """What speaks against it that the server was away while steps went on, and has every point once, in order, in one MLflow run.
+    """What speaks against it that the server was away while steps went on, and has every point once, in order, in one
+    MLflow run.
 
     Args:
         run: The run.
@@ -153,7 +164,11 @@ def lacks(run: ScenarioResult, uri: str) -> list[str]:
     reader.poll()
     records = dict(sorted(reader.records.items()))
     missing = ["the server answered while it was away"] if back["before"]["answers"] else []
-    meanwhile = [n for n, r in records.items() if killed["step"] < n <= back["step"] and killed["time_s"] < r.time_s < back["time_s"]]
+    meanwhile = [
+        n
+        for n, r in records.items()
+        if killed["step"] < n <= back["step"] and killed["time_s"] < r.time_s < back["time_s"]
+    ]
     if len(meanwhile) < back["step"] - killed["step"]:
         missing.append(f"only the steps {meanwhile} were finished while the server was away")
     if back["before"]["sent_step"] > killed["step"]:
@@ -164,7 +179,12 @@ def lacks(run: ScenarioResult, uri: str) -> list[str]:
 def _differences(run: ScenarioResult, uri: str, records: dict[int, StepRecord]) -> list[str]:
     """In what MLflow differs from the run's own record."""
     client = connect(uri)
-    found = [r for e in client.search_experiments() for r in client.search_runs([e.experiment_id]) if r.info.run_name == run.paths.name]
+    found = [
+        r
+        for e in client.search_experiments()
+        for r in client.search_runs([e.experiment_id])
+        if r.info.run_name == run.paths.name
+    ]
     if [r.info.run_id for r in found] != [run.summary["mlflow_run_id"]]:
         return [f"MLflow has {len(found)} runs of this name"]
     missing = [] if found[0].info.status == "FINISHED" else [f"MLflow says that the run is {found[0].info.status}"]
@@ -173,7 +193,8 @@ def _differences(run: ScenarioResult, uri: str, records: dict[int, StepRecord]) 
         wanted = [(n, int(r.time_s * 1e3), value_of(r)) for n, r in records.items()]
         if has != wanted:
             missing.append(
-                f"of {name} MLflow has {len(has)} points, {len(set(has))} of them different, instead of the {len(wanted)} recorded"
+                f"of {name} MLflow has {len(has)} points, {len(set(has))} of them different, instead of the"
+                f" {len(wanted)} recorded"
             )
     return missing
 

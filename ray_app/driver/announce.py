@@ -12,7 +12,10 @@ from ray_app.runlog.redaction import redact
 from ray_app.train.job import Job
 from ray_app.watch.terminal import SafeConsole
 
-_MIX = "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before}, now {now}."
+_MIX = (
+    "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before},"
+    " now {now}."
+)
 
 
 def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None:
@@ -31,44 +34,61 @@ def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None
         console.print(f"Ray job {here['job_id']}{named}: {here['page']}")
     if "_ray_pkg_" in str(job.paths.root):
         console.print(
-            "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set run.storage_path to a"
+            "Warning: this run is stored inside the job's own copy of the working directory, which Ray removes; set"
+            " run.storage_path to a"
             " folder that all nodes share."
         )
     if prepared.changed:
         console.print(
-            f"Warning: {job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}. Its result will"
+            f"Warning: {job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}."
+            f" Its result will"
             " be that of neither; run.changed_code: refuse does not start such a run.",
         )
     if prepared.changed_data:
         console.print(
-            f"Warning: the data of {job.paths.name} was changed since its last start: {'; '.join(prepared.changed_data)}. Its result and"
+            f"Warning: the data of {job.paths.name} was changed since its last start:"
+            f" {'; '.join(prepared.changed_data)}. Its result and"
             " its evaluations will be of both; run.changed_data: refuse does not start such a run.",
         )
     for line in prepared.data:
         console.print(line)
     for doubt in prepared.doubts:
         console.print(f"Warning: {doubt}")
-    passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})" if job.steps_per_epoch != job.plan.steps_per_epoch else ""
-    capped = f" (of {config.scaling.max_workers} asked for, as many as fit now)" if max_workers < config.scaling.most_workers else ""
+    passes = (
+        f" (a pass over the data has {job.plan.steps_per_epoch:,})"
+        if job.steps_per_epoch != job.plan.steps_per_epoch
+        else ""
+    )
+    capped = (
+        f" (of {config.scaling.max_workers} asked for, as many as fit now)"
+        if max_workers < config.scaling.most_workers
+        else ""
+    )
     spares = f" and {config.scaling.standby_workers} spare" if config.scaling.standby_workers else ""
     where = "in this process" if config.train.strategy == "single" else f"up to {max_workers} workers{capped}{spares}"
     console.print(
-        f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per epoch{passes},"
+        f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per"
+        f" epoch{passes},"
         f" {config.train.epochs} epochs; {where}, arithmetic of {job.plan.logical_workers}",
     )
     if (classes := job.plan.classes) is not None:
-        console.print(f"balanced: in each pass every one of {len(classes.totals)} classes is used {classes.totals.max():,} times")
+        console.print(
+            f"balanced: in each pass every one of {len(classes.totals)} classes is used {classes.totals.max():,} times"
+        )
     nodes = ray.nodes() if ray.is_initialized() else []
     if idle := idle_gpus(config, max_workers, nodes):
         console.print(f"Warning: {idle}")
     if len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) > 1:
         console.print(
-            "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how to shorten it."
+            "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how"
+            " to shorten it."
         )
 
 
 def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
-    """What to say of GPUs of the cluster that neither these workers nor the evaluator use; None where there are none."""
+    """What to say of GPUs of the cluster that neither these workers nor the evaluator use; None where there are
+    none.
+    """
     scaling = config.scaling
     has = sum(node["Resources"].get("GPU", 0.0) for node in labelled(nodes, scaling.label_selector))
     idle = int(has - (workers + scaling.standby_workers) * scaling.gpus_per_worker - evaluator_gpus(config))

@@ -66,7 +66,8 @@ class _Slowly:
 class Training:
     """A run that goes on in the background; made by `start_training`.
 
-    It ends with the process at the latest: then it is stopped, with a checkpoint, and starting the same run name again continues it.
+    It ends with the process at the latest: then it is stopped, with a checkpoint, and starting the same run name again
+    continues it.
 
     Args:
         run: What runs.
@@ -117,7 +118,10 @@ class Training:
             RunEndedError: The run has ended and did not come there, or no longer has so many workers.
             TimeoutError: It was not there in time.
         """
-        wanted = " and ".join([f"step {step}"] * (step is not None) + [f"{workers} workers"] * (workers is not None)) or "nothing"
+        wanted = (
+            " and ".join([f"step {step}"] * (step is not None) + [f"{workers} workers"] * (workers is not None))
+            or "nothing"
+        )
         deadline_s = time.monotonic() + limit_s
 
         def is_there() -> bool:
@@ -125,7 +129,11 @@ class Training:
             if self.step >= (step or 0) and (workers is None or self._steps_with(workers)):
                 return True
             if is_over:
-                why = f"it failed: {self._error}" if self._error else f"it is {self.status}. Let it train longer, or slow it: pause_s"
+                why = (
+                    f"it failed: {self._error}"
+                    if self._error
+                    else f"it is {self.status}. Let it train longer, or slow it: pause_s"
+                )
                 raise RunEndedError(f"The run never came to {wanted}; {why}.") from self._error
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"The run did not come to {wanted} within {limit_s:g} s; it is at step {self.step}.")
@@ -151,7 +159,8 @@ class Training:
         return self._result
 
     def stop(self) -> Result:
-        """Stops it after the step at hand, with a checkpoint, and waits until its workers are gone; starting it again continues it.
+        """Stops it after the step at hand, with a checkpoint, and waits until its workers are gone; starting it again
+        continues it.
 
         Raises:
             RayAppError: See `run_training`.
@@ -160,7 +169,10 @@ class Training:
         return self.wait()
 
     def __repr__(self) -> str:
-        return f"<run {self._job.paths.name}: {self.status}, step {self.step} of {self._job.total_steps}, {len(self.workers())} workers>"
+        return (
+            f"<run {self._job.paths.name}: {self.status}, step {self.step} of {self._job.total_steps},"
+            f" {len(self.workers())} workers>"
+        )
 
     @property
     def _job(self) -> Job:
@@ -172,7 +184,11 @@ class Training:
                 is_last_look = is_there()
                 seen = self._look()
                 waiting = seen.waiting if seen is not None else None
-                shown.show(seen.record if seen else None, waiting or "waiting for the workers to start ...", waiting is not None)
+                shown.show(
+                    seen.record if seen else None,
+                    waiting or "waiting for the workers to start ...",
+                    waiting is not None,
+                )
                 if is_last_look:
                     break
                 self._thread.join(_LOOK_S)
@@ -216,9 +232,8 @@ class Training:
 def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
     """Starts a run like `run_training`, and returns at once; the run goes on while other cells are executed.
 
-    Args:
-        config: From `load_config`.
-        pause_s: Seconds of a pause after each step, for a short run that somebody wants to watch. `wait` and `stop` end the pauses.
+    Args: config: From `load_config`. pause_s: Seconds of a pause after each step, for a short run that somebody wants
+        to watch. `wait` and `stop` end the pauses.
 
     Raises:
         ConfigError: The configuration is refused; nothing was started or written.

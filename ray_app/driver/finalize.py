@@ -1,6 +1,7 @@
 """`summary.json`: what came of a run, computed from its own record alone.
 
-Runs whose driver is gone: what became of them is said by whoever notices, in the record, in `summary.json` and in MLflow.
+Runs whose driver is gone: what became of them is said by whoever notices, in the record, in `summary.json` and in
+MLflow.
 
 The lease decides who may: it is free only if the driver has ended, and only one gets it.
 
@@ -74,11 +75,15 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "params_digest": _digest_at(job, stop.best_step) if stop else newest.params_digest if newest else None,
         "metrics": evaluations[-1].metrics if evaluations else {},
         "training": means(records[-((last_step - 1) % job.steps_per_epoch + 1) :]) if records else {},
-        "best": {"step": best[0].step, "metric": job.best_metric, "value": best[0].metrics[job.best_metric]} if best else None,
+        "best": {"step": best[0].step, "metric": job.best_metric, "value": best[0].metrics[job.best_metric]}
+        if best
+        else None,
         "stopped_early": {"step": stop.stop_step, "best_step": stop.best_step} if stop else None,
         "evaluation": {
             "done": len(evaluations),
-            "skipped": len({e.details["step"] for e in events if e.kind == "evaluation_skipped" and "by" not in e.details}),
+            "skipped": len(
+                {e.details["step"] for e in events if e.kind == "evaluation_skipped" and "by" not in e.details}
+            ),
             "most_behind": max((e.behind for e in evaluations), default=0),
             "lag_s": round(max((e.lag_s for e in evaluations), default=0.0), 3),
         },
@@ -90,7 +95,9 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "replays": {"shares": course.replayed, "wrong": count(events, "lied")},
         "start_s": start(events, records),
         "timing": _timing(records, events),
-        "parameter_servers": next((event.details["servers"] for event in reversed(events) if event.kind == "partitioned"), None),
+        "parameter_servers": next(
+            (event.details["servers"] for event in reversed(events) if event.kind == "partitioned"), None
+        ),
         "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
     }
     return without_nan(found)
@@ -141,9 +148,9 @@ def mlflow_status(status: Status) -> MlflowStatus:
 def close_orphan(root: str) -> bool:
     """Says what became of a run if its driver is gone without having said it, or was killed while it did.
 
-    Blocks for as long as the lease of a driver on another machine must be watched (half a minute), and for MLflow at most 20 s. A start
-    at the same moment waits until this has ended. Once for each lost driver, and again for evaluations that came after that: what MLflow
-    does not get now, `replay` sends.
+    Blocks for as long as the lease of a driver on another machine must be watched (half a minute), and for MLflow at
+    most 20 s. A start at the same moment waits until this has ended. Once for each lost driver, and again for
+    evaluations that came after that: what MLflow does not get now, `replay` sends.
 
     Args:
         root: The run's directory, as a path or an S3 URI.
@@ -205,14 +212,16 @@ def newest_start(paths: RunPaths) -> NewestStart:
     start = _newest_start(paths) if paths.config.exists() else None
     if start is None:
         raise ConfigError(
-            f"{paths.root} holds no run that was started: there is no config.yaml, or no event of a start. Name the directory of a run,"
+            f"{paths.root} holds no run that was started: there is no config.yaml, or no event of a start. Name the"
+            f" directory of a run,"
             " <run.storage_path>/<run.name>."
         )
     return start
 
 
 def stored_job(paths: RunPaths) -> Job:
-    """The run as its directory tells it; the data need not be in reach, so the task is not prepared and no worker could use it.
+    """The run as its directory tells it; the data need not be in reach, so the task is not prepared and no worker could
+    use it.
 
     Raises:
         ConfigError: It is no run of this version, or its task cannot be made here.
@@ -227,7 +236,8 @@ def stored_job(paths: RunPaths) -> Job:
 
 
 def settle(job: Job, start: NewestStart) -> Status:
-    """Makes sure of `summary.json` of a run that nobody writes any more; records `driver_lost` if its driver did not say how it ended.
+    """Makes sure of `summary.json` of a run that nobody writes any more; records `driver_lost` if its driver did not
+    say how it ended.
 
     Returns:
         How the run ended; `finished` also if the last planned step is committed and nothing was said.
@@ -239,7 +249,11 @@ def settle(job: Job, start: NewestStart) -> Status:
         status = "stopped_early" if job.early_stop() else "finished" if step >= job.total_steps else "interrupted"
         noticed_by = f"process {os.getpid()} on {platform.node()}"
         put_event(job.paths, "driver_lost", start.fence, status=status, step=step, noticed_by=noticed_by)
-    if start.status is None or (read_json(job.paths.summary) or {}).get("status") != status or _lacks_evaluations(job.paths):
+    if (
+        start.status is None
+        or (read_json(job.paths.summary) or {}).get("status") != status
+        or _lacks_evaluations(job.paths)
+    ):
         put_summary(job.paths, summarize(job, status))
     return status
 
@@ -247,7 +261,10 @@ def settle(job: Job, start: NewestStart) -> Status:
 def _lacks_evaluations(paths: RunPaths) -> bool:
     """Whether there are evaluations that `summary.json` does not know, or no summary."""
     summary = read_json(paths.summary)
-    return summary is None or sum(step <= summary["steps"] for step in evaluated_steps(paths)) > summary["evaluation"]["done"]
+    return (
+        summary is None
+        or sum(step <= summary["steps"] for step in evaluated_steps(paths)) > summary["evaluation"]["done"]
+    )
 
 
 def late_tracker(job: Job, config: Config) -> Tracker:
@@ -262,7 +279,9 @@ def late_tracker(job: Job, config: Config) -> Tracker:
     if config == job.config and uri and HIDDEN not in uri and uri != redact(default_tracking_uri(config)):
         config = config.replace(tracking__uri=uri)
     data = DataSet("training", config.data.path, manifest.digest, manifest.num_rows)
-    return Tracker(job.paths, config, run_tags(config, manifest.digest), config.tracking.every_steps, [data], is_over=True)
+    return Tracker(
+        job.paths, config, run_tags(config, manifest.digest), config.tracking.every_steps, [data], is_over=True
+    )
 
 
 def _is_tracked(config: Config) -> bool:

@@ -1,6 +1,8 @@
-"""From the best checkpoint of a run to a version in MLflow's model registry: at the end of a run, and by `ray-app register`.
+"""From the best checkpoint of a run to a version in MLflow's model registry: at the end of a run, and by `ray-app
+register`.
 
-From a checkpoint of a run to a folder with its model, for machines without Ray and registry: `ray-app export`, `Result.export`.
+From a checkpoint of a run to a folder with its model, for machines without Ray and registry: `ray-app export`,
+`Result.export`.
 """
 
 from __future__ import annotations
@@ -47,11 +49,9 @@ REGISTRABLE = ("finished", "stopped_early")
 class RegisterOptions:
     """What the command registers.
 
-    Args:
-        run: Directory of a finished run.
-        name: Name of the model; not given: the run's `tracking.registered_model`.
-        promote: Makes the version the champion for this reason; not given: it is the challenger, or the champion if it is the first.
-        uri: MLflow tracking URI; not given: where the run was tracked.
+    Args: run: Directory of a finished run. name: Name of the model; not given: the run's `tracking.registered_model`.
+        promote: Makes the version the champion for this reason; not given: it is the challenger, or the champion if it
+        is the first. uri: MLflow tracking URI; not given: where the run was tracked.
     """
 
     run: str
@@ -60,7 +60,9 @@ class RegisterOptions:
     uri: str | None = None
 
 
-def register_best(job: Job, name: str, uri: str, tags: dict[str, str] | None = None, first_serves: bool = True) -> Registered:
+def register_best(
+    job: Job, name: str, uri: str, tags: dict[str, str] | None = None, first_serves: bool = True
+) -> Registered:
     """Makes the run's best checkpoint a version of a model, unless it is one already, and records that in the run.
 
     Args:
@@ -77,7 +79,9 @@ def register_best(job: Job, name: str, uri: str, tags: dict[str, str] | None = N
     """
     tracking = read_json(job.paths.tracking) or {}
     if not tracking.get("run_id"):
-        raise RegistryError(f"MLflow does not have the run {job.paths.name!r} yet; start the run again, which sends its record.")
+        raise RegistryError(
+            f"MLflow does not have the run {job.paths.name!r} yet; start the run again, which sends its record."
+        )
     commit, best = best_commit(job)
     client = connect(uri)
     done = find(client, name, tracking["run_uuid"], commit.params_digest)
@@ -98,7 +102,8 @@ def register_best(job: Job, name: str, uri: str, tags: dict[str, str] | None = N
 
 
 def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None:
-    """`register_best` at the end of a run, bounded in time; whatever goes wrong is a warning that says how to do it later.
+    """`register_best` at the end of a run, bounded in time; whatever goes wrong is a warning that says how to do it
+    later.
 
     Args:
         job: The run, with `tracking.registered_model` set.
@@ -122,7 +127,8 @@ def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None
         return result[0]
     why = redact(f"{type(result[0]).__name__}: {result[0]}") if result else f"it was not done within {limit_s:g} s"
     logger.warning(
-        "The best checkpoint did not become a version of the model %r: %s\nThe run itself is complete. To do it later: %s",
+        "The best checkpoint did not become a version of the model %r: %s\nThe run itself is complete. To do it later:"
+        " %s",
         name,
         why,
         shlex.join(["ray-app", "register", "--run", str(job.paths.root), "--name", name]),
@@ -170,7 +176,9 @@ def register_run(options: RegisterOptions) -> Registered:
     config, summary = _config_of(paths, options), read_json(paths.summary)
     status = (summary or {}).get("status", "without a summary")
     if summary is None or status not in REGISTRABLE:
-        raise ConfigError(f"The run {paths.name!r} is {status}; its best checkpoint is known at its end. Start it again to finish it.")
+        raise ConfigError(
+            f"The run {paths.name!r} is {status}; its best checkpoint is known at its end. Start it again to finish it."
+        )
     prepared = prepare(config)
     name, uri = str(config.tracking.registered_model), default_tracking_uri(config)
     done = register_best(prepared.job, name, uri)
@@ -203,7 +211,8 @@ def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:
     )
     if not config.tracking.registered_model:
         raise ConfigError(
-            "The run has no tracking.registered_model; say with --name which model its best checkpoint is to be a version of."
+            "The run has no tracking.registered_model; say with --name which model its best checkpoint is to be a"
+            " version of."
         )
     check(config)
     check_available(config)
@@ -218,10 +227,9 @@ def _parent(root: Location) -> Location:
 class ExportOptions:
     """What the command exports.
 
-    Args:
-        run: Directory of a run, or its s3:// URI; it may still train.
-        out: Folder that the model becomes, on this machine.
-        checkpoint: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, such as `step-00000120-0003` or
+    Args: run: Directory of a run, or its s3:// URI; it may still train. out: Folder that the model becomes, on this
+        machine. checkpoint: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, such as
+        `step-00000120-0003` or
             `step-120`.
         overwrite: Replace `out` if it is an export.
     """
@@ -245,7 +253,9 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
         RegistryError: The model cannot be stored without pickle.
     """
     if "://" in options.out:
-        raise ConfigError(f"--out is {options.out!r}; an export is made in a folder of this machine. Copy it from there.")
+        raise ConfigError(
+            f"--out is {options.out!r}; an export is made in a folder of this machine. Copy it from there."
+        )
     paths, out = RunPaths(location(options.run)), Path(options.out).expanduser().resolve()
     refuse_taken(out, options.overwrite)
     job = trained_job(paths)
@@ -253,12 +263,20 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     data = job.config.data
     if data.eval_path is not None:
         job = replace(job, evaluation=evaluation_source(job.task, data.eval_path, data.read_task_mb))
-    return write_export(job.task, load_model(job, commit), example_of(job), out, _source(job, commit), options.overwrite)
+    return write_export(
+        job.task, load_model(job, commit), example_of(job), out, _source(job, commit), options.overwrite
+    )
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:
     """Where a model comes from."""
-    digests = {"params_digest": commit.params_digest, "config_digest": commit.config_digest, "manifest_digest": commit.manifest_digest}
-    evaluations = [e for e in read_evaluations(job.paths) if (e.step, e.params_digest) == (commit.step, commit.params_digest)]
+    digests = {
+        "params_digest": commit.params_digest,
+        "config_digest": commit.config_digest,
+        "manifest_digest": commit.manifest_digest,
+    }
+    evaluations = [
+        e for e in read_evaluations(job.paths) if (e.step, e.params_digest) == (commit.step, commit.params_digest)
+    ]
     metrics = {name: value for e in evaluations for name, value in e.metrics.items() if isinstance(value, int | float)}
     return {"run": job.paths.name, "step": commit.step, **digests, "metrics": metrics}

@@ -1,4 +1,5 @@
-"""YAML as it is given: what a reader of it would take for something else, or complain about without saying where, is refused.
+"""YAML as it is given: what a reader of it would take for something else, or complain about without saying where, is
+refused.
 
 Import paths below the arguments of a task: models, losses, transforms, functions of a script.
 
@@ -41,7 +42,8 @@ class _Once(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise ConfigError(
-                    f"{key.start_mark.name} has {key.value!r} twice in one section, in lines {lines[key.value]} and {line}; the second"
+                    f"{key.start_mark.name} has {key.value!r} twice in one section, in lines {lines[key.value]} and"
+                    f" {line}; the second"
                     " would replace all of the first. Put what belongs to it in one place."
                 )
             lines[key.value] = line
@@ -69,7 +71,9 @@ def _read(file: Path) -> None:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is no text in UTF-8 ({error}); save it as such.") from error
     except yaml.reader.ReaderError as error:
-        raise ConfigError(f"{file} has a character that no text has (#x{error.character:04x}, at {error.position}); remove it.") from error
+        raise ConfigError(
+            f"{file} has a character that no text has (#x{error.character:04x}, at {error.position}); remove it."
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 0
@@ -93,14 +97,18 @@ def refuse_missing(task: str, init_args: dict[str, Any]) -> None:
         ConfigError: There is no such class or function.
     """
     functions = getattr(load_class(task), "functions", ())
-    paths = [(f"task.init_args.{name}", "", init_args[name]) for name in functions if isinstance(init_args.get(name), str)]
+    paths = [
+        (f"task.init_args.{name}", "", init_args[name]) for name in functions if isinstance(init_args.get(name), str)
+    ]
     for place, field, path in [*paths, *_class_paths("task.init_args", init_args)]:
         try:
             load_class(path)
         except Exception as error:  # its module may raise what it likes
             why = missing(path, object)
             told = (
-                f"{field}{why.removeprefix('class_path')}" if why is not None else f"{field} is {path!r}: {type(error).__name__}: {error}."
+                f"{field}{why.removeprefix('class_path')}"
+                if why is not None
+                else f"{field} is {path!r}: {type(error).__name__}: {error}."
             )
             raise ConfigError(f"The configuration is refused: {place}{told}") from error
 
@@ -136,7 +144,11 @@ def load_config(path: str | os.PathLike[str] | None = None, **fields: Any) -> Co
     """
     arguments = ["--config", str(path)] if path is not None else []
     for name, value in fields.items():
-        text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
+        text = (
+            value
+            if isinstance(value, str)
+            else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
+        )
         arguments.append(f"--{name.replace('__', '.')}={text}")
     try:
         return parse(arguments, prog="load_config", exit_on_error=False)
@@ -161,7 +173,11 @@ def parse(arguments: Sequence[str] | None = None, prog: str = "ray-app train", e
 
 
 def parse_more(
-    arguments: Sequence[str] | None, more: dict[str, type], prog: str, exit_on_error: bool = True, description: str = _TRAINS
+    arguments: Sequence[str] | None,
+    more: dict[str, type],
+    prog: str,
+    exit_on_error: bool = True,
+    description: str = _TRAINS,
 ) -> tuple[Config, dict[str, Any]]:
     """`parse` with sections that are not part of a run's configuration, such as a command's own options.
 
@@ -189,17 +205,23 @@ def parse_more(
     try:
         dumped = parser.dump(parsed, skip_default=True, skip_unset=False)
     except (AttributeError, ImportError, TypeError, ValueError) as error:  # it imports every class_path below init_args
-        raise ConfigError(f"The configuration is refused: a class_path below init_args cannot be imported: {error}.") from error
+        raise ConfigError(
+            f"The configuration is refused: a class_path below init_args cannot be imported: {error}."
+        ) from error
     values = yaml.safe_load(dumped) or {}
     if not values.get("optimizer"):
-        raise ConfigError("The configuration is refused: optimizer is empty; write a class_path below it, or leave the section out.")
+        raise ConfigError(
+            "The configuration is refused: optimizer is empty; write a class_path below it, or leave the section out."
+        )
     groups = (values["optimizer"].get("init_args") or {}).pop(_GROUPS, None)
     for name in ("task", "optimizer", "schedule"):
         if values.get(name):
             values[name] = _as_set(values[name])
     values["optimizer"][_GROUPS] = groups
     if any("class_path" not in given for given in values.get("observers") or []):
-        raise ConfigError("The configuration is refused: observers is a list of class_path and init_args; one has no class_path.")
+        raise ConfigError(
+            "The configuration is refused: observers is a list of class_path and init_args; one has no class_path."
+        )
     if values.get("optimizers"):
         values["optimizers"] = {name: _turn(name, given) for name, given in values["optimizers"].items()}
     made = {name: section(**expand_home(values.pop(name, {}))) for name, section in more.items()}
@@ -215,7 +237,8 @@ def importable_from_here() -> None:
 
 
 class Parser(ArgumentParser):
-    """Knows that an optimizer is no argument of a schedule, also of one in another, and tells no secrets when it refuses something.
+    """Knows that an optimizer is no argument of a schedule, also of one in another, and tells no secrets when it
+    refuses something.
 
     jsonargparse makes parsers of this class for nested classes, too.
     """
@@ -229,7 +252,9 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """See `ArgumentParser.error`."""
-        told = explained(message, self.fields) if self.exit_on_error else message  # what a nested one says the outer one reads
+        told = (
+            explained(message, self.fields) if self.exit_on_error else message
+        )  # what a nested one says the outer one reads
         super().error(redact(told), ex)
         raise AssertionError("it has ended")
 
@@ -250,7 +275,9 @@ class Parser(ArgumentParser):
         return added
 
     def _need_untyped(self, of: Callable[..., Any], added: list[str]) -> None:
-        """Marks arguments without type hint and default as needed, which jsonargparse takes for None where they are not given."""
+        """Marks arguments without type hint and default as needed, which jsonargparse takes for None where they are not
+        given.
+        """
         empty, parameters = inspect.Parameter.empty, list[inspect.Parameter]()
         with suppress(TypeError, ValueError):  # some that are written in C have no signature
             parameters = list(inspect.signature(of).parameters.values())
@@ -287,7 +314,11 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
     parser.fields = _fields(sections)
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below; later ones win.")
     parser.add_subclass_arguments(
-        Task, "task", instantiate=False, required=True, help="What is trained: class_path and init_args of a subclass of Task."
+        Task,
+        "task",
+        instantiate=False,
+        required=True,
+        help="What is trained: class_path and init_args of a subclass of Task.",
     )
     parser.add_subclass_arguments(
         Optimizer, "optimizer", skip={"params"}, instantiate=False, help="The optimizer; default torch.optim.Adam."
@@ -305,7 +336,8 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
         "--observers",
         type=list[dict[str, Any]] | None,
         default=None,
-        help="Classes, derived from ray_app.Observer, that the driver tells what happens: class_path and init_args of each.",
+        help="Classes, derived from ray_app.Observer, that the driver tells what happens: class_path and init_args of"
+        " each.",
     )
     parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
     for name, section in sections.items():
@@ -317,7 +349,9 @@ def _turn(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """One of several optimizers, its class and schedule checked as those of a single one are."""
     field, known = f"optimizers.{name}", [item.name for item in dataclasses.fields(TurnSpec)]
     if unknown := given.keys() - set(known):
-        raise ConfigError(f"The configuration is refused: {field} has {', '.join(sorted(unknown))}; there are {', '.join(known)}.")
+        raise ConfigError(
+            f"The configuration is refused: {field} has {', '.join(sorted(unknown))}; there are {', '.join(known)}."
+        )
     _refuse_mistyped(field, given)
     parser = Parser(exit_on_error=False, parser_mode="ray_app")
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False)
@@ -327,7 +361,9 @@ def _turn(name: str, given: dict[str, Any]) -> dict[str, Any]:
     try:
         parsed = parser.parse_object(spec | ({"schedule": given["schedule"]} if given.get("schedule") else {}))
     except ArgumentError as error:
-        raise ConfigError(f"The configuration is refused: of {field}: {explained(str(error), ['optimizer', 'schedule'])}") from error
+        raise ConfigError(
+            f"The configuration is refused: of {field}: {explained(str(error), ['optimizer', 'schedule'])}"
+        ) from error
     values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False))
     groups = values["optimizer"]["init_args"].pop(_GROUPS, None)
     rest = {key: given[key] for key in ("parameters", "steps") if key in given}
@@ -342,31 +378,44 @@ def _refuse_mistyped(field: str, given: dict[str, Any]) -> None:
     """
     names, steps = given.get("parameters", []), given.get("steps", 1)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"The configuration is refused: {field}.parameters is {names!r}; it must be a list of names, as ['critic.*'].")
+        raise ConfigError(
+            f"The configuration is refused: {field}.parameters is {names!r}; it must be a list of names, as"
+            f" ['critic.*']."
+        )
     if not isinstance(steps, int) or isinstance(steps, bool):
-        raise ConfigError(f"The configuration is refused: {field}.steps is {steps!r}; it must be a number of steps, at least 1.")
+        raise ConfigError(
+            f"The configuration is refused: {field}.steps is {steps!r}; it must be a number of steps, at least 1."
+        )
 
 
 def _loaded(text: str) -> Any:
     """YAML as the parser reads it."""
     found = get_loader("yaml")(text)
-    optimizer = found.get("optimizer", found) if isinstance(found, dict) else None  # a file's, or the value of --optimizer
+    optimizer = (
+        found.get("optimizer", found) if isinstance(found, dict) else None
+    )  # a file's, or the value of --optimizer
     if isinstance(optimizer, dict) and optimizer.keys() >= {"class_path", _GROUPS}:
         optimizer["init_args"] = {**(optimizer.get("init_args") or {}), _GROUPS: optimizer.pop(_GROUPS)}
     return found
 
 
 def _fields(sections: dict[str, type]) -> list[str]:
-    return ["seed", *(f"{name}.{field.name}" for name, section in sections.items() for field in dataclasses.fields(section))]
+    return [
+        "seed",
+        *(f"{name}.{field.name}" for name, section in sections.items() for field in dataclasses.fields(section)),
+    ]
 
 
 def _as_set(value: Any) -> Any:
-    """A class, or several, with those arguments only that differ from their defaults: what a library adds later is not part of a run."""
+    """A class, or several, with those arguments only that differ from their defaults: what a library adds later is not
+    part of a run.
+    """
     if isinstance(value, list):
         return [_as_set(part) for part in value]
     if isinstance(value, dict) and value.keys() >= {"class_path", "dict_kwargs"}:
         raise ConfigError(
-            f"{value['class_path']} has dict_kwargs {sorted(value['dict_kwargs'])}; a run keeps init_args only. Name these arguments in the"
+            f"{value['class_path']} has dict_kwargs {sorted(value['dict_kwargs'])}; a run keeps init_args only. Name"
+            f" these arguments in the"
             " signature of the class, and give them in init_args."
         )
     if isinstance(value, dict) and value.keys() == {"class_path"}:

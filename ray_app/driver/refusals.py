@@ -1,4 +1,6 @@
-"""What jsonargparse refuses, in a line: the field, what was given, the nearest valid names. Its own text buries these."""
+"""What jsonargparse refuses, in a line: the field, what was given, the nearest valid names. Its own text buries
+these.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ _IN_A_FILE = re.compile(r"^\s*(?:Group '([\w.]+)' does not accept option|Option)
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.-]+)")
 _SECTION_VALUE = re.compile(r"""Parser key "([\w.]+)":.*?(?:Got value: ([^\n]*)|Given value: ([^\n]*))""", re.DOTALL)
 _EXPECTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[([^\]]*)\])")
-_CALLED = {"str": "text", "int": "an integer", "float": "a number", "bool": "true or false", "NoneType": "null", "dict": "a mapping"}
+_CALLED = {
+    "str": "text",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "NoneType": "null",
+    "dict": "a mapping",
+}
 _MOST_NAMED = 12
 
 
@@ -55,7 +64,8 @@ def explained(message: str, fields: Iterable[str]) -> str:
         return _of_field(place, place, names)
     if 'Parser key "optimizers"' in message:
         return (
-            "optimizers is a mapping of names to optimizers that take turns, each with class_path and parameters, and if you like with"
+            "optimizers is a mapping of names to optimizers that take turns, each with class_path and parameters, and"
+            " if you like with"
             " init_args, groups, steps and schedule; look at its shape."
         )
     field = _FIELD.search(message)
@@ -67,14 +77,18 @@ def explained(message: str, fields: Iterable[str]) -> str:
 def _of_section(name: str, given: str, expected: list[tuple[str, str]]) -> str | None:
     """What is wrong with the value of a field; None if it is not known what the field holds."""
     allowed = list(
-        dict.fromkeys(f"one of {choices.replace(chr(39), '')}" if choices else _CALLED.get(kind, kind) for kind, choices in expected)
+        dict.fromkeys(
+            f"one of {choices.replace(chr(39), '')}" if choices else _CALLED.get(kind, kind)
+            for kind, choices in expected
+        )
     )
     if not allowed:
         return None
     quotes = ""
     if "text" in allowed and given[:1] not in ("'", "[", "{"):
         quotes = (
-            " YAML takes what is not in quotes, as 007, 1e3, 12:30 and on, for a number, a time or true; write it in quotes:"
+            " YAML takes what is not in quotes, as 007, 1e3, 12:30 and on, for a number, a time or true; write it in"
+            " quotes:"
             f" {name.rpartition('.')[2]}: '...'."
         )
     return f"{name} is {given}; it must be {' or '.join(allowed)}.{quotes}"
@@ -87,7 +101,9 @@ def _of_class(field: str, message: str) -> str | None:
     if named and (option := _OPTION.search(message)):
         told = _of_argument(field, named[-1], option[1])
     elif found := _NO_SUBCLASS.search(message):
-        told = f"{field}.class_path is {found[1]!r}, which is no subclass of {wanted}. Derive it from that, or name one."
+        told = (
+            f"{field}.class_path is {found[1]!r}, which is no subclass of {wanted}. Derive it from that, or name one."
+        )
     elif f"Not a valid subclass of {_BASES[field].__name__}\n" in message:
         keys = "class_path, init_args and groups" if field == "optimizer" else "class_path and init_args"
         told = f"{field} has {keys}, and nothing else; look at the names of its keys."
@@ -98,13 +114,19 @@ def _of_class(field: str, message: str) -> str | None:
     elif named and (value := _VALUE.search(message)):
         told = _of_value(named[-1], value[1], value[2])
     elif (found := _NO_PATH.search(message)) and not named:
-        told = f"{field}.class_path is {found[1]!r}, which is no import path of a class. Give module and class, such as {_LIKE[field]}."
+        told = (
+            f"{field}.class_path is {found[1]!r}, which is no import path of a class. Give module and class, such as"
+            f" {_LIKE[field]}."
+        )
     return told
 
 
 def _of_value(class_path: str, name: str, given: str) -> str | None:
     if name == "groups":
-        return f"optimizer.groups is {given}; it must be a list of mappings, each with names and options, such as weight_decay: 0.0."
+        return (
+            f"optimizer.groups is {given}; it must be a list of mappings, each with names and options, such as"
+            f" weight_decay: 0.0."
+        )
     try:
         wanted = inspect.signature(_get(class_path)).parameters[name].annotation
     except Exception:  # it cannot be looked into
@@ -142,9 +164,16 @@ def _of_argument(field: str, class_path: str, given: str) -> str:
         parameters = inspect.signature(_get(class_path)).parameters.values()
     except Exception:  # it cannot be looked into
         return f"{class_path} has no argument {given!r}."
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in ("params", "optimizer")]
+    names = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in ("params", "optimizer")
+    ]
     near = _near(given, names)
-    return f"{class_path} has no argument {given!r}.{f' Did you mean {near}?' if near else ''} It has {', '.join(names) or 'none'}."
+    return (
+        f"{class_path} has no argument {given!r}.{f' Did you mean {near}?' if near else ''} It has"
+        f" {', '.join(names) or 'none'}."
+    )
 
 
 def missing(class_path: str, base: type) -> str | None:
@@ -158,7 +187,10 @@ def missing(class_path: str, base: type) -> str | None:
         except AttributeError:
             return _told(class_path, before, part, _names(there, base, i == len(parts) - 1), parts[i + 1 :])
         except Exception as error:
-            return f"class_path is {class_path!r}, and {'.'.join(parts[: i + 1])} cannot be imported: {type(error).__name__}: {error}."
+            return (
+                f"class_path is {class_path!r}, and {'.'.join(parts[: i + 1])} cannot be imported:"
+                f" {type(error).__name__}: {error}."
+            )
     return None
 
 
@@ -184,17 +216,32 @@ def _names(there: Any, base: type, is_last: bool) -> list[str]:
         return [module.name for module in pkgutil.iter_modules()]
     if base is object and is_last:  # whatever can be called
         return sorted(name for name, value in vars(there).items() if callable(value) and not name.startswith("_"))
-    classes = [name for name, value in vars(there).items() if isinstance(value, type) and issubclass(value, base) and value is not base]
+    classes = [
+        name
+        for name, value in vars(there).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    ]
     modules = [module.name for module in pkgutil.iter_modules(getattr(there, "__path__", []))]
     return sorted(classes if is_last and classes else [*classes, *modules])
 
 
 def _told(class_path: str, before: str, part: str, names: list[str], after: list[str]) -> str:
-    where = f"{before} has no {part!r}" if before else f"there is no module {part!r} where Python looks (the current folder, PYTHONPATH)"
+    where = (
+        f"{before} has no {part!r}"
+        if before
+        else f"there is no module {part!r} where Python looks (the current folder, PYTHONPATH)"
+    )
     near = difflib.get_close_matches(part, names, 1, 0.6)
     if near:
-        return f"class_path is {class_path!r}, but {where}. Did you mean {'.'.join([*([before] if before else []), near[0], *after])}?"
-    has = f" It has {', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}." if before and names else ""
+        return (
+            f"class_path is {class_path!r}, but {where}. Did you mean"
+            f" {'.'.join([*([before] if before else []), near[0], *after])}?"
+        )
+    has = (
+        f" It has {', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}."
+        if before and names
+        else ""
+    )
     return f"class_path is {class_path!r}, but {where}.{has}"
 
 

@@ -48,7 +48,11 @@ class Result:
 
     def __repr__(self) -> str:
         best = self.summary.get("best")
-        reached = f", {best['metric']} {best['value']:.4f} at step {best['step']}" if best and best["value"] is not None else ""
+        reached = (
+            f", {best['metric']} {best['value']:.4f} at step {best['step']}"
+            if best and best["value"] is not None
+            else ""
+        )
         return f"<{self.status} run of {self.summary['steps']} steps{reached}, in {self.path}>"
 
     def _repr_html_(self) -> str:
@@ -85,7 +89,8 @@ class Result:
         return load_model(self._job, chosen(self._job, which))
 
     def export(self, folder: str, which: str = "best", overwrite: bool = False) -> dict[str, Any]:
-        """Writes a model to a folder, as `ray-app export` does; `ray_app.load_model(folder)` loads it without Ray and MLflow.
+        """Writes a model to a folder, as `ray-app export` does; `ray_app.load_model(folder)` loads it without Ray and
+        MLflow.
 
         Args:
             folder: What it becomes.
@@ -101,7 +106,8 @@ class Result:
         return export_run(ExportOptions(str(self.path), folder, which, overwrite))
 
     def read(self, path: str) -> Batch:
-        """Reads a data set as the model takes it, whole, in this process: `result.task.forward(model, result.read(path))`.
+        """Reads a data set as the model takes it, whole, in this process: `result.task.forward(model,
+        result.read(path))`.
 
         Args:
             path: Folder (or file) of Parquet, with the columns of the training data.
@@ -115,7 +121,8 @@ class Result:
         return read_rows(self.task, path)
 
     def evaluate(self, path: str, which: str = "best") -> dict[str, float]:
-        """Scores a model on a data set, such as test rows that have chosen nothing, in this process; needs no Ray and records nothing.
+        """Scores a model on a data set, such as test rows that have chosen nothing, in this process; needs no Ray and
+        records nothing.
 
         Args:
             path: Folder (or file) of Parquet, with the columns of the training data.
@@ -129,19 +136,20 @@ class Result:
             CheckpointError: There is no checkpoint, or it is damaged.
         """
         rows, batch_size = read_decoded(self.task, path), self._job.config.evaluate.batch_size
-        return combine(self.task, score(self.task, self.load_model(which), rows, batch_size, torch.device("cpu"))).values
+        return combine(
+            self.task, score(self.task, self.load_model(which), rows, batch_size, torch.device("cpu"))
+        ).values
 
     def predict(self, data: str | npt.ArrayLike | dict[str, Any], which: str = "best") -> dict[str, Field]:
         """Predicts rows in this process; needs no Ray, and the rows no targets.
 
-        Args:
-            data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes; where the task reads one column besides
+        Args: data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes; where the task
+            reads one column besides
                 its targets also the array alone. Or the folder (or file) of a data set.
             which: See `ExportOptions.checkpoint`.
 
-        Returns:
-            What `Task.predictions` gives, by name, each (rows, ...) or `Ragged`: of a classification `predicted`, `predicted_index` and
-            `confidence`.
+        Returns: What `Task.predictions` gives, by name, each (rows, ...) or `Ragged`: of a classification `predicted`,
+            `predicted_index` and `confidence`.
 
         Raises:
             DataError: A column is missing.
@@ -160,7 +168,10 @@ class Result:
         decode = WithoutTargets(self.task)
         rows = data if isinstance(data, dict) else dict.fromkeys(decode.columns[:1], np.asarray(data))
         if missing := [name for name in decode.columns if name not in rows]:
-            raise DataError(f"No column {', '.join(map(repr, missing))} is given; the task reads {decode.columns}. Give all by name.")
+            raise DataError(
+                f"No column {', '.join(map(repr, missing))} is given; the task reads {decode.columns}. Give all by"
+                f" name."
+            )
         return decode({name: rows[name] for name in decode.columns})
 
     def metrics(self) -> list[StepRecord]:
@@ -189,6 +200,8 @@ def compare_runs(runs: Sequence[Result | str | os.PathLike[str]]) -> Comparison:
         OSError: The storage does not answer.
     """
     if isinstance(runs, str) or not runs:
-        raise ConfigError(f"compare_runs got {runs!r}; give a list of results or of run directories: compare_runs([first, second]).")
+        raise ConfigError(
+            f"compare_runs got {runs!r}; give a list of results or of run directories: compare_runs([first, second])."
+        )
     roots = [run.path if isinstance(run, Result) else location(os.fspath(run)) for run in runs]
     return Comparison(tuple(read_facts(RunPaths(root), with_earlier=False) for root in roots))

@@ -43,7 +43,15 @@ from ray_app.driver.announce import announce, say_changed_environment
 from ray_app.driver.finalize import Status, mlflow_status, newest_commit, report_end, summarize
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
-from ray_app.driver.services import EvaluatorClient, make_board, make_metrics, make_observers, make_sampler, make_tracker, observers_of
+from ray_app.driver.services import (
+    EvaluatorClient,
+    make_board,
+    make_metrics,
+    make_observers,
+    make_sampler,
+    make_tracker,
+    observers_of,
+)
 from ray_app.driver.signals import Bounds, stopping_at_signals
 from ray_app.driver.single import alone_in_front, train_in_front
 from ray_app.errors import LeaseLostError, unwrap_app_error
@@ -101,7 +109,9 @@ class TrainThread(threading.Thread):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Waits until the workers are gone, which they are if it has ended. What ended it explains what the other thread then met."""
+        """Waits until the workers are gone, which they are if it has ended. What ended it explains what the other
+        thread then met.
+        """
         self._given_up.set()
         self.join(_GIVE_UP_S)
         if isinstance(error, Exception) and self.error is not None:
@@ -140,7 +150,9 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
         hooks: For fault tests.
     """
     config = job.config
-    least = config.scaling.min_workers if config.train.strategy == "fsdp" else 1  # fewer have not the memory; others go on meanwhile
+    least = (
+        config.scaling.min_workers if config.train.strategy == "fsdp" else 1
+    )  # fewer have not the memory; others go on meanwhile
     rendezvous = start_rendezvous(job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), least)
     stack.callback(_end_rendezvous, rendezvous)
     keepers = start_keepers() if config.checkpoint.snapshot_every_steps else []
@@ -159,7 +171,9 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
         parameters = start_parameters(job, keepers, hooks)
         for actor in parameters.actors:
             stack.callback(_end_actor, actor)
-    held = [source for source in (job.source if memory_cache is not None else None, job.evaluation) if source is not None]
+    held = [
+        source for source in (job.source if memory_cache is not None else None, job.evaluation) if source is not None
+    ]
     if memory_cache is None or not all(map(is_small, held)):
         threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
     return WorkerArgs(job, rendezvous, memory_cache, tuple(keepers), evaluation, hooks, parameters)
@@ -201,10 +215,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOOK_S, _END_S, _END_PAUSE_S, _ANSWER_S = 0.25, 30.0, 1.0, 5.0
-_TRACKING_END_S, _TRACKING_STOP_S = 60.0, 15.0  # who stops a run kills it soon: `ray job stop` after 60 s as ray-app submit has it
+_TRACKING_END_S, _TRACKING_STOP_S = (
+    60.0,
+    15.0,
+)  # who stops a run kills it soon: `ray job stop` after 60 s as ray-app submit has it
 
 
-def run_training(config: Config, console: Console | None = None, faults: Faults = Faults(), observe: Observe | None = None) -> Result:
+def run_training(
+    config: Config, console: Console | None = None, faults: Faults = Faults(), observe: Observe | None = None
+) -> Result:
     """Trains, evaluates and records one run; starting the same run name again continues it.
 
     Args:
@@ -229,7 +248,8 @@ def run_training(config: Config, console: Console | None = None, faults: Faults 
 def open_run(
     config: Config, console: Console, faults: Faults = Faults(), background: bool = False, since_s: float | None = None
 ) -> Iterator[Run]:
-    """Refuses what can be refused before anything is written, then connects to the cluster and claims the run; see `run_training`.
+    """Refuses what can be refused before anything is written, then connects to the cluster and claims the run; see
+    `run_training`.
 
     Args:
         config: The run.
@@ -251,7 +271,12 @@ def open_run(
     interrupted = threading.Event()
     listening = nullcontext() if background else stopping_at_signals(interrupted)
     alone = alone_in_front(config, background)
-    with alone, variables(**dict.fromkeys(IMPATIENT)), cluster(config) as is_own, listening:  # `ray.init` puts handlers of its own in place
+    with (
+        alone,
+        variables(**dict.fromkeys(IMPATIENT)),
+        cluster(config) as is_own,
+        listening,
+    ):  # `ray.init` puts handlers of its own in place
         phases.end("cluster")
         there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
         max_workers = workers_that_fit(config, *there)
@@ -305,7 +330,12 @@ class Run:
     def go(self, observe: Observe | None = None) -> Result:
         """Trains to the end; see `run_training`."""
         job = self.job
-        facts = {"max_workers": self._max_workers, "total_steps": job.total_steps, "version": __version__, "phases": self._phases}
+        facts = {
+            "max_workers": self._max_workers,
+            "total_steps": job.total_steps,
+            "version": __version__,
+            "phases": self._phases,
+        }
         facts |= {"metric": job.best_metric, "mode": job.best_mode, "ray_job": ray_job()}
         put_event(job.paths, "started", job.fence, **facts)
         tracker, board, observers = make_tracker(job, self._console), make_board(job), make_observers(job)
@@ -317,14 +347,20 @@ class Run:
                 CheckpointStore(job.paths).clean(job.fence)
                 if self._sampler is not None:
                     stack.enter_context(self._sampler)
-                following = stack.enter_context(EvaluatorClient(self._evaluation, not self._own_cluster, self._faults.before_evaluation))
+                following = stack.enter_context(
+                    EvaluatorClient(self._evaluation, not self._own_cluster, self._faults.before_evaluation)
+                )
                 if not self._is_over_and_intact() and not self._interrupted.is_set():
                     if self._config.train.strategy == "single":
-                        train_in_front(job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train)
+                        train_in_front(
+                            job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train
+                        )
                     else:
                         self._train(stack, following, observe)
                 self._is_evaluated = False  # also if it is interrupted
-                self._is_evaluated = following.finish(lambda: self._interrupted.is_set() or self._is_over(), self._console)
+                self._is_evaluated = following.finish(
+                    lambda: self._interrupted.is_set() or self._is_over(), self._console
+                )
         except KeyboardInterrupt:
             self._interrupted.set()
         except Exception as error:
@@ -386,7 +422,9 @@ class Run:
         return (newest is not None and newest.step >= self.job.total_steps) or self._is_over()
 
     def _is_over_and_intact(self) -> bool:
-        """Whether there is nothing to train, and the newest checkpoint is what was committed: nobody else would look."""
+        """Whether there is nothing to train, and the newest checkpoint is what was committed: nobody else would
+        look.
+        """
         if not self._is_complete():
             return False
         CheckpointStore(self.job.paths).load_newest(partial(note_fallback, self.job))
@@ -405,7 +443,9 @@ class Run:
 
         job, start = self.job, start_actors(stack, self.job, self._faults.train)
         rendezvous = start.rendezvous
-        console = RunConsole(job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job))
+        console = RunConsole(
+            job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job)
+        )
         with console as shown, TrainThread(start, self._max_workers) as fitting:
             told, looked_s, bounds = False, time.monotonic(), Bounds(job.total_steps)
             while fitting.is_alive():
@@ -418,13 +458,17 @@ class Run:
                         why = "The evaluations say that training is over, stopping" if self._stops_early else "Stopping"
                         self._console.print(f"{why} after this step, with a checkpoint ...")
                     told = True
-                    _answer(rendezvous.raise_flags.remote(Flags.STOP))  # again and again: the rendezvous may have been started anew
+                    _answer(
+                        rendezvous.raise_flags.remote(Flags.STOP)
+                    )  # again and again: the rendezvous may have been started anew
                     phases = [beat.phase for beat in _answer(rendezvous.workers.remote()) or []]
                 seen = _answer(rendezvous.status.remote())
                 self._show(shown, seen)
                 if gives_up := bounds.look(time.monotonic(), seen, phases):
                     put_event(job.paths, "workers_given_up", job.fence, reason=gives_up)
-                    self._console.print(f"The workers are ended as they are: {gives_up}. Steps since the newest checkpoint are lost.")
+                    self._console.print(
+                        f"The workers are ended as they are: {gives_up}. Steps since the newest checkpoint are lost."
+                    )
                     break
                 if observe is not None:
                     observe(job)
@@ -452,12 +496,16 @@ class Run:
             return "failed"
         if self._is_over():
             return "stopped_early"
-        undecided = not self._is_evaluated and (self._interrupted.is_set() or self._config.evaluate.patience is not None)
+        undecided = not self._is_evaluated and (
+            self._interrupted.is_set() or self._config.evaluate.patience is not None
+        )
         return "finished" if self._is_complete() and not undecided else "interrupted"
 
 
 def _answer(asked: ray.ObjectRef) -> Any:
-    """What the rendezvous answers; None if it does not for some seconds, on a machine that is overloaded, or out of descriptors."""
+    """What the rendezvous answers; None if it does not for some seconds, on a machine that is overloaded, or out of
+    descriptors.
+    """
     try:
         return ray.get(asked, timeout=_ANSWER_S)
     except ray.exceptions.GetTimeoutError:

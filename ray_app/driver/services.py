@@ -1,4 +1,5 @@
-"""What a run starts to be recorded for others: the tracker, the writer of TensorBoard's files, metrics, and the sampler of the nodes.
+"""What a run starts to be recorded for others: the tracker, the writer of TensorBoard's files, metrics, and the sampler
+of the nodes.
 
 The run's own evaluator, as the driver sees it.
 """
@@ -32,7 +33,9 @@ from ray_app.watch.terminal import SafeConsole
 
 
 def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
-    """The tracker of a run, to be started; None if it is not tracked. On a cluster with a dashboard it says which MLflow run it is."""
+    """The tracker of a run, to be started; None if it is not tracked. On a cluster with a dashboard it says which
+    MLflow run it is.
+    """
     config, manifest = job.config, job.plan.manifest
     if not config.tracking.enabled:
         return None
@@ -77,12 +80,16 @@ def observers_of(config: Config) -> list[Observer]:
                 f"observers has {spec.class_path!r} with init_args {spec.init_args}, which cannot be made: {error}."
             ) from error
         if not isinstance(made[-1], Observer):
-            raise ConfigError(f"observers has {spec.class_path!r}, which is no subclass of ray_app.Observer. Derive it from that.")
+            raise ConfigError(
+                f"observers has {spec.class_path!r}, which is no subclass of ray_app.Observer. Derive it from that."
+            )
     return made
 
 
 def make_sampler(job: Job) -> NodeSampler | None:
-    """The sampler of a run, to be entered; None if it is not wanted, or there is no cluster whose nodes it could look at."""
+    """The sampler of a run, to be entered; None if it is not wanted, or there is no cluster whose nodes it could look
+    at.
+    """
     tracking = job.config.tracking
     if not (tracking.enabled or tracking.tensorboard) or tracking.system_metrics_s is None or not ray.is_initialized():
         return None
@@ -175,7 +182,8 @@ class EvaluatorClient:
         if self._job.section.on_error == "fail":
             kind = DataError if isinstance(why, DataError) else EvaluationError
             raise kind(
-                f"{message}\nAll checkpoints are there. Fix the cause, then start the run again, which evaluates them, or use ray-app"
+                f"{message}\nAll checkpoints are there. Fix the cause, then start the run again, which evaluates them,"
+                f" or use ray-app"
                 f" evaluate --run {self._job.run_root}. With evaluate.on_error: warn the run would count as finished."
             )
         console.print(redact(message))

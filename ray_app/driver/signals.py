@@ -18,8 +18,9 @@ from ray_app.train.membership import Phase, RendezvousStatus
 def stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
     """Turns SIGINT and SIGTERM into a stop at the next step boundary; a second SIGINT raises `KeyboardInterrupt`.
 
-    To be entered after `ray.init`, which puts a handler of its own in place, and left when the run is closed: a run that is claimed says
-    how it ended, also if the signal comes before its workers are there or while its record is being closed.
+    To be entered after `ray.init`, which puts a handler of its own in place, and left when the run is closed: a run
+    that is claimed says how it ended, also if the signal comes before its workers are there or while its record is
+    being closed.
     """
 
     def stop(number: int, _: Any) -> None:
@@ -33,7 +34,9 @@ def stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def ending_at_sigterm() -> Iterator[None]:
-    """Lets SIGTERM raise `KeyboardInterrupt`, as SIGINT does; also after `ray.init`, whose own handler raises `SystemExit(SIGTERM)`."""
+    """Lets SIGTERM raise `KeyboardInterrupt`, as SIGINT does; also after `ray.init`, whose own handler raises
+    `SystemExit(SIGTERM)`.
+    """
     with _handled((signal.SIGTERM,), signal.default_int_handler):
         try:
             yield
@@ -62,7 +65,8 @@ STOP_S, END_S = 15.0, 60.0
 class Bounds:
     """Says when it is no use to wait any longer for workers that are to end, or for the controller after they have.
 
-    A worker that computes, writes a checkpoint or exchanges gradients is not given up here: the step watchdog looks after it.
+    A worker that computes, writes a checkpoint or exchanges gradients is not given up here: the step watchdog looks
+    after it.
 
     Args:
         total_steps: Steps of the run.
@@ -92,7 +96,9 @@ class Bounds:
     def _waits_for(self, seen: RendezvousStatus | None, phases: Collection[Phase] | None) -> tuple[str, float]:
         if phases is None:
             is_done = seen is not None and seen.step >= self._total_steps and not seen.live and not seen.leaving
-            return ("all steps are done, all workers have left, and Ray Train's controller has not ended" if is_done else ""), END_S
+            return (
+                "all steps are done, all workers have left, and Ray Train's controller has not ended" if is_done else ""
+            ), END_S
         if seen is None:
             return "the rendezvous has not answered", STOP_S
         if "data" in phases:

@@ -1,4 +1,5 @@
-"""`train.strategy: single`: the loop in the calling process, for debugging with a breakpoint, with the bits that workers would give.
+"""`train.strategy: single`: the loop in the calling process, for debugging with a breakpoint, with the bits that
+workers would give.
 
 Training in the calling thread (`train.strategy: single`), while another thread shows how far it is.
 """
@@ -40,7 +41,9 @@ def train_here(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> N
     """
     device = torch.device("cuda", 0) if job.config.scaling.gpus_per_worker else torch.device("cpu")
     evaluation = job.evaluation
-    load = (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+    load = (
+        (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+    )
     with given_back():
         train(job, membership, _open_windows, device, hooks, load_evaluation=load)
 
@@ -60,7 +63,8 @@ _here = threading.Lock()
 
 @contextmanager
 def alone_in_front(config: Config, background: bool) -> Iterator[None]:
-    """The time of a run, if it trains in this process: nothing else may draw from torch's generators meanwhile, which are the process's.
+    """The time of a run, if it trains in this process: nothing else may draw from torch's generators meanwhile, which
+    are the process's.
 
     Args:
         config: The run.
@@ -74,12 +78,15 @@ def alone_in_front(config: Config, background: bool) -> Iterator[None]:
         return
     if background:
         raise ConfigError(
-            "train.strategy single trains in this process, and start_training lets your cells run meanwhile, whose random numbers come from"
-            " the same generators: the result would depend on them. Use run_training, or another strategy, which trains in other processes."
+            "train.strategy single trains in this process, and start_training lets your cells run meanwhile, whose"
+            " random numbers come from"
+            " the same generators: the result would depend on them. Use run_training, or another strategy, which trains"
+            " in other processes."
         )
     if not _here.acquire(blocking=False):
         raise ConfigError(
-            "A run with train.strategy single trains in this process already, and two would draw from the same random numbers. Let it end,"
+            "A run with train.strategy single trains in this process already, and two would draw from the same random"
+            " numbers. Let it end,"
             " or use another strategy, which trains in other processes."
         )
     try:

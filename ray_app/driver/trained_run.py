@@ -37,7 +37,8 @@ _STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 
 def trained_job(paths: RunPaths) -> Job:
-    """A run with its task prepared from its data, which can be read, as they were for the training; without evaluation data.
+    """A run with its task prepared from its data, which can be read, as they were for the training; without evaluation
+    data.
 
     Raises:
         ConfigError: It is no run, or its task cannot be made here.
@@ -45,7 +46,9 @@ def trained_job(paths: RunPaths) -> Job:
     """
     job = stored_job(paths)
     dataset = training_data(paths, job.config)
-    refuse_other_schema(read_json(paths.schema) or {}, dataset.facts, f"data.path {job.config.data.path}", f"the run {paths.name!r}")
+    refuse_other_schema(
+        read_json(paths.schema) or {}, dataset.facts, f"data.path {job.config.data.path}", f"the run {paths.name!r}"
+    )
     task = prepare_task(job.task, dataset.facts)
     skips = job.config.data.on_bad_row == "skip"
     fields = specs_like(training_row(job.config, dataset, task)[1], dataset, task.columns(), task.decode, skips)
@@ -61,7 +64,8 @@ def training_data(paths: RunPaths, config: Config) -> Dataset:
     dataset = open_dataset(config.data.path)
     if dataset.manifest.digest != read_manifest(paths).digest:
         raise DataError(
-            f"The data {config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task is made again."
+            f"The data {config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task"
+            f" is made again."
             " Restore it, or use the version that the run was registered as."
         )
     return dataset
@@ -70,9 +74,8 @@ def training_data(paths: RunPaths, config: Config) -> Dataset:
 def chosen(job: Job, which: str) -> Commit:
     """The checkpoint of a run that is meant.
 
-    Args:
-        job: The run.
-        which: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, as `step-00000120-0003` or `step-120`.
+    Args: job: The run. which: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, as
+        `step-00000120-0003` or `step-120`.
 
     Raises:
         ConfigError: There is none of this name.
@@ -87,7 +90,9 @@ def chosen(job: Job, which: str) -> Commit:
     found = [c for c in commits if named and c.step == int(named[1]) and (named[2] is None or c.fence == int(named[2]))]
     if not found:
         valid = ", ".join(job.paths.checkpoint(c.step, c.fence).name for c in commits)
-        raise ConfigError(f"The run {job.paths.name!r} has no checkpoint {which!r}; it must be best, newest or one of {valid}.")
+        raise ConfigError(
+            f"The run {job.paths.name!r} has no checkpoint {which!r}; it must be best, newest or one of {valid}."
+        )
     return found[-1]
 
 
@@ -102,7 +107,10 @@ def best_commit(job: Job) -> tuple[Commit, Evaluation | None]:
     here = [(commits[key], e) for e in evaluations if (key := (e.step, e.params_digest)) in commits]
     commit, found = here[0] if here else (list(commits.values())[-1], None)
     if not any(math.isfinite(e.metrics[job.best_metric]) for e in evaluations) and read_scores(job.paths):
-        none = "%s is not a number in any evaluation of %s, so none says which checkpoint is best; that of step %d is taken."
+        none = (
+            "%s is not a number in any evaluation of %s, so none says which checkpoint is best; that of step %d is"
+            " taken."
+        )
         logger.warning(none, job.best_metric, job.paths.name, commit.step)
         return commit, None
     if evaluations and found is not evaluations[0]:
@@ -177,9 +185,16 @@ def replay(root: str, uri: str | None = None, experiment: str | None = None) -> 
             tracker.send_all(mlflow_status(status))
         except Exception as error:
             raise TrackingError(
-                f"MLflow at {redact(tracker.uri)} did not take everything: {type(error).__name__}: {redact(str(error))}\n"
+                f"MLflow at {redact(tracker.uri)} did not take everything: {type(error).__name__}:"
+                f" {redact(str(error))}\n"
                 f"It took {tracker.sent_points} points now, which are not sent again. Try again when it can be reached."
             ) from error
         if (read_json(paths.summary) or {}).get("mlflow_run_id") != tracker.run_id:
             put_summary(paths, summarize(job, status))
-        return Replayed(str(tracker.run_id), redact(tracker.uri), mlflow_status(status), tracker.sent_points, tracker.sent_evaluations)
+        return Replayed(
+            str(tracker.run_id),
+            redact(tracker.uri),
+            mlflow_status(status),
+            tracker.sent_points,
+            tracker.sent_evaluations,
+        )

@@ -2,9 +2,9 @@
 
 The evaluator actor: watches the store, evaluates what is committed, and writes one file per step.
 
-It shares nothing with the trainer but the run directory, so neither can hold the other up: it says in a hold what it still needs, and
-an evaluation is written once, whoever gets to it first. Where the cluster outlives the driver it does, too: when the driver is gone it
-finishes what is committed, has the run's end recorded, and ends itself.
+It shares nothing with the trainer but the run directory, so neither can hold the other up: it says in a hold what it
+still needs, and an evaluation is written once, whoever gets to it first. Where the cluster outlives the driver it does,
+too: when the driver is gone it finishes what is committed, has the run's end recorded, and ends itself.
 """
 
 from __future__ import annotations
@@ -83,7 +83,13 @@ class EvaluationJob:
 
     def hold(self, done_step: int, expires_s: float) -> Hold:
         """Says which checkpoints it still needs: those after `done_step`."""
-        most = ALL if self.section.patience is not None else 1 if self.section.every == "latest" else self.section.max_pending
+        most = (
+            ALL
+            if self.section.patience is not None
+            else 1
+            if self.section.every == "latest"
+            else self.section.max_pending
+        )
         return Hold(done_step, expires_s, most, self.name)
 
 
@@ -121,8 +127,9 @@ logger = logging.getLogger(__name__)
 
 _NAMESPACE = "ray_app"
 HOLD_S = 1500.0
-"""Seconds that a hold outlives the evaluator, by its own clock: ten minutes for Ray to start it again, and the quarter of an hour that
-clocks may be apart."""
+"""Seconds that a hold outlives the evaluator, by its own clock: ten minutes for Ray to start it again, and the quarter
+of an hour that clocks may be apart.
+"""
 _LONGEST_PAUSE_S = 10.0
 _LOOKS_PER_LEASE = 10
 
@@ -130,11 +137,9 @@ _LOOKS_PER_LEASE = 10
 class Evaluator:
     """Follows the checkpoints of one run until it is stopped. An actor, see `start_evaluator`.
 
-    Args:
-        job: What to evaluate on, and how.
-        fetch: How read tasks run.
-        before_evaluation: For fault tests: called before each evaluation.
-        when_orphaned: Called with the run's directory when the driver is gone and everything is evaluated, and again if it raises
+    Args: job: What to evaluate on, and how. fetch: How read tasks run. before_evaluation: For fault tests: called
+        before each evaluation. when_orphaned: Called with the run's directory when the driver is gone and everything is
+        evaluated, and again if it raises
             RunHeldError or OSError; not given: the driver is not watched, and the evaluator ends with it.
     """
 
@@ -153,7 +158,9 @@ class Evaluator:
         self._error: DataError | str | None = None
         self._is_noted = False
         self._itself, name = _this_actor(), job.name or "evaluator"
-        self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name) if self._itself is not None else None
+        self._output = (
+            Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name) if self._itself is not None else None
+        )
         if self._itself is not None:
             keep_freed_memory()
         device.pin(job.section.threads, job.deterministic)
@@ -186,7 +193,8 @@ class Evaluator:
             self._output.close()
 
     def _note_life(self, commit: Commit) -> None:
-        """Records once that this process evaluates, before its first evaluation: a process that dies while it waits dies of no checkpoint.
+        """Records once that this process evaluates, before its first evaluation: a process that dies while it waits
+        dies of no checkpoint.
 
         Args:
             commit: The checkpoint that is next.
@@ -197,7 +205,11 @@ class Evaluator:
         if self._itself is None or self._is_noted:
             return
         job, context = self._job, ray.get_runtime_context()
-        earlier = [e for e in read_events(job.paths, "evaluator_started") if (e.fence, e.details["by"]) == (job.fence, job.follower)]
+        earlier = [
+            e
+            for e in read_events(job.paths, "evaluator_started")
+            if (e.fence, e.details["by"]) == (job.fence, job.follower)
+        ]
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         facts = {"by": job.follower, "node": context.get_node_id(), "pid": os.getpid(), "after_step": self._done_step}
         self._is_noted = put_event(job.paths, "evaluator_started", job.fence, **facts)
@@ -229,7 +241,9 @@ class Evaluator:
             except Exception as error:  # only the end of the driver is waited for now
                 logger.exception("The evaluator gives up")
                 cause, wait_s = unwrap_app_error(error), look_s
-                self._error = cause if isinstance(cause, DataError) and is_refusal(cause) else f"{type(cause).__name__}: {cause}"
+                self._error = (
+                    cause if isinstance(cause, DataError) and is_refusal(cause) else f"{type(cause).__name__}: {cause}"
+                )
             self._stopped.wait(wait_s)
         return None
 
@@ -316,7 +330,10 @@ class Evaluator:
         if self._arrays is None:
             self._arrays = load_all(self._fetch, job.data).arrays
         manifest = job.data.manifest
-        scores = combine(job.task, score(job.task, self._model, self._arrays, job.section.batch_size, self._device, manifest=manifest))
+        scores = combine(
+            job.task,
+            score(job.task, self._model, self._arrays, job.section.batch_size, self._device, manifest=manifest),
+        )
         if self._output is not None:
             self._output.copy()  # who waits for this evaluation may end this process
         now_s = time.time()
@@ -334,7 +351,15 @@ class Evaluator:
         )
         if put_evaluation(job.paths, made, job.name):
             details = {"by": job.name} if job.name else {}
-            put_event(job.paths, "evaluated", job.fence, step=commit.step, metrics=made.metrics, duration_s=made.duration_s, **details)
+            put_event(
+                job.paths,
+                "evaluated",
+                job.fence,
+                step=commit.step,
+                metrics=made.metrics,
+                duration_s=made.duration_s,
+                **details,
+            )
 
     def _skipped(self, commit: Commit, reason: str) -> None:
         details = {"by": self._job.name} if self._job.name else {}
@@ -344,10 +369,8 @@ class Evaluator:
 def deaths_in_a_row(lives: Sequence[Mapping[str, Any]], done_step: int, alive: Collection[str]) -> int:
     """How many processes of an evaluator died since its last evaluation, on nodes that still live.
 
-    Args:
-        lives: `node` and `after_step`, the step that was evaluated last, of each process that has ended, in their order.
-        done_step: The step that was evaluated last.
-        alive: Ids of the nodes that live.
+    Args: lives: `node` and `after_step`, the step that was evaluated last, of each process that has ended, in their
+        order. done_step: The step that was evaluated last. alive: Ids of the nodes that live.
     """
     deaths = 0
     for life in reversed(lives):
@@ -365,11 +388,14 @@ def _this_actor() -> Any | None:
 
 
 def start_evaluator(
-    job: EvaluationJob, before_evaluation: Callable[[Commit], None] | None = None, when_orphaned: Callable[[str], object] | None = None
+    job: EvaluationJob,
+    before_evaluation: Callable[[Commit], None] | None = None,
+    when_orphaned: Callable[[str], object] | None = None,
 ) -> Any:
     """Holds the checkpoints, starts the actor with its own resources, and returns its handle.
 
-    Ray starts it again whenever it dies; what it had not finished is then evaluated anew. It gives up after three deaths at one checkpoint.
+    Ray starts it again whenever it dies; what it had not finished is then evaluated anew. It gives up after three
+    deaths at one checkpoint.
 
     Args:
         job: What to evaluate on, and how.

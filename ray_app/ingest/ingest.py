@@ -1,14 +1,15 @@
 """Raw data -> Parquet shards: the raw format's reader, tasks that write shards of their own, and `dataset.json` last.
 
-a. a reader (`readers/`) cuts the source into pieces, by what is in it and not by who will read them
-b. each piece is a task (`pieces.py`), in threads or on a cluster (`runners.py`): it streams tables with a `row_id`, renames columns, holds
-   `label` to int64 without gaps, makes tokens of texts (`texts.py`), refuses rows with a reason, and lets a keyed hash of the row's id
-   choose `train` or `eval`; tokens may be packed into blocks then
-c. the rows of all pieces are put into the order of a hash of their ids, in two stages of tasks (`mixing.py`), unless the source mixes them
-   itself; `Shards` cuts them into row groups and files bounded in rows and bytes
+a. a reader (`readers/`) cuts the source into pieces, by what is in it and not by who will read them b. each piece is a
+task (`pieces.py`), in threads or on a cluster (`runners.py`): it streams tables with a `row_id`, renames columns, holds
+   `label` to int64 without gaps, makes tokens of texts (`texts.py`), refuses rows with a reason, and lets a keyed hash
+   of the row's id choose `train` or `eval`; tokens may be packed into blocks then
+c. the rows of all pieces are put into the order of a hash of their ids, in two stages of tasks (`mixing.py`), unless
+   the source mixes them itself; `Shards` cuts them into row groups and files bounded in rows and bytes
 d. what the pieces say of themselves is put together (`described.py`), and the folder becomes the target (`target.py`)
 
-Running the tasks of an ingest: in threads of this process, or as Ray tasks on any CPU of a cluster. Both give results in order.
+Running the tasks of an ingest: in threads of this process, or as Ray tasks on any CPU of a cluster. Both give results
+in order.
 
 Arrays of a notebook or a program as a data set.
 """
@@ -118,21 +119,39 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 LAYOUT = 5
-"""Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has begun."""
+"""Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has
+begun.
+"""
 
 READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
-    "images": lambda path, options: Images(place_of(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)),
+    "images": lambda path, options: Images(
+        place_of(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)
+    ),
     "csv": lambda path, options: Csv(
-        place_of(path), options.label, options.on_bad_row == "skip", options.piece_bytes, options.delimiter, options.column_names
+        place_of(path),
+        options.label,
+        options.on_bad_row == "skip",
+        options.piece_bytes,
+        options.delimiter,
+        options.column_names,
     ),
     "jsonl": lambda path, options: JsonLines(
-        place_of(path), options.label, options.columns, options.ragged or [], options.on_bad_row == "skip", options.piece_bytes
+        place_of(path),
+        options.label,
+        options.columns,
+        options.ragged or [],
+        options.on_bad_row == "skip",
+        options.piece_bytes,
     ),
     "numpy": lambda path, options: Numpy(place_of(path), options.shard_rows),
     "idx": lambda path, options: Idx(place_of(path), options.shard_rows),
     "cifar": lambda path, options: Cifar(place_of(path)),
-    "webdataset": lambda path, options: WebDataset(path, options.label, options.columns, options.check, options.piece_bytes),
-    "tfrecord": lambda path, options: TFRecord(path, options.label, options.columns, options.check, options.piece_bytes),
+    "webdataset": lambda path, options: WebDataset(
+        path, options.label, options.columns, options.check, options.piece_bytes
+    ),
+    "tfrecord": lambda path, options: TFRecord(
+        path, options.label, options.columns, options.check, options.piece_bytes
+    ),
     "hf": lambda path, options: HuggingFace(
         place_of(path),
         options.label,
@@ -175,7 +194,9 @@ class PartSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What `ingest` made or found: one part with the name "", or `train` and `eval`, also `test`, or those that the source has."""
+    """What `ingest` made or found: one part with the name "", or `train` and `eval`, also `test`, or those that the
+    source has.
+    """
 
     path: str
     parts: dict[str, PartSummary]
@@ -190,8 +211,8 @@ class DatasetSummary:
 def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSummary:
     """Turns raw data into one or more folders of Parquet shards, each with a `dataset.json`.
 
-    Memory is bounded by a row group and a block of the source for each task at a time, not by the data. The target folder appears complete
-    or not at all. After an interruption the same call does what is left.
+    Memory is bounded by a row group and a block of the source for each task at a time, not by the data. The target
+    folder appears complete or not at all. After an interruption the same call does what is left.
 
     Args:
         options: What to do.
@@ -218,9 +239,13 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
         try:
             _write_all(parts, sides, options, made_from, folder, run)
         except (StorageError, OSError) as error:
-            if found := output.existing(out, made_from):  # on S3, where two may write the same, the other one has finished it
+            if found := output.existing(
+                out, made_from
+            ):  # on S3, where two may write the same, the other one has finished it
                 return _summary(str(out), found, reused=True)
-            raise StorageError(f"{str(error).rstrip('.')}. Once that is mended, start the same again: it does what is left.") from error
+            raise StorageError(
+                f"{str(error).rstrip('.')}. Once that is mended, start the same again: it does what is left."
+            ) from error
         except (ConfigError, DataError):
             output.discard(folder)
             raise
@@ -247,7 +272,9 @@ def _path(out: str, side: str) -> str:
 
 
 def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
-    """What decides the output: the options without paths, a digest of the files' names, sizes and times, and how this version writes."""
+    """What decides the output: the options without paths, a digest of the files' names, sizes and times, and how this
+    version writes.
+    """
     chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
     chosen["row_group_rows"] = options.limits[1]
     if options.source in ("digits", "idx", "cifar"):
@@ -256,12 +283,16 @@ def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
         chosen["tokenizer"] = Texts(options).digest
     sha = hashlib.sha256()
     for file in reader.files():
-        sha.update(f"{_name_in(file.place, options)}\0{file.size}\0{file.changed_ns}\n".encode(errors="surrogateescape"))
+        sha.update(
+            f"{_name_in(file.place, options)}\0{file.size}\0{file.changed_ns}\n".encode(errors="surrogateescape")
+        )
     return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 
 
 def _name_in(place: Place, options: IngestOptions) -> str:
-    """The name of a source's file below the input; "." for the input itself; its own name where the input is a pattern."""
+    """The name of a source's file below the input; "." for the input itself; its own name where the input is a
+    pattern.
+    """
     root = place_of(str(options.input))
     if place == root:
         return "."
@@ -296,7 +327,11 @@ def _write_all(
         if not any(piece[files] for piece in made[side]):
             kept = sum(file["rows"] for other in sides[part.name] for piece in made[other] for file in piece[files])
             rows = kept + sum(len(refused[other]) for other in sides[part.name])
-            where = f"the side {side!r} of the split gets" if len(sides[part.name]) > 1 and rows else f"source {options.source!r} has"
+            where = (
+                f"the side {side!r} of the split gets"
+                if len(sides[part.name]) > 1 and rows
+                else f"source {options.source!r} has"
+            )
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
     mixed = _mix({side: made[side] for side, part in part_of.items() if not part.keeps_order}, options, folder, run)
     for side, part in part_of.items():
@@ -308,16 +343,26 @@ def _write_all(
         place = side_folder(folder, side)
         if refused[side] or part.skipped_files:
             put_atomic(place / "refused.jsonl", refused_lines([*refused[side], *part.skipped_files]))
-        about = {"format_version": FORMAT_VERSION, "source": options.source, **facts, "parts": sorted(part_of), "made_from": made_from}
+        about = {
+            "format_version": FORMAT_VERSION,
+            "source": options.source,
+            **facts,
+            "parts": sorted(part_of),
+            "made_from": made_from,
+        }
         shards = {shard["path"] for shard in facts["shards"]}
-        read_footers(place, [file for file in files_below(place, ".parquet") if relative(file, place) in shards], trusted=True).put(place)
+        read_footers(
+            place, [file for file in files_below(place, ".parquet") if relative(file, place) in shards], trusted=True
+        ).put(place)
         put_json(place / "dataset.json", about)
 
 
 def _write_pieces(
     parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
-    """Reads the source; returns what each side's pieces have written, and what is in each part's columns of text, in their order."""
+    """Reads the source; returns what each side's pieces have written, and what is in each part's columns of text, in
+    their order.
+    """
     tasks = [
         PieceTask(part.name, number, piece, sides[part.name], options, folder, part.keeps_order)
         for part in parts
@@ -336,7 +381,9 @@ def _write_pieces(
     return made, text_columns
 
 
-def _mix(made: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: Location, run: base.Run) -> dict[str, list[dict[str, Any]]]:
+def _mix(
+    made: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: Location, run: base.Run
+) -> dict[str, list[dict[str, Any]]]:
     """Makes shards of the runs of sides; returns what each side's shards are, in their order.
 
     Raises:
@@ -350,21 +397,27 @@ def _mix(made: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: 
         put = sum(run["rows"] for piece in pieces for run in piece["runs"])
         got = sum(shard["rows"] for bucket in mixed[side] for shard in bucket["shards"])
         if put != got:
-            raise StorageError(f"{folder}: of {put} rows that were written to be mixed {got} came back. Remove it and start again.")
+            raise StorageError(
+                f"{folder}: of {put} rows that were written to be mixed {got} came back. Remove it and start again."
+            )
     return mixed
 
 
-def ingest_arrays(folder: str, *, eval_fraction: float | None = None, seed: int = 0, **arrays: npt.ArrayLike) -> DatasetSummary:
-    """Makes a data set of arrays, as `ray-app ingest --source numpy` does of files: `ingest_arrays("datasets/mine", x=x, y=y)`.
+def ingest_arrays(
+    folder: str, *, eval_fraction: float | None = None, seed: int = 0, **arrays: npt.ArrayLike
+) -> DatasetSummary:
+    """Makes a data set of arrays, as `ray-app ingest --source numpy` does of files: `ingest_arrays("datasets/mine",
+    x=x, y=y)`.
 
-    The same call with the same arrays returns what is there. For a moment the arrays are also in files of the temporary folder.
+    The same call with the same arrays returns what is there. For a moment the arrays are also in files of the temporary
+    folder.
 
-    Args:
-        folder: What to create, on a disk or on s3://; it holds the data set, or the data sets `train` and `eval`, also `test`.
-        eval_fraction: See `IngestOptions.eval_fraction`.
-        seed: See `IngestOptions.seed`.
-        **arrays: Of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the column `label` (integers) or
-            `target`, others keep their names. With `x_train`, `y_train`, `x_test`, `y_test` the data sets are `train`, `eval` and `test`.
+    Args: folder: What to create, on a disk or on s3://; it holds the data set, or the data sets `train` and `eval`,
+        also `test`. eval_fraction: See `IngestOptions.eval_fraction`. seed: See `IngestOptions.seed`. **arrays: Of
+        shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the column `label`
+        (integers) or
+            `target`, others keep their names. With `x_train`, `y_train`, `x_test`, `y_test` the data sets are `train`,
+            `eval` and `test`.
 
     Raises:
         ConfigError: The folder holds something else.
@@ -390,10 +443,13 @@ def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
     except ValueError as error:  # rows of different lengths
         raise DataError(f"{name}: {error}. Give an array with one entry for each row, all of one shape.") from error
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        raise DataError(f"{name}: {int(np.ma.count_masked(array))} values are masked. Fill them or leave their rows out.")
+        raise DataError(
+            f"{name}: {int(np.ma.count_masked(array))} values are masked. Fill them or leave their rows out."
+        )
     if array.dtype.kind not in "biuf":
         raise DataError(
-            f"{name}: an array of {array.dtype}; allowed are bool, integers and floats without missing values. Convert it to numbers,"
+            f"{name}: an array of {array.dtype}; allowed are bool, integers and floats without missing values. Convert"
+            f" it to numbers,"
             " labels by numpy.unique(y, return_inverse=True)[1]."
         )
     return np.ascontiguousarray(array)

@@ -12,56 +12,63 @@ from ray_app.storage.files import location
 Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "tfrecord", "hf", "parquet", "digits"]
 _GROUP_ROWS, _DIGITS_GROUP_ROWS = 500, 5_000
 _EVAL_FRACTION: dict[str, float] = {"digits": 0.2, "idx": 0.1, "cifar": 0.1, "numpy": 0.1}
-"""Where it is not given: of digits, and of the training rows of sources that have rows to train on and rows to test on."""
+"""Where it is not given: of digits, and of the training rows of sources that have rows to train on and rows to test on.
+"""
 
 
 @dataclass(frozen=True)
 class IngestOptions:
     """What to read and how to write it; checked by `ingest`.
 
-    Args:
-        source: Raw format. images: a folder with one sub-folder a class. csv: a .csv, .tsv or .gz file, or a folder of them. jsonl: the
-            same with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with x.npy and y.npy, or with x_train,
-            y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with MNIST-format files. cifar: the folder of CIFAR-10 or
-            CIFAR-100, binary or python version. webdataset: tar files, as a folder, a file, or a pattern with * or {000..012}. tfrecord:
-            TFRecord files of `tf.train.Example`, likewise. hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or
-            .parquet files. parquet: nothing to do; it is checked and described. digits: scikit-learn's bundled 8x8 images.
-        out: Folder to create, on a disk or on s3://. One that was made with the same options from the same files is returned as it is;
-            anything else that is not empty is refused. Not for parquet.
+    Args: source: Raw format. images: a folder with one sub-folder a class. csv: a .csv, .tsv or .gz file, or a folder
+        of them. jsonl: the
+            same with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with x.npy and
+            y.npy, or with x_train, y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with MNIST-format
+            files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar files, as a
+            folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of `tf.train.Example`, likewise.
+            hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or .parquet files. parquet: nothing
+            to do; it is checked and described. digits: scikit-learn's bundled 8x8 images.
+        out: Folder to create, on a disk or on s3://. One that was made with the same options from the same files is
+            returned as it is; anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or on s3://; not for digits.
-        label: For csv, jsonl and hf: the column that becomes `label`; strings become class indices in sorted order. For tfrecord: the
-            feature of one integer. For hf and tfrecord not needed if it is called label. For webdataset: the key of an integer in each
-            .json; not needed with .cls.
-        delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Not given: a comma, or what of semicolon, tab
-            and vertical bar the first rows of the first file are separated by.
-        column_names: For csv: names of the columns of files without a header line. A first line that holds just these names is a header
-            line.
-        columns: For jsonl, hf, tfrecord and webdataset: the columns to keep, by their names before rename, the label besides; not given:
-            all.
-        ragged: For jsonl and hf: columns of lists of any length, also empty ones, by their names in the source: lists of numbers, such as
-            tokens, or of lists that have one size, that of the first that is not empty, such as boxes. Not given: lists have one shape in
-            all rows.
+        label: For csv, jsonl and hf: the column that becomes `label`; strings become class indices in sorted order. For
+            tfrecord: the feature of one integer. For hf and tfrecord not needed if it is called label. For webdataset:
+            the key of an integer in each .json; not needed with .cls.
+        delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Not given: a comma, or what
+            of semicolon, tab and vertical bar the first rows of the first file are separated by.
+        column_names: For csv: names of the columns of files without a header line. A first line that holds just these
+            names is a header line.
+        columns: For jsonl, hf, tfrecord and webdataset: the columns to keep, by their names before rename, the label
+            besides; not given: all.
+        ragged: For jsonl and hf: columns of lists of any length, also empty ones, by their names in the source: lists
+            of numbers, such as tokens, or of lists that have one size, that of the first that is not empty, such as
+            boxes. Not given: lists have one shape in all rows.
         rename: New name by the name that a column would have, such as {"y": "target"}.
-        tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a disk or on s3://, by
-            which texts become the column `tokens`, lists of int32. What it says of padding and truncation is not done.
+        tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a
+            disk or on s3://, by which texts become the column `tokens`, lists of int32. What it says of padding and
+            truncation is not done.
         text: With a tokenizer: the column of texts, by the name that it would have; `tokens` stands in its place.
         end_of_text: With a tokenizer: the token that is added at the end of each text, such as <|endoftext|>.
-        pack: With a tokenizer: so many tokens a row. The texts of a piece, and of a data set, are put one after the other and cut into
-            blocks, each token once; the last block of a piece may be shorter. There are no other columns then.
-        eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`, chosen by
-            a keyed hash of the row's id: not exactly this fraction, nor exactly the same in each class. Of sources with `train` and
-            `test` a part of `train`; not for those that have other data sets themselves. Not given: for digits, where it is exactly
-            stratified, 0.2; for idx, cifar and numpy with a `test` 0.1; for others none.
+        pack: With a tokenizer: so many tokens a row. The texts of a piece, and of a data set, are put one after the
+            other and cut into blocks, each token once; the last block of a piece may be shorter. There are no other
+            columns then.
+        eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`, chosen
+            by a keyed hash of the row's id: not exactly this fraction, nor exactly the same in each class. Of sources
+            with `train` and `test` a part of `train`; not for those that have other data sets themselves. Not given:
+            for digits, where it is exactly stratified, 0.2; for idx, cifar and numpy with a `test` 0.1; for others
+            none.
         seed: Key of that hash.
-        check: For images, webdataset, tfrecord and hf: decode each image now, so that a damaged one is refused here and not in training.
-        on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in `refused.jsonl`.
+        check: For images, webdataset, tfrecord and hf: decode each image now, so that a damaged one is refused here and
+            not in training.
+        on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in
+            `refused.jsonl`.
         max_bad_rows: Most rows that skip may leave out.
         shard_rows: Most rows of one Parquet file.
-        row_group_rows: Most rows of one row group. Not given: 500, few against a shuffle window, which reads whole row groups; 5,000 for
-            digits.
+        row_group_rows: Most rows of one row group. Not given: 500, few against a shuffle window, which reads whole row
+            groups; 5,000 for digits.
         row_group_bytes: Most bytes of one row group before compression; a larger single row has one of its own.
-        piece_bytes: Most bytes of input that one task reads; a larger single file is read by one. Decides where files begin, like
-            shard_rows, and not how many tasks there are.
+        piece_bytes: Most bytes of input that one task reads; a larger single file is read by one. Decides where files
+            begin, like shard_rows, and not how many tasks there are.
     """
 
     source: Source
@@ -124,7 +131,9 @@ _AT_LEAST_ONE: dict[str, int | None] = {
 
 
 def _is_delimiter(text: str) -> bool:
-    r"""Whether a text is one ASCII character that may stand between values, or `\t`, as a command line passes a tab on."""
+    r"""Whether a text is one ASCII character that may stand between values, or `\t`, as a command line passes a
+    tab on.
+    """
     return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
 
 
@@ -141,7 +150,9 @@ def check(options: IngestOptions, sources: list[str]) -> None:
     if options.source not in sources:
         raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(sources)}.")
     if (options.source == "digits") == bool(options.input):
-        needs = "reads no input; leave it out" if options.source == "digits" else "needs an input; give a file or folder"
+        needs = (
+            "reads no input; leave it out" if options.source == "digits" else "needs an input; give a file or folder"
+        )
         raise ConfigError(f"input is {options.input!r}: source {options.source!r} {needs}.")
     if (options.source == "parquet") == bool(options.out):
         needs = "is trained on as it is; leave out away" if options.source == "parquet" else "needs a folder to create"
@@ -152,7 +163,8 @@ def check(options: IngestOptions, sources: list[str]) -> None:
         value = getattr(options, name)
         if value != getattr(IngestOptions, name) and options.source not in allowed:
             raise ConfigError(
-                f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it out for"
+                f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it"
+                f" out for"
                 f" {options.source!r}{_INSTEAD.get(name, '')}."
             )
     _check_text(options)
@@ -160,7 +172,8 @@ def check(options: IngestOptions, sources: list[str]) -> None:
         raise ConfigError(f"eval_fraction is {options.eval_fraction}; allowed is 0 to below 1, or leave it out.")
     if options.on_bad_row not in ("fail", "skip") or options.max_bad_rows < 0:
         raise ConfigError(
-            f"on_bad_row is {options.on_bad_row!r}, max_bad_rows {options.max_bad_rows}; allowed are fail or skip, and 0 or more."
+            f"on_bad_row is {options.on_bad_row!r}, max_bad_rows {options.max_bad_rows}; allowed are fail or skip, and"
+            f" 0 or more."
         )
     for name, most in _AT_LEAST_ONE.items():
         if (value := getattr(options, name)) is not None and (value < 1 or (most and value > most)):
@@ -169,13 +182,21 @@ def check(options: IngestOptions, sources: list[str]) -> None:
 
 def _check_text(options: IngestOptions) -> None:
     """Refuses options of text files and of texts that cannot be meant."""
-    if options.tokenizer is None and (given := [name for name in _OF_TEXTS if getattr(options, name) != getattr(IngestOptions, name)]):
-        raise ConfigError(f"{given[0]} is {getattr(options, given[0])!r}, which is of texts that become tokens; give a tokenizer, too.")
+    if options.tokenizer is None and (
+        given := [name for name in _OF_TEXTS if getattr(options, name) != getattr(IngestOptions, name)]
+    ):
+        raise ConfigError(
+            f"{given[0]} is {getattr(options, given[0])!r}, which is of texts that become tokens; give a tokenizer,"
+            f" too."
+        )
     if options.pack is not None and options.ragged:
-        raise ConfigError(f"ragged is {options.ragged!r}: with pack there are no columns but the tokens; leave ragged out.")
+        raise ConfigError(
+            f"ragged is {options.ragged!r}: with pack there are no columns but the tokens; leave ragged out."
+        )
     if options.delimiter is not None and not _is_delimiter(options.delimiter):
         raise ConfigError(
-            rf"delimiter is {options.delimiter!r}; allowed is one ASCII character, such as ; or | or \t, but no quote and no line end."
+            rf"delimiter is {options.delimiter!r}; allowed is one ASCII character, such as ; or | or \t, but no quote"
+            rf" and no line end."
         )
     if options.columns is not None and not options.columns:
         raise ConfigError("columns is []; name at least one column to keep, or leave it out to keep all.")

@@ -1,10 +1,12 @@
 """Where things are in the folder that an ingest writes.
 
-The folder that `ingest` makes: is it there already, from the same options and files; if not, where to write, and how it becomes one.
+The folder that `ingest` makes: is it there already, from the same options and files; if not, where to write, and how it
+becomes one.
 
-On a disk everything is written into a folder beside the target, which gets its name by one rename at the end. S3 has no rename: there
-the target itself is written, and `_ingest.json` in each data set says that it is not complete until its `dataset.json` is there. Either
-way what an interrupted ingest has finished is found again by the next one of the same options and files.
+On a disk everything is written into a folder beside the target, which gets its name by one rename at the end. S3 has no
+rename: there the target itself is written, and `_ingest.json` in each data set says that it is not complete until its
+`dataset.json` is there. Either way what an interrupted ingest has finished is found again by the next one of the same
+options and files.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def scratch(folder: Location) -> tempfile.TemporaryDirectory[str]:
 
 
 def existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """The content of each `dataset.json` in `out`, by data set, if all was made from the same; None where `out` can be written.
+    """The content of each `dataset.json` in `out`, by data set, if all was made from the same; None where `out` can be
+    written.
 
     Raises:
         ConfigError: Something else is there.
@@ -70,7 +73,9 @@ def existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, An
 
 
 def _taken(out: Location, reason: str) -> ConfigError:
-    return ConfigError(f"out {str(out)!r} is not empty and {reason}. Nothing was written: give another folder or remove it.")
+    return ConfigError(
+        f"out {str(out)!r} is not empty and {reason}. Nothing was written: give another folder or remove it."
+    )
 
 
 def _is_resumable(out: Location, inner: list[str], parts: dict[str, Any], made_from: dict[str, Any]) -> bool:
@@ -90,7 +95,11 @@ def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any])
         if sorted(parts) != part.get("parts"):
             return f"holds {sorted(parts)} of the data sets {part.get('parts')}"
         before = part["made_from"]["options"]
-        changed = [f"{key} {before[key]!r}, now {now[key]!r}" for key in now if before.setdefault(key, defaults[key]) != now[key]]
+        changed = [
+            f"{key} {before[key]!r}, now {now[key]!r}"
+            for key in now
+            if before.setdefault(key, defaults[key]) != now[key]
+        ]
         if changed:
             return "was made with other options: " + ", ".join(changed)
         if part["made_from"]["source_digest"] != made_from["source_digest"]:
@@ -105,7 +114,8 @@ def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any])
 
 @contextmanager
 def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> Iterator[Location]:
-    """The folder to write into, with what an interrupted ingest of the same has finished; one process at a time has it on a disk.
+    """The folder to write into, with what an interrupted ingest of the same has finished; one process at a time has it
+    on a disk.
 
     Args:
         out: The target.
@@ -133,7 +143,9 @@ def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> I
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Waits until no other process of this machine writes there; a process that ends, however it does, gives it free."""
+    """Waits until no other process of this machine writes there; a process that ends, however it does, gives it
+    free.
+    """
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX)

@@ -37,7 +37,8 @@ MAX_COUNTED_LABELS = 100_000
 class Shards:
     """Cuts a stream of tables into files: `part-00000.parquet`, and if that is full `part-00000_001.parquet` and so on.
 
-    Where it cuts depends on the rows and the limits only, not on how the stream comes in tables. A file gets its name when it is finished.
+    Where it cuts depends on the rows and the limits only, not on how the stream comes in tables. A file gets its name
+    when it is finished.
 
     Args:
         folder: Where the files go; created here.
@@ -48,7 +49,9 @@ class Shards:
         row_group_bytes: Most bytes of one row group before compression; a larger single row has one of its own.
     """
 
-    def __init__(self, folder: Location, stem: str, scratch: Path, shard_rows: int, row_group_rows: int, row_group_bytes: int) -> None:
+    def __init__(
+        self, folder: Location, stem: str, scratch: Path, shard_rows: int, row_group_rows: int, row_group_bytes: int
+    ) -> None:
         if isinstance(folder, Path):
             folder.mkdir(exist_ok=True)
         scratch.mkdir(exist_ok=True)
@@ -91,7 +94,11 @@ class Shards:
 
     def description(self) -> dict[str, Any]:
         """Its `shards`, `columns` and `labels` (rows by label; None: too many to count)."""
-        labels = {str(label): rows for label, rows in self._labels.items()} if len(self._labels) <= MAX_COUNTED_LABELS else None
+        labels = (
+            {str(label): rows for label, rows in self._labels.items()}
+            if len(self._labels) <= MAX_COUNTED_LABELS
+            else None
+        )
         return {"shards": self._shards, "columns": self._columns, "labels": labels}
 
     @property
@@ -100,7 +107,9 @@ class Shards:
         return f"{self._stem}{f'_{len(self._shards):03d}' if self._shards else ''}.parquet"
 
     def _fitting(self, before: npt.NDArray[np.int64], start: int) -> int:
-        """How many rows from `start` fit into the row group, at least 1 if it is empty; `before`: bytes before each row."""
+        """How many rows from `start` fit into the row group, at least 1 if it is empty; `before`: bytes before each
+        row.
+        """
         shard_rows, row_group_rows, row_group_bytes = self._limits
         room_rows = min(row_group_rows, shard_rows - self._shard_rows) - self._pending_rows
         room_bytes = row_group_bytes - self._pending_bytes
@@ -116,7 +125,9 @@ class Shards:
             self._writer.write_table(table, row_group_size=table.num_rows)
         except OSError as error:
             if error.errno is None:  # pyarrow's word for what Parquet cannot hold; an error of the disk has a number
-                raise DataError(f"the columns {table.column_names} cannot be written: {error}. Leave out the one that it is.") from error
+                raise DataError(
+                    f"the columns {table.column_names} cannot be written: {error}. Leave out the one that it is."
+                ) from error
             raise
         self._shard_rows += table.num_rows
         if self._shard_rows == self._limits[0]:
@@ -129,7 +140,12 @@ class Shards:
         path = self._scratch / self._name
         footer = pq.read_metadata(path)
         assert footer.num_rows == self._shard_rows
-        described = {"path": path.name, "rows": footer.num_rows, "row_groups": footer.num_row_groups, "bytes": path.stat().st_size}
+        described = {
+            "path": path.name,
+            "rows": footer.num_rows,
+            "row_groups": footer.num_row_groups,
+            "bytes": path.stat().st_size,
+        }
         publish(path, self._folder / path.name)
         self._shards.append(described)
         self._writer, self._shard_rows = None, 0
@@ -198,7 +214,8 @@ def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     return pq.ParquetWriter(
         path,
         schema,
-        compression={f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in schema if not _is_list(f.type)} | lists,
+        compression={f.name: "NONE" if pa.types.is_binary(f.type) else "ZSTD" for f in schema if not _is_list(f.type)}
+        | lists,
         use_dictionary=[name for name in plain if name != "row_id"],
         write_statistics=[*plain, *lists],
     )
@@ -247,7 +264,9 @@ def _class_counts(part: Part, made: list[dict[str, Any]]) -> dict[str, int] | No
         labels.update({int(label): rows for label, rows in piece["labels"].items()})
     if part.classes is not None:
         return {name: labels[label] for label, name in enumerate(part.classes)}
-    return {str(label): rows for label, rows in sorted(labels.items())} if 0 < len(labels) <= MAX_COUNTED_LABELS else None
+    return (
+        {str(label): rows for label, rows in sorted(labels.items())} if 0 < len(labels) <= MAX_COUNTED_LABELS else None
+    )
 
 
 def columns_of(made: list[dict[str, Any]], files: str) -> dict[str, Any]:
@@ -264,7 +283,8 @@ def columns_of(made: list[dict[str, Any]], files: str) -> dict[str, Any]:
         same = {name: {**column, "nulls": 0} for name, column in facts.items()}
         if found and same != {name: {**column, "nulls": 0} for name, column in found.items()}:
             raise DataError(
-                f"A part of the input gives the columns {same}, another one {found}; all files of a data set have the same. Correct the"
+                f"A part of the input gives the columns {same}, another one {found}; all files of a data set have the"
+                f" same. Correct the"
                 " input."
             )
         for name, column in facts.items():
@@ -315,7 +335,9 @@ def _missing(dataset: Dataset) -> dict[str, int]:
             DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
         ):
             for index in map(int, manifest.index_in_file[list(groups)]):
-                for table in file.iter_batches(index, names, min(_MAX_ROWS, file.rows_within(index, names, _BATCH_BYTES))):
+                for table in file.iter_batches(
+                    index, names, min(_MAX_ROWS, file.rows_within(index, names, _BATCH_BYTES))
+                ):
                     for name in names:
                         missing[name] += len(missing_reasons(table.select([name])))
     return missing
@@ -331,13 +353,16 @@ def _why_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:
 _MISSING = pa.array(["", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A"])
 _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 _WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
-"""Numbers as people and spreadsheets write them: with a decimal comma, groups of three digits, a sign of a currency or of per cent."""
+"""Numbers as people and spreadsheets write them: with a decimal comma, groups of three digits, a sign of a currency or
+of per cent.
+"""
 _TRUTH = r"(?i)^\s*(true|false)\s*$"
 _MAX_SAID = 40
 
 Counts = dict[str, Any]
-"""Of a column of text: `values` that are not missing, those that are `numbers`, `written` as numbers in another way or `truth` values, and
-`first`: the id and the value of the first row that is none of what most are."""
+"""Of a column of text: `values` that are not missing, those that are `numbers`, `written` as numbers in another way or
+`truth` values, and `first`: the id and the value of the first row that is none of what most are.
+"""
 
 
 class TextColumns:
@@ -404,10 +429,19 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]]) -> str 
         kind, odd, cause = "true or false", values - total["truth"], "truth"
     row_id, value = first.get(cause) or first["any"]
     if cause == "any":
-        why = f"all of its {values} values are {kind}, such as {value!r} in {row_id}: they are text in the source, or too long for 64 bits"
+        why = (
+            f"all of its {values} values are {kind}, such as {value!r} in {row_id}: they are text in the source, or too"
+            f" long for 64 bits"
+        )
         return f"column {name!r} is text, although {why}."
     if cause == "written":
-        why = f"{total['written']} of its {values} values are numbers written in another way, the first is {value!r} in {row_id}"
+        why = (
+            f"{total['written']} of its {values} values are numbers written in another way, the first is {value!r} in"
+            f" {row_id}"
+        )
         return f"column {name!r} is text: {why}. Write them with digits and a decimal point alone, as in 1234.5."
     why = f"{odd} of its {values} values are not {kind}, the first is {value!r} in {row_id}"
-    return f"column {name!r} is text: {why}. Correct them, or leave them empty where they are missing, if it is to hold {kind}."
+    return (
+        f"column {name!r} is text: {why}. Correct them, or leave them empty where they are missing, if it is to hold"
+        f" {kind}."
+    )

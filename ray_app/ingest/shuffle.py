@@ -1,7 +1,9 @@
-"""Rows in the order of a hash of their ids, however sorted the source is: training mixes within windows, which then are like the whole.
+"""Rows in the order of a hash of their ids, however sorted the source is: training mixes within windows, which then are
+like the whole.
 
-Two stages of tasks, so that memory is bounded and the order depends on the rows alone: the pieces of the source write runs, files of some
-rows in the order of their hashes; then each bucket, a range of hashes, takes its rows out of all runs and writes shards.
+Two stages of tasks, so that memory is bounded and the order depends on the rows alone: the pieces of the source write
+runs, files of some rows in the order of their hashes; then each bucket, a range of hashes, takes its rows out of all
+runs and writes shards.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Runs:
-    """Writes a stream of tables as files of rows in the order of their hashes, each with the hashes at which its batches begin.
+    """Writes a stream of tables as files of rows in the order of their hashes, each with the hashes at which its
+    batches begin.
 
     Args:
         folder: Where the files go.
@@ -76,7 +79,8 @@ class Runs:
             known = self._columns.setdefault(column.name, facts)
             if {**known, "nulls": 0} != {**facts, "nulls": 0}:
                 raise DataError(
-                    f"the column {column.name!r} is {known} in one file of the input and {facts} in another one; all files of a data set"
+                    f"the column {column.name!r} is {known} in one file of the input and {facts} in another one; all"
+                    f" files of a data set"
                     " have the same. Correct the input."
                 )
             known["nulls"] += table[column.name].null_count
@@ -108,7 +112,9 @@ class Runs:
         with pa.ipc.new_file(path, schema) as file:
             for part in parts:
                 file.write_table(table.take(part).combine_chunks())
-        self._runs.append({"path": path.name, "rows": len(order), "row_bytes": int(sizes.sum()), "bytes": path.stat().st_size})
+        self._runs.append(
+            {"path": path.name, "rows": len(order), "row_bytes": int(sizes.sum()), "bytes": path.stat().st_size}
+        )
         publish(path, self._folder / path.name)
 
 

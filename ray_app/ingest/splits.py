@@ -1,7 +1,8 @@
-"""One task of an ingest: a piece of the source becomes shards, or runs to be mixed, and a record that says that they are complete.
+"""One task of an ingest: a piece of the source becomes shards, or runs to be mixed, and a record that says that they
+are complete.
 
-The record is written last, so a piece that has one is never done again, and one that has none is done from its beginning: it gives the
-same bytes under the same names. Nothing that is shared by pieces is written.
+The record is written last, so a piece that has one is never done again, and one that has none is done from its
+beginning: it gives the same bytes under the same names. Nothing that is shared by pieces is written.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from ray_app.storage.data_files import find
 from ray_app.storage.files import Location, put_json, read_json
 
 Record = dict[str, Any]
-"""Of a piece: `rows` (of the source), what `TextColumns` counted, and by side of the split `refused` and what `Shards` or `Runs` describe;
-plain JSON."""
+"""Of a piece: `rows` (of the source), what `TextColumns` counted, and by side of the split `refused` and what `Shards`
+or `Runs` describe; plain JSON.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Refusals:
         reason = without_addresses(reason)
         if self._options.on_bad_row == "fail":
             raise DataError(
-                f"{self._options.input}: row {row_id}: {reason}. Correct or remove it, or leave such rows out with on_bad_row=skip."
+                f"{self._options.input}: row {row_id}: {reason}. Correct or remove it, or leave such rows out with"
+                f" on_bad_row=skip."
             )
         self.rows.append((row_id, reason))
         check_count(len(self.rows), self._options, row_id, reason)
@@ -94,7 +97,8 @@ def check_count(refused: int, options: IngestOptions, row_id: str, reason: str) 
     """
     if refused > options.max_bad_rows:
         raise DataError(
-            f"{options.input}: more than max_bad_rows={options.max_bad_rows} rows cannot be used; one more is {row_id}: {reason}. Correct"
+            f"{options.input}: more than max_bad_rows={options.max_bad_rows} rows cannot be used; one more is {row_id}:"
+            f" {reason}. Correct"
             " them, or raise max_bad_rows."
         )
 
@@ -124,7 +128,9 @@ def write_piece(task: PieceTask) -> Record:
             made.close()
     rows = sum(made.rows for made in sinks.values()) + len(refusals.rows)
     if task.piece.rows is not None and rows != task.piece.rows:
-        raise DataError(f"{options.input}: {task.piece.rows} rows expected, {rows} read. The files changed meanwhile: start again.")
+        raise DataError(
+            f"{options.input}: {task.piece.rows} rows expected, {rows} read. The files changed meanwhile: start again."
+        )
     sides = {side: made.description() | {"refused": []} for side, made in sinks.items()}
     for row in refusals.rows:
         sides[_side_of(row[0], task)]["refused"].append(row)
@@ -167,7 +173,9 @@ def _finished(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> p
     if not rename.keys() <= set(before):
         raise ConfigError(f"rename names {sorted(rename.keys() - set(before))}; the columns are {before}. Name these.")
     if len(set(names)) < len(names):
-        raise ConfigError(f"two columns of one name in {names}; `row_id` is ours. Give one of them another name by rename.")
+        raise ConfigError(
+            f"two columns of one name in {names}; `row_id` is ours. Give one of them another name by rename."
+        )
     table = pa.table(table.columns, pa.schema([f.with_name(n) for f, n in zip(table.schema, names, strict=True)]))
     if "label" not in names:
         return table
@@ -193,7 +201,8 @@ def _finished(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> p
 
 
 def _with_whole_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
-    """A table whose label, if it is of floating type, holds whole numbers: these as int64, without the rows that have none.
+    """A table whose label, if it is of floating type, holds whole numbers: these as int64, without the rows that have
+    none.
 
     Raises:
         DataError: A label is not a whole number.
@@ -210,8 +219,10 @@ def _with_whole_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
     odd = pc.index(pc.and_(pc.equal(pc.trunc(labels), labels), pc.less_equal(pc.abs(labels), 2.0**53)), False).as_py()
     if odd >= 0:
         raise DataError(
-            f"the column `label` is of type {table.schema.field('label').type}, and row {table['row_id'][odd].as_py()} has"
-            f" {labels[odd].as_py()!r}, which is not an integer; allowed are integers and strings. For regression leave the option label"
+            f"the column `label` is of type {table.schema.field('label').type}, and row {table['row_id'][odd].as_py()}"
+            f" has"
+            f" {labels[odd].as_py()!r}, which is not an integer; allowed are integers and strings. For regression leave"
+            f" the option label"
             " out and rename the column to 'target'."
         )
     return table.set_column(table.column_names.index("label"), "label", labels.cast(pa.int64()))

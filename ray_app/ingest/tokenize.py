@@ -1,4 +1,6 @@
-"""Texts to tokens, by a tokenizer of the user's own, and the tokens of texts, one after the other, to blocks of one length."""
+"""Texts to tokens, by a tokenizer of the user's own, and the tokens of texts, one after the other, to blocks of one
+length.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Texts:
             self._tokenizer = Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises Exception itself
             raise ConfigError(
-                f"tokenizer {options.tokenizer!r} cannot be read: {error}. Give a JSON file that the library tokenizers has saved"
+                f"tokenizer {options.tokenizer!r} cannot be read: {error}. Give a JSON file that the library tokenizers"
+                f" has saved"
                 " (tokenizer.json)."
             ) from error
         self.digest = hashlib.sha256(content).hexdigest()
@@ -54,7 +57,10 @@ class Texts:
         self._end: list[int] = []
         if options.end_of_text is not None:
             if (end := self._tokenizer.token_to_id(options.end_of_text)) is None:
-                raise ConfigError(f"end_of_text {options.end_of_text!r} is no token of {options.tokenizer}; name one of its vocabulary.")
+                raise ConfigError(
+                    f"end_of_text {options.end_of_text!r} is no token of {options.tokenizer}; name one of its"
+                    f" vocabulary."
+                )
             self._end = [end]
 
     def encoded(self, table: pa.Table, refuse: base.Refuse) -> pa.Table:
@@ -66,12 +72,18 @@ class Texts:
         name = self._options.text
         if name not in table.column_names:
             raise DataError(
-                f"{self._options.input}: no column {name!r} of texts; the columns are {table.column_names[1:]}. Name one by text."
+                f"{self._options.input}: no column {name!r} of texts; the columns are {table.column_names[1:]}. Name"
+                f" one by text."
             )
         if not pa.types.is_string(table[name].type):
-            raise DataError(f"{self._options.input}: column {name!r} holds {table[name].type}, no text. Name another one by text.")
+            raise DataError(
+                f"{self._options.input}: column {name!r} holds {table[name].type}, no text. Name another one by text."
+            )
         if TOKENS in table.column_names and name != TOKENS:
-            raise ConfigError(f"the column {name!r} becomes {TOKENS!r}, but there is another one of that name. Give it a name by rename.")
+            raise ConfigError(
+                f"the column {name!r} becomes {TOKENS!r}, but there is another one of that name. Give it a name by"
+                f" rename."
+            )
         for row_id in table["row_id"].filter(pc.is_null(table[name])).to_pylist():
             refuse(row_id, f"no {name}; every row needs a text")
         table = table.filter(pc.is_valid(table[name]))
@@ -81,11 +93,15 @@ class Texts:
             for row_id in table["row_id"].filter(pa.array(lengths == 0)).to_pylist():
                 refuse(row_id, f"the tokenizer makes no token of its {name}")
             found, table = [ids for ids in found if len(ids)], table.filter(pa.array(lengths > 0))
-        tokens = _lists(np.concatenate([*found, np.empty(0, np.int32)]), np.array([len(ids) for ids in found], np.int64))
+        tokens = _lists(
+            np.concatenate([*found, np.empty(0, np.int32)]), np.array([len(ids) for ids in found], np.int64)
+        )
         return table.drop_columns([name]).append_column(TOKENS, tokens)
 
     def _ids(self, texts: list[str]) -> list[npt.NDArray[np.int32]]:
-        parts = (self._tokenizer.encode_batch_fast(texts[low : low + _AT_ONCE]) for low in range(0, len(texts), _AT_ONCE))
+        parts = (
+            self._tokenizer.encode_batch_fast(texts[low : low + _AT_ONCE]) for low in range(0, len(texts), _AT_ONCE)
+        )
         return [np.array(one.ids + self._end, np.int32) for part in parts for one in part]
 
 
@@ -95,7 +111,8 @@ def _lists(values: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> pa.
 
 
 class Packed:
-    """Puts the tokens of texts one after the other and writes them as blocks of one length, each token once; the last block may be shorter.
+    """Puts the tokens of texts one after the other and writes them as blocks of one length, each token once; the last
+    block may be shorter.
 
     A block is called by the text and the token of it that it begins with: `a.jsonl:17@384`.
 
@@ -115,12 +132,17 @@ class Packed:
             return
         self.rows += table.num_rows
         lists = table[TOKENS].combine_chunks()
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pc.list_value_length(lists).to_numpy())[:-1]]) + len(self._left)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pc.list_value_length(lists).to_numpy())[:-1]]) + len(
+            self._left
+        )
         values = np.concatenate([self._left, pc.list_flatten(lists).to_numpy()])
         begins = np.arange(0, len(values), self._length)
         text_of = np.searchsorted(starts, begins, side="right") - 1
         ids = table["row_id"].to_pylist()
-        names = [f"{ids[text]}@{at - starts[text]}" if text >= 0 else self._name for text, at in zip(text_of, begins, strict=True)]
+        names = [
+            f"{ids[text]}@{at - starts[text]}" if text >= 0 else self._name
+            for text, at in zip(text_of, begins, strict=True)
+        ]
         full = len(values) // self._length
         self._put(values[: full * self._length], names[:full])
         self._left, self._name = values[full * self._length :], names[full] if full < len(names) else ""

@@ -1,4 +1,5 @@
-"""A trained model in a folder of its own, without a registry: how it is written, and how it is used on a machine without Ray.
+"""A trained model in a folder of its own, without a registry: how it is written, and how it is used on a machine
+without Ray.
 
 ::
 
@@ -52,13 +53,20 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
     if not (folder.exists() or folder.is_symlink()):
         return
     if not overwrite:
-        raise ConfigError(f"{folder} is there already. Give another folder, or --overwrite true if it is an export to be replaced.")
+        raise ConfigError(
+            f"{folder} is there already. Give another folder, or --overwrite true if it is an export to be replaced."
+        )
     if not (folder / EXPORT).is_file():
         raise ConfigError(f"{folder} holds no {EXPORT}, so it is no export, and is not replaced. Give another folder.")
 
 
 def write_export(
-    task: Task, model: nn.Module, example: dict[str, npt.NDArray], folder: Path, source: dict[str, Any], overwrite: bool = False
+    task: Task,
+    model: nn.Module,
+    example: dict[str, npt.NDArray],
+    folder: Path,
+    source: dict[str, Any],
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes a model to a folder, which is there whole or not at all; one that is replaced is away for a moment.
 
@@ -85,7 +93,12 @@ def write_export(
         files = write_files(task, model, example, temporary)
         with user_code(lambda: "writing an export"):
             task.export_files(model, temporary)
-        stored = {"format": files.format, "outputs": files.outputs, "refused": list(files.refused), "libraries": sorted(files.libraries)}
+        stored = {
+            "format": files.format,
+            "outputs": files.outputs,
+            "refused": list(files.refused),
+            "libraries": sorted(files.libraries),
+        }
         described = source | stored | {"files": _digests(temporary)}
         (temporary / EXPORT).write_text(to_json(described, indent=1))
         refuse_taken(folder, overwrite)
@@ -124,7 +137,8 @@ def load_model(folder: str | Path) -> loader.Predictor:
 
 
 def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
-    """Makes task and model of an export again in plain PyTorch, to train on from its parameters; needs neither Ray nor MLflow.
+    """Makes task and model of an export again in plain PyTorch, to train on from its parameters; needs neither Ray nor
+    MLflow.
 
     It imports the class of the task by its name: do this only with an export that you trust.
 
@@ -141,7 +155,9 @@ def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
     data, described = checked(Path(folder).expanduser())
     made = described["task"]
     if made["settings"] is None:
-        raise RegistryError(f"{folder} does not hold the settings of its task: JSON does not keep them, or one is a secret.")
+        raise RegistryError(
+            f"{folder} does not hold the settings of its task: JSON does not keep them, or one is a secret."
+        )
     task = _imported(made["class_path"]).from_settings(made["settings"])
     model = task.build_model()
     model.load_state_dict(parameters(data))
@@ -182,7 +198,8 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
 
 
 def checked(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder with `package.json` and its content, after all files were compared with `export.json`; code becomes importable.
+    """The folder with `package.json` and its content, after all files were compared with `export.json`; code becomes
+    importable.
 
     Raises:
         ConfigError: There is none.
@@ -190,13 +207,18 @@ def checked(folder: Path) -> tuple[Path, dict[str, Any]]:
     """
     data = folder / "data" / "model"
     if not (data / loader.DESCRIPTION).is_file():
-        raise ConfigError(f"{folder} holds no data/model/{loader.DESCRIPTION}: it is no exported model. ray-app export makes one of a run.")
+        raise ConfigError(
+            f"{folder} holds no data/model/{loader.DESCRIPTION}: it is no exported model. ray-app export makes one of a"
+            f" run."
+        )
     said = origin(folder)
     if said is not None:
         found = _digests(folder)
         wrong = sorted(name for name, digest in said["files"].items() if found.get(name) != digest)
         if wrong:
-            raise RegistryError(f"{folder} is damaged: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was exported.")
+            raise RegistryError(
+                f"{folder} is damaged: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was exported."
+            )
     described = _object(data / loader.DESCRIPTION, {"format": str, "inputs": list, "params_digest": str, "task": dict})
     if not {"class_path", "settings"} <= described["task"].keys():
         raise RegistryError(f"{data / loader.DESCRIPTION} is damaged: it does not say which task the model is of.")
@@ -222,7 +244,9 @@ def _object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
         said = json.loads(file.read_text())
     except ValueError as error:
         raise RegistryError(f"{file} is damaged: {error}.") from error
-    wrong = sorted(name for name, kind in fields.items() if not isinstance(said, dict) or not isinstance(said.get(name), kind))
+    wrong = sorted(
+        name for name, kind in fields.items() if not isinstance(said, dict) or not isinstance(said.get(name), kind)
+    )
     if wrong:
         raise RegistryError(f"{file} is damaged: it does not say {', '.join(wrong)}.")
     return said
@@ -233,7 +257,9 @@ def _imported(class_path: str) -> type[Task]:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"The task's class {class_path} cannot be imported here: {error}. Put its file on PYTHONPATH.") from error
+        raise ConfigError(
+            f"The task's class {class_path} cannot be imported here: {error}. Put its file on PYTHONPATH."
+        ) from error
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -318,10 +344,14 @@ def _read(data: Path, called: str, source: dict[str, Any], digest: str) -> Packa
         if made["settings"] is None:
             raise KeyError("the settings of its task")
         weights = (data / _FILES[form]).read_bytes()
-        return Packaged(called, source, form, described["inputs"], digest, made["class_path"], made["settings"], weights)
+        return Packaged(
+            called, source, form, described["inputs"], digest, made["class_path"], made["settings"], weights
+        )
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{called} cannot be predicted with, its package lacks {error}: it comes from something else, from an older version of ray_app,"
-            " or its task has settings that JSON does not keep or that are secret. Use --predict.run with the run that it came from, or"
+            f"{called} cannot be predicted with, its package lacks {error}: it comes from something else, from an older"
+            f" version of ray_app,"
+            " or its task has settings that JSON does not keep or that are secret. Use --predict.run with the run that"
+            " it came from, or"
             " register that again."
         ) from error

@@ -7,15 +7,16 @@
 
 The code that a task needs: which source files to ship with a model, and which libraries to name as its requirements.
 
-The files of a packaged model, without pickle: `torch.export` where the model allows it, safetensors and the code otherwise.
+The files of a packaged model, without pickle: `torch.export` where the model allows it, safetensors and the code
+otherwise.
 
 ::
 
-    code/ray_app_loader_1a2b3c4d.py            a copy of `models/loader.py`; beside it the task's code, if that is needed
-    data/model/package.json                    format, inputs, digest of the parameters, classes, the task's class and settings
-    data/model/model.safetensors               the parameters, also to train on from them
-    data/model/model.pt2                       the task's `forward` for any number of rows, as `torch.export` saves it; or
-    data/model/task.json                       the class and the settings of the prepared task
+    code/ray_app_loader_1a2b3c4d.py            a copy of `models/loader.py`; beside it the task's code, if that is
+    needed data/model/package.json                    format, inputs, digest of the parameters, classes, the task's
+    class and settings data/model/model.safetensors               the parameters, also to train on from them
+    data/model/model.pt2                       the task's `forward` for any number of rows, as `torch.export` saves it;
+    or data/model/task.json                       the class and the settings of the prepared task
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Sources:
 
 
 def sources_of(module: str) -> Sources:
-    """Follows the imports of a module, wherever they stand in the code except under `TYPE_CHECKING`, without running anything.
+    """Follows the imports of a module, wherever they stand in the code except under `TYPE_CHECKING`, without running
+    anything.
 
     Args:
         module: Dotted name of an importable module.
@@ -74,9 +76,13 @@ def sources_of(module: str) -> Sources:
     """
     found = followed(module)
     if module not in found.files:
-        raise RegistryError(f"The task's module {module!r} is not a source file of its own that could be shipped with the model.")
+        raise RegistryError(
+            f"The task's module {module!r} is not a source file of its own that could be shipped with the model."
+        )
     if "ray" in found.libraries:
-        raise RegistryError(f"The code of {module!r} imports ray, so the model could not be loaded without it; import it elsewhere.")
+        raise RegistryError(
+            f"The code of {module!r} imports ray, so the model could not be loaded without it; import it elsewhere."
+        )
     return found
 
 
@@ -108,7 +114,9 @@ def followed(module: str, ours: bool = True) -> Sources:
 
 
 def requirements(libraries: set[str]) -> list[str]:
-    """The installed versions of importable libraries, as lines of `requirements.txt`; those that are not installed are left out."""
+    """The installed versions of importable libraries, as lines of `requirements.txt`; those that are not installed are
+    left out.
+    """
     owners = importlib.metadata.packages_distributions()
     names = {owner for library in libraries for owner in owners.get(library, [])}
     return sorted(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in names)
@@ -153,7 +161,11 @@ def _imports(module: str, file: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            base = (
+                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                if node.level
+                else node.module or ""
+            )
             found.add(base)
             if base.partition(".")[0] not in sys.stdlib_module_names and _is_own(base.partition(".")[0]):
                 found |= {f"{base}.{alias.name}" for alias in node.names if _origin(f"{base}.{alias.name}") is not None}
@@ -171,15 +183,11 @@ _CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 class Files:
     """The folders `data/model` and `code` of a package.
 
-    Args:
-        folder: Where they are.
-        format: How the model is stored: `torch.export` or `safetensors`.
-        outputs: How its outputs for 1, 2 and 3 rows compare with the trained model's: `equal`, bit for bit, or `close`, within 1e-5.
-        refused: Why the formats before this one were not possible.
-        libraries: What loading them needs.
-        example: The input example, (rows, ...) by field.
-        predicted: What the model says to it.
-        ragged: Fields of the example whose second axis, too, may have any length.
+    Args: folder: Where they are. format: How the model is stored: `torch.export` or `safetensors`. outputs: How its
+        outputs for 1, 2 and 3 rows compare with the trained model's: `equal`, bit for bit, or `close`, within 1e-5.
+        refused: Why the formats before this one were not possible. libraries: What loading them needs. example: The
+        input example, (rows, ...) by field. predicted: What the model says to it. ragged: Fields of the example whose
+        second axis, too, may have any length.
     """
 
     folder: Path
@@ -203,7 +211,8 @@ class Files:
 
 
 def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Files:
-    """Writes the files from which a model is loaded that predicts what a trained one does, and has compared the two; needs no MLflow.
+    """Writes the files from which a model is loaded that predicts what a trained one does, and has compared the two;
+    needs no MLflow.
 
     Args:
         task: The prepared task.
@@ -236,7 +245,9 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
             shutil.rmtree(code)
             continue
         return Files(folder, name, outputs, tuple(refused), libraries, inputs, _outputs(served, inputs), ragged)
-    raise RegistryError("The model cannot be stored without pickle:\n" + "\n".join(f"  - {reason}" for reason in refused))
+    raise RegistryError(
+        "The model cannot be stored without pickle:\n" + "\n".join(f"  - {reason}" for reason in refused)
+    )
 
 
 def read_fields(task: Task, model: nn.Module, example: dict[str, npt.NDArray]) -> list[str]:
@@ -286,7 +297,10 @@ class _Watched(dict[str, Tensor]):
 
 def _batch(example: dict[str, npt.NDArray], rows: int) -> Batch:
     """So many rows of an example, the same ones again where it has fewer."""
-    return {name: torch.from_numpy(np.take(values, np.arange(rows), axis=0, mode="wrap")) for name, values in example.items()}
+    return {
+        name: torch.from_numpy(np.take(values, np.arange(rows), axis=0, mode="wrap"))
+        for name, values in example.items()
+    }
 
 
 def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, npt.NDArray], ragged: set[str]) -> None:
@@ -297,7 +311,9 @@ def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, np
 
     described = {
         "format": name,
-        "inputs": [{"name": field, "dtype": values.dtype.str, "shape": shape(field)} for field, values in inputs.items()],
+        "inputs": [
+            {"name": field, "dtype": values.dtype.str, "shape": shape(field)} for field, values in inputs.items()
+        ],
         "params_digest": params_digest(served.model.state_dict()),
         "torch": torch.__version__,
         "classes": served.task.classes,
@@ -312,12 +328,16 @@ def class_path(task: Task) -> str:
 
 
 def _settings(task: Task) -> dict[str, Any] | None:
-    """The settings of a prepared task, from which it can be made again; None if JSON does not keep them or they hold a secret."""
+    """The settings of a prepared task, from which it can be made again; None if JSON does not keep them or they hold a
+    secret.
+    """
     settings = vars(task)
     return settings if _is_json(settings) and redacted(settings) == settings else None
 
 
-def _write_exported(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]) -> set[str]:
+def _write_exported(
+    served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]
+) -> set[str]:
     """Writes `model.pt2`; returns the libraries that loading it needs.
 
     Raises:
@@ -336,7 +356,9 @@ def _write_exported(served: loader.Served, inputs: dict[str, npt.NDArray], data:
     return {"torch", "numpy"}
 
 
-def _write_weights(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]) -> set[str]:
+def _write_weights(
+    served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]
+) -> set[str]:
     """Writes `task.json` and the task's code; returns the libraries that loading them needs.
 
     Raises:
@@ -345,15 +367,21 @@ def _write_weights(served: loader.Served, inputs: dict[str, npt.NDArray], data: 
     del inputs, ragged
     made = type(served.task)
     if "<locals>" in made.__qualname__ or made.__module__ == "__main__":
-        raise RegistryError(f"the task's class {made.__module__}.{made.__qualname__} cannot be imported; define it at the top of a module")
+        raise RegistryError(
+            f"the task's class {made.__module__}.{made.__qualname__} cannot be imported; define it at the top of a"
+            f" module"
+        )
     for name, value in vars(served.task).items():
         if not _is_json(value):
             raise RegistryError(
-                f"the task's attribute {name!r} is a {type(value).__name__} that JSON does not keep; hold numbers, text, lists and"
+                f"the task's attribute {name!r} is a {type(value).__name__} that JSON does not keep; hold numbers,"
+                f" text, lists and"
                 " dictionaries of these, and make the rest of them when they are needed"
             )
         if redacted(value, name) != value:
-            raise RegistryError(f"the task's attribute {name!r} holds a secret, which a package must not; read it from the environment")
+            raise RegistryError(
+                f"the task's attribute {name!r} holds a secret, which a package must not; read it from the environment"
+            )
     sources = sources_of(made.__module__)
     for module, file in sources.files.items():
         target = code / Path(*module.split("."))
@@ -392,7 +420,11 @@ def _compared(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path)
         with torch.no_grad():
             ours, theirs = (_drawn_alike(one, batch) for one in (served, loaded))
         for (name, mine), (other, packaged) in zip(ours, theirs, strict=True):
-            if name != other or mine.shape != packaged.shape or not torch.allclose(mine, packaged, equal_nan=True, **_CLOSE):
+            if (
+                name != other
+                or mine.shape != packaged.shape
+                or not torch.allclose(mine, packaged, equal_nan=True, **_CLOSE)
+            ):
                 raise RegistryError(f"loaded again, it predicts something else for {rows} rows")
             equal = equal and torch.equal(mine, packaged)
     return "equal" if equal else "close"
@@ -408,7 +440,9 @@ def _drawn_alike(module: nn.Module, batch: tuple[Tensor, ...]) -> list[tuple[str
 def _outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:
     with torch.no_grad():
         found = loader.named(served(*_batch(inputs, 2).values()))
-    return {name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy() for name, values in found}
+    return {
+        name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy() for name, values in found
+    }
 
 
 @dataclass(frozen=True)

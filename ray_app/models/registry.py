@@ -1,10 +1,11 @@
 """The model registry: packages become versions, once each, and `champion` is an alias that moves last.
 
-Whoever serves `models:/name@champion` gets a whole, verified version at any moment: a version is made only of files that were uploaded and
-read back, all its tags are there from its first moment, and a promotion changes what is served in its last call. So a crash anywhere
-leaves the old champion serving, and doing the same again completes it.
+Whoever serves `models:/name@champion` gets a whole, verified version at any moment: a version is made only of files
+that were uploaded and read back, all its tags are there from its first moment, and a promotion changes what is served
+in its last call. So a crash anywhere leaves the old champion serving, and doing the same again completes it.
 
-Files of any size to MLflow's artifacts, and back to see whether they arrived: with time in proportion, and again after an outage.
+Files of any size to MLflow's artifacts, and back to see whether they arrived: with time in proportion, and again after
+an outage.
 
 Versions of a registered model: what is known of one, its package, its parameters, and more tags.
 """
@@ -46,7 +47,9 @@ T = TypeVar("T")
 
 
 def seconds_for(num_bytes: int) -> float:
-    """How long one request with so many bytes may take: a server answers when it has passed them on to where they are kept."""
+    """How long one request with so many bytes may take: a server answers when it has passed them on to where they are
+    kept.
+    """
     return _LEAST_S + num_bytes / _SLOWEST_BYTES_S
 
 
@@ -66,7 +69,9 @@ def upload(client: Any, run_id: str, place: str, folder: Path) -> str:
         got = _digests(Path(_tried(lambda: client.download_artifacts(run_id, place, temporary))))
     wrong = [name for name, digest in wanted.items() if got.get(name) != digest]
     if wrong:
-        raise RegistryError(f"MLflow stored other files than were uploaded to {place} of its run {run_id}: {', '.join(wrong)}.")
+        raise RegistryError(
+            f"MLflow stored other files than were uploaded to {place} of its run {run_id}: {', '.join(wrong)}."
+        )
     return str(append_to_uri_path(client.get_run(run_id).info.artifact_uri, place))
 
 
@@ -86,7 +91,9 @@ def _tried(call: Callable[[], T]) -> T:
 
 @contextmanager
 def _patient(num_bytes: int) -> Iterator[None]:
-    """Lets MLflow's requests take as long as such a file may need; elsewhere they end soon, since training does not wait for a server."""
+    """Lets MLflow's requests take as long as such a file may need; elsewhere they end soon, since training does not
+    wait for a server.
+    """
     before = os.environ.get(_TIMEOUT)
     os.environ[_TIMEOUT] = str(int(max(seconds_for(num_bytes), float(before or 0))))
     try:
@@ -110,11 +117,16 @@ def _digest(file: Path) -> str:
 CHAMPION, CHALLENGER = "champion", "challenger"
 RUN_UUID, PARAMS_DIGEST = "ray_app.run_uuid", "ray_app.params_digest"
 _REGISTERED = "ray_app.registered_at"
-_BECAUSE, _AT, _BY, _REPLACES = "ray_app.promoted_because", "ray_app.promoted_at", "ray_app.promoted_by", "ray_app.replaces"
+_BECAUSE, _AT, _BY, _REPLACES = (
+    "ray_app.promoted_because",
+    "ray_app.promoted_at",
+    "ray_app.promoted_by",
+    "ray_app.replaces",
+)
 _WHY = (_BECAUSE, _AT, _BY, _REPLACES)
 _WAS = "ray_app.promoted_before"
-"""What a version's tags said before its newest promotion: a rollback to it says that again, if that promotion was stopped. The next that
-happens to a version that serves removes it.
+"""What a version's tags said before its newest promotion: a rollback to it says that again, if that promotion was
+stopped. The next that happens to a version that serves removes it.
 """
 FIRST, _FIRST = "first version", "1"
 """Why the first version of all serves, and its number, which MLflow gives to no other, also when it is deleted."""
@@ -155,21 +167,17 @@ def register(
     by: str,
     first_serves: bool = True,
 ) -> Registered:
-    """Makes a package the newest version of a model, and the `challenger`; the first version of all becomes `champion` too.
+    """Makes a package the newest version of a model, and the `challenger`; the first version of all becomes `champion`
+    too.
 
-    The same parameters of the same run become one version, however often this is called and wherever it was stopped before; a version that
-    is complete is returned as it is.
+    The same parameters of the same run become one version, however often this is called and wherever it was stopped
+    before; a version that is complete is returned as it is.
 
-    Args:
-        client: MLflow's client.
-        name: Name of the model, made when it is not there.
-        run_id: The MLflow run that the files are logged to, in a new folder below `models`: a version's files are never written again.
-        run_uuid: What identifies the run.
-        params_digest: What identifies the parameters.
-        tags: More tags of the version.
-        package: Makes the package in a new folder; not called if there is nothing to upload.
-        by: Who does it.
-        first_serves: Whether the first version of all becomes the champion at once.
+    Args: client: MLflow's client. name: Name of the model, made when it is not there. run_id: The MLflow run that the
+        files are logged to, in a new folder below `models`: a version's files are never written again. run_uuid: What
+        identifies the run. params_digest: What identifies the parameters. tags: More tags of the version. package:
+        Makes the package in a new folder; not called if there is nothing to upload. by: Who does it. first_serves:
+        Whether the first version of all becomes the champion at once.
 
     Raises:
         RegistryError: What MLflow stored is not what was uploaded; no version was made.
@@ -201,9 +209,11 @@ def champion_of(client: Any, name: str) -> str | None:
 
 
 def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
-    """Makes a version the champion, with the reason on record first; the one call that changes what is served comes last.
+    """Makes a version the champion, with the reason on record first; the one call that changes what is served comes
+    last.
 
-    What is promoted is no longer rolled back, nor is what serves until then, whose rollback was stopped before the alias moved.
+    What is promoted is no longer rolled back, nor is what serves until then, whose rollback was stopped before the
+    alias moved.
 
     Args:
         client: MLflow's client.
@@ -220,7 +230,9 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
         Exception: Whatever MLflow raises; the old champion serves on.
     """
     if not reason.strip():
-        raise RegistryError(f"Promoting version {version} of {name!r} needs a reason: why is it better than what serves now?")
+        raise RegistryError(
+            f"Promoting version {version} of {name!r} needs a reason: why is it better than what serves now?"
+        )
     before = champion_of(client, name)
     if before == str(version):
         return False
@@ -263,14 +275,14 @@ class Rollback:
 
 
 def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
-    """Makes the version that the champion replaced serve again; the reason goes on record first, at the version that is left.
+    """Makes the version that the champion replaced serve again; the reason goes on record first, at the version that is
+    left.
 
-    The tags of the version that serves again are those with which it served, so a second rollback goes back further, never to one that was
-    left. The same reason once more is the same rollback, of which the answer was lost.
+    The tags of the version that serves again are those with which it served, so a second rollback goes back further,
+    never to one that was left. The same reason once more is the same rollback, of which the answer was lost.
 
-    Raises:
-        RegistryError: There is no reason, no champion, nothing that it replaced, or that was rolled back itself; nothing is changed.
-        Exception: Whatever MLflow raises; the champion serves on.
+    Raises: RegistryError: There is no reason, no champion, nothing that it replaced, or that was rolled back itself;
+        nothing is changed. Exception: Whatever MLflow raises; the champion serves on.
     """
     if not reason.strip():
         raise RegistryError(f"A rollback of {name!r} needs a reason: what is wrong with what serves now?")
@@ -284,14 +296,16 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     before = leaves.tags.get(_REPLACES, "none")
     if before == "none":
         raise RegistryError(
-            f"Version {now} of {name!r} replaced no other champion, so there is none to go back to. Promote another version with"
+            f"Version {now} of {name!r} replaced no other champion, so there is none to go back to. Promote another"
+            f" version with"
             " ray-app register --promote."
         )
     back_to = _need_version(client, name, before)
     left = back_to.tags
     if _BACK_AT in left:
         raise RegistryError(
-            f"Version {now} of {name!r} replaced version {before}, which was rolled back itself: {left.get(_BACK_BECAUSE, '')}. Promote"
+            f"Version {now} of {name!r} replaced version {before}, which was rolled back itself:"
+            f" {left.get(_BACK_BECAUSE, '')}. Promote"
             " another version with ray-app register --promote."
         )
     _delete_tags(client, leaves, _WAS)
@@ -310,7 +324,13 @@ def rollbacks(client: Any, name: str) -> list[Rollback]:
     """The rollbacks that MLflow has on record, oldest first; one that was stopped before the alias moved is none."""
     serves = champion_of(client, name)
     found = [
-        Rollback(str(v.version), v.tags.get(_REPLACES, "none"), v.tags.get(_BACK_BECAUSE, ""), v.tags[_BACK_AT], v.tags.get(_BACK_BY, ""))
+        Rollback(
+            str(v.version),
+            v.tags.get(_REPLACES, "none"),
+            v.tags.get(_BACK_BECAUSE, ""),
+            v.tags[_BACK_AT],
+            v.tags.get(_BACK_BY, ""),
+        )
         for v in client.search_model_versions(_filter("name", name))
         if _BACK_AT in v.tags and str(v.version) != serves
     ]
@@ -359,7 +379,11 @@ def _find(client: Any, name: str, run_uuid: str, params_digest: str) -> Any | No
 def _registered(client: Any, version: Any) -> Registered:
     model = _model(client, version.name)
     aliases = model.aliases if model is not None else {}
-    return Registered(version.name, str(version.version), tuple(sorted(a for a, v in aliases.items() if str(v) == str(version.version))))
+    return Registered(
+        version.name,
+        str(version.version),
+        tuple(sorted(a for a, v in aliases.items() if str(v) == str(version.version))),
+    )
 
 
 def _filter(key: str, value: str) -> str:
@@ -438,7 +462,8 @@ def named(uri: str, model: str) -> Version:
     match = _URI.fullmatch(model)
     if match is None:
         raise ConfigError(
-            f"The model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, as models:/m@champion, or the folder of an"
+            f"The model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, as models:/m@champion, or"
+            f" the folder of an"
             " export."
         )
     name, alias, version = match.groups()
@@ -491,7 +516,9 @@ def parameters(folder: Path) -> dict[str, Tensor]:
         state: Mapping[str, Tensor] = loader.load_exported(folder / loader.EXPORTED).state_dict
         found = {name.removeprefix("model."): values.detach().clone().contiguous() for name, values in state.items()}
     if params_digest(found) != described["params_digest"]:
-        raise RegistryError(f"{folder} holds other parameters than it says: {params_digest(found)}, not {described['params_digest']}.")
+        raise RegistryError(
+            f"{folder} holds other parameters than it says: {params_digest(found)}, not {described['params_digest']}."
+        )
     return found
 
 

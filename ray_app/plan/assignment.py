@@ -1,8 +1,9 @@
 """Which rank plays which logical worker, and the fixed tree in which their gradients are added.
 
-Nodes of the tree are half-open ranges [low, high) of logical workers; a node splits so that the left part is the largest power of two
-below its size. So any 2^k logical workers from a multiple of 2^k on are a node, however many there are in all: whoever plays such a block
-sends one sum. The tree depends on the number of logical workers only, never on who plays them.
+Nodes of the tree are half-open ranges [low, high) of logical workers; a node splits so that the left part is the
+largest power of two below its size. So any 2^k logical workers from a multiple of 2^k on are a node, however many there
+are in all: whoever plays such a block sends one sum. The tree depends on the number of logical workers only, never on
+who plays them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ Node = tuple[int, int]
 
 
 def logical_workers_of(rank: int, world_size: int, logical_workers: int, strided: bool = False) -> range:
-    """The logical workers that `rank` plays: contiguous blocks, or every W-th; sizes differ by at most one, all of them covered.
+    """The logical workers that `rank` plays: contiguous blocks, or every W-th; sizes differ by at most one, all of them
+    covered.
 
     Raises:
         ValueError: The world size is not between 1 and the number of logical workers, or the rank not in the world.

@@ -1,7 +1,9 @@
-"""Balanced sampling: how often each row is used in an epoch so that all classes are used equally often, as a pure function.
+"""Balanced sampling: how often each row is used in an epoch so that all classes are used equally often, as a pure
+function.
 
-The largest class has each of its rows once; rows of a smaller one are repeated, some once more than others, and who is repeated more goes
-round from epoch to epoch. Memory grows with the rows (1 or 2 bytes each for the class) and with row groups times classes.
+The largest class has each of its rows once; rows of a smaller one are repeated, some once more than others, and who is
+repeated more goes round from epoch to epoch. Memory grows with the rows (1 or 2 bytes each for the class) and with row
+groups times classes.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ class Uses:
         return (counts * self._base + more).sum(1)
 
     def _repeated_before(self, rank: Int64) -> Int64:
-        """How many of the first `rank` rows of each class are used once more: those from `start` on, round the end of the class."""
+        """How many of the first `rank` rows of each class are used once more: those from `start` on, round the end of
+        the class.
+        """
         totals, start, rest = self._classes.totals, self._start, self._rest
         round_the_end = np.clip(rank - start + totals, 0, rest) - np.clip(totals - start, 0, rest)
         return np.clip(rank - start, 0, rest) + round_the_end

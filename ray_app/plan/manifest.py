@@ -33,16 +33,16 @@ from ray_app.errors import DataError
 class ColumnFacts:
     """One column.
 
-    Args:
-        kind: `number`, `integer`, `text`, `bytes` (one binary value per row), `array` (fixed shape), `list` (of numbers, of any
+    Args: kind: `number`, `integer`, `text`, `bytes` (one binary value per row), `array` (fixed shape), `list` (of
+        numbers, of any
             length), or `other`.
         dtype: NumPy dtype of numbers and arrays.
         shape: Shape of one row of an array.
         minimum: Least value of a column of numbers, or of lists of them, if the files say.
         maximum: Greatest value, likewise.
         nulls: Missing values, if the files say.
-        group_span: Values from the least to the greatest in a row group of a column of integers, on an average over the rows, if the
-            files say.
+        group_span: Values from the least to the greatest in a row group of a column of integers, on an average over the
+            rows, if the files say.
     """
 
     kind: Literal["number", "integer", "text", "bytes", "array", "list", "other"]
@@ -58,13 +58,10 @@ class ColumnFacts:
 class DataFacts:
     """A data set as its files describe it.
 
-    Args:
-        path: Where it is, for messages.
-        num_rows: Number of rows.
-        columns: Facts of every column by name.
-        classes: Names of the classes of the label column, if the ingest recorded them.
-        count: Reads a column of integers, and returns how many rows have each of its values.
-        index_columns: Columns that number the rows and are no data of theirs: the index of a pandas table, and columns without a name.
+    Args: path: Where it is, for messages. num_rows: Number of rows. columns: Facts of every column by name. classes:
+        Names of the classes of the label column, if the ingest recorded them. count: Reads a column of integers, and
+        returns how many rows have each of its values. index_columns: Columns that number the rows and are no data of
+        theirs: the index of a pandas table, and columns without a name.
     """
 
     path: str
@@ -76,7 +73,9 @@ class DataFacts:
 
 
 def similar_names(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ in upper and lower case, blanks or the form of a character (Unicode NFKC) alone, each group in its order."""
+    """Names that differ in upper and lower case, blanks or the form of a character (Unicode NFKC) alone, each group in
+    its order.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         form = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
@@ -106,13 +105,16 @@ def partition_texts(path: str) -> dict[str, str | None]:
             continue
         name = unquote(key)
         if name in found:
-            raise DataError(f"{path} has two folders of the column {name!r}; a column has one value for a file. Rename one of them.")
+            raise DataError(
+                f"{path} has two folders of the column {name!r}; a column has one value for a file. Rename one of them."
+            )
         found[name] = None if value in ("", _MISSING) else unquote(value)
     return found
 
 
 def partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
-    """The partition columns of a data set, in the order of its folders, each in the narrowest type that holds all its values.
+    """The partition columns of a data set, in the order of its folders, each in the narrowest type that holds all its
+    values.
 
     Args:
         paths: All files, relative to the data set.
@@ -132,7 +134,8 @@ def partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
             keys = tuple(found)
         elif set(keys) != set(found):
             raise DataError(
-                f"{paths[0]} has the partition columns {', '.join(keys) or 'none'}, {path} has {', '.join(found) or 'none'}; all files of a"
+                f"{paths[0]} has the partition columns {', '.join(keys) or 'none'}, {path} has"
+                f" {', '.join(found) or 'none'}; all files of a"
                 " data set have the same. Move the files apart, or into folders key=value of the same keys."
             )
         for key, value in found.items():
@@ -205,16 +208,25 @@ class Manifest:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rows)[:-1]]) if len(self.rows) else self.rows
 
     def place_of(self, position: int) -> tuple[str, int, int]:
-        """Where the row at a manifest position is: path of its file, index of its row group there, and of the row in that."""
+        """Where the row at a manifest position is: path of its file, index of its row group there, and of the row in
+        that.
+        """
         group = int(np.searchsorted(self.first_row, position, side="right")) - 1
-        return self.paths[int(self.file_of[group])], int(self.index_in_file[group]), position - int(self.first_row[group])
+        return (
+            self.paths[int(self.file_of[group])],
+            int(self.index_in_file[group]),
+            position - int(self.first_row[group]),
+        )
 
     def named(self, positions: Sequence[int], most: int = 12) -> str:
         """Some rows by their files, for people: `3 rows: part-0.parquet, row group 2, rows 3, 17, 20`."""
         groups: dict[tuple[str, int], list[str]] = {}
         for path, row_group, row in map(self.place_of, positions[:most]):
             groups.setdefault((path, row_group), []).append(str(row))
-        places = [f"{path}, row group {group}, row{'s' * (len(rows) > 1)} {', '.join(rows)}" for (path, group), rows in groups.items()]
+        places = [
+            f"{path}, row group {group}, row{'s' * (len(rows) > 1)} {', '.join(rows)}"
+            for (path, group), rows in groups.items()
+        ]
         more = f"; and {len(positions) - most} more" if len(positions) > most else ""
         return f"{len(positions)} row{'s' * (len(positions) != 1)}: {'; '.join(places)}{more}"
 
@@ -259,13 +271,19 @@ class Manifest:
         """
         try:
             stored = json.loads(text)
-            files = [(str(entry["path"]), [operator.index(rows) for rows in entry["rows"]]) for entry in stored["files"]]
+            files = [
+                (str(entry["path"]), [operator.index(rows) for rows in entry["rows"]]) for entry in stored["files"]
+            ]
             made = cls.from_files(files)
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-            raise DataError(f"manifest.json is damaged ({type(error).__name__}: {error}); restore it from a backup.") from error
+            raise DataError(
+                f"manifest.json is damaged ({type(error).__name__}: {error}); restore it from a backup."
+            ) from error
         for path, _ in files:
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-                raise DataError(f"manifest.json names {path!r}, which leads out of the data set; restore it from a backup.")
+                raise DataError(
+                    f"manifest.json names {path!r}, which leads out of the data set; restore it from a backup."
+                )
         if made.digest != stored.get("digest"):
             raise DataError("manifest.json is damaged: its digest is not that of its files; restore it from a backup.")
         return made

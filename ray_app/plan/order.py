@@ -1,9 +1,10 @@
 """The order of the rows: a pure function of (manifest, seed, epoch, logical workers, global batch size).
 
 1. Row groups are ordered by a keyed hash of (seed, epoch, relative path, index).
-2. Each logical worker has a stream. `row`: the concatenated rows are cut into L; the first (rows mod L) streams get one row more. `file`:
-   the row groups of its own files. `off`: all row groups, in an order of its own.
-3. Within a stream rows are shuffled inside windows. A window holds a whole number of micro-batches, so no step crosses one.
+2. Each logical worker has a stream. `row`: the concatenated rows are cut into L; the first (rows mod L) streams get one
+   row more. `file`: the row groups of its own files. `off`: all row groups, in an order of its own.
+3. Within a stream rows are shuffled inside windows. A window holds a whole number of micro-batches, so no step crosses
+   one.
 4. Step k of the epoch is the k-th micro-batch of every stream.
 
 Memory and time grow with row groups and windows in use, never with rows; any position is reached directly.
@@ -51,10 +52,11 @@ Int64 = npt.NDArray[np.int64]
 
 
 def by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
-    """An order of a window's rows: those of a micro-batch are about equally long, and short and long micro-batches are mixed.
+    """An order of a window's rows: those of a micro-batch are about equally long, and short and long micro-batches are
+    mixed.
 
-    Logical workers that take the same key have micro-batches of like lengths in the same step, so none waits for another. The rows that
-    do not fill a micro-batch stay the last ones.
+    Logical workers that take the same key have micro-batches of like lengths in the same step, so none waits for
+    another. The rows that do not fill a micro-batch stay the last ones.
 
     Args:
         lengths: Of the rows in their shuffled order, shape (rows,).
@@ -75,8 +77,9 @@ _FILES = 4  # salt: what a key is for
 def owners(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
     """The logical worker of every file, shape (files,).
 
-    Files go, from the largest to the smallest, to whoever has the fewest rows (Graham 1969: at most 4/3 of the best possible longest
-    stream); a keyed hash orders files of equal size. Logical worker 0 then has the most rows, the last one the fewest.
+    Files go, from the largest to the smallest, to whoever has the fewest rows (Graham 1969: at most 4/3 of the best
+    possible longest stream); a keyed hash orders files of equal size. Logical worker 0 then has the most rows, the last
+    one the fewest.
     """
     rows = rows_of_files(manifest)
     hashed = hash_array(key(_FILES, seed), manifest.path_hash)
@@ -112,16 +115,13 @@ class Segment:
 class Plan:
     """What every epoch of a run looks like.
 
-    Args:
-        manifest: The row groups.
-        seed: Everything random derives from it.
-        logical_workers: L, the number of streams.
-        global_batch_size: Rows of one step; divisible by L.
-        shuffle_window_rows: Wanted rows of a shuffle window per logical worker, rounded down to whole micro-batches, at least one.
-        keep_last: Whether an epoch ends with smaller steps (True) or drops the rows that do not fill one (False).
-        shard: What a stream is made of, see the module.
-        classes: The class of every row, if rows are to be repeated so that all classes are used equally often; not with `file`.
-        by_length: The field by whose lengths the rows of a window are put into micro-batches, see `plan/order.py`: by whoever has read
+    Args: manifest: The row groups. seed: Everything random derives from it. logical_workers: L, the number of streams.
+        global_batch_size: Rows of one step; divisible by L. shuffle_window_rows: Wanted rows of a shuffle window per
+        logical worker, rounded down to whole micro-batches, at least one. keep_last: Whether an epoch ends with smaller
+        steps (True) or drops the rows that do not fill one (False). shard: What a stream is made of, see the module.
+        classes: The class of every row, if rows are to be repeated so that all classes are used equally often; not with
+        `file`. by_length: The field by whose lengths the rows of a window are put into micro-batches, see
+        `plan/order.py`: by whoever has read
             them, so that nothing here says which of the window's rows a step has.
     """
 
@@ -246,7 +246,9 @@ class EpochOrder:
         return {}
 
     def _stream(self, logical_worker: int) -> tuple[Int64, Int64]:
-        """The row groups of a stream in their order, and for each its first row in their concatenated rows, with one entry more."""
+        """The row groups of a stream in their order, and for each its first row in their concatenated rows, with one
+        entry more.
+        """
         plan = self.plan
         at = logical_worker if plan.shard != "row" else 0
         if at not in self._streams:
@@ -289,7 +291,9 @@ class EpochOrder:
         return [Segment(group, int(rows[0]), int(rows[-1] - rows[0]) + 1) for group, rows in used]
 
     def _used(self, part: Segment) -> tuple[Int64, Int64]:
-        """The rows of its row group that a part uses, with repetitions, and which use of the row each is; each of shape (part.rows,)."""
+        """The rows of its row group that a part uses, with repetitions, and which use of the row each is; each of shape
+        (part.rows,).
+        """
         assert self._uses is not None
         uses = self._uses.of_rows(part.row_group)
         every = slice(part.first, part.first + part.rows)
@@ -302,7 +306,9 @@ class EpochOrder:
         return permutation(key(_WINDOW, self.plan.seed, self.epoch, logical_worker, window), stop - start)
 
     def window_order(self, logical_worker: int, window: int) -> Int64:
-        """The order in which the rows of a window are consumed: indices into its rows as read, with repetitions, shape (rows,)."""
+        """The order in which the rows of a window are consumed: indices into its rows as read, with repetitions, shape
+        (rows,).
+        """
         shuffled = self._shuffled(logical_worker, window)
         if self._uses is None:
             return shuffled
@@ -314,7 +320,9 @@ class EpochOrder:
         return np.concatenate(places)[shuffled]
 
     def window_repeats(self, logical_worker: int, window: int) -> Int64 | int:
-        """For each row of a window in the order of consumption, which use of the row in this epoch it is, from 0; or one number for all."""
+        """For each row of a window in the order of consumption, which use of the row in this epoch it is, from 0; or
+        one number for all.
+        """
         if self._uses is None:
             return logical_worker if self.plan.shard == "off" else 0
         uses = [np.empty(0, np.int64), *(self._used(part)[1] for part in self._parts(logical_worker, window))]
@@ -322,12 +330,14 @@ class EpochOrder:
         return own * self.plan.logical_workers + logical_worker if self.plan.shard == "off" else own
 
     def stored_positions(self, logical_worker: int, window: int) -> Int64:
-        """Manifest positions of a window's rows in the order in which they are read, each once, shape (stored rows,)."""
+        """Manifest positions of a window's rows in the order in which they are read, each once, shape (stored
+        rows,).
+        """
         return positions_of(self.plan.manifest, self.window_segments(logical_worker, window))
 
     def rows_at(self, logical_worker: int, step: int) -> Int64:
-        """Manifest positions of the rows of one logical worker in one step: the definition that a feed must meet, but for the order
-        within a window with `by_length`.
+        """Manifest positions of the rows of one logical worker in one step: the definition that a feed must meet, but
+        for the order within a window with `by_length`.
         """
         window, offset = divmod(step, self.plan.steps_per_window)
         order = self.stored_positions(logical_worker, window)[self.window_order(logical_worker, window)]

@@ -43,10 +43,8 @@ Predict = Callable[[Batch], Any]
 class Model:
     """A model to predict with.
 
-    Args:
-        task: The prepared task.
-        weights: Content of a `model.pt2`, or of a `model.safetensors`.
-        inputs: Decoded fields in the order of the arguments of a `model.pt2`; None: the weights are those of `task.build_model()`.
+    Args: task: The prepared task. weights: Content of a `model.pt2`, or of a `model.safetensors`. inputs: Decoded
+        fields in the order of the arguments of a `model.pt2`; None: the weights are those of `task.build_model()`.
         params_digest: Digest of the parameters and persistent buffers that it must have.
     """
 
@@ -69,7 +67,10 @@ class Model:
         except Exception as error:  # whatever a library says of a file that is not what it should be
             raise ConfigError(f"The model is refused, and nothing of it was executed: {error}") from error
         if params_digest(state) != self.params_digest:
-            raise ConfigError(f"The model is refused: its parameters have the digest {params_digest(state)}, not {self.params_digest}.")
+            raise ConfigError(
+                f"The model is refused: its parameters have the digest {params_digest(state)}, not"
+                f" {self.params_digest}."
+            )
         return predict
 
     def _exported(self, device: torch.device) -> tuple[dict[str, Tensor], Predict]:
@@ -136,7 +137,9 @@ class PredictActor:
         keep_freed_memory()
         environment.pin(self._job.threads, True, refuses=False)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._device = environment.gpu_of(ray.get_gpu_ids(), visible) if self._job.device == "cuda" else torch.device("cpu")
+        self._device = (
+            environment.gpu_of(ray.get_gpu_ids(), visible) if self._job.device == "cuda" else torch.device("cpu")
+        )
         environment.use_device(self._device)
         self._predict = self._job.model.load(self._device)
 
@@ -180,7 +183,10 @@ class PredictActor:
         whole = {name: joined([one[name] for one in found]) for name in found[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:
-                raise DataError(f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it needs one each.")
+                raise DataError(
+                    f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it needs"
+                    f" one each."
+                )
             if (row := _not_finite(values)) is not None:
                 raise _bad_row(spec, row, f"its prediction {name!r} is NaN or infinite")
         return whole
@@ -196,7 +202,9 @@ def _bad_row(spec: ReadSpec, row: int, reason: str) -> BadRowError:
 
 
 def _bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tuple[int, str] | None:
-    """The first row, and its field, with a number that is NaN or infinite, in the decoded row and in what the model gives for it."""
+    """The first row, and its field, with a number that is NaN or infinite, in the decoded row and in what the model
+    gives for it.
+    """
     bad = np.zeros(count, np.bool_)
     for values in _tensors(outputs):
         if values.is_floating_point() and values.shape[:1] == (count,):
@@ -265,8 +273,8 @@ def part_file(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -
 def facts_of(data: bytes) -> dict[str, Any]:
     """What there is to know of the content of a part.
 
-    Returns:
-        `rows`, `bytes`, `sha256`, what it was `made_from`, the `counts` of its predicted texts, and the `sums` of its predicted numbers.
+    Returns: `rows`, `bytes`, `sha256`, what it was `made_from`, the `counts` of its predicted texts, and the `sums` of
+        its predicted numbers.
 
     Raises:
         OSError: It is damaged.

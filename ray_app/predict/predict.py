@@ -1,6 +1,7 @@
 """Which model predicts: a version of the registry, an export, or the best checkpoint of a run.
 
-From a configuration to a prediction that may start: everything that can be refused is refused here, before anything is written.
+From a configuration to a prediction that may start: everything that can be refused is refused here, before anything is
+written.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ Found = tuple[Model, dict[str, Any], list[dict[str, Any]]]
 def model_of_package(config: Config, model: str | None) -> Found:
     """The model, what it is called, and the inputs that it was trained on.
 
-    Its class is the configuration's, which is trusted; its settings are those that it was trained with, as the package says.
+    Its class is the configuration's, which is trusted; its settings are those that it was trained with, as the package
+    says.
     """
     name = config.tracking.registered_model
     if model is None and name is None:
         raise ConfigError(
-            "Say which model: --predict.model models:/NAME@champion or the folder of an export, --predict.run runs/NAME, or"
+            "Say which model: --predict.model models:/NAME@champion or the folder of an export, --predict.run"
+            " runs/NAME, or"
             " tracking.registered_model."
         )
     wanted = model or f"models:/{name}@champion"
@@ -61,13 +64,15 @@ def model_of_package(config: Config, model: str | None) -> Found:
     made = make_task(config)
     if class_path(made) != found.class_path:
         raise ConfigError(
-            f"{called} is of the task {found.class_path}, task.class_path is {class_path(made)}. Give that one's configuration."
+            f"{called} is of the task {found.class_path}, task.class_path is {class_path(made)}. Give that one's"
+            f" configuration."
         )
     for argument, parameter in inspect.signature(type(made)).parameters.items():
         value = config.task.init_args.get(argument, parameter.default)
         if value is not None and argument in found.settings and found.settings[argument] != value:
             raise ConfigError(
-                f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}. Give that."
+                f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}."
+                f" Give that."
             )
     task = type(made).from_settings(found.settings)
     inputs = [spec["name"] for spec in found.inputs] if found.format == "torch.export" else None
@@ -78,10 +83,16 @@ def model_of_run(config: Config, run: str) -> Found:
     """The best checkpoint of a run that ended."""
     paths = RunPaths(location(run))
     if read_json(paths.summary) is None:
-        raise ConfigError(f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's directory.")
+        raise ConfigError(
+            f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's"
+            f" directory."
+        )
     trained = read_config(paths)
     if trained.task != config.task:
-        raise ConfigError(f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has {asdict(config.task)}.")
+        raise ConfigError(
+            f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has"
+            f" {asdict(config.task)}."
+        )
     job = trained_job(paths)
     commit = chosen(job, "best")
     source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
@@ -96,10 +107,10 @@ _COUNTS = ("part_rows", "batch_size", "workers", "threads")
 class PredictSection:
     """What is predicted, with which model, and where the predictions go.
 
-    Args:
-        data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names.
-        out: Folder of the predictions, or its s3:// URI: part files in the order of the data, and `predictions.json`, written last.
-        model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an export. Not given, and
+    Args: data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names. out:
+        Folder of the predictions, or its s3:// URI: part files in the order of the data, and `predictions.json`,
+        written last. model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the
+        folder of an export. Not given, and
             no `run` either: the champion of `tracking.registered_model`.
         run: Directory of a run, or its s3:// URI, whose best checkpoint is taken instead.
         columns: Columns of the data to carry through, separated by commas; not given: `row_id` if there is one.
@@ -174,15 +185,20 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     """
     _check(section)
     dataset = open_dataset(section.data)
-    model, source, inputs = model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
+    model, source, inputs = (
+        model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
+    )
     model.load(torch.device("cpu"))
-    refuse_other_schema(model.task.data_schema, dataset.facts, f"predict.data {section.data}", "what the model was trained on")
+    refuse_other_schema(
+        model.task.data_schema, dataset.facts, f"predict.data {section.data}", "what the model was trained on"
+    )
     reader, carried = _reader(dataset, model.task), _carried(dataset, section.columns)
     for wanted in inputs:
         got = inputs_of(reader.fields).get(wanted["name"])
         if got != (wanted["dtype"], wanted["shape"]):
             raise DataError(
-                f"A decoded row of predict.data {section.data} has {got} as {wanted['name']!r}; the model was trained on {wanted}."
+                f"A decoded row of predict.data {section.data} has {got} as {wanted['name']!r}; the model was trained"
+                f" on {wanted}."
             )
     device = "cuda" if section.num_gpus else "cpu"
     manifest = dataset.manifest
@@ -194,7 +210,9 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "task": class_path(model.task),
         "code": _digest(files_of(class_path(model.task))),
         "manifest_digest": manifest.digest,
-        "content_digest": hashlib.sha256(json.dumps(contents(place_of(dataset.root), manifest.paths)).encode()).hexdigest(),
+        "content_digest": hashlib.sha256(
+            json.dumps(contents(place_of(dataset.root), manifest.paths)).encode()
+        ).hexdigest(),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
         "batch_size": section.batch_size,
@@ -204,8 +222,12 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     out = str(location(section.out))
     counts, described = (section.batch_size, section.threads), described_columns(reader.columns, dataset, carried)
-    job = PredictJob(model, dataset.root, reader.fields, carried, manifest.partitions, parts, out, digest, *counts, device)
-    prepared = PreparedPrediction(job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows, described)
+    job = PredictJob(
+        model, dataset.root, reader.fields, carried, manifest.partitions, parts, out, digest, *counts, device
+    )
+    prepared = PreparedPrediction(
+        job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows, described
+    )
     refuse_other(prepared)
     return prepared
 
@@ -218,12 +240,15 @@ def _digest(files: dict[str, Path]) -> str:
 
 def _check(section: PredictSection) -> None:
     problems = [f"predict.{name} is missing." for name in ("data", "out") if not getattr(section, name)]
-    problems += [f"predict.{n} is {getattr(section, n)}; it must be at least 1." for n in _COUNTS if getattr(section, n) < 1]
+    problems += [
+        f"predict.{n} is {getattr(section, n)}; it must be at least 1." for n in _COUNTS if getattr(section, n) < 1
+    ]
     if section.num_cpus < 0 or section.num_gpus < 0:
         problems.append("predict.num_cpus and predict.num_gpus cannot be negative.")
     if section.num_gpus > 1:
         problems.append(
-            f"predict.num_gpus is {section.num_gpus:g}, but an actor computes on one GPU and would leave the others idle. Set it to at most"
+            f"predict.num_gpus is {section.num_gpus:g}, but an actor computes on one GPU and would leave the others"
+            f" idle. Set it to at most"
             " 1, and predict.workers to the number of GPUs."
         )
     if section.model is not None and section.run is not None:
@@ -238,12 +263,15 @@ def _reader(dataset: Dataset, task: Task) -> Reader:
     missing = [name for name in columns if name not in dataset.facts.columns]
     if missing:
         raise DataError(
-            f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs; its columns are"
+            f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs;"
+            f" its columns are"
             f" {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
         )
     if type(task).decode.__module__.startswith(f"{Task.__module__.rpartition('.')[0]}."):
         _refuse_missing(dataset, columns)
-    return Reader(dataset.root, columns, decode, probe(dataset, columns, decode), partitions=dataset.manifest.partitions)
+    return Reader(
+        dataset.root, columns, decode, probe(dataset, columns, decode), partitions=dataset.manifest.partitions
+    )
 
 
 def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
@@ -258,7 +286,8 @@ def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
                 missing = file.read([name]).column(0).is_null().to_numpy()
             if missing.any():
                 raise DataError(
-                    f"{path}, row {int(missing.argmax())}: column {name!r} of predict.data {dataset.facts.path} has no value there, and"
+                    f"{path}, row {int(missing.argmax())}: column {name!r} of predict.data {dataset.facts.path} has no"
+                    f" value there, and"
                     f" {dataset.facts.columns[name].nulls} missing values in all. Fill them, or leave these rows out."
                 )
 
@@ -269,14 +298,18 @@ def _carried(dataset: Dataset, columns: str | None) -> list[str]:
     wanted = [name.strip() for name in (default if columns is None else columns).split(",") if name.strip()]
     for name in wanted:
         if name not in known:
-            raise ConfigError(f"predict.columns names {name!r}, which is not in the data; its columns are {', '.join(sorted(known))}.")
+            raise ConfigError(
+                f"predict.columns names {name!r}, which is not in the data; its columns are {', '.join(sorted(known))}."
+            )
         if name in ("position", "predicted", "predicted_index", "confidence"):
             raise ConfigError(f"predict.columns names {name!r}, which is a column of the predictions; leave it out.")
     return wanted
 
 
 def parts_of(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
-    """The whole data set in its order, in parts of whole row groups; a row group of more than `most_rows` rows is cut."""
+    """The whole data set in its order, in parts of whole row groups; a row group of more than `most_rows` rows
+    is cut.
+    """
     groups: list[list[Segment]] = [[]]
     room = most_rows
     for i, rows in enumerate(manifest.rows.tolist()):
@@ -296,7 +329,12 @@ def refuse_other(prepared: PreparedPrediction) -> None:
     """
     before, now = read_json(prepared.out / MADE_FROM), prepared.made_from
     if before is None and (names(prepared.out) or folders(prepared.out)):
-        raise ConfigError(f"predict.out {prepared.out} is not empty and has no {MADE_FROM}: it holds something else. Give another folder.")
+        raise ConfigError(
+            f"predict.out {prepared.out} is not empty and has no {MADE_FROM}: it holds something else. Give another"
+            f" folder."
+        )
     if before is not None and before != now:
         other = [f"  - {name}: {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
-        raise ConfigError(f"predict.out {prepared.out} was made from something else; give another folder:\n" + "\n".join(other))
+        raise ConfigError(
+            f"predict.out {prepared.out} was made from something else; give another folder:\n" + "\n".join(other)
+        )

@@ -1,6 +1,8 @@
-"""What a result depends on besides configuration and data: the user's own source files, versions of libraries, defaults of classes.
+"""What a result depends on besides configuration and data: the user's own source files, versions of libraries, defaults
+of classes.
 
-Data that was changed in place between two starts of a run: noticed by size and time of its files, in a bucket by their ETags.
+Data that was changed in place between two starts of a run: noticed by size and time of its files, in a bucket by their
+ETags.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def code_of(config: Config) -> Code:
         found = followed(made.__module__, ours=False)
         libraries |= found.libraries - {"ray_app"}
         files |= {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in found.files.items()}
-        is_read = made.__module__ in found.files and made.__module__ != "__main__"  # which may be what serves a notebook
+        is_read = (
+            made.__module__ in found.files and made.__module__ != "__main__"
+        )  # which may be what serves a notebook
         if not is_read and _top(made.__module__) not in libraries:
             files[made.__module__] = _digest_of(made)
     python = ".".join(map(str, sys.version_info[:3]))
@@ -67,7 +71,9 @@ def code_of(config: Config) -> Code:
 
 
 def classes_in(config: Config) -> Iterator[str]:
-    """Everything that a configuration names by an import path: classes, however deep, and what the task's class says are functions."""
+    """Everything that a configuration names by an import path: classes, however deep, and what the task's class says
+    are functions.
+    """
     yield from _classes_in(config.to_dict())
     for name in getattr(load_class(config.task), "functions", ()):
         if isinstance(path := config.task.init_args.get(name), str):
@@ -106,7 +112,8 @@ def changed_code(paths: RunPaths, config: Config, now: Code) -> list[str]:
         raise RunExistsError(
             f"The run {paths.name!r} was started with other code, so its result would be that of neither:\n- "
             + "\n- ".join(found)
-            + "\nNothing was changed. Restore what it was, give another run.name for a new run, or set run.changed_code to warn to go on."
+            + "\nNothing was changed. Restore what it was, give another run.name for a new run, or set run.changed_code"
+            " to warn to go on."
         )
     return found
 
@@ -132,7 +139,9 @@ def changes(before: Code, now: Code) -> list[str]:
 
 
 def put_code(paths: RunPaths, code: Code) -> None:
-    """Writes `code.json`; which arguments were not given stays as at the first start, as the classes in `config.yaml` do."""
+    """Writes `code.json`; which arguments were not given stays as at the first start, as the classes in `config.yaml`
+    do.
+    """
     before = read_code(paths)
     put_json(paths.code, versioned(asdict(replace(code, defaults=before.defaults) if before is not None else code)))
 
@@ -208,7 +217,9 @@ def _owners() -> dict[str, list[str]]:
 
 
 def _digest_of(made: Any) -> str:
-    """Of a class whose file is a script, in a zip, or none, as in a notebook: of its source if Python has it, or of what it became."""
+    """Of a class whose file is a script, in a zip, or none, as in a notebook: of its source if Python has it, or of
+    what it became.
+    """
     compiled = {name: code for name, member in sorted(vars(made).items()) if (code := _code_in(member)) is not None}
     file = str(getattr(sys.modules[made.__module__], "__file__", ""))
     if {Path(code.co_filename).name for code in compiled.values()} == {Path(file).name}:
@@ -245,7 +256,10 @@ def data_versions(training: RowSource, evaluation: RowSource | None) -> DataVers
 
 def _versions(root: str, paths: tuple[str, ...]) -> dict[str, Any]:
     found = versions(place_of(root), paths)
-    return {"root": root, "files": {path: list(one) if isinstance(one, tuple) else one for path, one in zip(paths, found, strict=True)}}
+    return {
+        "root": root,
+        "files": {path: list(one) if isinstance(one, tuple) else one for path, one in zip(paths, found, strict=True)},
+    }
 
 
 def changed_data(paths: RunPaths, config: Config, now: DataVersions) -> list[str]:
@@ -261,9 +275,11 @@ def changed_data(paths: RunPaths, config: Config, now: DataVersions) -> list[str
     found = [said for name in now if name in before and (said := _compare(name, before[name], now[name])) is not None]
     if found and config.run.changed_data == "refuse":
         raise RunExistsError(
-            f"The data of the run {paths.name!r} was changed since its last start, so its result would be that of neither:\n- "
+            f"The data of the run {paths.name!r} was changed since its last start, so its result would be that of"
+            f" neither:\n- "
             + "\n- ".join(found)
-            + "\nNothing was changed. Restore the data, give another run.name for a new run, or set run.changed_data to warn to go on."
+            + "\nNothing was changed. Restore the data, give another run.name for a new run, or set run.changed_data to"
+            " warn to go on."
         )
     return found
 
@@ -281,7 +297,9 @@ def is_recorded(paths: RunPaths, now: DataVersions) -> bool:
 def _read(paths: RunPaths) -> DataVersions:
     try:
         stored = read_json(paths.data) or {}
-        return {name: one for name, one in stored.items() if isinstance(one, dict) and isinstance(one.get("files"), dict)}
+        return {
+            name: one for name, one in stored.items() if isinstance(one, dict) and isinstance(one.get("files"), dict)
+        }
     except (ValueError, TypeError, AttributeError):  # it is damaged; then nothing is known
         return {}
 

@@ -39,7 +39,7 @@ from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.redaction import redact
 from ray_app.train.job import Job
 from ray_app.train.loop import train
-from ray_app.train.membership import SingleProcessMembership, GenerationInfo
+from ray_app.train.membership import GenerationInfo, SingleProcessMembership
 from ray_app.train.state.state import seed_init
 from ray_app.watch.terminal import Finding
 
@@ -83,7 +83,9 @@ def trial_job(prepared: Prepared, folder: Path) -> Job:
     """A job of a few steps with some rows of a run's data, in a folder; on the CPU, with `ddp` and exact reduction."""
     job = prepared.job
     micro_batch = min(_MICRO_BATCH, job.plan.micro_batch)
-    config = job.config.replace(run__storage_path=str(folder), data__global_batch_size=WORKERS * micro_batch, **_AS_IN_THE_TRIAL)
+    config = job.config.replace(
+        run__storage_path=str(folder), data__global_batch_size=WORKERS * micro_batch, **_AS_IN_THE_TRIAL
+    )
     if job.task.has_epoch_decode:  # which a cache cannot hold
         config = config.replace(data__cache="none")
     if config.train.precision == "fp16":  # needs a GPU
@@ -95,7 +97,9 @@ def trial_job(prepared: Prepared, folder: Path) -> Job:
     if prepared.initial is not None:
         initial = str(folder / "initial.safetensors")
         safetensors.torch.save_file(prepared.initial, initial)
-    return replace(job, config=config, plan=plan, run_root=str(folder / "run"), fence=1, evaluation=evaluation, initial=initial)
+    return replace(
+        job, config=config, plan=plan, run_root=str(folder / "run"), fence=1, evaluation=evaluation, initial=initial
+    )
 
 
 def _some_rows(manifest: Manifest) -> Manifest:
@@ -126,7 +130,9 @@ class _Together(SingleProcessMembership):
             return
         with collective():
             timeout = timedelta(seconds=_EXCHANGE_S)
-            dist.init_process_group("gloo", store=FileStore(str(self._store), size), rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(
+                "gloo", store=FileStore(str(self._store), size), rank=rank, world_size=size, timeout=timeout
+            )
             dist.barrier()  # nobody leaves while another still connects
         try:
             yield self._world, formed
@@ -176,7 +182,10 @@ def outcome(job: Job, ended: Sequence[EndedCall]) -> Trained:
     if errors:
         return Trained(errors[0])
     scores = tuple(
-        sorted((e.step, ", ".join(f"{name} {value!r}" for name, value in sorted(e.metrics.items()))) for e in read_scores(job.paths))
+        sorted(
+            (e.step, ", ".join(f"{name} {value!r}" for name, value in sorted(e.metrics.items())))
+            for e in read_scores(job.paths)
+        )
     )
     return Trained(None, CheckpointStore(job.paths).commits()[-1].params_digest, scores)
 
@@ -218,8 +227,9 @@ class TaskCheck:
 
 
 def check_task(config: Config) -> TaskCheck:
-    """Takes some rows of the data through everything that a run does with a task, on the CPU and without Ray: decoding, training by one
-    worker and by four, a resume in the middle, evaluation, export; and looks for random numbers that do not come from torch or the keys.
+    """Takes some rows of the data through everything that a run does with a task, on the CPU and without Ray: decoding,
+    training by one worker and by four, a resume in the middle, evaluation, export; and looks for random numbers that do
+    not come from torch or the keys.
 
     Nothing is left behind: the processes that do it, and their files, are gone at the end. A test of a project's can be
     `check = check_task(load_config("train.yaml")); assert check.ok, check`.
@@ -243,7 +253,9 @@ def check_task(config: Config) -> TaskCheck:
         folder = Path(name)
         job = trial_job(prepared, folder)
         with closing(Processes(folder / "processes")) as processes:
-            said = [Finding("ok", "data", line) for line in prepared.data] + [Finding("warning", "data", line) for line in prepared.doubts]
+            said = [Finding("ok", "data", line) for line in prepared.data] + [
+                Finding("warning", "data", line) for line in prepared.doubts
+            ]
             done = Finding("ok", "one row", "went through training and evaluation.")
             return TaskCheck((*said, done, *_checks(prepared, job, processes)))
 
@@ -254,8 +266,12 @@ def _tried(config: Config) -> str:
 
 def _checks(prepared: Prepared, job: Job, processes: Processes) -> Iterator[Finding]:
     """All checks; what needs nothing of others runs at the same time."""
-    alone, again, together = (replace(job, run_root=f"{job.run_root}-{name}") for name in ("alone", "again", "together"))
-    pure, exported, *ended = processes.run([(impurities, (job,)), (export, (job,)), *calls(alone, 1), *calls(again, 1)], _LIMIT_S)
+    alone, again, together = (
+        replace(job, run_root=f"{job.run_root}-{name}") for name in ("alone", "again", "together")
+    )
+    pure, exported, *ended = processes.run(
+        [(impurities, (job,)), (export, (job,)), *calls(alone, 1), *calls(again, 1)], _LIMIT_S
+    )
     yield _randomness(pure)
     one, repeated = outcome(alone, ended[:1]), outcome(again, ended[1:])
     if one.error is not None:
@@ -274,7 +290,9 @@ def _randomness(pure: EndedCall) -> Finding:
         return Finding("failed", "randomness", str(pure.error))
     if pure.value:
         return Finding("failed", "randomness", "\n".join(pure.value))
-    return Finding("ok", "randomness", "the same rows, keys and seeds of torch's give the same; nothing else is drawn from.")
+    return Finding(
+        "ok", "randomness", "the same rows, keys and seeds of torch's give the same; nothing else is drawn from."
+    )
 
 
 def _trained(one: Trained, repeated: Trained, together: Trained, resumed: Trained) -> Iterator[Finding]:
@@ -289,18 +307,33 @@ def _trained(one: Trained, repeated: Trained, together: Trained, resumed: Traine
         )
         yield Finding("failed", "training", f"{STEPS} steps on one worker, twice,{why}")
         return
-    kept = "A worker has only its own rows: nothing may be kept from one batch for the next but in the model's parameters and buffers."
+    kept = (
+        "A worker has only its own rows: nothing may be kept from one batch for the next but in the model's parameters"
+        " and buffers."
+    )
     yield _compared("workers", many, one, together, kept)
-    kept = "A worker that resumes has the checkpoint alone: what a task or a model keeps elsewhere than in parameters and buffers is gone."
+    kept = (
+        "A worker that resumes has the checkpoint alone: what a task or a model keeps elsewhere than in parameters and"
+        " buffers is gone."
+    )
     yield _compared("resume", again, one, resumed, kept)
     if not one.scores:
         yield Finding("warning", "evaluation", "there is none: data.eval_path is not given.")
     elif together.error is None and together.params == one.params:
-        kept = "The metrics' states must be sums, minima, maxima or lists, and say nothing of who updates them, or of the order."
+        kept = (
+            "The metrics' states must be sums, minima, maxima or lists, and say nothing of who updates them, or of the"
+            " order."
+        )
         if one.scores == together.scores:
-            yield Finding("ok", "evaluation", f"the same metrics from one worker and from {WORKERS}: {one.scores[-1][1]}.")
+            yield Finding(
+                "ok", "evaluation", f"the same metrics from one worker and from {WORKERS}: {one.scores[-1][1]}."
+            )
         else:
-            yield Finding("failed", "evaluation", f"one worker finds {one.scores[-1][1]}, {WORKERS} find {together.scores[-1][1]}. {kept}")
+            yield Finding(
+                "failed",
+                "evaluation",
+                f"one worker finds {one.scores[-1][1]}, {WORKERS} find {together.scores[-1][1]}. {kept}",
+            )
 
 
 def _compared(topic: str, what: str, one: Trained, other: Trained, advice: str) -> Finding:
@@ -316,16 +349,22 @@ def export(job: Job) -> tuple[str, tuple[str, ...]]:
     seed_init(job.config.seed, torch.device("cpu"))
     source = job.evaluation or job.source
     with tempfile.TemporaryDirectory() as folder:
-        made = write_files(job.task, job.task.build_model(), first_rows(source.reader, source.manifest, 2), Path(folder))
+        made = write_files(
+            job.task, job.task.build_model(), first_rows(source.reader, source.manifest, 2), Path(folder)
+        )
         return made.format, made.refused
 
 
 def _export(exported: EndedCall) -> Finding:
     if exported.error is not None:
         return Finding(
-            "failed", "export", f"{exported.error}\nA run trains all the same; ray-app export and register would refuse its model."
+            "failed",
+            "export",
+            f"{exported.error}\nA run trains all the same; ray-app export and register would refuse its model.",
         )
     form, refused = exported.value
     if refused:
-        return Finding("warning", "export", f"as {form} with the task's code; not as a program of its own ({'; '.join(refused)}).")
+        return Finding(
+            "warning", "export", f"as {form} with the task's code; not as a program of its own ({'; '.join(refused)})."
+        )
     return Finding("ok", "export", f"as {form}, which predicts the same.")

@@ -21,7 +21,8 @@ _MAX_NAMED, _MAX_READ, _READ_ROWS = 20, 8, 1000
 
 
 def described_data(task: Task, dataset: Dataset) -> list[str]:
-    """Which columns a task reads, how many classes there are, and which columns it does not use and why, in one or two lines.
+    """Which columns a task reads, how many classes there are, and which columns it does not use and why, in one or two
+    lines.
 
     Args:
         task: The prepared task.
@@ -34,7 +35,8 @@ def described_data(task: Task, dataset: Dataset) -> list[str]:
 
 
 def described_columns(columns: Sequence[str], dataset: Dataset, carried: Sequence[str]) -> list[str]:
-    """Which columns a prediction reads and carries through, and which columns it does not use and why, in one or two lines.
+    """Which columns a prediction reads and carries through, and which columns it does not use and why, in one or two
+    lines.
 
     Args:
         columns: The columns that are read.
@@ -57,14 +59,17 @@ def _unused(dataset: Dataset, used: Sequence[str]) -> list[str]:
 def similar_class_doubts(facts: DataFacts) -> list[str]:
     """What to say of classes whose names differ in upper and lower case, blanks or the form of a character alone."""
     return [
-        f"The classes {', '.join(map(repr, names))} of {facts.path} differ in upper and lower case, blanks or the form of a character"
-        " alone, and are trained on as different classes. If they are meant to be one, correct the labels and ingest the data again."
+        f"The classes {', '.join(map(repr, names))} of {facts.path} differ in upper and lower case, blanks or the form"
+        f" of a character"
+        " alone, and are trained on as different classes. If they are meant to be one, correct the labels and ingest"
+        " the data again."
         for names in similar_names(facts.classes or ())
     ]
 
 
 def constant_target_doubts(task: Task, evaluated: DataFacts, num_rows: int) -> list[str]:
-    """What to say of data to evaluate on whose target has one value in all rows, as the statistics of its files show it.
+    """What to say of data to evaluate on whose target has one value in all rows, as the statistics of its files show
+    it.
 
     Args:
         task: The prepared task.
@@ -73,10 +78,14 @@ def constant_target_doubts(task: Task, evaluated: DataFacts, num_rows: int) -> l
     """
     facts = {name: evaluated.columns.get(name) for name in task.targets()} if num_rows > MAX_ROWS else {}
     return [
-        f"All {num_rows:,} rows of {evaluated.path} have {column.minimum + 0.0:g} in {name!r}: metrics that compare classes (AUROC) or need"
+        f"All {num_rows:,} rows of {evaluated.path} have {column.minimum + 0.0:g} in {name!r}: metrics that compare"
+        f" classes (AUROC) or need"
         " different numbers (R2) say nothing of them. Evaluate on rows with different values."
         for name, column in facts.items()
-        if column is not None and column.kind in ("integer", "number") and column.minimum is not None and column.minimum == column.maximum
+        if column is not None
+        and column.kind in ("integer", "number")
+        and column.minimum is not None
+        and column.minimum == column.maximum
     ]
 
 
@@ -96,7 +105,9 @@ def _why(name: str, facts: ColumnFacts, data: DataFacts) -> str:
 
 
 def _odd_values(dataset: Dataset, names: list[str]) -> dict[str, str]:
-    """Of columns of text whose first rows are mostly numbers, the first value that is none: it may be what makes the column text."""
+    """Of columns of text whose first rows are mostly numbers, the first value that is none: it may be what makes the
+    column text.
+    """
     if not names or not dataset.manifest.num_rows:
         return {}
     path, _, _ = dataset.manifest.place_of(0)
@@ -112,7 +123,10 @@ def _odd_value(values: pa.Array) -> str | None:
     odd = [(row, text) for row, text in enumerate(texts) if text is not None and not _is_number(text)]
     if not odd or 2 * len(odd) > len(texts):
         return None
-    return f": {len(texts) - len(odd)} of the first {len(texts)} values are numbers or missing, {odd[0][1]!r} in row {odd[0][0]} is not"
+    return (
+        f": {len(texts) - len(odd)} of the first {len(texts)} values are numbers or missing, {odd[0][1]!r} in row"
+        f" {odd[0][0]} is not"
+    )
 
 
 def _is_number(text: str) -> bool:

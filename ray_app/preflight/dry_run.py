@@ -69,7 +69,8 @@ def dry_run(
     has_all: bool = False,
     sample: Callable[[], Arrays | None] = lambda: None,
 ) -> list[str]:
-    """Makes model, optimizer and schedule once and takes a row through all of the task, to refuse before the start what cannot work.
+    """Makes model, optimizer and schedule once and takes a row through all of the task, to refuse before the start what
+    cannot work.
 
     Args:
         job: What is to start.
@@ -93,13 +94,22 @@ def dry_run(
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
                 state.begin(initial)
-                doubts = _try_rows(job, state, {name: twice(values) for name, values in row.items()}, beyond, evaluated, has_all, sample)
+                doubts = _try_rows(
+                    job,
+                    state,
+                    {name: twice(values) for name, values in row.items()},
+                    beyond,
+                    evaluated,
+                    has_all,
+                    sample,
+                )
             finally:
                 task.finish(state.model)
     except TaskError as error:
         raise ConfigError(
             f"A trial with one row failed: {error}\nCheck the task, task.init_args, optimizer and schedule; tried were"
-            f" {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path} {config.optimizer.init_args}"
+            f" {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path}"
+            f" {config.optimizer.init_args}"
             + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
         ) from error
     if type(task).apply_gradients is Task.apply_gradients and config.optimizer.class_path != OWN_OPTIMIZER:
@@ -114,14 +124,16 @@ def dry_run(
         Layout(state.model, state.optimizer, config.train)
         if type(task).apply_gradients is not Task.apply_gradients:
             raise ConfigError(
-                f"train.strategy is parameter_server, whose servers hold parts of the model, but {type(task).__name__}.apply_gradients"
+                f"train.strategy is parameter_server, whose servers hold parts of the model, but"
+                f" {type(task).__name__}.apply_gradients"
                 " moves the whole. Use another strategy, or leave that method out."
             )
     made, asked = len(state.optimizer.param_groups), len(config.optimizer.groups or [])
     if config.train.strategy in ("local_sgd", "parameter_server") and made > 1 + asked:
         raise ConfigError(
             f"optimizer.class_path {config.optimizer.class_path} makes {made} groups of parameters by itself, which"
-            f" train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or central_storage, or optimizer.groups."
+            f" train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or central_storage, or"
+            f" optimizer.groups."
         )
     if config.train.strategy == "fsdp":
         refuse_unshardable(state.model)
@@ -142,7 +154,8 @@ def _try_schedules(state: TrainingState, total_steps: int) -> None:
         schedules = [(state.schedule, total_steps)]
     if any(isinstance(schedule, ReduceLROnPlateau) for schedule, _ in schedules):
         raise ConfigError(
-            "A schedule's class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move by steps alone. Use"
+            "A schedule's class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move"
+            " by steps alone. Use"
             " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
         )
     for schedule, moves in schedules:
@@ -154,7 +167,9 @@ def _try_schedules(state: TrainingState, total_steps: int) -> None:
             with user_code(lambda: "moving the schedule"):
                 state.pass_over()
         _refuse_rates(state, "after the first step")
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups]
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups
+        ]
         _refuse_unreadable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
 
 
@@ -166,7 +181,9 @@ def _refuse_rates(state: TrainingState, when: str) -> None:
     """
     rates = [float(group["lr"]) for group in state.optimizer.param_groups if "lr" in group]
     if wrong := [rate for rate in rates if not math.isfinite(rate)]:
-        raise ConfigError(f"The learning rate is {wrong[0]} {when}; it must be finite. Correct optimizer, its groups or schedule.")
+        raise ConfigError(
+            f"The learning rate is {wrong[0]} {when}; it must be finite. Correct optimizer, its groups or schedule."
+        )
 
 
 def _try_rows(
@@ -178,7 +195,8 @@ def _try_rows(
     has_all: bool,
     sample: Callable[[], Arrays | None],
 ) -> list[str]:
-    """`_try_task` with short rows, the greatest numbers of the data in these, and its longest rows once; and the metrics with some rows.
+    """`_try_task` with short rows, the greatest numbers of the data in these, and its longest rows once; and the
+    metrics with some rows.
 
     Returns:
         What is to be said at the start, in sentences.
@@ -207,12 +225,15 @@ def _try_rows(
     doubts = [*doubts, *single_value_doubts(state.model, job.plan, counts)]
     if unused or isinstance(job.task, BatchTask):
         trained = sample()
-        doubts += gradient_doubts(job, attempt, unused, cut_unevenly(trained) if is_short and trained is not None else trained)
+        doubts += gradient_doubts(
+            job, attempt, unused, cut_unevenly(trained) if is_short and trained is not None else trained
+        )
     return doubts
 
 
 def _try_short(job: Job, attempt: RowProbe, rows: Arrays) -> tuple[Arrays, dict[str, nn.Parameter]]:
-    """`_try_task` with what rows of tokens begin with, or the rows as they are; returns those that it works with, and what it returned.
+    """`_try_task` with what rows of tokens begin with, or the rows as they are; returns those that it works with, and
+    what it returned.
 
     Raises:
         TaskError: See `_try_task`.
@@ -239,22 +260,30 @@ def _is_cut(task: Task) -> bool:
 
 
 def _try_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Parameter]:
-    """Takes two rows through training and evaluation, as workers and evaluator will; returns the parameters that get no gradient.
+    """Takes two rows through training and evaluation, as workers and evaluator will; returns the parameters that get no
+    gradient.
 
-    Raises:
-        TaskError: Something of it fails.
-        ConfigError: The losses are not one for each row, a GPU would refuse an operation, or no metric is the one that decides.
+    Raises: TaskError: Something of it fails. ConfigError: The losses are not one for each row, a GPU would refuse an
+        operation, or no metric is the one that decides.
     """
     task, state, count, config = job.task, attempt.state, len(next(iter(rows.values()))), job.config
     unused = dict[str, nn.Parameter]()
     state.train()
     trained_on = user_code(lambda: "training on two rows")
-    with kept_whole(state.model, config.optimizers is not None), trained_on, _kernels(config, config.scaling.gpus_per_worker) as gpus:
+    with (
+        kept_whole(state.model, config.optimizers is not None),
+        trained_on,
+        _kernels(config, config.scaling.gpus_per_worker) as gpus,
+    ):
         fields = task.augment(to_batch(rows), torch.arange(count))
         if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
             _look_at_target(job, task, state.model, fields)
         for turn in attempt.turns:
-            losses = task.training_loss(state.model, fields) if turn is None else task.loss_for_optimizer(turn, state.model, fields)
+            losses = (
+                task.training_loss(state.model, fields)
+                if turn is None
+                else task.loss_for_optimizer(turn, state.model, fields)
+            )
             found = of_rows(task, losses, count)
             summed(task, found)
             moved = moved_parameters(state, turn)
@@ -303,13 +332,17 @@ def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
     except TaskError as error:
         if isinstance(error.__cause__, _MISTAKES):
             raise
-        logger.warning("The metrics cannot be computed of two rows; an evaluation has more, and may: %s", str(error).splitlines()[0])
+        logger.warning(
+            "The metrics cannot be computed of two rows; an evaluation has more, and may: %s",
+            str(error).splitlines()[0],
+        )
         known = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
     keys: dict[str, str] = {}
     for name in known:
         if (other := keys.setdefault(key := mlflow_key(f"eval_{name}"), name)) != name:
             raise ConfigError(
-                f"The metrics {other!r} and {name!r} have one name in MLflow, {key!r}: it takes letters, digits and '_-. :/', all else and"
+                f"The metrics {other!r} and {name!r} have one name in MLflow, {key!r}: it takes letters, digits and"
+                f" '_-. :/', all else and"
                 " what is no path become '_', and names are cut to 250 characters. Give one of them another name."
             )
     if metric not in known:
@@ -339,7 +372,8 @@ def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
             _check_steps(each, moves)
     elif (steps := getattr(schedule, "total_steps", moves)) < moves:
         raise ConfigError(
-            f"{type(schedule).__name__} has total_steps {steps}, but is moved at {moves} steps of the run; leave total_steps out to use all"
+            f"{type(schedule).__name__} has total_steps {steps}, but is moved at {moves} steps of the run; leave"
+            f" total_steps out to use all"
             " steps of the run, or set at least as many."
         )
 
@@ -364,25 +398,36 @@ def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> Non
             return
         said = f"{type(error).__name__}: {error}".rstrip(".")
         raise ConfigError(
-            f"optimizer.class_path {spec.class_path} cannot make a step: {said}. Steps have the gradient, which is dense, and"
+            f"optimizer.class_path {spec.class_path} cannot make a step: {said}. Steps have the gradient, which is"
+            f" dense, and"
             " no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
         ) from error
-    if changed := [name for name, value in _counted(optimizer).items() if name not in counted or counted[name] != value]:
+    if changed := [
+        name for name, value in _counted(optimizer).items() if name not in counted or counted[name] != value
+    ]:
         raise ConfigError(
-            f"optimizer.class_path {spec.class_path} keeps {changed[0]} in itself (self.{changed[0]}), which no checkpoint has. Keep it in"
+            f"optimizer.class_path {spec.class_path} keeps {changed[0]} in itself (self.{changed[0]}), which no"
+            f" checkpoint has. Keep it in"
             " self.state[p] or in the group."
         )
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    _refuse_unreadable(f"optimizer.class_path {spec.class_path}", {"state": optimizer.state_dict()["state"], "param_groups": groups})
+    _refuse_unreadable(
+        f"optimizer.class_path {spec.class_path}", {"state": optimizer.state_dict()["state"], "param_groups": groups}
+    )
 
 
 def _counted(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer has beside its state and its groups that may be counted or added up."""
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _refuse_unreadable(what: str, held: dict[str, Any]) -> None:
-    """Refuses what can be written into a checkpoint, but not read from it, since only PyTorch's own and plain Python are.
+    """Refuses what can be written into a checkpoint, but not read from it, since only PyTorch's own and plain Python
+    are.
 
     Raises:
         ConfigError: It cannot; the message names the entry.
@@ -391,7 +436,8 @@ def _refuse_unreadable(what: str, held: dict[str, Any]) -> None:
         if (refused := find_refused(name, value, _storing_error)) is not None:
             part, _, error = refused
             raise ConfigError(
-                f"{what} keeps {part}, which no checkpoint can be read with: {first_line(error).rstrip('.')}. Keep numbers of Python and"
+                f"{what} keeps {part}, which no checkpoint can be read with: {first_line(error).rstrip('.')}. Keep"
+                f" numbers of Python and"
                 " tensors: float(...) of what NumPy gives."
             ) from error
 

@@ -1,7 +1,9 @@
-"""What a step on several logical workers makes of a model that plain PyTorch would train otherwise, tried on some rows before the start.
+"""What a step on several logical workers makes of a model that plain PyTorch would train otherwise, tried on some rows
+before the start.
 
-A step adds the gradients of its logical workers: a gradient that is missing counts as zeros, and the loss of each micro-batch counts by its
-rows. A part of the model that no row uses, or a loss that is no mean over rows, is therefore named at the start.
+A step adds the gradients of its logical workers: a gradient that is missing counts as zeros, and the loss of each
+micro-batch counts by its rows. A part of the model that no row uses, or a loss that is no mean over rows, is therefore
+named at the start.
 
 Layers that normalize by statistics of so few values that they never train: one value has no variance.
 """
@@ -73,8 +75,14 @@ def _unused_by(attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arra
     try:
         fields = task.augment(to_batch(rows), torch.arange(count))
         for turn in attempt.turns:
-            losses = task.training_loss(state.model, fields) if turn is None else task.loss_for_optimizer(turn, state.model, fields)
-            without.update(parameters_without_gradient(of_rows(task, losses, count).values, moved_parameters(state, turn)))
+            losses = (
+                task.training_loss(state.model, fields)
+                if turn is None
+                else task.loss_for_optimizer(turn, state.model, fields)
+            )
+            without.update(
+                parameters_without_gradient(of_rows(task, losses, count).values, moved_parameters(state, turn))
+            )
     except Exception:  # what is wrong with these rows is said where they are read
         return dict(unused)
     return {name: p for name, p in unused.items() if name in without}
@@ -87,8 +95,8 @@ def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Para
         losses: What a backward would begin with.
         parameters: The model's by name.
 
-    Returns:
-        Names in the order of the model; none where the graph does not show what it depends on (a checkpoint with `use_reentrant=True`).
+    Returns: Names in the order of the model; none where the graph does not show what it depends on (a checkpoint with
+        `use_reentrant=True`).
     """
     reached, seen, pending = set[int](), set[object](), [losses.grad_fn]
     while pending:
@@ -104,7 +112,9 @@ def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Para
     return [name for name, p in parameters.items() if p.requires_grad and id(p) not in reached]
 
 
-def unused_doubts(config: Config, logical_workers: int, optimizers: Iterable[Optimizer], unused: Mapping[str, nn.Parameter]) -> list[str]:
+def unused_doubts(
+    config: Config, logical_workers: int, optimizers: Iterable[Optimizer], unused: Mapping[str, nn.Parameter]
+) -> list[str]:
     """What to say of trained parameters that get no gradient and that weight decay moves all the same.
 
     Args:
@@ -123,14 +133,18 @@ def unused_doubts(config: Config, logical_workers: int, optimizers: Iterable[Opt
     shown = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     are, them = ("parameters get", "them") if len(names) > 1 else ("parameter gets", "it")
     return [
-        f"{len(names)} trained {are} no gradient from the rows that were tried: {shown}. A missing gradient counts as zeros here, so weight"
-        f" decay and momentum move {them}, while plain PyTorch leaves {them} alone. Freeze {them} by train.freeze, or give {them} a group"
+        f"{len(names)} trained {are} no gradient from the rows that were tried: {shown}. A missing gradient counts as"
+        f" zeros here, so weight"
+        f" decay and momentum move {them}, while plain PyTorch leaves {them} alone. Freeze {them} by train.freeze, or"
+        f" give {them} a group"
         " with weight_decay 0 by optimizer.groups."
     ]
 
 
 def cut_unevenly(rows: Arrays) -> Arrays:
-    """Rows whose lists are cut to different lengths, at most `SHORT`: a mean over tokens is one over rows where all are of one length."""
+    """Rows whose lists are cut to different lengths, at most `SHORT`: a mean over tokens is one over rows where all are
+    of one length.
+    """
     return {
         name: Ragged.of(
             (values.row(i)[: SHORT - i % (SHORT // 2)] for i in range(len(values))),
@@ -146,10 +160,11 @@ def cut_unevenly(rows: Arrays) -> Arrays:
 
 
 def training_mean_doubts(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
-    """What to say of numbers of a training step that are no means over the rows of its batch, so that they depend on the logical workers.
+    """What to say of numbers of a training step that are no means over the rows of its batch, so that they depend on
+    the logical workers.
 
-    The step of a batch is compared with the steps of two parts of it. Dropout does not count: layers are in evaluation mode where the step
-    can be made so, and what is random all the same is not looked at.
+    The step of a batch is compared with the steps of two parts of it. Dropout does not count: layers are in evaluation
+    mode where the step can be made so, and what is random all the same is not looked at.
 
     Args:
         task: The prepared task.
@@ -185,12 +200,16 @@ def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: slice, seed: i
 
 
 def _different(model: nn.Module, means_of: Callable[[slice, int], Means], parts: list[slice]) -> list[str] | None:
-    """Names of what is another number for a batch than for its parts; None: the step cannot be made in this mode, or is random."""
+    """Names of what is another number for a batch than for its parts; None: the step cannot be made in this mode, or is
+    random.
+    """
     different = dict[str, None]()
     for trial in range(num_trials(model)):
         with disturbed(model, trial):
             try:
-                whole, again, *some = (means_of(part, seed) for part, seed in zip([parts[0], *parts], (0, 1, 2, 3), strict=True))
+                whole, again, *some = (
+                    means_of(part, seed) for part, seed in zip([parts[0], *parts], (0, 1, 2, 3), strict=True)
+                )
             except Exception:  # a step may want more of a batch than that, and raise what it likes
                 return None
         if any(not are_close(value[0], again[name][0]) for name, value in whole.items() if name in again):
@@ -209,13 +228,17 @@ def _no_mean(task: str, model: nn.Module, name: str) -> str:
     step = f"training_step of {type(model).__name__}" if hasattr(model, "training_step") else f"the step of {task}"
     if name == "loss":
         return (
-            f"The loss that {step} gives is not a mean over rows (a mean over tokens, a loss between rows): each micro-batch counts by its"
-            " rows, so the gradient depends on scaling.logical_workers. Where it is a mean over tokens, write a Task whose loss returns"
+            f"The loss that {step} gives is not a mean over rows (a mean over tokens, a loss between rows): each"
+            f" micro-batch counts by its"
+            " rows, so the gradient depends on scaling.logical_workers. Where it is a mean over tokens, write a Task"
+            " whose loss returns"
             " Losses with the tokens as weights (docs/own-task.md)."
         )
     return (
-        f"{name!r}, which {step} logs, is not a mean over rows: it is recorded as the mean over the micro-batches, which depends on"
-        " scaling.logical_workers. Log it in the evaluation, where the states of a torchmetrics object are combined over all rows."
+        f"{name!r}, which {step} logs, is not a mean over rows: it is recorded as the mean over the micro-batches,"
+        f" which depends on"
+        " scaling.logical_workers. Log it in the evaluation, where the states of a torchmetrics object are combined"
+        " over all rows."
     )
 
 
@@ -230,9 +253,8 @@ def values_of_statistics(model: nn.Module, rows: int) -> Iterator[dict[str, int]
         model: The model.
         rows: Rows of the batch that is run through it meanwhile.
 
-    Yields:
-        By the name of a layer, in the order of the model, the least number of values of one statistic: of batch normalization those that
-        one row gives a channel, of others all.
+    Yields: By the name of a layer, in the order of the model, the least number of values of one statistic: of batch
+        normalization those that one row gives a channel, of others all.
     """
     found: dict[str, int] = {}
 
@@ -240,7 +262,9 @@ def values_of_statistics(model: nn.Module, rows: int) -> Iterator[dict[str, int]
         if inputs and isinstance(x := inputs[0], Tensor) and layer.training and x.numel():
             found[name] = min(found.get(name, x.numel()), _values(layer, x, rows))
 
-    layers = [(name or type(layer).__name__, layer) for name, layer in model.named_modules() if isinstance(layer, _NORMS)]
+    layers = [
+        (name or type(layer).__name__, layer) for name, layer in model.named_modules() if isinstance(layer, _NORMS)
+    ]
     hooks = [layer.register_forward_pre_hook(partial(count, name)) for name, layer in layers]
     try:
         yield found
@@ -258,7 +282,8 @@ def _values(layer: nn.Module, x: Tensor, rows: int) -> int:
 
 
 def refuse_single_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -> None:
-    """Refuses layers that would normalize one value by itself in every step: their output would be their bias, whatever the input.
+    """Refuses layers that would normalize one value by itself in every step: their output would be their bias, whatever
+    the input.
 
     Args:
         model: The model.
@@ -275,12 +300,14 @@ def refuse_single_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -
         kind = type(layer).__name__
         if values == 1 and not isinstance(layer, _BatchNorm):
             raise ConfigError(
-                f"{name} of the model is a {kind} that normalizes each value by itself, so its output is its bias and what is before it"
+                f"{name} of the model is a {kind} that normalizes each value by itself, so its output is its bias and"
+                f" what is before it"
                 " never trains. Give it fewer groups, or more values to normalize together."
             )
         if isinstance(layer, _BatchNorm) and values * rows == 1:
             raise ConfigError(
-                f"{name} of the model is a {kind}, and {_few(plan)}: one value has no variance, so the layer would use its running"
+                f"{name} of the model is a {kind}, and {_few(plan)}: one value has no variance, so the layer would use"
+                f" its running"
                 f" statistics, which never change. {_remedy(plan)}"
             )
 
@@ -297,8 +324,10 @@ def single_value_doubts(model: nn.Module, plan: Plan, counts: dict[str, int]) ->
     if not named or 1 not in last:
         return []
     return [
-        f"In the last step of an epoch {last.count(1)} of {plan.logical_workers} logical workers have one row, of which {named[0]}, batch"
-        " normalization, has no variance: there it uses its running statistics and does not change them. data.last_batch: drop leaves"
+        f"In the last step of an epoch {last.count(1)} of {plan.logical_workers} logical workers have one row, of which"
+        f" {named[0]}, batch"
+        " normalization, has no variance: there it uses its running statistics and does not change them."
+        " data.last_batch: drop leaves"
         " such a step out."
     ]
 
@@ -311,12 +340,16 @@ def _few(plan: Plan) -> str:
             " (scaling.logical_workers) a micro-batch of one row"
         )
     return (
-        f"the {plan.all_rows} rows of the data give some of the {plan.logical_workers} logical workers (scaling.logical_workers) one row"
+        f"the {plan.all_rows} rows of the data give some of the {plan.logical_workers} logical workers"
+        f" (scaling.logical_workers) one row"
         " in an epoch"
     )
 
 
 def _remedy(plan: Plan) -> str:
     if plan.micro_batch == 1:
-        return f"The smallest valid data.global_batch_size is {2 * plan.logical_workers}; or lower scaling.logical_workers in a new run."
+        return (
+            f"The smallest valid data.global_batch_size is {2 * plan.logical_workers}; or lower scaling.logical_workers"
+            f" in a new run."
+        )
     return f"Give at least {2 * plan.logical_workers} rows, or lower scaling.logical_workers in a new run."

@@ -1,4 +1,6 @@
-"""The parameters that a run begins with where it does not draw them: found before its first start, and from then on kept with the run."""
+"""The parameters that a run begins with where it does not draw them: found before its first start, and from then on
+kept with the run.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def find_beginning(config: Config, before: Config | None) -> Beginning:
     config = config.replace(train__init_from=place)
     if before is not None and before.train.init_from == place:
         return Beginning(config.replace(train__init_digest=config.train.init_digest or before.train.init_digest))
-    found, classes = _registered(config, place) if place.startswith(_REGISTERED) else (_read(place), _classes_beside(place))
+    found, classes = (
+        _registered(config, place) if place.startswith(_REGISTERED) else (_read(place), _classes_beside(place))
+    )
     refuse_others(found, place, config.train.init_digest)
     return Beginning(config.replace(train__init_digest=params_digest(found)), found, classes)
 
@@ -99,7 +103,9 @@ def _read(place: str) -> dict[str, Tensor]:
 
 
 def _classes_beside(place: str) -> Sequence[str] | None:
-    """Names of the classes of the package that a file of parameters is part of; None, if it is part of none, or these have no names."""
+    """Names of the classes of the package that a file of parameters is part of; None, if it is part of none, or these
+    have no names.
+    """
     file = location(place)
     if not isinstance(file, Path):
         return None
@@ -120,6 +126,7 @@ def _registered(config: Config, model: str) -> tuple[dict[str, Tensor], Sequence
         raise
     except Exception as error:  # whatever MLflow raises, mostly because it cannot be reached
         raise ConfigError(
-            f"train.init_from {model!r} cannot be had from {redact(uri)}: {type(error).__name__}: {error}. Check tracking.uri, or name"
+            f"train.init_from {model!r} cannot be had from {redact(uri)}: {type(error).__name__}: {error}. Check"
+            f" tracking.uri, or name"
             " model.safetensors of an export."
         ) from error

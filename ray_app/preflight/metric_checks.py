@@ -1,7 +1,7 @@
 """Whether metrics are the same however the evaluated rows are divided, tried on some of them before the start.
 
-An evaluation scores rows in chunks, and combines what the chunks gave. So a metric must be a function of its states, and a number that a
-script or a Lightning module logs for a batch must be a mean over the rows of the batch.
+An evaluation scores rows in chunks, and combines what the chunks gave. So a metric must be a function of its states,
+and a number that a script or a Lightning module logs for a batch must be a mean over the rows of the batch.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def _updated(task: Task, outputs: Outputs, metrics: MetricCollection | None = No
 
 def _states(task: Task, part: Outputs) -> dict[str, States]:
     """The states of metrics that saw a part, as a chunk has them."""
-    return {str(name): states_of(metric) for name, metric in _updated(task, part).items(keep_base=True, copy_state=False)}
+    return {
+        str(name): states_of(metric) for name, metric in _updated(task, part).items(keep_base=True, copy_state=False)
+    }
 
 
 def _combined(task: Task, parts: Sequence[dict[str, States]]) -> MetricCollection:
@@ -125,8 +127,10 @@ def _check_states(task: Task, outputs: Outputs) -> None:
         after = attributes_of(metric)
         if changed := [key for key, value in after.items() if before[str(name)].get(key) != value]:
             raise ConfigError(
-                f"The metric {name!r} ({type(metric).__name__}) changes {', '.join(changed)} in its update, which are attributes and not"
-                " states: an evaluation is combined from the states of parts of the rows, so they would be lost. Register them in __init__"
+                f"The metric {name!r} ({type(metric).__name__}) changes {', '.join(changed)} in its update, which are"
+                f" attributes and not"
+                " states: an evaluation is combined from the states of parts of the rows, so they would be lost."
+                " Register them in __init__"
                 " with self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
             )
     _refuse_wrappers(metrics)
@@ -167,14 +171,20 @@ def _refuse_wrappers(metrics: MetricCollection) -> None:
     for name, metric in metrics.items(keep_base=True, copy_state=False):
         for kind in sorted(reasons.keys() & _wrappers_of(metric)):
             raise ConfigError(
-                f"The metric {name!r} is a torchmetrics {kind}, which {reasons[kind]}: its value would depend on evaluate.batch_size. Use"
+                f"The metric {name!r} is a torchmetrics {kind}, which {reasons[kind]}: its value would depend on"
+                f" evaluate.batch_size. Use"
                 " the metric inside it."
             )
 
 
 def _wrappers_of(metric: Any) -> set[str]:
     parts = metric_parts(metric).values()
-    return {kind.__name__ for part in parts for kind in type(part).__mro__ if kind.__module__.startswith("torchmetrics.wrappers")}
+    return {
+        kind.__name__
+        for part in parts
+        for kind in type(part).__mro__
+        if kind.__module__.startswith("torchmetrics.wrappers")
+    }
 
 
 def _values(metrics: MetricCollection) -> Values:
@@ -196,9 +206,12 @@ def _need_equal(task: Task, expected: Values, combined: MetricCollection, parts:
             continue
         kinds = ", ".join(f"{key} ({type(each).__name__})" for key, each in combined.items(keep_base=True))
         raise ConfigError(
-            f"The metric {name!r} of {type(task).__name__} is {_told(value)} where it saw some rows at once, and {_told(found.get(name))}"
-            f" put together from the states of {parts}: an evaluation scores rows in chunks, so its value would depend on"
-            " evaluate.batch_size. Its states (add_state) must hold all that compute needs, as sums or lists over rows and not as means"
+            f"The metric {name!r} of {type(task).__name__} is {_told(value)} where it saw some rows at once, and"
+            f" {_told(found.get(name))}"
+            f" put together from the states of {parts}: an evaluation scores rows in chunks, so its value would depend"
+            f" on"
+            " evaluate.batch_size. Its states (add_state) must hold all that compute needs, as sums or lists over rows"
+            " and not as means"
             f" over updates. The metrics are {kinds}."
         )
 
@@ -228,33 +241,51 @@ def _check_computed(task: Task, outputs: Outputs, has_all: bool) -> list[str]:
             values, _ = computed_values(_updated(task, outputs))
         except TaskError as error:
             raise ConfigError(
-                f"The metrics of {type(task).__name__} cannot be computed of the {count} row{'s' * (count > 1)} of data.eval_path:"
+                f"The metrics of {type(task).__name__} cannot be computed of the {count} row{'s' * (count > 1)} of"
+                f" data.eval_path:"
                 f" {str(error).splitlines()[0]} Give it more rows, or leave the metric out."
             ) from error
     undefined = sorted(name for name, value in values.items() if math.isnan(value))
     if undefined and count == 1:
         raise ConfigError(
-            f"{', '.join(map(repr, undefined))} of {type(task).__name__} {'is' if len(undefined) == 1 else 'are'} not a number for the only"
+            f"{', '.join(map(repr, undefined))} of {type(task).__name__} {'is' if len(undefined) == 1 else 'are'} not a"
+            f" number for the only"
             " row of data.eval_path; such metrics need two rows or more. Give it more rows, or leave the metric out."
         )
-    told = [f"Of the {count} rows of data.eval_path {', '.join(undefined)} cannot be told: not a number."] if undefined else []
-    said = dict.fromkeys(" ".join(str(each.message).split()) for each in caught if issubclass(each.category, UserWarning))
+    told = (
+        [f"Of the {count} rows of data.eval_path {', '.join(undefined)} cannot be told: not a number."]
+        if undefined
+        else []
+    )
+    said = dict.fromkeys(
+        " ".join(str(each.message).split()) for each in caught if issubclass(each.category, UserWarning)
+    )
     return [
         *told,
-        *(f"torchmetrics says of the {count} rows of data.eval_path: {text}" for text in said if any(each in text for each in _SAID)),
+        *(
+            f"torchmetrics says of the {count} rows of data.eval_path: {text}"
+            for text in said
+            if any(each in text for each in _SAID)
+        ),
     ]
 
 
 def _check_logits(task: Task, outputs: Outputs) -> None:
     """Refuses scores that torchmetrics would take for probabilities in one batch, and for logits in another.
 
-    It decides by the values of each update whether they are between 0 and 1. Tried are outputs of the model's shape of which some are.
+    It decides by the values of each update whether they are between 0 and 1. Tried are outputs of the model's shape of
+    which some are.
 
     Raises:
         ConfigError: A metric depends on that.
     """
     [(scores, batch), *more] = _joined(outputs)
-    if more or not isinstance(scores, Tensor) or not scores.is_floating_point() or bool(((scores >= 0) & (scores <= 1)).all()):
+    if (
+        more
+        or not isinstance(scores, Tensor)
+        or not scores.is_floating_point()
+        or bool(((scores >= 0) & (scores <= 1)).all())
+    ):
         return
     generator = torch.Generator().manual_seed(0)
     count = max(len(scores), MIN_ROWS)
@@ -262,16 +293,25 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
     shape = (count, *scores.shape[1:])
     mixed = torch.randn(shape, generator=generator) * 3
     mixed[::2] = torch.rand(shape, generator=generator)[::2]
-    rows = [(mixed[i : i + 1].to(scores.dtype), {name: values[taken[i : i + 1]] for name, values in batch.items()}) for i in range(count)]
+    rows = [
+        (mixed[i : i + 1].to(scores.dtype), {name: values[taken[i : i + 1]] for name, values in batch.items()})
+        for i in range(count)
+    ]
     try:
-        expected, found = _values(_updated(task, rows)), _values(_combined(task, [_states(task, [each]) for each in rows]))
+        expected, found = (
+            _values(_updated(task, rows)),
+            _values(_combined(task, [_states(task, [each]) for each in rows])),
+        )
     except Exception:  # metrics may want more of outputs than their shape, and raise what they like
         return
     if different := [name for name, value in expected.items() if name in found and not are_close(value, found[name])]:
         raise ConfigError(
-            f"The metric {different[0]!r} of {type(task).__name__} gets outputs that are not probabilities: torchmetrics takes those of a"
-            " batch for probabilities if all are between 0 and 1, so the value would depend on evaluate.batch_size. Give it"
-            " outputs.sigmoid() or outputs.softmax(1) in the task's update; of a ModuleTask set task.init_args.activation to sigmoid or"
+            f"The metric {different[0]!r} of {type(task).__name__} gets outputs that are not probabilities:"
+            f" torchmetrics takes those of a"
+            " batch for probabilities if all are between 0 and 1, so the value would depend on evaluate.batch_size."
+            " Give it"
+            " outputs.sigmoid() or outputs.softmax(1) in the task's update; of a ModuleTask set"
+            " task.init_args.activation to sigmoid or"
             " softmax."
         )
 
@@ -283,7 +323,9 @@ def repeated(rows: Arrays, count: int) -> Arrays:
         return rows
     places = [i % have for i in range(count)]
     return {
-        name: Ragged.of((values.row(i) for i in places), values.values.dtype, values.fill, values.multiple, values.row_shape)
+        name: Ragged.of(
+            (values.row(i) for i in places), values.values.dtype, values.fill, values.multiple, values.row_shape
+        )
         if isinstance(values, Ragged)
         else values[places]
         for name, values in rows.items()
@@ -301,7 +343,10 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     """
     count = len(next(iter(rows.values())))
     cut = max(1, count // 3)
-    batches = [to_batch({name: values[part] for name, values in rows.items()}) for part in (slice(count), slice(cut), slice(cut, count))]
+    batches = [
+        to_batch({name: values[part] for name, values in rows.items()})
+        for part in (slice(count), slice(cut), slice(cut, count))
+    ]
     drawn: set[str] = set()
     for trial in range(num_trials(model)):
         with disturbed(model, trial):
@@ -314,11 +359,19 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
             known = [each.loss if name == "loss" else each.logged.get(name) for each in parts]
             if any(each is None for each in known):
                 continue
-            mean = sum(float(each) * rows_in(batch) for each, batch in zip(known, batches[1:], strict=True) if each is not None) / count
+            mean = (
+                sum(
+                    float(each) * rows_in(batch)
+                    for each, batch in zip(known, batches[1:], strict=True)
+                    if each is not None
+                )
+                / count
+            )
             if np.isfinite(float(value)) and not are_close(float(value), mean):
                 raise ConfigError(_no_mean(type(task).__name__, name, float(value), mean, count, cut))
     return [
-        f"{name!r}, as the evaluation of {type(task).__name__} gives it, is another number each time that the same rows are evaluated: what"
+        f"{name!r}, as the evaluation of {type(task).__name__} gives it, is another number each time that the same rows"
+        f" are evaluated: what"
         " it draws at random makes it depend on evaluate.batch_size. Draw only where self.training is true."
         for name in sorted(drawn)
     ]
@@ -326,10 +379,14 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
 
 def _no_mean(task: str, name: str, value: float, mean: float, count: int, cut: int) -> str:
     return (
-        f"{name!r}, as the evaluation of {task} gives it, is not a mean over rows: of a batch of {count} rows it is {value:.6g}, and"
-        f" {mean:.6g} as the mean over two parts of it of {cut} and {count - cut} rows. Averaged over batches it would depend on"
-        " evaluate.batch_size. Give the torchmetrics object itself, whose states are combined over all rows: self.log(name, self.metric)"
-        " in a Lightning module, the object in the dictionary that a script's evaluate returns (torchmetrics.MeanMetric, updated with"
+        f"{name!r}, as the evaluation of {task} gives it, is not a mean over rows: of a batch of {count} rows it is"
+        f" {value:.6g}, and"
+        f" {mean:.6g} as the mean over two parts of it of {cut} and {count - cut} rows. Averaged over batches it would"
+        f" depend on"
+        " evaluate.batch_size. Give the torchmetrics object itself, whose states are combined over all rows:"
+        " self.log(name, self.metric)"
+        " in a Lightning module, the object in the dictionary that a script's evaluate returns"
+        " (torchmetrics.MeanMetric, updated with"
         " weights, for a mean over tokens; MeanSquaredError(squared=False) for a root)."
     )
 

@@ -2,12 +2,14 @@
 
 Operations that have no deterministic kernel on a GPU, found while a task is tried on a CPU, where all of them have one.
 
-They are those that `torch.use_deterministic_algorithms` lists as refused for CUDA tensors (torch 2.15), those that the CUDA kernels of
-torch and torchvision refuse beside that list (`index_reduce`, pooling of regions), and the deformable convolution of torchvision, whose
-backward adds atomically and does not say so. Operations that PyTorch replaces in that mode, such as bilinear interpolation by
-`torch.nn.functional.interpolate`, are not among them, nor operations that a CPU refuses as well, such as `put_` without `accumulate`.
+They are those that `torch.use_deterministic_algorithms` lists as refused for CUDA tensors (torch 2.15), those that the
+CUDA kernels of torch and torchvision refuse beside that list (`index_reduce`, pooling of regions), and the deformable
+convolution of torchvision, whose backward adds atomically and does not say so. Operations that PyTorch replaces in that
+mode, such as bilinear interpolation by `torch.nn.functional.interpolate`, are not among them, nor operations that a CPU
+refuses as well, such as `put_` without `accumulate`.
 
-What of a model would be lost where its parameters are cut into shards, which are other tensors than those that it was made with.
+What of a model would be lost where its parameters are cut into shards, which are other tensors than those that it was
+made with.
 
 Whether a task can be sent to other processes, and which part of a value cannot be sent or stored.
 """
@@ -44,8 +46,8 @@ def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
         model: What is trained.
         in_turns: Whether several optimizers take turns, each of which decides what is trained.
 
-    Raises:
-        ConfigError: It has given the model another tensor for a parameter or a buffer, has changed a parameter, or a buffer that is not
+    Raises: ConfigError: It has given the model another tensor for a parameter or a buffer, has changed a parameter, or
+        a buffer that is not
             persistent, or what is trained, or has left gradients; or see `_refuse_odd`.
     """
     _refuse_odd(model)
@@ -64,29 +66,35 @@ def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
             raise replaced(name)
         if tensor.shape != shapes[name]:
             raise ConfigError(
-                f"Training changes the shape of {name} from {tuple(shapes[name])} to {tuple(tensor.shape)}, and a checkpoint is read into a"
+                f"Training changes the shape of {name} from {tuple(shapes[name])} to {tuple(tensor.shape)}, and a"
+                f" checkpoint is read into a"
                 " model that has never been called. Run a batch through the model at the end of build_model."
             )
     for name, value in passing.items():
         if not value.equal(now[name]):
             raise ConfigError(
-                f"Training changes the buffer {name}, which is registered with persistent=False, so no checkpoint has it: a run that goes"
+                f"Training changes the buffer {name}, which is registered with persistent=False, so no checkpoint has"
+                f" it: a run that goes"
                 " on would have lost it. Register it with persistent=True."
             )
     if moved := [name for name, found in _bits(model).items() if found != bits[name]]:
         raise ConfigError(
-            f"The forward of training changes the parameter {moved[0]}. A worker that plays several logical workers would change it several"
-            " times in a step. What moves by itself (a momentum encoder, an average) is moved once in a step by Task.apply_gradients, or is"
+            f"The forward of training changes the parameter {moved[0]}. A worker that plays several logical workers"
+            f" would change it several"
+            " times in a step. What moves by itself (a momentum encoder, an average) is moved once in a step by"
+            " Task.apply_gradients, or is"
             " a buffer (register_buffer), of which every logical worker starts from the same."
         )
     if not in_turns and (switched := [name for name, found in _trains(model).items() if found != trains[name]]):
         raise ConfigError(
-            f"The forward of training changes requires_grad of {switched[0]}. What is trained is decided when the model is made: in"
+            f"The forward of training changes requires_grad of {switched[0]}. What is trained is decided when the model"
+            f" is made: in"
             " build_model, or by train.freeze; multiply what is not to count yet by 0."
         )
     if any(p.grad is not None for p in without):
         raise ConfigError(
-            "training_loss leaves gradients in the model's parameters, since it calls backward(); they would be added to the step's. Take"
+            "training_loss leaves gradients in the model's parameters, since it calls backward(); they would be added"
+            " to the step's. Take"
             " gradients by torch.autograd.grad, which leaves none."
         )
 
@@ -104,26 +112,29 @@ def _trains(model: nn.Module) -> dict[str, bool]:
 def _refuse_unsaved(model: nn.Module, saved: dict[str, object]) -> None:
     """Refuses what no checkpoint would hold.
 
-    Raises:
-        ConfigError: The model's state is not of tensors alone, or of such as files have no type for, or lacks a parameter that is trained.
+    Raises: ConfigError: The model's state is not of tensors alone, or of such as files have no type for, or lacks a
+        parameter that is trained.
     """
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             raise ConfigError(
-                f"The model's state_dict has {name}, which is no tensor but {type(value).__name__} (get_extra_state), and a checkpoint"
+                f"The model's state_dict has {name}, which is no tensor but {type(value).__name__} (get_extra_state),"
+                f" and a checkpoint"
                 " holds tensors. Return a tensor from get_extra_state, or keep it in a buffer."
             )
         try:
             safetensors.torch.save({name: torch.empty(0, dtype=value.dtype)})
         except Exception as error:  # what it raises is not said
             raise ConfigError(
-                f"{name} of the model is {str(value.dtype).removeprefix('torch.')}, which a checkpoint has no type for (safetensors). Use"
+                f"{name} of the model is {str(value.dtype).removeprefix('torch.')}, which a checkpoint has no type for"
+                f" (safetensors). Use"
                 " another, such as complex64 or float64."
             ) from error
     held = {id(value) for value in saved.values()}
     if lacking := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
         raise ConfigError(
-            f"The model's state_dict leaves {lacking[0]} out, which is trained, so no checkpoint would have it. Let state_dict hold what is"
+            f"The model's state_dict leaves {lacking[0]} out, which is trained, so no checkpoint would have it. Let"
+            f" state_dict hold what is"
             " trained, or freeze it."
         )
 
@@ -131,23 +142,27 @@ def _refuse_unsaved(model: nn.Module, saved: dict[str, object]) -> None:
 def _refuse_odd(model: nn.Module) -> None:
     """Refuses what cannot be exchanged or written into.
 
-    Raises:
-        ConfigError: A layer writes its weights in forward, has a sparse gradient, or counts over processes; or a tensor has no size yet, is
+    Raises: ConfigError: A layer writes its weights in forward, has a sparse gradient, or counts over processes; or a
+        tensor has no size yet, is
             sparse, or shares memory.
     """
     for name, layer in model.named_modules():
         called = name or type(layer).__name__
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.weight.requires_grad:
             if layer.sparse:
-                raise ConfigError(f"{called} of the model has sparse=True, and gradients travel dense. Make it with sparse=False.")
+                raise ConfigError(
+                    f"{called} of the model has sparse=True, and gradients travel dense. Make it with sparse=False."
+                )
             if layer.max_norm is not None:
                 raise ConfigError(
-                    f"{called} of the model has max_norm, by which its forward changes its weights: how often in a step would depend on the"
+                    f"{called} of the model has max_norm, by which its forward changes its weights: how often in a step"
+                    f" would depend on the"
                     " number of workers. Clamp the norms in Task.apply_gradients instead, once in a step."
                 )
         if isinstance(layer, nn.SyncBatchNorm):
             raise ConfigError(
-                f"{called} of the model is a SyncBatchNorm, whose statistics are those of all processes of a step, of which there may be"
+                f"{called} of the model is a SyncBatchNorm, whose statistics are those of all processes of a step, of"
+                f" which there may be"
                 " any number. Use BatchNorm, which has those of a logical worker, or GroupNorm."
             )
     parameters = dict(model.named_parameters())
@@ -155,19 +170,31 @@ def _refuse_odd(model: nn.Module) -> None:
     for name, tensor in tensors:
         if is_lazy(tensor):
             raise ConfigError(
-                f"{name} of the model has no shape yet (a lazy layer). Run a batch through the model at the end of build_model."
+                f"{name} of the model has no shape yet (a lazy layer). Run a batch through the model at the end of"
+                f" build_model."
             )
         if tensor.layout is not torch.strided:
-            raise ConfigError(f"{name} of the model is sparse, and what is exchanged and saved is dense. Make it dense: .to_dense().")
-        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) and name not in parameters:
             raise ConfigError(
-                f"Values of the buffer {name} share their memory (expand), so no state can be loaded. Register it with .contiguous()."
+                f"{name} of the model is sparse, and what is exchanged and saved is dense. Make it dense: .to_dense()."
             )
-    held = [(t.untyped_storage().data_ptr(), t.storage_offset() * t.element_size(), t.nbytes, name) for name, t in tensors if t.nbytes]
+        if (
+            any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            and name not in parameters
+        ):
+            raise ConfigError(
+                f"Values of the buffer {name} share their memory (expand), so no state can be loaded. Register it with"
+                f" .contiguous()."
+            )
+    held = [
+        (t.untyped_storage().data_ptr(), t.storage_offset() * t.element_size(), t.nbytes, name)
+        for name, t in tensors
+        if t.nbytes
+    ]
     for (storage, begin, size, first), (other, at, _, second) in pairwise(sorted(held)):
         if storage == other and at < begin + size and not parameters.keys().isdisjoint((first, second)):
             raise ConfigError(
-                f"{first} and {second} of the model share memory but are different tensors (.data), so that a state is loaded into one over"
+                f"{first} and {second} of the model share memory but are different tensors (.data), so that a state is"
+                f" loaded into one over"
                 " the other. Share the parameter itself: second.weight = first.weight."
             )
 
@@ -197,7 +224,9 @@ def _has_dim(*args: Any, **options: Any) -> bool:
 
 
 def _is_not_sum(*args: Any, **options: Any) -> bool:
-    """Whether `scatter_reduce` reduces by another operation than a sum or a mean, which PyTorch computes by sorting the indices."""
+    """Whether `scatter_reduce` reduces by another operation than a sum or a mean, which PyTorch computes by sorting the
+    indices.
+    """
     return (args[4] if len(args) > 4 else options.get("reduce")) not in ("sum", "mean")
 
 
@@ -220,7 +249,9 @@ _REFUSED: Mapping[str, _Refused] = {
     "_adaptive_avg_pool3d_backward": _Refused("AdaptiveAvgPool3d, backward", _POOLS),
     "adaptive_max_pool2d_backward": _Refused("AdaptiveMaxPool2d, backward", _POOLS),
     "adaptive_max_pool3d_backward": _Refused("AdaptiveMaxPool3d, backward", _POOLS),
-    "avg_pool3d_backward": _Refused("AvgPool3d, backward", "a convolution with a stride, or a mean over reshaped blocks"),
+    "avg_pool3d_backward": _Refused(
+        "AvgPool3d, backward", "a convolution with a stride, or a mean over reshaped blocks"
+    ),
     "fractional_max_pool2d_backward": _Refused("FractionalMaxPool2d, backward", _FRACTIONAL),
     "fractional_max_pool3d_backward": _Refused("FractionalMaxPool3d, backward", _FRACTIONAL),
     "max_unpool2d": _Refused("MaxUnpool1d or MaxUnpool2d", "a transposed convolution, or interpolation"),
@@ -240,7 +271,9 @@ _REFUSED: Mapping[str, _Refused] = {
     ),
     "_ctc_loss_backward": _Refused("CTCLoss, backward", "another loss"),
     "_embedding_bag_dense_backward": _Refused(
-        "EmbeddingBag with mode max, backward", "mode sum or mean", lambda *args, **options: 2 in (args[7:8] or (options.get("mode"),))
+        "EmbeddingBag with mode max, backward",
+        "mode sum or mean",
+        lambda *args, **options: 2 in (args[7:8] or (options.get("mode"),)),
     ),
     "histc": _Refused("histc", "bincount of integers"),
     "bincount": _Refused("bincount with weights", "index_add", _has_weights),
@@ -258,8 +291,12 @@ _REFUSED: Mapping[str, _Refused] = {
     "_ps_roi_align_backward": _Refused("PSRoIAlign, backward", _REGIONS),
     "_ps_roi_pool_backward": _Refused("PSRoIPool, backward", _REGIONS),
     "_deform_conv2d_backward": _Refused("DeformConv2d, backward", "a convolution"),
-    "grid_sampler_2d_backward": _Refused("grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"),
-    "grid_sampler_3d_backward": _Refused("grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"),
+    "grid_sampler_2d_backward": _Refused(
+        "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
+    ),
+    "grid_sampler_3d_backward": _Refused(
+        "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
+    ),
 }
 
 
@@ -287,7 +324,8 @@ class Kernels(TorchDispatchMode):
         if self._found:
             what = "\n".join(f"  {what}: choose {instead}" for what, instead in sorted(self._found.items()))
             raise ConfigError(
-                f"train.reduction is exact, for which PyTorch takes deterministic kernels alone, and on GPUs ({gpus:g} each) it has none"
+                f"train.reduction is exact, for which PyTorch takes deterministic kernels alone, and on GPUs ({gpus:g}"
+                f" each) it has none"
                 f" for\n{what}\nOr set train.reduction to overlapped, which promises the rows of a step, but no bits."
             )
 
@@ -304,12 +342,14 @@ def refuse_unshardable(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if not p.ndim or not p.numel():
             raise ConfigError(
-                f"The parameter {name} has {'no dimensions' if not p.ndim else 'no values'}, and train.strategy fsdp cuts parameters along"
+                f"The parameter {name} has {'no dimensions' if not p.ndim else 'no values'}, and train.strategy fsdp"
+                f" cuts parameters along"
                 " their first one. Give it the shape (1,), or use ddp."
             )
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
-                f"The parameter {name} has a hook (register_hook), which its shards do not have (train.strategy fsdp). Do it in the forward"
+                f"The parameter {name} has a hook (register_hook), which its shards do not have (train.strategy fsdp)."
+                f" Do it in the forward"
                 " or in Task.apply_gradients, or use ddp."
             )
     known = {id(p) for p in model.parameters()}
@@ -318,8 +358,10 @@ def refuse_unshardable(model: nn.Module) -> None:
         for key, value in vars(module).items():
             if key not in kept and any(id(each) in known for each in tree_leaves(value)):
                 raise ConfigError(
-                    f"{f'{name}.' if name else ''}{key} of the model is no module and holds parameters, which would not be the ones that"
-                    " are trained (train.strategy fsdp puts shards in their place). Keep them in an nn.ParameterList, or use ddp."
+                    f"{f'{name}.' if name else ''}{key} of the model is no module and holds parameters, which would not"
+                    f" be the ones that"
+                    " are trained (train.strategy fsdp puts shards in their place). Keep them in an nn.ParameterList,"
+                    " or use ddp."
                 )
 
 
@@ -327,7 +369,8 @@ _MAX_DEPTH, _MAX_PARTS = 8, 10_000
 
 
 def refuse_unpicklable(task: Task) -> None:
-    """Pickles a task and reads it again, as it is sent to readers, workers and the evaluator; also where nothing is sent.
+    """Pickles a task and reads it again, as it is sent to readers, workers and the evaluator; also where nothing is
+    sent.
 
     A run may be continued with another strategy, so what one of them needs is asked of all.
 
@@ -338,9 +381,11 @@ def refuse_unpicklable(task: Task) -> None:
         return
     name, value, error = refused
     raise ConfigError(
-        f"{name} of the task cannot be sent to other processes: it is a {type(value).__module__}.{type(value).__qualname__}"
+        f"{name} of the task cannot be sent to other processes: it is a"
+        f" {type(value).__module__}.{type(value).__qualname__}"
         f" ({type(error).__name__}: {first_line(error)}). A task is pickled to readers, workers and the evaluator,"
-        " whatever the strategy: keep settings in it, and make locks, open files, generators and connections where they are used."
+        " whatever the strategy: keep settings in it, and make locks, open files, generators and connections where they"
+        " are used."
     )
 
 
@@ -361,7 +406,8 @@ def first_line(error: Exception) -> str:
 def find_refused(
     name: str, value: Any, error_of: Callable[[Any], Exception | None], seen: set[int] | None = None
 ) -> tuple[str, Any, Exception] | None:
-    """The innermost part of a value for which there is an error: what it is called, the part and its error; None if there is no error.
+    """The innermost part of a value for which there is an error: what it is called, the part and its error; None if
+    there is no error.
 
     Args:
         name: What the value is called.
@@ -390,6 +436,8 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name}.__self__", owner
     elif (closure := getattr(value, "__closure__", None)) is not None:
         names = value.__code__.co_freevars
-        yield from ((f"{name}, which uses {free}", cell.cell_contents) for free, cell in zip(names, closure, strict=True))
+        yield from (
+            (f"{name}, which uses {free}", cell.cell_contents) for free, cell in zip(names, closure, strict=True)
+        )
     else:
         yield from ((f"{name}.{attribute}", part) for attribute, part in getattr(value, "__dict__", {}).items())

@@ -1,4 +1,5 @@
-"""From a configuration to a run that may start: everything that can be refused is refused here, before anything is written.
+"""From a configuration to a run that may start: everything that can be refused is refused here, before anything is
+written.
 
 Names of runs whose user gave none.
 
@@ -87,11 +88,29 @@ _ADJECTIVES = (
     "neat",
     "quiet",
 )
-_NOUNS = ("alder", "aspen", "beech", "birch", "cedar", "cliff", "coast", "creek", "delta", "elm", "fern", "fjord", "grove", "heath", "lake")
+_NOUNS = (
+    "alder",
+    "aspen",
+    "beech",
+    "birch",
+    "cedar",
+    "cliff",
+    "coast",
+    "creek",
+    "delta",
+    "elm",
+    "fern",
+    "fjord",
+    "grove",
+    "heath",
+    "lake",
+)
 
 
 def new_run_name() -> str:
-    """A readable name that sorts by time: `20261120-140512-calm-birch-3f9c02`, also of a thousand starts at once different."""
+    """A readable name that sorts by time: `20261120-140512-calm-birch-3f9c02`, also of a thousand starts at once
+    different.
+    """
     words = f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_NOUNS)}"
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
 
@@ -105,9 +124,15 @@ def reconfigure(job: Job) -> None:
     The classes stay as they are stored: with the arguments that were not given, as `code.json` names them.
     """
     before = parsed(job.paths, job.paths.config.read_text())
-    now = replace(job.config, task=before.task, optimizer=before.optimizer, optimizers=before.optimizers, schedule=before.schedule)
+    now = replace(
+        job.config, task=before.task, optimizer=before.optimizer, optimizers=before.optimizers, schedule=before.schedule
+    )
     one, other = (flatten(redacted(config.to_dict())) for config in (before, now))
-    changed = {name: [one.get(name), other.get(name)] for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)}
+    changed = {
+        name: [one.get(name), other.get(name)]
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name)
+    }
     if changed:
         put_event(job.paths, "reconfigured", job.fence, fields=changed)
     if now != before:
@@ -120,14 +145,16 @@ def put_config(paths: RunPaths, config: Config) -> None:
     put_atomic(paths.config, config.to_yaml().encode(), mode=0o600 if secret else 0o666)
     if secret:
         logger.warning(
-            "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs and events get it"
+            "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs"
+            " and events get it"
             " without. Secrets are better kept in environment variables.",
             paths.config,
         )
 
 
 def refuse_other_run(name: str, before: Config, stored_digest: str, config: Config, plan: Plan) -> None:
-    """Refuses to continue a run with other values that decide the result, but for a later end that leaves what is done as it is.
+    """Refuses to continue a run with other values that decide the result, but for a later end that leaves what is done
+    as it is.
 
     A run that has grown has the bits of one that was as long from the beginning.
 
@@ -146,8 +173,10 @@ def refuse_other_run(name: str, before: Config, stored_digest: str, config: Conf
     ended, ends = (each.train.total_steps(plan.steps_per_epoch) for each in (before, config))
     if ends != ended and (reason := _why_not(config, ended, ends, plan)):
         raise RunExistsError(
-            f"The run {name!r} exists with train.epochs {before.train.epochs} and train.max_steps {before.train.max_steps}, {ended} steps;"
-            f" asked for now are {config.train.epochs} and {config.train.max_steps}, {ends} steps. {reason} Nothing was changed. Give"
+            f"The run {name!r} exists with train.epochs {before.train.epochs} and train.max_steps"
+            f" {before.train.max_steps}, {ended} steps;"
+            f" asked for now are {config.train.epochs} and {config.train.max_steps}, {ends} steps. {reason} Nothing was"
+            f" changed. Give"
             " another run.name for a new run."
         )
 
@@ -159,15 +188,24 @@ def _why_not(config: Config, ended: int, ends: int, plan: Plan) -> str | None:
         return "A run can become longer, not shorter."
     if config.schedule is not None and counts_total_steps(config.schedule):
         return (
-            f"Its schedule {config.schedule.class_path} spreads over all steps of a run, so a longer one has had other learning rates from"
-            " the beginning. Schedules whose arguments say all, such as CosineAnnealingLR with T_max, StepLR and LambdaLR, let a run grow."
+            f"Its schedule {config.schedule.class_path} spreads over all steps of a run, so a longer one has had other"
+            f" learning rates from"
+            " the beginning. Schedules whose arguments say all, such as CosineAnnealingLR with T_max, StepLR and"
+            " LambdaLR, let a run grow."
         )
     if ended % train.local_steps:
-        return f"Its logical workers averaged at its end, in the middle of a round of train.local_steps = {train.local_steps}."
-    planned = (cadence.every_steps, cadence.every_epochs and cadence.every_epochs * (train.steps_per_epoch or plan.steps_per_epoch))
+        return (
+            f"Its logical workers averaged at its end, in the middle of a round of train.local_steps ="
+            f" {train.local_steps}."
+        )
+    planned = (
+        cadence.every_steps,
+        cadence.every_epochs and cadence.every_epochs * (train.steps_per_epoch or plan.steps_per_epoch),
+    )
     if config.evaluate.patience is not None and not any(every and ended % every == 0 for every in planned):
         return (
-            "The checkpoint of its end counts for evaluate.patience, but in a longer run checkpoint.every_steps and every_epochs plan none"
+            "The checkpoint of its end counts for evaluate.patience, but in a longer run checkpoint.every_steps and"
+            " every_epochs plan none"
             " there."
         )
     return None
@@ -183,7 +221,8 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
     files = int((rows_of_files(manifest) > 0).sum())
     if data.shard == "file" and files < logical_workers:
         raise DataError(
-            f"data.shard is file, but {data.path} has {files} files with rows for {logical_workers} logical workers; each needs at least"
+            f"data.shard is file, but {data.path} has {files} files with rows for {logical_workers} logical workers;"
+            f" each needs at least"
             " one. Ingest into more files (--shard_rows), lower scaling.logical_workers, or set data.shard to row."
         )
     plan = Plan(
@@ -199,8 +238,10 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
     )
     if not plan.steps_per_epoch:
         raise DataError(
-            f"{data.path} has {plan.all_rows} rows for an epoch, too few for one global batch of {data.global_batch_size} rows, and"
-            " data.last_batch is drop: there is nothing to train on. Set data.last_batch: keep or lower data.global_batch_size."
+            f"{data.path} has {plan.all_rows} rows for an epoch, too few for one global batch of"
+            f" {data.global_batch_size} rows, and"
+            " data.last_batch is drop: there is nothing to train on. Set data.last_batch: keep or lower"
+            " data.global_batch_size."
         )
     return plan
 
@@ -217,14 +258,19 @@ def mixing_doubts(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
         values, groups = facts.maximum - facts.minimum + 1, window / float(rows.mean()) + 1
         if groups * facts.group_span < 0.5 * min(values, window):
             doubts.append(
-                f"{config.data.path} looks sorted by {name!r}: a row group spans {facts.group_span:,.1f} of {values:,.0f} values on an"
-                f" average, and a shuffle window of {window:,} rows mixes about {groups:.1f} row groups, so at most about"
-                f" {groups * facts.group_span:,.0f} values. Ingest it again (ray-app ingest mixes), or raise data.shuffle_window_rows."
+                f"{config.data.path} looks sorted by {name!r}: a row group spans {facts.group_span:,.1f} of"
+                f" {values:,.0f} values on an"
+                f" average, and a shuffle window of {window:,} rows mixes about {groups:.1f} row groups, so at most"
+                f" about"
+                f" {groups * facts.group_span:,.0f} values. Ingest it again (ray-app ingest mixes), or raise"
+                f" data.shuffle_window_rows."
             )
     if (largest := int(rows.max())) > window:
         doubts.append(
-            f"{config.data.path} has row groups of up to {largest:,} rows, more than a shuffle window of {window:,} rows, which then mixes"
-            " the rows of one or two. Where rows that are near each other are alike, ingest it (ray-app ingest mixes), or raise"
+            f"{config.data.path} has row groups of up to {largest:,} rows, more than a shuffle window of {window:,}"
+            f" rows, which then mixes"
+            " the rows of one or two. Where rows that are near each other are alike, ingest it (ray-app ingest mixes),"
+            " or raise"
             " data.shuffle_window_rows."
         )
     return doubts
@@ -249,7 +295,8 @@ def refuse_other_classes(paths: RunPaths, plan: Plan) -> None:
     """
     if plan.classes is not None and (read_json(paths.classes) or {}).get("digest") != plan.classes.digest:
         raise DataError(
-            f"Rows have other classes than when the run {paths.name!r} began, so they would be repeated otherwise. Give the data of before,"
+            f"Rows have other classes than when the run {paths.name!r} began, so they would be repeated otherwise. Give"
+            f" the data of before,"
             " or another run.name."
         )
 
@@ -318,7 +365,9 @@ def prepare(config: Config) -> Prepared:
         stored = read_manifest(paths).digest
         refuse_other_run(paths.name, before, stored, config, plan)
         refuse_other_classes(paths, plan)
-        refuse_other_schema(read_json(paths.schema) or {}, dataset.facts, dataset.facts.path, f"the data that {paths.name!r} began with")
+        refuse_other_schema(
+            read_json(paths.schema) or {}, dataset.facts, dataset.facts.path, f"the data that {paths.name!r} began with"
+        )
         changed = changed_code(paths, config, code)
     stored_row, row = training_row(config, dataset, task)
     rows = rows_like(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
@@ -326,7 +375,9 @@ def prepare(config: Config) -> Prepared:
     _refuse_cache(config, task, fields)
     refuse_other_fields(task, stored_row, fields)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
-    job = Job(config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode)
+    job = Job(
+        config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode
+    )
     if config.train.init_from is not None:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
@@ -337,10 +388,14 @@ def prepare(config: Config) -> Prepared:
         beyond.append(more)
     first = longest(rows) if isinstance(task, LoopTask) else shortest(rows)  # a script takes all at once
     has_all = data is not None and data.manifest.num_rows <= MAX_ROWS
-    doubts = dry_run(job, first, initial, beyond, some, has_all, partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS))
+    doubts = dry_run(
+        job, first, initial, beyond, some, has_all, partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS)
+    )
     evaluation = None
     if data is not None and not job.workers_evaluate:
-        evaluation = EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact")
+        evaluation = EvaluationJob(
+            config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact"
+        )
     files = data_versions(job.source, data)
     return Prepared(
         replace(job, evaluation=data),
@@ -349,7 +404,13 @@ def prepare(config: Config) -> Prepared:
         initial,
         code,
         tuple(changed),
-        (*mixing_doubts(config, dataset, plan), *replaced_weights_doubts(config), *constant, *doubts, *similar_class_doubts(dataset.facts)),
+        (
+            *mixing_doubts(config, dataset, plan),
+            *replaced_weights_doubts(config),
+            *constant,
+            *doubts,
+            *similar_class_doubts(dataset.facts),
+        ),
         tuple(described_data(task, dataset)),
         files,
         tuple(changed_data(paths, config, files) if before is not None else ()),
@@ -386,7 +447,8 @@ def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> N
         )
     if config.data.cache != "none" and task.has_epoch_decode:
         raise ConfigError(
-            f"data.cache is {config.data.cache}, but {type(task).__name__} decodes a row another way in every epoch, which a"
+            f"data.cache is {config.data.cache}, but {type(task).__name__} decodes a row another way in every epoch,"
+            f" which a"
             " cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
         )
 
@@ -417,11 +479,14 @@ def make_task(config: Config) -> Task:
         task = load_class(config.task)(**config.task.init_args)
     except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be made: {error}. Name an importable"
+            f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be made:"
+            f" {error}. Name an importable"
             " subclass of ray_app.task.base.Task and its arguments."
         ) from error
     if not isinstance(task, Task):
-        raise ConfigError(f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive it.")
+        raise ConfigError(
+            f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive it."
+        )
     return task
 
 
@@ -436,8 +501,10 @@ def _check_rounds(job: Job) -> None:
         below = steps // rounds * rounds
         valid = " or ".join(str(n) for n in (below, below + rounds) if n)
         raise ConfigError(
-            f"An epoch has {steps} steps, no multiple of train.local_steps = {rounds}, so it ends where the logical workers have no common"
-            f" state to keep. Set train.steps_per_epoch to {valid}, or checkpoint.every_epochs to null and checkpoint.every_steps to a"
+            f"An epoch has {steps} steps, no multiple of train.local_steps = {rounds}, so it ends where the logical"
+            f" workers have no common"
+            f" state to keep. Set train.steps_per_epoch to {valid}, or checkpoint.every_epochs to null and"
+            f" checkpoint.every_steps to a"
             f" multiple of {rounds}."
         )
 
@@ -451,13 +518,15 @@ def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
     before = {e.data_digest for e in read_scores(paths)} - {digest}
     if before and config.evaluate.patience is not None:
         raise DataError(
-            f"data.eval_path {config.data.eval_path} (digest {digest}) is not what this run was evaluated on before ({', '.join(before)}),"
+            f"data.eval_path {config.data.eval_path} (digest {digest}) is not what this run was evaluated on before"
+            f" ({', '.join(before)}),"
             " but evaluate.patience makes the result depend on it. Give the data of before, or another run.name."
         )
 
 
 def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, RareRows, Arrays | None, list[str]]:
-    """The evaluation data, what it has that the training data does not have, some of its rows, decoded, and what is to be said of it.
+    """The evaluation data, what it has that the training data does not have, some of its rows, decoded, and what is to
+    be said of it.
 
     Raises:
         DataError: It is not like the training data, or not what this run was evaluated on before.
@@ -468,7 +537,8 @@ def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, RareRows, Array
     source = _source(job.task, dataset, config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
-            f"A decoded row of data.eval_path {path} is {source.fields}, of data.path {config.data.path} it is {job.fields}; both must be"
+            f"A decoded row of data.eval_path {path} is {source.fields}, of data.path {config.data.path} it is"
+            f" {job.fields}; both must be"
             " alike. Ingest them the same way."
         )
     check_evaluation_data(job.paths, config, source.manifest.digest)
@@ -503,7 +573,8 @@ def _source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
 def claim(prepared: Prepared, fence: int) -> Prepared:
     """Makes the run this start's. A new run's manifest is written first, its configuration last: with that it exists.
 
-    The configuration of a run that exists becomes that of this start, so that whoever reads it judges by the metric that decides now.
+    The configuration of a run that exists becomes that of this start, so that whoever reads it judges by the metric
+    that decides now.
 
     Args:
         prepared: What may start.
@@ -514,7 +585,9 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
     """
     job = prepared.job
     if not prepared.resumes and job.paths.config.exists():
-        raise RunExistsError(f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it.")
+        raise RunExistsError(
+            f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it."
+        )
     if prepared.initial is not None:
         put_atomic(job.paths.initial, safetensors.torch.save(prepared.initial))
     if not prepared.resumes:
@@ -535,7 +608,8 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
 
 
 def check_storage(config: Config) -> None:
-    """Refuses a folder that cannot be made or written to: in the nearest one that is there a folder is made and removed again.
+    """Refuses a folder that cannot be made or written to: in the nearest one that is there a folder is made and removed
+    again.
 
     Raises:
         ConfigError: It cannot. Of S3 nothing is asked here.
@@ -552,6 +626,7 @@ def check_storage(config: Config) -> None:
     except OSError as error:
         why = f"{error.strerror or error} ({error.filename or folder})"
     raise ConfigError(
-        f"run.storage_path is {config.run.storage_path!r}, where no run can be stored: {why}. Give a folder that you may write to, which"
+        f"run.storage_path is {config.run.storage_path!r}, where no run can be stored: {why}. Give a folder that you"
+        f" may write to, which"
         " all nodes see under the same path, or s3://bucket/prefix."
     )

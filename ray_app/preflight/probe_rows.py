@@ -93,9 +93,11 @@ class RowProbe:
             return None
         most = max(int(values.lengths.max()) for values in lists.values())
         return (
-            f"Rows of {most} numbers in {' or '.join(map(repr, lists))} cannot be {'evaluated' if evaluates else 'trained'} on,"
+            f"Rows of {most} numbers in {' or '.join(map(repr, lists))} cannot be"
+            f" {'evaluated' if evaluates else 'trained'} on,"
             " rows of one can. Models know only so many"
-            " positions (max_position_embeddings, block_size): make these more, or set task.init_args.max_length to as many."
+            " positions (max_position_embeddings, block_size): make these more, or set task.init_args.max_length to as"
+            " many."
         )
 
 
@@ -106,7 +108,9 @@ def longest(rows: Arrays) -> Arrays:
 
 
 def shortest(rows: Arrays) -> Arrays:
-    """The shortest of some rows that has `SHORT` numbers, by itself, each field of shape (1, ...); the longest, where none has."""
+    """The shortest of some rows that has `SHORT` numbers, by itself, each field of shape (1, ...); the longest, where
+    none has.
+    """
     total = _numbers(rows)
     enough = total >= SHORT
     return _only(rows, int(np.where(enough, total, total.max() + 1).argmin() if enough.any() else total.argmax()))
@@ -139,14 +143,17 @@ def _repeated(values: Ragged) -> Ragged:
 MOST_OPERATIONS = 1e12
 """Floating point operations of one attempt: on two cores about half a minute."""
 _HELD_AT_ONCE = 4
-"""How many tensors as large as the largest there are at a time: scores, as float32, their logarithms, and what reads them."""
+"""How many tensors as large as the largest there are at a time: scores, as float32, their logarithms, and what reads
+them.
+"""
 
 
 def too_costly(attempt: RowProbe, rows: Arrays) -> str | None:
     """What it would take to train on rows without a step, in words, if that is more than a trial may; None if not.
 
-    Operations are at least two for each parameter and number, but for embeddings. Where the lists can be cut, what short ones take, of
-    three lengths, is continued: operations, and bytes of the largest tensor, grow at most with the square of the length.
+    Operations are at least two for each parameter and number, but for embeddings. Where the lists can be cut, what
+    short ones take, of three lengths, is continued: operations, and bytes of the largest tensor, grow at most with the
+    square of the length.
 
     Args:
         attempt: The task, and the model.
@@ -155,7 +162,9 @@ def too_costly(attempt: RowProbe, rows: Arrays) -> str | None:
     operations, held = float(2 * _parameters(attempt.state.model) * numbers_of(rows)), 0.0
     lists = [values for values in rows.values() if isinstance(values, Ragged)]
     multiple = max(values.multiple for values in lists)
-    base, length = (-(-n // multiple) * multiple for n in (SHORT, max(int(values.lengths.max()) for values in lists)))  # as padded
+    base, length = (
+        -(-n // multiple) * multiple for n in (SHORT, max(int(values.lengths.max()) for values in lists))
+    )  # as padded
     if operations <= MOST_OPERATIONS and length >= 8 * base:
         lengths = np.array([base, 2 * base, 4 * base])
         try:
@@ -165,7 +174,9 @@ def too_costly(attempt: RowProbe, rows: Arrays) -> str | None:
         if some:
             operations = max(operations, _continued(lengths, np.array([[found] for found, _ in some]), length))
             same = len({len(sizes) for _, sizes in some}) == 1
-            held = _HELD_AT_ONCE * _continued(lengths, np.array([sizes if same else [max(sizes)] for _, sizes in some]), length)
+            held = _HELD_AT_ONCE * _continued(
+                lengths, np.array([sizes if same else [max(sizes)] for _, sizes in some]), length
+            )
     free = most_bytes()
     if operations <= MOST_OPERATIONS and held <= free:
         return None
@@ -182,7 +193,12 @@ def most_bytes() -> float:
 
 
 def _parameters(model: nn.Module) -> int:
-    embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) for p in module.parameters()}
+    embedded = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for p in module.parameters()
+    }
     return sum(p.numel() for p in model.parameters() if id(p) not in embedded)
 
 
@@ -207,8 +223,14 @@ class _Sizes(TorchDispatchMode):
         self.sizes: list[int] = []
         self._known = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
         found = function(*args, **(options or {}))
-        stored = [each.untyped_storage() for each in tree_leaves(found) if isinstance(each, Tensor) and each.layout is torch.strided]
+        stored = [
+            each.untyped_storage()
+            for each in tree_leaves(found)
+            if isinstance(each, Tensor) and each.layout is torch.strided
+        ]
         self.sizes.append(max((each.nbytes() for each in stored if each.data_ptr() not in self._known), default=0))
         return found

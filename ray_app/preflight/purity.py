@@ -69,7 +69,9 @@ _OWN = (random.Random, np.random.Generator, np.random.RandomState)
 def generators() -> list[Any]:
     """All generators that a process has made, but the global ones."""
     shared = (random._inst, np.random.mtrand._rand)
-    return [each for each in gc.get_objects() if issubclass(type(each), _OWN) and all(each is not one for one in shared)]
+    return [
+        each for each in gc.get_objects() if issubclass(type(each), _OWN) and all(each is not one for one in shared)
+    ]
 
 
 def watched(call: Callable[[], T], task: object, own: list[Any]) -> tuple[T, list[Draw]]:
@@ -87,7 +89,11 @@ def watched(call: Callable[[], T], task: object, own: list[Any]) -> tuple[T, lis
     with _Lines() as lines:
         value = call()
     moved = [Draw(name, line, True) for name, line in lines.moved.items()]
-    moved += [Draw(_named(each, task), None, False) for each, state in zip(own, before, strict=True) if not _same(state, _state_of(each))]
+    moved += [
+        Draw(_named(each, task), None, False)
+        for each, state in zip(own, before, strict=True)
+        if not _same(state, _state_of(each))
+    ]
     fresh = [Draw("a generator made without a seed (numpy.random.default_rng)", line, False) for line in lines.unseeded]
     return value, moved + fresh
 
@@ -114,7 +120,9 @@ class _Lines:
 
     def _default_rng(self, seed: Any = None) -> np.random.Generator:
         if seed is None:
-            self.unseeded.append(next((_place(frame) for frame in _callers(sys._getframe(1)) if is_own(frame.f_code.co_filename)), None))
+            self.unseeded.append(
+                next((_place(frame) for frame in _callers(sys._getframe(1)) if is_own(frame.f_code.co_filename)), None)
+            )
         return self._make(seed)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -159,7 +167,11 @@ def _state_of(generator: Any) -> Any:
 
 
 def _of_numpy(generator: Any) -> Any:
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
+    return (
+        generator.bit_generator.state
+        if isinstance(generator, np.random.Generator)
+        else generator.get_state(legacy=False)
+    )
 
 
 def _named(generator: Any, task: object) -> str:
@@ -188,7 +200,9 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two results have the same bits; what is no number, text, tensor or array, or a collection of these, is not compared."""
+    """Whether two results have the same bits; what is no number, text, tensor or array, or a collection of these, is
+    not compared.
+    """
     return _same(one, other)
 
 
@@ -205,8 +219,14 @@ def _same(one: Any, other: Any) -> bool:
 
 
 _CPU = torch.device("cpu")
-_DRAWN = "Draw from the keys that it gets: with drawing(key): for what draws from torch, numpy.random.default_rng(key) for the rest"
-_KEYED = "Draw from the keys that augment gets (uniform(keys, salt=1)), or from torch's default generators in the model and the loss"
+_DRAWN = (
+    "Draw from the keys that it gets: with drawing(key): for what draws from torch, numpy.random.default_rng(key) for"
+    " the rest"
+)
+_KEYED = (
+    "Draw from the keys that augment gets (uniform(keys, salt=1)), or from torch's default generators in the model and"
+    " the loss"
+)
 
 
 def impurities(job: Job) -> list[str]:
@@ -219,21 +239,31 @@ def _found(job: Job) -> Iterator[str]:
         load_class(class_path)  # what an import draws is nobody's
     task, rows = job.task, _raw(job)
     decoded = task.decode(rows)
-    may_not = "Its result may be cached and used in every epoch, so it draws nothing: make the random part of it in augment, from the keys"
+    may_not = (
+        "Its result may be cached and used in every epoch, so it draws nothing: make the random part of it in augment,"
+        " from the keys"
+    )
     drawn = list(_twice(task, "decode", lambda: _plain(task.decode(rows)), may_not, ()))
     yield from drawn or _alone(task, rows)
     batch = to_batch(decoded)
-    keys = torch.from_numpy((hash_array(1, np.arange(len(next(iter(decoded.values()))))) >> np.uint64(1)).astype(np.int64))
+    keys = torch.from_numpy(
+        (hash_array(1, np.arange(len(next(iter(decoded.values()))))) >> np.uint64(1)).astype(np.int64)
+    )
     if task.has_epoch_decode:
         yield from _twice(task, "decode_training", lambda: _plain(task.decode_training(rows, keys.numpy())), _DRAWN, ())
-    yield from _twice(task, "augment", lambda: task.augment({k: v.clone() for k, v in batch.items()}, keys), _KEYED, (TORCH,))
+    yield from _twice(
+        task, "augment", lambda: task.augment({k: v.clone() for k, v in batch.items()}, keys), _KEYED, (TORCH,)
+    )
     yield from _twice(task, "build_model", lambda: _model(task).state_dict(), _KEYED, (TORCH,))
     model, fields = _model(task).train(), task.augment(dict(batch), keys)
     for turn in job.config.optimizers or [""]:
         name = f"loss_for_optimizer of {turn}" if turn else "training_loss"
         yield from _twice(task, name, partial(_loss, task, turn, model, fields), _KEYED, (TORCH,))
     evaluated = _model(task).eval()
-    may_not = "Evaluations and predictions of one checkpoint would differ: draw only where self.training is true, from torch's generators"
+    may_not = (
+        "Evaluations and predictions of one checkpoint would differ: draw only where self.training is true, from"
+        " torch's generators"
+    )
     yield from _twice(task, "forward (in an evaluation)", partial(_outputs, task, evaluated, batch), may_not, (TORCH,))
 
 
@@ -298,7 +328,8 @@ def _twice(task: Task, name: str, call: Callable[[], Any], advice: str, allowed:
         yield f"{name} draws from {', and from '.join(blamed)}. {advice}."
     elif differs:
         yield (
-            f"{name} gives something else when it is called again with the same rows, keys and seeds of torch's: it keeps something from"
+            f"{name} gives something else when it is called again with the same rows, keys and seeds of torch's: it"
+            f" keeps something from"
             f" one call for the next, looks at the time, or draws from a generator of its own. {advice}."
         )
 
@@ -312,7 +343,9 @@ def _alone(task: Task, rows: Rows) -> Iterator[str]:
         differing = [name for name in together if not same(_rows(together[name][i : i + 1]), _rows(one[name]))]
         if differing:
             yield (
-                f"decode makes another {differing[0]!r} of a row by itself than of the same row with others, so the result would depend on"
-                " how the data is read. Look at each row alone; take what is known of all of them from prepare or task.init_args."
+                f"decode makes another {differing[0]!r} of a row by itself than of the same row with others, so the"
+                f" result would depend on"
+                " how the data is read. Look at each row alone; take what is known of all of them from prepare or"
+                " task.init_args."
             )
             return

@@ -1,6 +1,7 @@
 """The greatest numbers of the data: classes and a vocabulary that a model may not have.
 
-What the data has that the first rows to train on do not have: longer rows, and what there is in the rows to evaluate on alone.
+What the data has that the first rows to train on do not have: longer rows, and what there is in the rows to evaluate on
+alone.
 
 What a task makes of rows to train on, where that is another in every epoch: it must look like what it evaluates on.
 """
@@ -30,13 +31,14 @@ from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 
 
-def refuse_out_of_range(attempt: RowProbe, rows: Arrays, evaluated: dict[str, list[float]] | None = None, where: str = "") -> None:
+def refuse_out_of_range(
+    attempt: RowProbe, rows: Arrays, evaluated: dict[str, list[float]] | None = None, where: str = ""
+) -> None:
     """Trains, or evaluates, on rows that have the least and the greatest numbers of the columns, without a step.
 
-    Args:
-        attempt: The task and its model; only a model by configuration is tried.
-        rows: Decoded rows with which that works; short ones, since it is done several times.
-        evaluated: The least and the greatest number of the columns of the data to evaluate on, if it is that: there must be metrics of its
+    Args: attempt: The task and its model; only a model by configuration is tried. rows: Decoded rows with which that
+        works; short ones, since it is done several times. evaluated: The least and the greatest number of the columns
+        of the data to evaluate on, if it is that: there must be metrics of its
             classes, too. What training has tried already is left out.
         where: What a message begins with.
 
@@ -58,18 +60,30 @@ def refuse_out_of_range(attempt: RowProbe, rows: Arrays, evaluated: dict[str, li
                 cause = error.__cause__
                 if isinstance(cause, IndexError) or (cause is not None and evaluates and name == task.target):
                     told = _told_class if name == task.target else _told_embedding
-                    raise ConfigError(where + told(attempt.state.model, name, ranges[name], value, cause, evaluates)) from error
+                    raise ConfigError(
+                        where + told(attempt.state.model, name, ranges[name], value, cause, evaluates)
+                    ) from error
 
 
-def _values(task: ModuleTask, ranges: dict[str, list[float]], rows: Arrays, evaluates: bool) -> Iterator[dict[str, float]]:
-    """What to try at once: all that is greatest, all that is least, and what lists are padded with, which a target's loss leaves out."""
+def _values(
+    task: ModuleTask, ranges: dict[str, list[float]], rows: Arrays, evaluates: bool
+) -> Iterator[dict[str, float]]:
+    """What to try at once: all that is greatest, all that is least, and what lists are padded with, which a target's
+    loss leaves out.
+    """
     names = [name for name in ranges if name in rows]
     for which in (1, 0):
         some = {name: ranges[name][which] for name in names}
         known = {name: task.ranges[name] for name in names if evaluates and name != task.target and name in task.ranges}
-        if new := {name: value for name, value in some.items() if name not in known or not known[name][0] <= value <= known[name][1]}:
+        if new := {
+            name: value
+            for name, value in some.items()
+            if name not in known or not known[name][0] <= value <= known[name][1]
+        }:
             yield new
-    lists = {name: values.fill for name in names if isinstance(values := rows[name], Ragged) and name not in task.targets()}
+    lists = {
+        name: values.fill for name in names if isinstance(values := rows[name], Ragged) and name not in task.targets()
+    }
     if lists and not evaluates:
         yield lists
 
@@ -80,7 +94,9 @@ def _filled(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:
     return np.full_like(values, value)
 
 
-def _told_class(model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool) -> str:
+def _told_class(
+    model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool
+) -> str:
     del model
     missing, who = ("loss or no metric", "the model and the metrics") if evaluates else ("loss", "the model")
     return (
@@ -89,13 +105,19 @@ def _told_class(model: nn.Module, name: str, known: list[float], value: float, e
     )
 
 
-def _told_embedding(model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool) -> str:
+def _told_embedding(
+    model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool
+) -> str:
     del evaluates
     sizes = sorted({module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)})
-    what = f"Column {name!r} has values up to {known[1]:g}" + ("" if value in known else f" and is padded with {value:g}")
+    what = f"Column {name!r} has values up to {known[1]:g}" + (
+        "" if value in known else f" and is padded with {value:g}"
+    )
     return (
-        f"{what}, and the model has no embedding for {value:g}: {_said(error)}. Its embeddings have {', '.join(map(str, sizes)) or 'no'}"
-        " rows. Set the model's vocab_size (num_embeddings) to that of the tokenizer, or correct the column or task.init_args.pad_with."
+        f"{what}, and the model has no embedding for {value:g}: {_said(error)}. Its embeddings have"
+        f" {', '.join(map(str, sizes)) or 'no'}"
+        " rows. Set the model's vocab_size (num_embeddings) to that of the tokenizer, or correct the column or"
+        " task.init_args.pad_with."
     )
 
 
@@ -136,7 +158,10 @@ class RareRows:
         """Looks for the longest row of a data set; `seen` is one that may be it."""
         row = None
         if any(spec.padding is not None for spec in fields.values()):
-            row = _decoded(Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions), dataset)
+            row = _decoded(
+                Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions),
+                dataset,
+            )
         if seen is not None and (row is None or numbers_of(row) < numbers_of(seen)):
             row = seen
         return cls(name, task, row, evaluated)
@@ -156,7 +181,10 @@ class RareRows:
             ConfigError: It cannot be done; the model lacks positions, classes or a vocabulary.
             TaskError: It cannot be done, and the task is no model by configuration.
         """
-        if isinstance(self.evaluated, CausalLanguageModel) and (why := self.evaluated.unknown_tokens(attempt.state.model)) is not None:
+        if (
+            isinstance(self.evaluated, CausalLanguageModel)
+            and (why := self.evaluated.unknown_tokens(attempt.state.model)) is not None
+        ):
             raise ConfigError(f"{self.name}: {why}")
         if isinstance(self.evaluated, ModuleTask):
             refuse_out_of_range(attempt, tried, self.evaluated.ranges, f"{self.name}: ")
@@ -168,7 +196,8 @@ class RareRows:
         rows = {name: twice(self.longest[name]) for name in tried}
         if (cost := too_costly(attempt, rows)) is not None:
             logger.warning(
-                "The longest row of %s (%d numbers) is not tried before the start: it would take %s. Whether the model knows as many"
+                "The longest row of %s (%d numbers) is not tried before the start: it would take %s. Whether the model"
+                " knows as many"
                 " positions is seen when it is trained or evaluated on.",
                 *(self.name, numbers, cost),
             )
@@ -224,9 +253,14 @@ def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) ->
         for name in fields.keys() | found.keys():
             if found.get(name) != fields.get(name):
                 raise ConfigError(
-                    f"{type(task).__name__} decodes {name!r} of a row to train on to {_told(found.get(name))}, of one to evaluate on to"
+                    f"{type(task).__name__} decodes {name!r} of a row to train on to {_told(found.get(name))}, of one"
+                    f" to evaluate on to"
                     f" {_told(fields.get(name))}; both must be alike, in every epoch."
-                    + (" Let task.init_args.transforms and evaluate_transforms give the same size and type." if where else "")
+                    + (
+                        " Let task.init_args.transforms and evaluate_transforms give the same size and type."
+                        if where
+                        else ""
+                    )
                 )
 
 

@@ -1,4 +1,6 @@
-"""Processes for a trial: what a task does to a process, its generators and its globals, it does not do to the one that asked."""
+"""Processes for a trial: what a task does to a process, its generators and its globals, it does not do to the one that
+asked.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Processes:
         self._folder, self._made = folder, 0
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "path").write_bytes(pickle.dumps([str(_PACKAGES), *sys.path]))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_PACKAGES), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(_PACKAGES), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        }
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._log = folder / "serve.out"
         with self._log.open("wb") as log:
@@ -65,9 +69,8 @@ class Processes:
     def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[EndedCall]:
         """Runs all of them at the same time.
 
-        Args:
-            calls: Functions with their arguments, which any process can import, or a class of a notebook's that goes along.
-            limit_s: Seconds after which those that go on are ended, and all processes with them.
+        Args: calls: Functions with their arguments, which any process can import, or a class of a notebook's that goes
+            along. limit_s: Seconds after which those that go on are ended, and all processes with them.
         """
         numbers = range(self._made, self._made + len(calls))
         self._made += len(calls)

@@ -1,8 +1,8 @@
 """The process that a trial's processes are forked from: it imports what all need, once, and computes nothing itself.
 
-It reads lines with the numbers of calls that are to run at the same time. Each is a process of its own, whose function and arguments are
-in `<number>.call`; what becomes of it is put into `<number>.result`, what it prints into `<number>.out`. A line of exit statuses is the
-answer.
+It reads lines with the numbers of calls that are to run at the same time. Each is a process of its own, whose function
+and arguments are in `<number>.call`; what becomes of it is put into `<number>.result`, what it prints into
+`<number>.out`. A line of exit statuses is the answer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The bits of a gradient as one number, which does not depend on the order of its making: integers are added.
 
-By which stages the partial sums of the tree travel: within the hosts first, then between them, so that little crosses from host to host.
+By which stages the partial sums of the tree travel: within the hosts first, then between them, so that little crosses
+from host to host.
 
-In a stage the ranks of a group cut what they hold into as many shards as they are; each gets its shard of what all of them hold, and adds
-in the tree. After the last stage each rank has its shard of the whole sum, and the way back gathers the shards. Two stages are the
-hierarchical all-reduce of Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", 2018, with reductions in one
-fixed order.
+In a stage the ranks of a group cut what they hold into as many shards as they are; each gets its shard of what all of
+them hold, and adds in the tree. After the last stage each rank has its shard of the whole sum, and the way back gathers
+the shards. Two stages are the hierarchical all-reduce of Jia et al., "Highly Scalable Deep Learning Training System
+with Mixed-Precision", 2018, with reductions in one fixed order.
 
 What every exchange offers the step.
 """
@@ -35,7 +36,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(gradient: Tensor, place: int) -> Tensor:
-    """The sum of a tensor's bits as integers, times an odd number, modulo 2**64, shape (): a change of any one value changes it.
+    """The sum of a tensor's bits as integers, times an odd number, modulo 2**64, shape (): a change of any one value
+    changes it.
 
     Args:
         gradient: One that is missing counts as zeros, whose bits are 0.
@@ -62,8 +64,8 @@ class Stage:
 def groups(hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
     """For each stage the ranks of its groups.
 
-    Args:
-        hosts: The host of every rank. Two stages need hosts of equally many ranks, one host after the other; else there is one.
+    Args: hosts: The host of every rank. Two stages need hosts of equally many ranks, one host after the other; else
+        there is one.
     """
     size, each = len(hosts), hosts.count(hosts[0])
     if not 1 < each < size or list(hosts) != [host for host in dict.fromkeys(hosts) for _ in range(each)]:
@@ -92,17 +94,16 @@ T = TypeVar("T")
 class World:
     """The workers that step together now.
 
-    Args:
-        rank: This worker.
-        size: W, their number.
-        logical_workers: L.
-        hosts: The host of every rank; none: they count as one.
-        groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's default group, or that the
+    Args: rank: This worker. size: W, their number. logical_workers: L. hosts: The host of every rank; none: they count
+        as one. groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's
+        default group, or that the
             stage needs none.
-        strided: Whether each plays every W-th logical worker, so that those of one pass are neighbours in the tree, instead of a block.
+        strided: Whether each plays every W-th logical worker, so that those of one pass are neighbours in the tree,
+            instead of a block.
         shares: The block of every rank, where they are not as equal as can be.
-        settle: Waits until the device has done what it was given and raises `PeerLostError` if an exchange of it was broken: the waits of
-            NCCL only put streams in order, and what was broken leaves garbage. None where waits raise by themselves, as gloo's do.
+        settle: Waits until the device has done what it was given and raises `PeerLostError` if an exchange of it was
+            broken: the waits of NCCL only put streams in order, and what was broken leaves garbage. None where waits
+            raise by themselves, as gloo's do.
     """
 
     rank: int
@@ -116,7 +117,11 @@ class World:
 
     def played_by(self, rank: int) -> range:
         """Logical workers of a rank."""
-        return self.shares[rank] if self.shares else logical_workers_of(rank, self.size, self.logical_workers, self.strided)
+        return (
+            self.shares[rank]
+            if self.shares
+            else logical_workers_of(rank, self.size, self.logical_workers, self.strided)
+        )
 
     @cached_property
     def route(self) -> list[Stage]:
@@ -130,23 +135,31 @@ class World:
 
     @cached_property
     def launching(self) -> Callable[[], AbstractContextManager[None]]:
-        """`collective`, for calls that give the device exchanges and wait for none: an abort from another thread waits for their end."""
+        """`collective`, for calls that give the device exchanges and wait for none: an abort from another thread waits
+        for their end.
+        """
         return collective if self.settle is None else _launching
 
 
 _OF_A_PEER = re.compile(
     "gloo|pair closure|by peer|broken pipe"
     "|nccl (communicator|operation|unique id|stream resources)|nccl [a-z ]+ failed|async error"
-    "|processgroupnccl (not initialized|already finalized|has been finalized)|remote process exited|unhandled system error"
+    "|processgroupnccl (not initialized|already finalized|has been finalized)|remote process exited|unhandled system"
+    " error"
 )
-"""What backends whose errors have no type of their own say, in lower case: gloo, and "nccl" of torch 2.15 (`ProcessGroupNCCL2`)."""
-_OF_THIS_RANK = re.compile("out of memory|allocate memory|cuda error|cuda failure|invalid usage|invalid argument \\(run with nccl")
+"""What backends whose errors have no type of their own say, in lower case: gloo, and "nccl" of torch 2.15
+(`ProcessGroupNCCL2`).
+"""
+_OF_THIS_RANK = re.compile(
+    "out of memory|allocate memory|cuda error|cuda failure|invalid usage|invalid argument \\(run with nccl"
+)
 """What errors of a rank's own device, memory and calls say, in lower case, also where NCCL passes them on."""
 
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """Turns the failure of a torch.distributed call that a peer, or the way to it, is to blame for into `PeerLostError`.
+    """Turns the failure of a torch.distributed call that a peer, or the way to it, is to blame for into
+    `PeerLostError`.
 
     Everything else keeps its own words: another generation would not mend it. A forward or backward may be inside, too.
     """
@@ -162,17 +175,20 @@ def collective() -> Iterator[None]:
 
 @contextmanager
 def peers_to_blame() -> Iterator[None]:
-    """Turns the failure of a step that a lost peer is to blame for into `PeerLostError`, whether our code or user code raised it.
+    """Turns the failure of a step that a lost peer is to blame for into `PeerLostError`, whether our code or user code
+    raised it.
 
-    User code may have computed from values that never came: an optimizer of sharded parameters has collectives of its own, and a forward
-    may meet what a broken exchange has left. While the group is whole, an error of user code is only a peer's if it was raised inside
-    torch.distributed.
+    User code may have computed from values that never came: an optimizer of sharded parameters has collectives of its
+    own, and a forward may meet what a broken exchange has left. While the group is whole, an error of user code is only
+    a peer's if it was raised inside torch.distributed.
     """
     try:
         yield
     except (RuntimeError, TaskError) as error:
         cause = error.__cause__ if isinstance(error, TaskError) else error
-        if not _is_of_a_peer(cause) or not (cause is error or group_state.is_broken() or _was_raised_in_distributed(cause)):
+        if not _is_of_a_peer(cause) or not (
+            cause is error or group_state.is_broken() or _was_raised_in_distributed(cause)
+        ):
             raise
         raise PeerLostError(f"a peer was lost meanwhile: {_words_of(error)}") from error
 
@@ -180,8 +196,8 @@ def peers_to_blame() -> Iterator[None]:
 def _is_of_a_peer(error: BaseException | None) -> bool:
     """Whether an error may not come again in another generation.
 
-    While the group is broken this holds for every error: the next generation repeats the step, and an error with another cause comes again.
-    Otherwise the type or the words of an error have to name a peer.
+    While the group is broken this holds for every error: the next generation repeats the step, and an error with
+    another cause comes again. Otherwise the type or the words of an error have to name a peer.
     """
     if group_state.is_broken():
         return True
@@ -199,7 +215,9 @@ def _was_raised_in_distributed(error: BaseException | None) -> bool:
 
 
 def _words_of(error: Exception) -> str:
-    return (error.said if isinstance(error, TaskError) else str(error)).partition(" This is typically")[0]  # gloo's guesses at a cause
+    return (error.said if isinstance(error, TaskError) else str(error)).partition(" This is typically")[
+        0
+    ]  # gloo's guesses at a cause
 
 
 @contextmanager
@@ -225,15 +243,20 @@ def gather(value: T, world: World) -> list[T]:
 def in_parts(name: str) -> ConfigError:
     """The refusal of a parameter whose gradient comes more than once in a backward."""
     return ConfigError(
-        f"The gradient of the parameter {name} came in several parts in one backward; a part that comes after the others have left"
-        " would be lost, so that the result depended on the number of workers. Activation checkpointing of layers that share parameters"
-        " does this: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or checkpoint the layers together. With"
+        f"The gradient of the parameter {name} came in several parts in one backward; a part that comes after the"
+        f" others have left"
+        " would be lost, so that the result depended on the number of workers. Activation checkpointing of layers that"
+        " share parameters"
+        " does this: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or checkpoint the layers"
+        " together. With"
         " train.strategy fsdp so does a gradient that training_loss takes itself (torch.autograd.grad): use ddp."
     )
 
 
 def backward_of(losses: Tensor, weights: Tensor) -> None:
-    """Backward of the weighted sum of losses, both of shape (rows,), as `losses.backward(weights)` without its checks (30 us in a step)."""
+    """Backward of the weighted sum of losses, both of shape (rows,), as `losses.backward(weights)` without its checks
+    (30 us in a step).
+    """
     if type(losses) is not Tensor:  # it may have a backward of its own
         losses.backward(weights)
         return
@@ -254,16 +277,20 @@ def settled(world: World) -> None:
 class GradientReducer(ABC):
     """Adds the gradients of all logical workers and leaves the sum in every parameter's `.grad`.
 
-    In each step a rank calls `backward` or `skip` for each logical worker that it plays, in their order, then `launch`, then
-    `finish`. The weights are one over the global number of rows, so the gradients are added, never averaged.
+    In each step a rank calls `backward` or `skip` for each logical worker that it plays, in their order, then `launch`,
+    then `finish`. The weights are one over the global number of rows, so the gradients are added, never averaged.
     """
 
     @abstractmethod
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
-        """Runs backward of the weighted sum of one logical worker's losses, both of shape (rows,), and adds its gradients."""
+        """Runs backward of the weighted sum of one logical worker's losses, both of shape (rows,), and adds its
+        gradients.
+        """
 
     def take(self, leave: Callable[[], T], logical_worker: int) -> T:
-        """In the place of `backward`: takes the gradients that a call leaves in every `.grad`, all at once; returns what it returns."""
+        """In the place of `backward`: takes the gradients that a call leaves in every `.grad`, all at once; returns
+        what it returns.
+        """
         raise NotImplementedError(f"{type(self).__name__} takes gradients from a backward alone")
 
     @abstractmethod

@@ -2,12 +2,14 @@
 
 A copy of the model in every worker: gradients are added in buckets that travel while backward still runs.
 
-`exact`: per bucket every rank adds the subtrees that it owns, ranks exchange shards (all-to-all), each finishes the tree for its shard,
-all gather the shards; where several ranks are on each of several hosts, within the hosts first and then between them (`plan.route`). The
-bytes are those of a ring all-reduce where each rank owns one aligned subtree. `overlapped`: one all-reduce per bucket; the same rows and
-weights, but the order of additions is the network's. With compression the bucket travels as bfloat16.
+`exact`: per bucket every rank adds the subtrees that it owns, ranks exchange shards (all-to-all), each finishes the
+tree for its shard, all gather the shards; where several ranks are on each of several hosts, within the hosts first and
+then between them (`plan.route`). The bytes are those of a ring all-reduce where each rank owns one aligned subtree.
+`overlapped`: one all-reduce per bucket; the same rows and weights, but the order of additions is the network's. With
+compression the bucket travels as bfloat16.
 
-Bucketing with hooks follows Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+Bucketing with hooks follows Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
+2020.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from torch import Tensor, nn
 
 from ray_app.reduction.base import GradientReducer, Stage, T, World, backward_of, bits_of, in_parts
 from ray_app.reduction.overlap import SideStream, SideThread
-from ray_app.reduction.transport import CollectiveTransport, DirectTransport, BufferPool, Transport
+from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectTransport, Transport
 from ray_app.reduction.tree import TreeSum, parents
 
 _ALIGNED_BYTES = 64
-"""Every parameter of a bucket begins at a multiple: a GPU adds up a norm in another order where memory is not aligned, so what lies before
-it, which `bucket_mb` decides, would be in the bits."""
+"""Every parameter of a bucket begins at a multiple: a GPU adds up a norm in another order where memory is not aligned,
+so what lies before it, which `bucket_mb` decides, would be in the bits.
+"""
 
 
 class Bucket:
-    """Parameters whose gradients travel together, as one flat tensor with zeros between them and up to a multiple of the world size.
+    """Parameters whose gradients travel together, as one flat tensor with zeros between them and up to a multiple of
+    the world size.
 
     Args:
         parameters: Of one dtype, on one device.
@@ -65,21 +69,32 @@ class Bucket:
         rooms = BufferPool(first.device)
         self.room = rooms.room
         self.is_direct = world.settle is None and first.device.type == "cpu"
-        self._transport: Transport = DirectTransport(rooms, world.rank, number) if self.is_direct else CollectiveTransport(rooms)
+        self._transport: Transport = (
+            DirectTransport(rooms, world.rank, number) if self.is_direct else CollectiveTransport(rooms)
+        )
         self.missing: set[nn.Parameter] = set()
         self.sums: list[Tensor] = []
         self._arriving: list[Tensor] = []
 
     def collect(self, logical_worker: int) -> None:
-        """Moves the parameters' gradients into the tree as the leaf of a logical worker; a missing gradient counts as zeros."""
+        """Moves the parameters' gradients into the tree as the leaf of a logical worker; a missing gradient counts as
+        zeros.
+        """
         self.put(logical_worker, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters])
         for p in self.parameters:
             p.grad = None
 
     def put(self, logical_worker: int, values: list[Tensor]) -> None:
         """Copies values, one per parameter, into the tree as the leaf of a logical worker."""
-        flat = self.result if not self.tree.nodes else self._spare.pop() if self._spare else torch.zeros_like(self.result)
-        parts = [part for value, gap in zip(values, self._gaps, strict=True) for part in (value.reshape(-1), gap) if part is not None]
+        flat = (
+            self.result if not self.tree.nodes else self._spare.pop() if self._spare else torch.zeros_like(self.result)
+        )
+        parts = [
+            part
+            for value, gap in zip(values, self._gaps, strict=True)
+            for part in (value.reshape(-1), gap)
+            if part is not None
+        ]
         torch.cat(parts, out=flat[: self.numel])
         self._spare += self.tree.push((logical_worker, logical_worker + 1), flat)
 
@@ -118,11 +133,9 @@ _MEBI = 1 << 20
 class BucketedReducer(GradientReducer):
     """See the module.
 
-    Args:
-        model: Its parameters get the gradients.
-        world: The workers; torch's default process group must be theirs if there are two or more.
-        reduction: `exact` or `overlapped`.
-        bucket_mb: Mebibytes of a bucket. With many the first travels late; with 1 the calls themselves cost 10 % of a ResNet-18 step on
+    Args: model: Its parameters get the gradients. world: The workers; torch's default process group must be theirs if
+        there are two or more. reduction: `exact` or `overlapped`. bucket_mb: Mebibytes of a bucket. With many the first
+        travels late; with 1 the calls themselves cost 10 % of a ResNet-18 step on
             gloo. The tree adds value by value, so the bits of `exact` do not depend on it.
         compression: `bf16` rounds what travels with `overlapped`.
     """
@@ -144,12 +157,19 @@ class BucketedReducer(GradientReducer):
         self._last = world.played[-1]
         self._listening, self._next = False, 0
         self._ways, self._late = list[Iterator[Bucket]](), list[Iterator[Bucket]]()
-        self._is_device, self._side = world.settle is not None, SideStream(next(model.parameters()).device, "exchange", -1)
+        self._is_device, self._side = (
+            world.settle is not None,
+            SideStream(next(model.parameters()).device, "exchange", -1),
+        )
         self._thread = SideThread() if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
         self._names = {p: name for name, p in model.named_parameters()}
         self._places = {p: place for place, p in enumerate(self._parameters)}
         self._watched, self._bits = set[int](), dict[int, list[Tensor]]()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(bucket)) for bucket in self._buckets for p in bucket.parameters]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(bucket))
+            for bucket in self._buckets
+            for p in bucket.parameters
+        ]
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def ready(p: Tensor) -> None:
@@ -232,7 +252,9 @@ class BucketedReducer(GradientReducer):
         return [bits_of(p.grad, self._places[p]) for p in parameters if p.grad is not None]
 
     def watch(self, logical_workers: set[int]) -> None:
-        """From now on the bits of these logical workers' gradients are taken, see `bits`; to be called before a step."""
+        """From now on the bits of these logical workers' gradients are taken, see `bits`; to be called before a
+        step.
+        """
         self._watched, self._bits = logical_workers, {v: [] for v in logical_workers}
 
     def bits(self) -> dict[int, int]:
@@ -257,7 +279,9 @@ class BucketedReducer(GradientReducer):
         return int(torch.stack(parts).sum()) if parts else 0
 
     def _reset(self) -> None:
-        """Readies everything for a step, with one rank also after one that failed half-way; with more, that needs another exchange."""
+        """Readies everything for a step, with one rank also after one that failed half-way; with more, that needs
+        another exchange.
+        """
         for p in self._parameters:
             p.grad = None
         self._next, self._ways, self._late = 0, [], []
@@ -284,7 +308,8 @@ class BucketedReducer(GradientReducer):
                     self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        """Sends a bucket, and those before it on, where that keeps what computes from nothing: on a device's own stream, or by the thread.
+        """Sends a bucket, and those before it on, where that keeps what computes from nothing: on a device's own
+        stream, or by the thread.
 
         The last one, beside which nothing is computed, waits for `_receive`, so a model of one bucket needs no thread.
         """
@@ -304,7 +329,9 @@ class BucketedReducer(GradientReducer):
         self._ways.append(way)
 
     def _go_on(self) -> None:
-        """Sends each bucket that is on its way on by one stage, or back; the waits are those of a stream beside that which computes."""
+        """Sends each bucket that is on its way on by one stage, or back; the waits are those of a stream beside that
+        which computes.
+        """
         with self._side.entered():
             self._ways = [way for way in self._ways if next(way, None) is not None]
 
@@ -368,7 +395,9 @@ class BucketedReducer(GradientReducer):
 
 
 def _bucketed(parameters: list[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters in about the order in which backward reaches them, in groups of one dtype and at most so many bytes, if they can."""
+    """Parameters in about the order in which backward reaches them, in groups of one dtype and at most so many bytes,
+    if they can.
+    """
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for p in reversed(parameters):

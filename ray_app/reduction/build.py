@@ -10,11 +10,17 @@ from ray_app.reduction.bucketed import BucketedReducer
 
 
 def build_exchange(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
-    """Makes the exchange of the configured strategy for a model and the workers of now; all but `fsdp` have that of `ddp`."""
+    """Makes the exchange of the configured strategy for a model and the workers of now; all but `fsdp` have that of
+    `ddp`.
+    """
     if train.strategy == "fsdp":
         from ray_app.reduction import sharded  # two seconds of imports that the others do not need
 
-        return sharded.DeterministicShardedReducer(model, world) if train.reduction == "exact" else sharded.FsdpReducer(model, world)
+        return (
+            sharded.DeterministicShardedReducer(model, world)
+            if train.reduction == "exact"
+            else sharded.FsdpReducer(model, world)
+        )
     return data_parallel(train, model, world)
 
 

@@ -1,7 +1,9 @@
-"""The state of this process's group besides what its calls raise: whether it is broken, and whether it is being used just now.
+"""The state of this process's group besides what its calls raise: whether it is broken, and whether it is being used
+just now.
 
-A process has one default group at a time (`torch.distributed`), and so one state of it. Backends raise errors of many classes with many
-words after an abort (those of "nccl" in torch 2.15 are plain `RuntimeError`), so words are only asked where this state says nothing.
+A process has one default group at a time (`torch.distributed`), and so one state of it. Backends raise errors of many
+classes with many words after an abort (those of "nccl" in torch 2.15 are plain `RuntimeError`), so words are only asked
+where this state says nothing.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ import threading
 from typing import Protocol
 
 launches = threading.RLock()
-"""Held while the device is given exchanges, while the backend is asked for its error, and while the group is closed. An abort from another
-thread frees what these calls use, so it waits for them, see `ProcessGroup.abort`. Reentrant: a launch that fails asks for the error."""
+"""Held while the device is given exchanges, while the backend is asked for its error, and while the group is closed. An
+abort from another thread frees what these calls use, so it waits for them, see `ProcessGroup.abort`. Reentrant: a
+launch that fails asks for the error.
+"""
 
 
 class Breakable(Protocol):

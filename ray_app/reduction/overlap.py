@@ -20,12 +20,11 @@ _streams: dict[tuple[torch.device, str], Any] = {}
 
 
 def stream_of(device: torch.device, purpose: str, priority: int = 0) -> Any:
-    """The stream of a process for a purpose, always the same one: PyTorch hands out a few dozen in turn, and the next one may be in use.
+    """The stream of a process for a purpose, always the same one: PyTorch hands out a few dozen in turn, and the next
+    one may be in use.
 
-    Args:
-        device: Of which.
-        purpose: For what.
-        priority: -1: a high one. PyTorch has streams of their own for it, and NCCL, which takes another one of the others in each
+    Args: device: Of which. purpose: For what. priority: -1: a high one. PyTorch has streams of their own for it, and
+        NCCL, which takes another one of the others in each
             generation, never gets the same.
     """
     if (device, purpose) not in _streams:
@@ -34,7 +33,9 @@ def stream_of(device: torch.device, purpose: str, priority: int = 0) -> Any:
 
 
 def keep_until_done(tensors: Iterable[Tensor]) -> None:
-    """Lets memory that is about to be dropped stay until the present stream is done with it, also if it was made in another stream."""
+    """Lets memory that is about to be dropped stay until the present stream is done with it, also if it was made in
+    another stream.
+    """
     for tensor in tensors:
         if tensor.device.type != "cpu":
             tensor.record_stream(cuda.current_stream(tensor.device))
@@ -69,7 +70,9 @@ class SideStream:
         return self._stream.record_event() if self._stream is not None else None
 
     def hand_over(self, tensors: Iterable[Tensor], mark: Any) -> None:
-        """Lets what computes from now on use tensors that the stream made before a mark; their memory is the stream's."""
+        """Lets what computes from now on use tensors that the stream made before a mark; their memory is the
+        stream's.
+        """
         computing = cuda.current_stream(self._device)
         computing.wait_event(mark)
         for tensor in tensors:
@@ -84,7 +87,10 @@ class SideThread:
 
     def __init__(self) -> None:
         self._todo: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._given, self._thread = list[Future[None]](), threading.Thread(target=_run, args=(self._todo,), name="exchange", daemon=True)
+        self._given, self._thread = (
+            list[Future[None]](),
+            threading.Thread(target=_run, args=(self._todo,), name="exchange", daemon=True),
+        )
 
     def do(self, work: Callable[[], None]) -> None:
         """Gives it something to do."""

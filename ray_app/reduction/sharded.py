@@ -1,14 +1,16 @@
-"""Parameters, gradients and optimizer state sharded over the workers: torch's `fully_shard` on our weights and our process group.
+"""Parameters, gradients and optimizer state sharded over the workers: torch's `fully_shard` on our weights and our
+process group.
 
-Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Rajbhandari et al., "ZeRO", SC 2020, stage 3.
-The parameters of a unit are gathered for its forward and again for its backward, after which its gradients are added and scattered: by
-the network, in an order that depends on the number of workers (`FsdpReducer`), or in the tree (`fsdp_exact.py`).
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Rajbhandari et al., "ZeRO",
+SC 2020, stage 3. The parameters of a unit are gathered for its forward and again for its backward, after which its
+gradients are added and scattered: by the network, in an order that depends on the number of workers (`FsdpReducer`), or
+in the tree (`fsdp_exact.py`).
 
 Gradients of sharded parameters, added in the tree: every rank adds the shards that it owns.
 
-In each pass a unit's gradients go to their owners as they are (all-to-all, the bytes of the reduce-scatter that it replaces), where those
-of a pass are the next W leaves of the tree, since ranks play every W-th logical worker. So between two passes an owner holds the sums of
-at most log2(L) + 1 nodes of its shards.
+In each pass a unit's gradients go to their owners as they are (all-to-all, the bytes of the reduce-scatter that it
+replaces), where those of a pass are the next W leaves of the tree, since ranks play every W-th logical worker. So
+between two passes an owner holds the sums of at most log2(L) + 1 nodes of its shards.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ from ray_app.reduction.tree import TreeSum, parents
 
 
 def shard_model(
-    model: nn.Module, units: Callable[[nn.Module], list[nn.Module]], train: TrainSection, device: torch.device, world: World
+    model: nn.Module,
+    units: Callable[[nn.Module], list[nn.Module]],
+    train: TrainSection,
+    device: torch.device,
+    world: World,
 ) -> nn.Module:
     """Shards a model in place and moves it to the device.
 
@@ -50,11 +56,15 @@ def shard_model(
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if train.cpu_offload else OffloadPolicy()
     half = torch.bfloat16 if train.precision == "bf16" else None
     inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
-    outer = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None, output_dtype=half and torch.float32)
+    outer = MixedPrecisionPolicy(
+        param_dtype=half, reduce_dtype=torch.float32 if half else None, output_dtype=half and torch.float32
+    )
     wanted = {part for part in units(model) if part is not model and not _shares(part, model)}
     for part in reversed(list(model.modules())):  # the inner ones first
         if half and isinstance(part, _BatchNorm) and part.affine:
-            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)  # its statistics are fp32
+            fully_shard(
+                part, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=offload
+            )  # its statistics are fp32
         elif part in wanted:
             fully_shard(part, mesh=mesh, mp_policy=inner, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=outer, offload_policy=offload)
@@ -66,7 +76,9 @@ def shard_model(
 
 
 def _shares(part: nn.Module, model: nn.Module) -> bool:
-    """Whether a part shares a parameter with what is outside of it (a tied embedding): sharded twice, it would be two."""
+    """Whether a part shares a parameter with what is outside of it (a tied embedding): sharded twice, it would
+    be two.
+    """
     inside = set(part.modules())
     outside = {id(p) for module in model.modules() if module not in inside for p in module._parameters.values()}
     return any(id(p) in outside for p in part.parameters())
@@ -83,7 +95,9 @@ def shard_like(value: Tensor, parameter: DTensor) -> DTensor:
 def as_sharded(part: Tensor, parameter: DTensor) -> DTensor:
     """A tensor of a parameter's shape that is sharded as it is, of this rank's shard."""
     shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def whole(value: Tensor) -> Tensor:
@@ -137,7 +151,9 @@ class FsdpReducer(GradientReducer):
         self._began = False
         self._kept: list[tuple[int, int]] = []
         self._called: set[nn.Module] = set()
-        self._listens = [part.register_forward_pre_hook(self._before) for part in model.modules() if isinstance(part, FSDPModule)]
+        self._listens = [
+            part.register_forward_pre_hook(self._before) for part in model.modules() if isinstance(part, FSDPModule)
+        ]
         states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
         self._held = [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]
         self._trains = [p.sharded_param.requires_grad for p in self._held]
@@ -151,7 +167,9 @@ class FsdpReducer(GradientReducer):
         return _ReduceScatter(self._world)
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
-        """See `GradientReducer.backward`; a collective, as the forward before it was. All ranks must make equally many passes."""
+        """See `GradientReducer.backward`; a collective, as the forward before it was. All ranks must make equally many
+        passes.
+        """
         del logical_worker
         self._pass(losses, weights)
 
@@ -160,24 +178,31 @@ class FsdpReducer(GradientReducer):
         self._pass(losses, torch.zeros_like(losses))
 
     def _before(self, part: nn.Module, _: Any) -> None:
-        """Lets a unit send zeros for parameters without a gradient, which others may have; one that is called again would do so twice."""
+        """Lets a unit send zeros for parameters without a gradient, which others may have; one that is called again
+        would do so twice.
+        """
         if part._get_fsdp_state()._training_state == TrainingState.PRE_BACKWARD:  # type: ignore[operator]
             return  # activation checkpointing computes it again, and what it sends is decided
         part.set_reduce_scatter_unused_params(part not in self._called, recurse=False)  # type: ignore[operator]
         self._called.add(part)
 
     def _pass(self, losses: Tensor, weights: Tensor) -> None:
-        used = [(getattr(held, "_unsharded_param", None), trains) for held, trains in zip(self._held, self._trains, strict=True)]
+        used = [
+            (getattr(held, "_unsharded_param", None), trains)
+            for held, trains in zip(self._held, self._trains, strict=True)
+        ]
         if any(p is not None and p.requires_grad != trains for p, trains in used):
             raise ConfigError(
-                "Training changes requires_grad of a parameter, and with train.strategy fsdp what is trained is decided when the model is"
+                "Training changes requires_grad of a parameter, and with train.strategy fsdp what is trained is decided"
+                " when the model is"
                 " made. Use ddp, or multiply what is not to count yet by 0."
             )
         if not self._began:
             self._clear()
         elif self._seen() != self._kept:
             raise ConfigError(
-                "training_loss changes the gradients of the parameters (backward, zero_grad), which with train.strategy fsdp hold the sums"
+                "training_loss changes the gradients of the parameters (backward, zero_grad), which with train.strategy"
+                " fsdp hold the sums"
                 " of the logical workers before. Take gradients by torch.autograd.grad, with train.strategy ddp."
             )
         self._began = True
@@ -243,8 +268,12 @@ class _Scatter(ReduceScatter):
         """See `Comm`."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        """Sends every rank its shards of this rank's gradients of some parameters, unless no logical worker of this pass is here."""
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Sends every rank its shards of this rank's gradients of some parameters, unless no logical worker of this
+        pass is here.
+        """
         del op, async_op
         world, shard, width = self._world, output_tensor.numel(), len(self.leaves)
         if self.is_idle:
@@ -263,7 +292,9 @@ class _Scatter(ReduceScatter):
         return self._memory[:size]
 
     def take(self, p: DTensor, gradient: Tensor) -> list[Tensor]:
-        """This rank's shards of the gradients of the next parameter of those that `__call__` was for, in the order of `leaves`."""
+        """This rank's shards of the gradients of the next parameter of those that `__call__` was for, in the order of
+        `leaves`.
+        """
         if self._world.size == 1:  # nothing is sent
             return [gradient.zero_() if self.is_idle else gradient]
         at = self._at
@@ -341,7 +372,8 @@ class DeterministicShardedReducer(FsdpReducer):
             tree.clear()
 
     def norms(self) -> Tensor:
-        """The L2 norm of every trained parameter's gradient as `ddp` computes it, of the whole: each is put together on one rank.
+        """The L2 norm of every trained parameter's gradient as `ddp` computes it, of the whole: each is put together on
+        one rank.
 
         Does not wait for the device.
 
@@ -355,14 +387,18 @@ class DeterministicShardedReducer(FsdpReducer):
         sizes = [[_shard_bytes(p, at, size) for p in mine] for at in range(size)]
         received = outgoing.new_empty(sum(map(sum, sizes)))
         with self._world.launching():
-            dist.all_to_all_single(received, outgoing, [sum(of) for of in sizes], [sum(map(len, own[to::size])) for to in range(size)])
+            dist.all_to_all_single(
+                received, outgoing, [sum(of) for of in sizes], [sum(map(len, own[to::size])) for to in range(size)]
+            )
         parts = iter(received.split([part for of in sizes for part in of]))
         by_rank = [[next(parts) for _ in mine] for _ in range(size)]
         found = torch.zeros(len(parameters), dtype=torch.float64, device=outgoing.device)
         del own, outgoing
         if mine:  # one whole after the other, since each needs memory
             wholes = (torch.cat(shards).view(p.dtype).view(p.shape) for p, *shards in zip(mine, *by_rank, strict=True))
-            found[rank::size] = torch.stack([norm for whole in wholes for norm in torch._foreach_norm([whole])]).double()
+            found[rank::size] = torch.stack(
+                [norm for whole in wholes for norm in torch._foreach_norm([whole])]
+            ).double()
         with self._world.launching():
             dist.all_reduce(found)
         return found

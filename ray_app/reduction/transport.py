@@ -2,13 +2,16 @@
 
 From one rank to another, in the host's memory; the waits last as long as it takes.
 
-gloo's own waits for what one rank sends another last no longer than a group may take to form (torch 2.15: what is set for the group later
-counts for collectives only), but who is late by more than that is not lost: the rendezvous knows who is.
+gloo's own waits for what one rank sends another last no longer than a group may take to form (torch 2.15: what is set
+for the group later counts for collectives only), but who is late by more than that is not lost: the rendezvous knows
+who is.
 
-The sum of something small over all ranks, in as many rounds as their number doubles; what a ring needs two rounds per rank for.
+The sum of something small over all ranks, in as many rounds as their number doubles; what a ring needs two rounds per
+rank for.
 
-Recursive doubling as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005. The order of
-additions is nobody's business here: only integers are added. Who has the sum knows that all have come so far.
+Recursive doubling as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
+2005. The order of additions is nobody's business here: only integers are added. Who has the sum knows that all have
+come so far.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ class P2PWork:
 
 
 def sending(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
-    """Begins to send; what goes to the same rank under the same tag arrives in this order. `group`: not given, torch's default group."""
+    """Begins to send; what goes to the same rank under the same tag arrives in this order. `group`: not given, torch's
+    default group.
+    """
     group = group if group is not None else dist.group.WORLD
     return P2PWork(group.send([value], peer, tag), value)
 
@@ -97,7 +102,9 @@ class Transport(Protocol):
         """
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
-        """Puts the shards of all in the stage together in `whole`, where they are after `wait`; this rank's may be there already."""
+        """Puts the shards of all in the stage together in `whole`, where they are after `wait`; this rank's may be
+        there already.
+        """
 
     def wait(self) -> None:
         """Waits for what was begun; on a device, what computes from now on does."""
@@ -120,7 +127,9 @@ class CollectiveTransport(Transport):
             torch.stack([value.view(parts, shard) for value in sums], 1, out=outgoing.view(parts, held, shard))
         counts = [len(nodes) * shard for nodes in stage.held]
         received = self._room(f"from {stage.ranks}", sum(counts), outgoing.dtype)
-        self._work = dist.all_to_all_single(received, outgoing, counts, [held * shard] * parts, group=group, async_op=True)
+        self._work = dist.all_to_all_single(
+            received, outgoing, counts, [held * shard] * parts, group=group, async_op=True
+        )
         return list(received.chunk(sum(map(len, stage.held))))
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
@@ -133,10 +142,12 @@ class CollectiveTransport(Transport):
 
 
 class DirectTransport(Transport):
-    """From rank to rank in the hosts' memory, from where a value is to where it belongs, in whatever order each rank comes to it.
+    """From rank to rank in the hosts' memory, from where a value is to where it belongs, in whatever order each rank
+    comes to it.
 
-    gloo's collectives gather into memory of their own and copy, and want the same order on all ranks. Two ranks meet in one stage only, and
-    what one sends the other under a tag arrives in that order, so a tag for each bucket tells everything apart.
+    gloo's collectives gather into memory of their own and copy, and want the same order on all ranks. Two ranks meet in
+    one stage only, and what one sends the other under a tag arrives in that order, so a tag for each bucket tells
+    everything apart.
 
     Args:
         rooms: For what arrives.
@@ -146,7 +157,9 @@ class DirectTransport(Transport):
 
     def __init__(self, rooms: BufferPool, rank: int, number: int) -> None:
         self._room, self._rank, self._tag = rooms.room, rank, number + 1
-        self._group = dist.group.WORLD  # not that of a later generation, which a thread that is left behind would write into
+        self._group = (
+            dist.group.WORLD
+        )  # not that of a later generation, which a thread that is left behind would write into
         self._begun: list[P2PWork] = []
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
@@ -168,7 +181,10 @@ class DirectTransport(Transport):
         """See `Transport`."""
         for peer, place in zip(stage.ranks, whole.chunk(len(stage.ranks)), strict=True):
             if peer != self._rank:
-                self._begun += [receiving(place, peer, self._tag, self._group), sending(shard, peer, self._tag, self._group)]
+                self._begun += [
+                    receiving(place, peer, self._tag, self._group),
+                    sending(shard, peer, self._tag, self._group),
+                ]
             elif place.data_ptr() != shard.data_ptr():
                 place.copy_(shard)
 

@@ -25,8 +25,8 @@ def parents(logical_workers: int) -> dict[Node, Node]:
 class TreeSum:
     """Adds tensors in the tree as they arrive from left to right; holds at most log2(terms) + 1 of them.
 
-    Sums are made in place in the left operand, so tensors that are pushed belong to the tree; the sum of a whole tree ends in the
-    tensor of its leftmost node.
+    Sums are made in place in the left operand, so tensors that are pushed belong to the tree; the sum of a whole tree
+    ends in the tensor of its leftmost node.
 
     Args:
         parent: The tree, see `parents`.

@@ -1,10 +1,13 @@
-"""Charts as SVG: no script, no fonts of their own, colours from the page's CSS variables, and a text for whoever cannot see them.
+"""Charts as SVG: no script, no fonts of their own, colours from the page's CSS variables, and a text for whoever cannot
+see them.
 
-Coordinates are pixels of the `viewBox`; the page scales the whole, so what goes to a phone is drawn again with a smaller width.
+Coordinates are pixels of the `viewBox`; the page scales the whole, so what goes to a phone is drawn again with a
+smaller width.
 
 Axes: where ticks stand and how numbers are written. Pure functions.
 
-From step records to curves: thinning, smoothing, rates, and a clock without the pauses between two starts. Pure functions.
+From step records to curves: thinning, smoothing, rates, and a clock without the pauses between two starts. Pure
+functions.
 """
 
 from __future__ import annotations
@@ -142,10 +145,11 @@ Point = tuple[float, float]
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` of the points, in their order, among them the first, the last, and every stretch's lowest and highest.
+    """At most `most` of the points, in their order, among them the first, the last, and every stretch's lowest and
+    highest.
 
-    The points are cut into `most` / 4 stretches of equally many points; of each its first, its last, its minimum and its maximum stay. So a
-    single outlier among a million steps is still to be seen.
+    The points are cut into `most` / 4 stretches of equally many points; of each its first, its last, its minimum and
+    its maximum stay. So a single outlier among a million steps is still to be seen.
     """
     if len(points) <= most:
         return list(points)
@@ -202,7 +206,9 @@ def finite(points: Iterable[Point]) -> Curve:
 
 
 def smoothed(points: Sequence[Point], most: int = 120) -> list[Point]:
-    """Means over equally long stretches of points, at most `most` of them; empty if there are too few points to smooth."""
+    """Means over equally long stretches of points, at most `most` of them; empty if there are too few points to
+    smooth.
+    """
     if len(points) < 2 * most:
         return []
     means = []
@@ -228,7 +234,8 @@ class Pause:
 
 
 class Clock:
-    """Turns times into seconds since the first start, leaving out the pauses between a start's last sign of life and the next start.
+    """Turns times into seconds since the first start, leaving out the pauses between a start's last sign of life and
+    the next start.
 
     Args:
         starts_s: When the run was started, seconds since 1970.
@@ -253,7 +260,8 @@ class Clock:
 
 
 def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
-    """Workers that step, by the run's clock, as corners of a step curve: 0 where nobody steps for longer than a three-hundredth of the run.
+    """Workers that step, by the run's clock, as corners of a step curve: 0 where nobody steps for longer than a
+    three-hundredth of the run.
 
     Args:
         records: All steps in the order of time, also those done again.
@@ -273,7 +281,8 @@ def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
 
 
 def rates(records: Sequence[StepRecord], clock: Clock, most: int = 160) -> list[Point]:
-    """Rows per second over equally long times of the run's clock, at most `most` of them, standing at the middle of each.
+    """Rows per second over equally long times of the run's clock, at most `most` of them, standing at the middle of
+    each.
 
     Args:
         records: The steps in their order, also of a machine whose clock was set back meanwhile.
@@ -300,13 +309,15 @@ def starts_of(events: Iterable[Event]) -> list[Event]:
 
 
 def spans_powers(values: Sequence[float]) -> bool:
-    """Whether values are better seen on a logarithmic axis: all positive, the largest at least 50 times the smallest."""
+    """Whether values are better seen on a logarithmic axis: all positive, the largest at least 50 times the
+    smallest.
+    """
     return min(values, default=0.0) > 0 and max(values) / min(values) >= _LOG_FROM
 
 
 def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
-    """A curve in characters: means of equally many values, from the lowest mark to the highest, by their logarithm where they span powers;
-    empty without finite values.
+    """A curve in characters: means of equally many values, from the lowest mark to the highest, by their logarithm
+    where they span powers; empty without finite values.
 
     Args:
         values: The curve.
@@ -333,11 +344,9 @@ _LANE, _NEAR = 24, 3.0
 class Line:
     """One curve.
 
-    Args:
-        name: What it is, for the legend and the hover text.
-        tone: Its colour.
-        points: In the order of x, finite.
-        kind: `line`; `faint` for what lies behind another; `steps` for a filled step curve; `dots` for few points, connected.
+    Args: name: What it is, for the legend and the hover text. tone: Its colour. points: In the order of x, finite.
+        kind: `line`; `faint` for what lies behind another; `steps` for a filled step curve; `dots` for few points,
+        connected.
     """
 
     name: str
@@ -431,7 +440,9 @@ def line_chart(
     parts += [_curve(line, across, up, bottom) for line in lines]
     parts += [_struck(mark, across(mark.at), top, bottom) for mark in marks]
     parts += _hovers(lines, frame, y, (across, top, bottom))
-    said = "; ".join(f"{ln.name} from {y.text(ln.points[0][1])} to {y.text(ln.points[-1][1])}" for ln in lines if ln.points)
+    said = "; ".join(
+        f"{ln.name} from {y.text(ln.points[0][1])} to {y.text(ln.points[-1][1])}" for ln in lines if ln.points
+    )
     return _drawing(f"{y.name} by {frame.x.name}: {said}", frame.width, height, parts)
 
 
@@ -499,7 +510,9 @@ def _curve(line: Line, across: Scale, up: Scale, bottom: float) -> Markup:
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     drawn = _tag("path", d=path, class_=f"{'faint' if line.kind == 'faint' else 'curve'} {line.tone}")
     if line.kind == "dots" or len(points) == 1:
-        drawn += Markup().join(_tag("circle", cx=x, cy=y, r=3 if len(points) < 60 else 2, class_=f"dot {line.tone}") for x, y in points)
+        drawn += Markup().join(
+            _tag("circle", cx=x, cy=y, r=3 if len(points) < 60 else 2, class_=f"dot {line.tone}") for x, y in points
+        )
     return drawn
 
 
@@ -540,7 +553,9 @@ def _shape(mark: Mark, across: Scale, middle: float) -> Markup:
     if mark.shape in ("bar", "hollow"):
         end = across(mark.until) if mark.until is not None else x
         width = max(3.0, end - x)
-        drawn = _tag("rect", x=min(x, across.end - width), y=middle - 7, width=width, height=14, rx=1.5, class_=mark.shape)
+        drawn = _tag(
+            "rect", x=min(x, across.end - width), y=middle - 7, width=width, height=14, rx=1.5, class_=mark.shape
+        )
     else:
         drawn = _symbol(mark.shape, x, middle)
     return _tag("g", drawn + _tag("title", mark.text), class_=f"mark {mark.tone}")
@@ -557,7 +572,9 @@ def _symbol(shape: str, x: float, y: float) -> Markup:
 
 
 def _apart(marks: Sequence[Mark], across: Scale) -> list[Mark]:
-    """Marks that can be told from each other: of one kind within three pixels the first stands for all, and says how many they are."""
+    """Marks that can be told from each other: of one kind within three pixels the first stands for all, and says how
+    many they are.
+    """
     groups: list[list[Mark]] = []
     for mark in marks:
         last = groups[-1][0] if groups else None

@@ -12,7 +12,19 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ray_app.report.charts import Axis, Frame, Line, Point, Tone, finite, line_chart, number, seconds, smoothed, spans_powers
+from ray_app.report.charts import (
+    Axis,
+    Frame,
+    Line,
+    Point,
+    Tone,
+    finite,
+    line_chart,
+    number,
+    seconds,
+    smoothed,
+    spans_powers,
+)
 from ray_app.report.facts import Facts, shown_fields
 from ray_app.report.figures import NARROW, WIDE, Figure, cluster_figures, learning_figures
 from ray_app.report.page import TONES, cards_of, environment
@@ -21,7 +33,9 @@ from ray_app.runlog.redaction import redact
 
 
 def run_cell(facts: Facts) -> str:
-    """One run as HTML: its key figures, what happened, the loss, and the metric that decides (without one, the learning rate)."""
+    """One run as HTML: its key figures, what happened, the loss, and the metric that decides (without one, the learning
+    rate).
+    """
     figures = [*learning_figures(facts)[:2], *cluster_figures(facts)]
     return cell("run_cell.html.j2", facts=facts, tone=TONES[facts.status], cards=cards_of(facts), figures=figures)
 
@@ -54,9 +68,15 @@ class Comparison:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary per run with equal keys, ready for `pandas.DataFrame`: what came of it, and each field that they differ in."""
+        """One dictionary per run with equal keys, ready for `pandas.DataFrame`: what came of it, and each field that
+        they differ in.
+        """
         fields = [shown_fields(facts.config) for facts in self.facts]
-        differing = [name for name in dict.fromkeys(n for some in fields for n in some) if len({some.get(name) for some in fields}) > 1]
+        differing = [
+            name
+            for name in dict.fromkeys(n for some in fields for n in some)
+            if len({some.get(name) for some in fields}) > 1
+        ]
         metrics = list(dict.fromkeys(facts.metric for facts in self.facts))
         rows = []
         for facts, values in zip(self.facts, fields, strict=True):
@@ -65,17 +85,29 @@ class Comparison:
             row |= {f"best {name}": best.metrics[name] if best and name == facts.metric else None for name in metrics}
             row |= {"at step": best.step if best else None} | {name: values.get(name, "-") for name in differing}
             row |= {"last loss": facts.records[-1].loss if facts.records else None}
-            row |= {"steps": facts.records[-1].step if facts.records else 0, "rows": facts.rows, "wall_s": round(facts.wall_s, 1)}
+            row |= {
+                "steps": facts.records[-1].step if facts.records else 0,
+                "rows": facts.rows,
+                "wall_s": round(facts.wall_s, 1),
+            }
             rows.append(row | {"workers": sizes_text(facts.sizes), "parameters": facts.digest})
         return rows
 
     def _texts(self) -> list[dict[str, str]]:
         """The rows for people: figures and digests as short as they can be read."""
-        short: dict[str, Callable[[Any], str]] = {"parameters": lambda v: v[:12], "wall_s": seconds, "run": str, "last loss": number}
+        short: dict[str, Callable[[Any], str]] = {
+            "parameters": lambda v: v[:12],
+            "wall_s": seconds,
+            "run": str,
+            "last loss": number,
+        }
         texts = []
         for row in self.rows:
             shown = {k: short[k](v) if k in short and v is not None else v for k, v in row.items()}
-            shown = {k: f"{v:,}" if isinstance(v, int) else f"{v:.4f}" if isinstance(v, float) else v for k, v in shown.items()}
+            shown = {
+                k: f"{v:,}" if isinstance(v, int) else f"{v:.4f}" if isinstance(v, float) else v
+                for k, v in shown.items()
+            }
             texts.append({"wall time" if k == "wall_s" else k: "-" if v is None else str(v) for k, v in shown.items()})
         return texts
 
@@ -83,7 +115,9 @@ class Comparison:
         texts = self._texts()
         widths = {name: max(len(name), *(len(text[name]) for text in texts)) for name in texts[0]}
         lines = [dict(zip(widths, widths, strict=True)), *texts]
-        return "\n".join("  ".join(f"{line[name]:<{width}}" for name, width in widths.items()).rstrip() for line in lines)
+        return "\n".join(
+            "  ".join(f"{line[name]:<{width}}" for name, width in widths.items()).rstrip() for line in lines
+        )
 
     def _repr_html_(self) -> str:
         texts = self._texts()
@@ -96,16 +130,24 @@ class Comparison:
 
     def _figures(self) -> list[Figure]:
         losses = [finite((float(r.step), r.loss) for r in facts.records) for facts in self.facts]
-        figures = self._figure("Loss", "loss", "mean per row", [smoothed(points) or points for points in losses], "line")
+        figures = self._figure(
+            "Loss", "loss", "mean per row", [smoothed(points) or points for points in losses], "line"
+        )
         for name in dict.fromkeys(facts.metric for facts in self.facts):
-            points = [finite((float(e.step), e.metrics[name]) for e in f.evaluations if name in e.metrics) for f in self.facts]
+            points = [
+                finite((float(e.step), e.metrics[name]) for e in f.evaluations if name in e.metrics) for f in self.facts
+            ]
             figures += self._figure(f"Evaluation: {name.replace('_', ' ')}", name, "on held-out rows", points, "dots")
         return figures
 
     def _figure(self, title: str, name: str, unit: str, curves: Sequence[Sequence[Point]], kind: Any) -> list[Figure]:
         """One figure; none without points."""
         tones = _tones(len(curves))
-        lines = [Line(f.paths.name, t, points, kind) for f, t, points in zip(self.facts, tones, curves, strict=True) if points]
+        lines = [
+            Line(f.paths.name, t, points, kind)
+            for f, t, points in zip(self.facts, tones, curves, strict=True)
+            if points
+        ]
         if not lines:
             return []
         log = name == "loss" and spans_powers([y for line in lines for _, y in line.points])

@@ -49,7 +49,8 @@ def slow_now(events: list[Event]) -> dict[int, Event]:
 
 
 def what_happened(events: list[Event], course: Course, limits: FailureSection) -> str:
-    """One line: disturbances against their budgets, numbers of workers, steps done again, and seconds until the next step.
+    """One line: disturbances against their budgets, numbers of workers, steps done again, and seconds until the next
+    step.
 
     Args:
         events: The run's, in the order of time.
@@ -198,21 +199,13 @@ class Earlier:
 class Facts:
     """Everything that a report shows.
 
-    Args:
-        paths: The run.
-        config: Its configuration.
-        status: `running`, `finished`, `stopped early`, `interrupted`, `failed`, or `vanished`: no driver lives, and none said how it ended.
-        course: Its steps.
-        events: In the order of time.
-        evaluations: Those of the run's own evaluator, by step.
-        others: Those of other evaluators, by their name.
-        newest: The newest checkpoint.
-        summary: `summary.json` of a run whose newest start has ended, otherwise empty.
-        metric: Metric that decides which checkpoint is best.
-        mode: Whether more (`max`) or less (`min`) of it is better.
-        bad_rows: Those that cannot be decoded.
-        earlier: What it is compared with.
-        made_s: When this was read, seconds since 1970 (UTC).
+    Args: paths: The run. config: Its configuration. status: `running`, `finished`, `stopped early`, `interrupted`,
+        `failed`, or `vanished`: no driver lives, and none said how it ended. course: Its steps. events: In the order of
+        time. evaluations: Those of the run's own evaluator, by step. others: Those of other evaluators, by their name.
+        newest: The newest checkpoint. summary: `summary.json` of a run whose newest start has ended, otherwise empty.
+        metric: Metric that decides which checkpoint is best. mode: Whether more (`max`) or less (`min`) of it is
+        better. bad_rows: Those that cannot be decoded. earlier: What it is compared with. made_s: When this was read,
+        seconds since 1970 (UTC).
     """
 
     paths: RunPaths
@@ -284,7 +277,9 @@ class Facts:
     @cached_property
     def clock(self) -> Clock:
         """The run's clock."""
-        signs = [e.time_s for e in self.events] + [r.time_s for r in self.in_time] + [e.time_s for e in self.evaluations]
+        signs = (
+            [e.time_s for e in self.events] + [r.time_s for r in self.in_time] + [e.time_s for e in self.evaluations]
+        )
         return Clock([e.time_s for e in starts_of(self.events)], signs)
 
     @cached_property
@@ -382,7 +377,9 @@ def _status(paths: RunPaths, events: list[Event]) -> str:
 def _end(events: list[Event]) -> Event | None:
     """How the newest start ended, if it said so."""
     starts = starts_of(events)
-    return next((e for e in reversed(events) if starts and e.kind in (*_ENDS, _LOST) and e.fence == starts[-1].fence), None)
+    return next(
+        (e for e in reversed(events) if starts and e.kind in (*_ENDS, _LOST) and e.fence == starts[-1].fence), None
+    )
 
 
 def _started_s(events: list[Event]) -> float:
@@ -408,13 +405,21 @@ def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, befor
 
 def _differing(theirs: Config, ours: Config) -> dict[str, tuple[str, str]]:
     one, other = shown_fields(theirs), shown_fields(ours)
-    return {name: (one.get(name, _NOT_SET), other.get(name, _NOT_SET)) for name in {**other, **one} if one.get(name) != other.get(name)}
+    return {
+        name: (one.get(name, _NOT_SET), other.get(name, _NOT_SET))
+        for name in {**other, **one}
+        if one.get(name) != other.get(name)
+    }
 
 
 def shown_fields(config: Config) -> dict[str, str]:
     """The fields of a configuration, but names, places and tracking, as text without secrets."""
     values = flatten(redacted(config.to_dict()))
-    return {name: _NOT_SET if value is None else str(value) for name, value in values.items() if not name.startswith(_PRIVATE)}
+    return {
+        name: _NOT_SET if value is None else str(value)
+        for name, value in values.items()
+        if not name.startswith(_PRIVATE)
+    }
 
 
 def changed_fields(config: Config) -> dict[str, str]:

@@ -75,17 +75,29 @@ def learning_figures(facts: Facts) -> list[Figure]:
     for evaluator, found in [("", facts.evaluations), *facts.others.items()]:
         hidden = set() if evaluator else {"loss"}  # which stands beside that of the training
         trained = set() if evaluator else _names(facts)
-        names = sorted({name for e in found for name in e.metrics} - hidden | trained, key=lambda n: (n != facts.metric, n))
+        names = sorted(
+            {name for e in found for name in e.metrics} - hidden | trained, key=lambda n: (n != facts.metric, n)
+        )
         figures += [figure for figure in (_metric(facts, evaluator, found, name) for name in names) if figure]
     rate = finite((float(r.step), r.lr) for r in facts.records)
     if rate:
         figures.append(
-            Figure("Learning rate", "of each step", line_chart([Line("learning rate", "purple", rate)], Axis("learning rate"), Frame()))
+            Figure(
+                "Learning rate",
+                "of each step",
+                line_chart([Line("learning rate", "purple", rate)], Axis("learning rate"), Frame()),
+            )
         )
     norm = finite((float(r.step), r.grad_norm) for r in facts.records)
     if norm:
         lines = _with_mean("norm", "grey", norm)
-        figures.append(Figure("Gradient norm", "L2, before clipping", line_chart(lines, Axis("gradient norm"), Frame(), from_zero=True)))
+        figures.append(
+            Figure(
+                "Gradient norm",
+                "L2, before clipping",
+                line_chart(lines, Axis("gradient norm"), Frame(), from_zero=True),
+            )
+        )
     return figures
 
 
@@ -103,7 +115,9 @@ def cluster_figures(facts: Facts) -> list[Figure]:
                 facts,
                 "Workers",
                 "that step together; 0 where nobody steps",
-                lambda frame: line_chart([Line("workers", "blue", sizes, "steps")], y, frame, height=170, from_zero=True, marks=struck),
+                lambda frame: line_chart(
+                    [Line("workers", "blue", sizes, "steps")], y, frame, height=170, from_zero=True, marks=struck
+                ),
             )
         )
     speed = rates(facts.records, facts.clock)
@@ -114,11 +128,15 @@ def cluster_figures(facts: Facts) -> list[Figure]:
                 facts,
                 "Throughput",
                 "rows that counted, per second",
-                lambda frame: line_chart([Line("rows per second", "green", speed)], y_speed, frame, height=150, from_zero=True),
+                lambda frame: line_chart(
+                    [Line("rows per second", "green", speed)], y_speed, frame, height=150, from_zero=True
+                ),
             )
         )
     lanes = _lanes(facts)
-    figures.append(_over_time(facts, "Timeline", "checkpoints, evaluations and disturbances", lambda frame: timeline(lanes, frame)))
+    figures.append(
+        _over_time(facts, "Timeline", "checkpoints, evaluations and disturbances", lambda frame: timeline(lanes, frame))
+    )
     return figures
 
 
@@ -126,7 +144,9 @@ def _loss(facts: Facts) -> Figure | None:
     points = finite((float(r.step), r.loss) for r in facts.records)
     if not points:
         return None
-    lines, legend = _both(points, finite((float(e.step), e.metrics["loss"]) for e in facts.evaluations if "loss" in e.metrics))
+    lines, legend = _both(
+        points, finite((float(e.step), e.metrics["loss"]) for e in facts.evaluations if "loss" in e.metrics)
+    )
     log = spans_powers([y for line in lines for _, y in line.points])
     left_out = len(facts.records) - len(points)
     note = f"{left_out:,} steps whose loss was NaN or infinite are left out." if left_out else ""
@@ -148,11 +168,15 @@ def _both(trained: Sequence[Point], evaluated: Sequence[Point]) -> tuple[list[Li
 def _with_mean(name: str, tone: Tone, points: Sequence[Point]) -> list[Line]:
     """A curve; one of many points stands behind its mean."""
     means = smoothed(points)
-    return [Line(name, tone, points, "faint"), Line(f"{name}, mean", tone, means)] if means else [Line(name, tone, points)]
+    return (
+        [Line(name, tone, points, "faint"), Line(f"{name}, mean", tone, means)] if means else [Line(name, tone, points)]
+    )
 
 
 def _metric(facts: Facts, evaluator: str, found: list[Evaluation], name: str) -> Figure | None:
-    """A metric of an evaluator; the run's own has no name, and stands beside the task's own metric of the training steps."""
+    """A metric of an evaluator; the run's own has no name, and stands beside the task's own metric of the training
+    steps.
+    """
     points = finite((float(e.step), e.metrics[name]) for e in found if name in e.metrics)
     if not evaluator and name in _names(facts):
         return _own(facts, name, points)
@@ -174,7 +198,9 @@ def _names(facts: Facts) -> set[str]:
 
 def _own(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure:
     """A metric of the task's own, of every training step, with that of the evaluations if they have it."""
-    lines, legend = _both(finite((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics), evaluated)
+    lines, legend = _both(
+        finite((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics), evaluated
+    )
     marks = _best(facts, name)
     chart = line_chart(lines, Axis(name), Frame(), marks=marks)
     return Figure(name.replace("_", " ").capitalize(), "mean" + (", best ◆" if marks else ""), chart, legend=legend)
@@ -183,7 +209,11 @@ def _own(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure:
 def _best(facts: Facts, name: str) -> list[Mark]:
     """The mark of the best evaluation, if it is the best by this metric."""
     best = facts.best if name == facts.metric else None
-    return [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")] if best else []
+    return (
+        [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")]
+        if best
+        else []
+    )
 
 
 def _over_time(facts: Facts, title: str, unit: str, draw: Callable[[Frame], Markup]) -> Figure:
@@ -200,8 +230,15 @@ def _lanes(facts: Facts) -> list[Lane]:
         "preemptions": ("preempted",),
         "resizes": ("resized", "replaced"),
     }
-    lanes = [Lane(name, [_event_mark(facts, e) for e in facts.events if e.kind in some]) for name, some in kinds.items()]
-    lanes.append(Lane("checkpoints", [_saved(facts, e) for e in facts.events if e.kind in ("checkpointed", "write_failed", "fallback")]))
+    lanes = [
+        Lane(name, [_event_mark(facts, e) for e in facts.events if e.kind in some]) for name, some in kinds.items()
+    ]
+    lanes.append(
+        Lane(
+            "checkpoints",
+            [_saved(facts, e) for e in facts.events if e.kind in ("checkpointed", "write_failed", "fallback")],
+        )
+    )
     lanes.append(Lane("evaluations", [_evaluated(facts, e) for e in facts.evaluations]))
     return [lane for lane in lanes if lane.marks]
 
@@ -238,16 +275,21 @@ def described(event: Event) -> str:
         "started": f"start {event.fence} of the driver, up to {details.get('max_workers')} workers",
         "resumed": f"went on{step}, from a {details.get('source')}",
         "formed": f"{details.get('workers')} workers step together from step {details.get('step')}",
-        "states_differed": f"after a failure the states of ranks {details.get('ranks')} were not those of the others; went on{step}",
+        "states_differed": f"after a failure the states of ranks {details.get('ranks')} were not those of the others;"
+        f" went on{step}",
         "workers": f"{details.get('workers')} workers start",
-        "failed": f"failure {details.get('number')}{step}, {details.get('left')} workers left: {_reasons(details.get('errors'))}",
-        "storage_failed": f"the storage failed{step}, {details.get('left')} workers left: {_reasons(details.get('errors'))}",
+        "failed": f"failure {details.get('number')}{step}, {details.get('left')} workers left:"
+        f" {_reasons(details.get('errors'))}",
+        "storage_failed": f"the storage failed{step}, {details.get('left')} workers left:"
+        f" {_reasons(details.get('errors'))}",
         "preempted": f"preemption {details.get('number')}{step}: {details.get('workers')} workers had to leave",
-        "resized": f"resized from {details.get('before')} to {details.get('after')} workers{step}: {details.get('reason')}",
+        "resized": f"resized from {details.get('before')} to {details.get('after')} workers{step}:"
+        f" {details.get('reason')}",
         "replaced": f"lost workers replaced, {details.get('before')} to {details.get('after')}{step}",
         "spares": f"{details.get('ready')} spare workers are ready",
         "start_failed": f"{details.get('workers')} more workers could not start: {details.get('reason')}",
-        "checkpointed": f"checkpoint{step} ({details.get('why')}), took {seconds(float(details.get('duration_s') or 0.0))}",
+        "checkpointed": f"checkpoint{step} ({details.get('why')}), took"
+        f" {seconds(float(details.get('duration_s') or 0.0))}",
         "evaluation_skipped": f"no evaluation{step}: {details.get('reason')}",
         "write_retried": f"checkpoint{step} written at attempt {details.get('attempts')}: {details.get('reason')}",
         "write_failed": f"checkpoint{step} not written: {details.get('reason')}",
@@ -261,7 +303,8 @@ def described(event: Event) -> str:
         "balanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
         "spent": f"until{step.removeprefix(' at')} the workers' time was: {_spent(details)}",
         "retired": f"rank {details.get('rank')}{_at_host(details)} had to leave{step}: {details.get('reason')}",
-        "lied": f"rank {details.get('rank')}{_at_host(details)} computed logical worker {details.get('logical_worker')}{step} wrongly, and"
+        "lied": f"rank {details.get('rank')}{_at_host(details)} computed logical worker"
+        f" {details.get('logical_worker')}{step} wrongly, and"
         f" ended; it was last known to be right at step {details.get('clean')}",
         "suspected": f"checkpoints {details.get('steps')} are marked: {details.get('reason')}",
         "stacks": f"worker {details.get('rank')} held the others up{step}, while {details.get('doing')}",
@@ -285,7 +328,10 @@ def _spent(details: dict[str, Any]) -> str:
 
 def _slow(details: dict[str, Any]) -> str:
     doing = {"compute": "computed", "data": "waited for data"}.get(str(details.get("cause")), "was busy otherwise")
-    return f"rank {details.get('rank')}{_at_host(details)} {doing} {float(details.get('times') or 0.0):.1f} times as long as the others"
+    return (
+        f"rank {details.get('rank')}{_at_host(details)} {doing} {float(details.get('times') or 0.0):.1f} times as long"
+        f" as the others"
+    )
 
 
 def _at_host(details: dict[str, Any]) -> str:

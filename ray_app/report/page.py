@@ -19,7 +19,14 @@ from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, put_atomic
 
 _PROFILE = re.compile(r"profile/[\w.-]+")
-TONES = {"running": "blue", "finished": "green", "stopped early": "green", "interrupted": "orange", "failed": "red", "vanished": "red"}
+TONES = {
+    "running": "blue",
+    "finished": "green",
+    "stopped early": "green",
+    "interrupted": "orange",
+    "failed": "red",
+    "vanished": "red",
+}
 
 
 def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
@@ -58,7 +65,9 @@ class Live:
 
 
 def render(facts: Facts, live: Live | None = None) -> str:
-    """The page, with everything that it needs inside and without secrets: it fetches nothing and runs no script, unless it is `live`."""
+    """The page, with everything that it needs inside and without secrets: it fetches nothing and runs no script, unless
+    it is `live`.
+    """
     return redact(
         environment()
         .get_template("report.html.j2")
@@ -146,7 +155,11 @@ def cards_of(facts: Facts) -> list[Card]:
         Card(
             "parameters",
             digest[:10] or "-",
-            "sha256 of the result" if facts.status == "stopped early" else "sha256 of the newest checkpoint" if digest else "no checkpoint",
+            "sha256 of the result"
+            if facts.status == "stopped early"
+            else "sha256 of the newest checkpoint"
+            if digest
+            else "no checkpoint",
             digest,
         ),
     ]

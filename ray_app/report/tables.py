@@ -1,4 +1,5 @@
-"""The tables of a report: budgets, counters, where the time went, what happened, and the comparison with an earlier run.
+"""The tables of a report: budgets, counters, where the time went, what happened, and the comparison with an earlier
+run.
 
 What an evaluation found about the classes: confusion matrix, figures per class, examples. Nothing of it is trusted.
 """
@@ -48,7 +49,10 @@ def budgets(facts: Facts) -> list[BudgetLine]:
     limits, starts = facts.config.failure, starts_of(facts.events)
     this = [event for event in facts.events if starts and event.fence == starts[-1].fence]
     made = []
-    for name, kind, most in (("failures", "failed", limits.max_failures), ("preemptions", "preempted", limits.max_preemptions)):
+    for name, kind, most in (
+        ("failures", "failed", limits.max_failures),
+        ("preemptions", "preempted", limits.max_preemptions),
+    ):
         made.append(BudgetLine(name, count(this, kind), most if most >= 0 else None, count(facts.events, kind)))
     return made
 
@@ -66,7 +70,11 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
         ("failures of the storage", f"{happened['storage']:,}", "charged to no budget"),
         ("driver restarts", f"{happened['driver']:,}", ""),
         ("checkpoints", f"{count(events, 'checkpointed'):,}", "committed"),
-        ("checkpoint writes", f"{count(events, 'write_retried'):,}", f"retried; {count(events, 'write_failed'):,} failed for good"),
+        (
+            "checkpoint writes",
+            f"{count(events, 'write_retried'):,}",
+            f"retried; {count(events, 'write_failed'):,} failed for good",
+        ),
         ("fallbacks", f"{count(events, 'fallback'):,}", "checkpoints passed over as damaged"),
         ("evaluations", f"{len(facts.evaluations):,}", f"{count(events, 'evaluation_skipped'):,} skipped"),
         *health(facts),
@@ -74,7 +82,9 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def health(facts: Facts) -> list[tuple[str, str, str]]:
-    """What is known of workers that are slow or compute wrongly: name, number and a note; nothing where there is nothing to tell."""
+    """What is known of workers that are slow or compute wrongly: name, number and a note; nothing where there is
+    nothing to tell.
+    """
     found, slow = list[tuple[str, str, str]](), slow_now(facts.events)
     if slow:
         found.append(("slow workers now", f"{len(slow)}", "; ".join(described(event) for event in slow.values())))
@@ -85,7 +95,9 @@ def health(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def time_parts(facts: Facts) -> list[tuple[str, str, float]]:
-    """Where the time since the first step went: tone, name, part of it; the parts add up to 1. Empty without a goodput."""
+    """Where the time since the first step went: tone, name, part of it; the parts add up to 1. Empty without a
+    goodput.
+    """
     part, records = facts.goodput, facts.in_time
     if part is None:
         return []
@@ -256,10 +268,14 @@ def _confused(matrix: list[list[int]], classes: list[str]) -> list[tuple[str, st
 
 
 def _per_class(found: Evaluation, classes: list[str]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
-    """Figures per class; if there are many classes, those with the lowest F1 first, without it those with the lowest last figure."""
+    """Figures per class; if there are many classes, those with the lowest F1 first, without it those with the lowest
+    last figure.
+    """
     tables = {name: _numbers(table) for name, table in found.tables.items()}
     usable = {name: values for name, values in tables.items() if values and len(values) == len(classes)}
-    rows: list[tuple[str, list[float | None]]] = [(name, [v[i] for v in usable.values()]) for i, name in enumerate(classes)]
+    rows: list[tuple[str, list[float | None]]] = [
+        (name, [v[i] for v in usable.values()]) for i, name in enumerate(classes)
+    ]
     if len(rows) > _MOST_CLASSES and usable:
         worth = [math.inf if value is None else value for value in usable.get("f1", list(usable.values())[-1])]
         rows = [rows[i] for i in sorted(range(len(rows)), key=worth.__getitem__)]

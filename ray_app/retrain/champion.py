@@ -56,10 +56,14 @@ class Champion:
     def known(self) -> Known:
         """What a new delivery is held against."""
         stage = self._stage("validated")
-        return Known(*(Profile.from_json(stage[name]) if stage.get(name) else None for name in ("train", "evaluation", "gate")))
+        return Known(
+            *(Profile.from_json(stage[name]) if stage.get(name) else None for name in ("train", "evaluation", "gate"))
+        )
 
     def accepted(self, metric: str) -> float | None:
-        """Its value of a metric on the rows of the gate when it was promoted; None if it is not known, or no number to compare with."""
+        """Its value of a metric on the rows of the gate when it was promoted; None if it is not known, or no number to
+        compare with.
+        """
         figures, tags = self._stage("judged").get("figures", {}), self.version.tags
         if figures.get("metric") == metric:
             value = float(figures["challenger"])
@@ -125,7 +129,9 @@ def deciding(paths: RetrainPaths) -> Lease:
 
 
 def record_rollbacks(paths: RetrainPaths, client: Any, name: str) -> None:
-    """Adds the rollbacks that MLflow knows to the audit record, also one that was stopped before it could; those that are there stay."""
+    """Adds the rollbacks that MLflow knows to the audit record, also one that was stopped before it could; those that
+    are there stay.
+    """
     found = {f"rollback {one.version} {one.at}": one for one in rollbacks(client, name)}
     known = {entry["id"] for entry in entries(paths)} if found else set()
     for id, one in found.items():

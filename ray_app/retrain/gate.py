@@ -1,16 +1,19 @@
-"""Is the challenger better than the champion? Pure functions of what the blocks of the evaluation rows gave for the two.
+"""Is the challenger better than the champion? Pure functions of what the blocks of the evaluation rows gave for the
+two.
 
-The interval of the gain is that of the paired bootstrap: blocks of consecutive rows are drawn with replacement, the same for both models,
-and the metric of both is computed for each draw (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, percentile interval;
-Künsch 1989 for blocks). Rows of a block may depend on each other, blocks may not. The draws are keyed, so the same rows and models give the
-same interval. The rule is that of a one-sided test at (1 - confidence) / 2: superiority if `min_gain` is at least 0, non-inferiority by
-that margin below it.
+The interval of the gain is that of the paired bootstrap: blocks of consecutive rows are drawn with replacement, the
+same for both models, and the metric of both is computed for each draw (Efron and Tibshirani, "An Introduction to the
+Bootstrap", 1993, percentile interval; Künsch 1989 for blocks). Rows of a block may depend on each other, blocks may
+not. The draws are keyed, so the same rows and models give the same interval. The rule is that of a one-sided test at (1
+- confidence) / 2: superiority if `min_gain` is at least 0, non-inferiority by that margin below it.
 
 Scoring packaged models on the same rows, by one Ray task with the evaluator's resources.
 
-A model is scored as it is served: from the files of its version in the registry, so the directory of the run that made it is not needed.
+A model is scored as it is served: from the files of its version in the registry, so the directory of the run that made
+it is not needed.
 
-Rows that are chosen by a hash of their file's content and their place in it: a sample of old ones, and those of the gate.
+Rows that are chosen by a hash of their file's content and their place in it: a sample of old ones, and those of the
+gate.
 
 The same files give the same rows, whatever the files are called.
 """
@@ -120,13 +123,23 @@ class Decision:
 
 
 def draws(seed: int, resamples: int, blocks: int) -> npt.NDArray[np.int64]:
-    """How often each block occurs in each bootstrap resample, shape (resamples, blocks); a function of the arguments only."""
-    chosen = hash_array(key(seed, 0x67617465), np.arange(resamples * blocks).reshape(resamples, blocks)) % np.uint64(blocks)
+    """How often each block occurs in each bootstrap resample, shape (resamples, blocks); a function of the arguments
+    only.
+    """
+    chosen = hash_array(key(seed, 0x67617465), np.arange(resamples * blocks).reshape(resamples, blocks)) % np.uint64(
+        blocks
+    )
     return np.stack([np.bincount(row, minlength=blocks) for row in chosen.astype(np.int64)])
 
 
 def figures(
-    task: Task, metric: str, mode: str, challenger: Sequence[Chunk], champion: Sequence[Chunk] | None, seed: int, section: RetrainSection
+    task: Task,
+    metric: str,
+    mode: str,
+    challenger: Sequence[Chunk],
+    champion: Sequence[Chunk] | None,
+    seed: int,
+    section: RetrainSection,
 ) -> GateFigures:
     """Compares two models on the same rows.
 
@@ -147,7 +160,11 @@ def figures(
     counts = draws(seed, section.resamples, len(challenger))
     gains = sign * (resampled(task, challenger, metric, counts) - resampled(task, champion, metric, counts))
     low, high = np.quantile(gains, [(1 - section.confidence) / 2, (1 + section.confidence) / 2]).tolist()
-    recalls = {task.classes[i]: recall for i, recall in _recalls(challenger, champion, counts, section).items() if i < len(task.classes)}
+    recalls = {
+        task.classes[i]: recall
+        for i, recall in _recalls(challenger, champion, counts, section).items()
+        if i < len(task.classes)
+    }
     gain = sign * (scores.values[metric] - before.values[metric])
     return GateFigures(metric, mode, rows, scores.values[metric], before.values[metric], gain, low, high, recalls)
 
@@ -156,20 +173,30 @@ def judge(found: GateFigures, section: RetrainSection) -> Decision:
     """Says whether a challenger becomes the champion."""
     problems = []
     worst = section.min_metric
-    if worst is not None and not (found.challenger >= worst if found.mode == "max" else found.challenger <= worst):  # also NaN
-        problems.append(f"its {found.metric} of {found.challenger:.4f} is not as good as retrain.min_metric = {worst:g}")
+    if worst is not None and not (
+        found.challenger >= worst if found.mode == "max" else found.challenger <= worst
+    ):  # also NaN
+        problems.append(
+            f"its {found.metric} of {found.challenger:.4f} is not as good as retrain.min_metric = {worst:g}"
+        )
     if not math.isfinite(found.challenger):
-        problems.append(f"its {found.metric} is no number to judge it by; look at the rows of the gate (one class, a constant target?)")
+        problems.append(
+            f"its {found.metric} is no number to judge it by; look at the rows of the gate (one class, a constant"
+            f" target?)"
+        )
     if found.champion is None or not math.isfinite(found.champion):
         other = (
-            "no champion to compare with" if found.champion is None else f"the champion's is {found.champion}, which nothing compares with"
+            "no champion to compare with"
+            if found.champion is None
+            else f"the champion's is {found.champion}, which nothing compares with"
         )
         said = f"{found.metric} {found.challenger:.4f} on {found.rows:,} rows, {other}"
         return Decision(not problems, "; ".join([said, *problems]))
     assert found.gain is not None
     assert found.low is not None
     said = (
-        f"{found.metric} {found.challenger:.4f} against the champion's {found.champion:.4f} on {found.rows:,} rows: gain {found.gain:+.4f}"
+        f"{found.metric} {found.challenger:.4f} against the champion's {found.champion:.4f} on {found.rows:,} rows:"
+        f" gain {found.gain:+.4f}"
         f" ({section.confidence:.0%} interval {found.low:+.4f} to {found.high:+.4f})"
     )
     if not found.low > section.min_gain:
@@ -177,8 +204,10 @@ def judge(found: GateFigures, section: RetrainSection) -> Decision:
     for name, recall in found.recalls.items():
         if recall.least_drop > section.max_recall_drop:
             problems.append(
-                f"the recall of class {name} falls from {recall.champion:.3f} to {recall.challenger:.3f} ({recall.rows} rows), by at least"
-                f" {recall.least_drop:.3f} beyond chance; allowed are {section.max_recall_drop:g} (retrain.max_recall_drop)"
+                f"the recall of class {name} falls from {recall.champion:.3f} to {recall.challenger:.3f} ({recall.rows}"
+                f" rows), by at least"
+                f" {recall.least_drop:.3f} beyond chance; allowed are {section.max_recall_drop:g}"
+                f" (retrain.max_recall_drop)"
             )
     return Decision(not problems, "; ".join([said, *problems]))
 
@@ -186,15 +215,21 @@ def judge(found: GateFigures, section: RetrainSection) -> Decision:
 def _recalls(
     challenger: Sequence[Chunk], champion: Sequence[Chunk], counts: npt.NDArray[np.int64], section: RetrainSection
 ) -> dict[int, ClassRecall]:
-    """The recalls of the classes with enough rows, by their numbers, from the states of the guard metric; none if it keeps others.
+    """The recalls of the classes with enough rows, by their numbers, from the states of the guard metric; none if it
+    keeps others.
 
-    Both models are drawn alike, so what they agree on does not count. The bound is normal, with the standard deviation of the draws, at
-    (1 - confidence) / 2 over the number of classes (Bonferroni): draws alone do not reach so far into the tail for many classes.
+    Both models are drawn alike, so what they agree on does not count. The bound is normal, with the standard deviation
+    of the draws, at (1 - confidence) / 2 over the number of classes (Bonferroni): draws alone do not reach so far into
+    the tail for many classes.
     """
-    states: list[list[dict[str, Any]]] = [[chunk.states.get(GUARD, {}) for chunk in chunks] for chunks in (challenger, champion)]
+    states: list[list[dict[str, Any]]] = [
+        [chunk.states.get(GUARD, {}) for chunk in chunks] for chunks in (challenger, champion)
+    ]
     if not all({"tp", "fn"} <= state.keys() for found in states for state in found):
         return {}
-    new, old = (np.stack([state["tp"].numpy() for state in found]).astype(np.float64) for found in states)  # (blocks, classes)
+    new, old = (
+        np.stack([state["tp"].numpy() for state in found]).astype(np.float64) for found in states
+    )  # (blocks, classes)
     rows = np.stack([(state["tp"] + state["fn"]).numpy() for state in states[0]]).astype(np.float64)
     watched = np.flatnonzero(rows.sum(0) >= section.min_class_rows).tolist()
     if not watched:
@@ -205,7 +240,11 @@ def _recalls(
     return {
         i: ClassRecall(int(total[i]), float(was), float(now), float(was - now - far * spread))
         for i, was, now, spread in zip(
-            watched, (old.sum(0) / np.maximum(1, total))[watched], (new.sum(0) / np.maximum(1, total))[watched], drops.std(0), strict=True
+            watched,
+            (old.sum(0) / np.maximum(1, total))[watched],
+            (new.sum(0) / np.maximum(1, total))[watched],
+            drops.std(0),
+            strict=True,
         )
     }
 
@@ -251,12 +290,16 @@ class PackagedModule(nn.Module):
 
 
 def files_of(data: Path) -> Files:
-    """The files of the folder with `package.json`: a model that needs its task's code gets the one that is here, if that is the same."""
+    """The files of the folder with `package.json`: a model that needs its task's code gets the one that is here, if
+    that is the same.
+    """
     return {file.name: file.read_bytes() for file in sorted(data.iterdir()) if file.is_file()}
 
 
 def sample(manifest: Manifest, most_rows: int) -> list[Segment]:
-    """About `most_rows` rows of all row groups, some consecutive ones of each, chosen by a keyed hash; all if there are no more."""
+    """About `most_rows` rows of all row groups, some consecutive ones of each, chosen by a keyed hash; all if there are
+    no more.
+    """
     share = min(1.0, most_rows / manifest.num_rows)
     luck = hash_array(key(2), np.arange(manifest.num_row_groups))
     segments = []
@@ -268,7 +311,9 @@ def sample(manifest: Manifest, most_rows: int) -> list[Segment]:
     return segments
 
 
-def score_packages(task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection) -> list[dict[str, list[Chunk]]]:
+def score_packages(
+    task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection
+) -> list[dict[str, list[Chunk]]]:
     """Scores models on rows, in one Ray task on the connected cluster.
 
     Args:
@@ -287,11 +332,16 @@ def score_packages(task: Task, metrics: Sequence[str], requests: list[Request], 
     """
     options = {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus, "max_retries": 0}
     submit = partial(ray.remote(_score_all).options(**options).remote, task, metrics, requests, section)
-    rows = "; ".join(f"{sum(segment.rows for segment in request.segments):,} rows of {request.source.reader.root}" for request in requests)
+    rows = "; ".join(
+        f"{sum(segment.rows for segment in request.segments):,} rows of {request.source.reader.root}"
+        for request in requests
+    )
     return Attempts(submit, lambda: f"while it scored models on {rows}").result()
 
 
-def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection) -> list[dict[str, list[Chunk]]]:
+def _score_all(
+    task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection
+) -> list[dict[str, list[Chunk]]]:
     """Runs in the Ray task."""
     environment.pin(section.threads, True, refuses=False)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -308,11 +358,14 @@ def _score_all(task: Task, metrics: Sequence[str], requests: list[Request], sect
                 model, inputs = _load(files, Path(folder), device)
             if not set(inputs) <= arrays.keys():
                 raise ConfigError(
-                    f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they cannot be compared."
+                    f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they"
+                    f" cannot be compared."
                     " Use another tracking.registered_model for a task with other inputs."
                 )
             run, packaged = partial(run_packaged, inputs), PackagedModule(model)
-            asked = score(task, packaged, arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics, forward=run)
+            asked = score(
+                task, packaged, arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics, forward=run
+            )
             scored[name] = list(asked)
         found.append(scored)
     return found
@@ -348,7 +401,9 @@ def _load(files: Files, folder: Path, device: torch.device) -> tuple[nn.Module, 
 _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1_000_000, 10_000, 16_000_000
 _DESCRIPTION = "dataset.json"
 _SELECTION_SHARE = 0.5
-"""Of the evaluation rows: by these the best checkpoint is chosen. Both parts need rows, the gate to tell a gain from luck."""
+"""Of the evaluation rows: by these the best checkpoint is chosen. Both parts need rows, the gate to tell a gain from
+luck.
+"""
 
 
 def old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]:
@@ -358,7 +413,8 @@ def old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]:
 
 
 def in_share(content: str, first: int, rows: int, share: float) -> npt.NDArray[np.bool_]:
-    """Which of some rows of a file are in a share of them, shape (rows,); what a smaller share has, a larger one has, too.
+    """Which of some rows of a file are in a share of them, shape (rows,); what a smaller share has, a larger one has,
+    too.
 
     Args:
         content: SHA-256 of the file's content.
@@ -375,7 +431,8 @@ def in_share(content: str, first: int, rows: int, share: float) -> npt.NDArray[n
 def gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArray[np.bool_]:
     """Which evaluation rows the gate judges on, shape (rows of the manifest,): those that are not in `selection_part`.
 
-    The best of several checkpoints is the luckier one, on the rows that chose it: judged by them, two equally good models differ.
+    The best of several checkpoints is the luckier one, on the rows that chose it: judged by them, two equally good
+    models differ.
 
     Args:
         manifest: The evaluation data.
@@ -383,7 +440,10 @@ def gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArray[np.bo
     """
     rows = np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
     return ~np.concatenate(
-        [in_share(delivery[path], 0, many, _SELECTION_SHARE) for path, many in zip(manifest.paths, rows.tolist(), strict=True)]
+        [
+            in_share(delivery[path], 0, many, _SELECTION_SHARE)
+            for path, many in zip(manifest.paths, rows.tolist(), strict=True)
+        ]
     )
 
 
@@ -392,7 +452,9 @@ def selection_part(dataset: Dataset, columns: list[str], delivery: dict[str, str
     return put_together(dataset, columns, delivery, set(dataset.manifest.paths), _SELECTION_SHARE, out)
 
 
-def put_together(dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float, out: Path) -> Path:
+def put_together(
+    dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float, out: Path
+) -> Path:
     """Writes all rows of new files and a share of the rows of old ones, unless that was done before.
 
     Args:
@@ -424,14 +486,20 @@ def put_together(dataset: Dataset, columns: list[str], delivery: dict[str, str],
     return out
 
 
-def _rows(dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float) -> Iterator[pa.Table]:
+def _rows(
+    dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float
+) -> Iterator[pa.Table]:
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
         first = 0
         with DataFile(dataset.root, path, manifest.partitions) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
                 table = file.read_row_group(int(manifest.index_in_file[group]), columns)
-                kept = table.filter(pa.array(in_share(delivery[path], first, table.num_rows, fraction))) if path in old else table
+                kept = (
+                    table.filter(pa.array(in_share(delivery[path], first, table.num_rows, fraction)))
+                    if path in old
+                    else table
+                )
                 first += table.num_rows
                 if kept.num_rows:
                     yield kept

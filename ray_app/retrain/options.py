@@ -11,7 +11,9 @@ from ray_app.errors import ConfigError
 
 
 def _judging(default: Any) -> Any:
-    """A field that decides whether data or a model is accepted, so that another value asks for another judgement of the same run."""
+    """A field that decides whether data or a model is accepted, so that another value asks for another judgement of the
+    same run.
+    """
     return dataclasses.field(default=default, metadata={"judges": True})
 
 
@@ -19,31 +21,33 @@ def _judging(default: Any) -> Any:
 class RetrainSection:
     """When to train again, on what, and what makes the result the champion.
 
-    Args:
-        force: Reason to train now, whatever the triggers say; the data and the new model are judged as always.
+    Args: force: Reason to train now, whatever the triggers say; the data and the new model are judged as always.
         dry_run: Only says what would be decided and whether the data is sound; nothing is trained or recorded.
         min_new_rows: Training rows in files that the champion was not trained on that are a reason to train.
-        max_age_days: Days since the champion's promotion after which it is trained again, if that can give another result; not given: any.
-        max_drop: Fall of the champion's metric on the evaluation data as it is now against its value when it was promoted that is a reason
+        max_age_days: Days since the champion's promotion after which it is trained again, if that can give another
+        result; not given: any. max_drop: Fall of the champion's metric on the evaluation data as it is now against its
+        value when it was promoted that is a reason
             to train, in the metric's own unit; not given: none is.
-        max_psi: Population stability index of an input column, against the champion's training data, above which its drift is a reason to
-            train; not given: none is.
-        data: `all` trains on the whole of `data.path`; `new_and_sample` on the files that the champion was not trained on and a sample of
-            the rows of the others.
+        max_psi: Population stability index of an input column, against the champion's training data, above which its
+            drift is a reason to train; not given: none is.
+        data: `all` trains on the whole of `data.path`; `new_and_sample` on the files that the champion was not trained
+            on and a sample of the rows of the others.
         old_fraction: Share of these rows.
         start: `scratch` begins as the seed says, `champion` with the champion's parameters.
-        gate_path: Folder (or file) of Parquet that champion and challenger are compared on; not given: half of the rows of
-            `data.eval_path`, and the run is evaluated on the other half, so that no row judges that chose a checkpoint.
-        accept_data: Reason to accept the data although validation refuses it, such as a change of schema that was planned.
+        gate_path: Folder (or file) of Parquet that champion and challenger are compared on; not given: half of the rows
+            of `data.eval_path`, and the run is evaluated on the other half, so that no row judges that chose a
+            checkpoint.
+        accept_data: Reason to accept the data although validation refuses it, such as a change of schema that was
+            planned.
         min_rows_ratio: Fewest training rows, and fewest evaluation rows, as a share of those of the champion.
         min_eval_rows: Fewest rows that the gate judges on; with fewer it could not tell a better model from luck.
         max_null_increase: Largest increase of the share of missing values in a column.
         max_class_shift: Largest total variation distance of the class balance, 0 to 1.
-        max_disagreement: Largest relative loss of the champion's metric on the delivered rows, against its value when it was promoted:
-            more means that the labels are wrong, not that the model is old.
+        max_disagreement: Largest relative loss of the champion's metric on the delivered rows, against its value when
+            it was promoted: more means that the labels are wrong, not that the model is old.
         sample_rows: Training rows, chosen by a keyed hash, on which that is looked at.
-        min_gain: The new model is promoted if the lower bound of the interval of its gain over the champion is above this. 0: better beyond
-            doubt; below 0: not worse than that (a test of non-inferiority).
+        min_gain: The new model is promoted if the lower bound of the interval of its gain over the champion is above
+            this. 0: better beyond doubt; below 0: not worse than that (a test of non-inferiority).
         confidence: Coverage of that interval.
         resamples: Bootstrap resamples that it is computed from.
         min_metric: Worst value of the metric that a champion may have; not given: any.
@@ -128,15 +132,23 @@ def _ranges(section: RetrainSection) -> list[str]:
 def _needs(config: Config, section: RetrainSection) -> list[str]:
     problems = []
     if config.tracking.registered_model is None:
-        problems.append("tracking.registered_model is missing: the champion is a version of a model in MLflow's registry. Name the model.")
+        problems.append(
+            "tracking.registered_model is missing: the champion is a version of a model in MLflow's registry. Name the"
+            " model."
+        )
     if config.data.eval_path is None:
-        problems.append("data.eval_path is missing: the best checkpoint is chosen by its rows. Name a data set to evaluate on.")
+        problems.append(
+            "data.eval_path is missing: the best checkpoint is chosen by its rows. Name a data set to evaluate on."
+        )
     if config.run.name is not None:
         problems.append(
-            f"run.name is {config.run.name!r}; a retraining names its run after its data, configuration and code. Leave it out."
+            f"run.name is {config.run.name!r}; a retraining names its run after its data, configuration and code. Leave"
+            f" it out."
         )
     if config.train.init_from is not None and section.start == "champion":
-        problems.append("train.init_from is given and retrain.start is champion: the run can begin with one of them. Leave one out.")
+        problems.append(
+            "train.init_from is given and retrain.start is champion: the run can begin with one of them. Leave one out."
+        )
     if section.data == "new_and_sample" and "://" in config.run.storage_path:
         problems.append(
             f"retrain.data is new_and_sample, whose rows are written as Parquet below run.storage_path, but that is"
@@ -144,8 +156,10 @@ def _needs(config: Config, section: RetrainSection) -> list[str]:
         )
     if section.gate_path is None and "://" in config.run.storage_path:
         problems.append(
-            "retrain.gate_path is missing: without it the rows of data.eval_path are split, and the part that chooses the checkpoint is"
-            f" written as Parquet below run.storage_path, but that is {config.run.storage_path!r}. Name a data set for the gate that"
+            "retrain.gate_path is missing: without it the rows of data.eval_path are split, and the part that chooses"
+            " the checkpoint is"
+            f" written as Parquet below run.storage_path, but that is {config.run.storage_path!r}. Name a data set for"
+            f" the gate that"
             " no checkpoint was chosen by, or store runs in a folder that all nodes see."
         )
     return problems

@@ -1,12 +1,15 @@
-"""What a data set looks like: rows, missing values, class balance and the distribution of its columns, found in one pass.
+"""What a data set looks like: rows, missing values, class balance and the distribution of its columns, found in one
+pass.
 
-The drift of a column is its population stability index against the profile of other data. With shares p of a sample and q of the reference
-in the bins between the reference's deciles, PSI = sum (p - q) ln(p / q); above 0.1 counts as a change, above 0.25 as a big one (Siddiqi,
-"Credit Risk Scorecards", 2006). Without any drift it is distributed as (1/n + 1/m) times a chi-squared variable of (bins - 1) degrees of
-freedom for samples of n and m rows (Yurdakul, "Statistical Properties of Population Stability Index", 2018); what is not significant by
-this is not called drift, so that a small delivery raises no alarm.
+The drift of a column is its population stability index against the profile of other data. With shares p of a sample and
+q of the reference in the bins between the reference's deciles, PSI = sum (p - q) ln(p / q); above 0.1 counts as a
+change, above 0.25 as a big one (Siddiqi, "Credit Risk Scorecards", 2006). Without any drift it is distributed as (1/n +
+1/m) times a chi-squared variable of (bins - 1) degrees of freedom for samples of n and m rows (Yurdakul, "Statistical
+Properties of Population Stability Index", 2018); what is not significant by this is not called drift, so that a small
+delivery raises no alarm.
 
-Is a delivery of data sound? A pure function of its profile and of what is known of the champion's data; all problems at once.
+Is a delivery of data sound? A pure function of its profile and of what is known of the champion's data; all problems at
+once.
 """
 
 from __future__ import annotations
@@ -59,12 +62,9 @@ class Column:
 class Profile:
     """A data set.
 
-    Args:
-        rows: How many.
-        schema: Type of every column that the task reads.
-        nulls: Share of missing values of each.
-        classes: Rows of each class, by its number as text; empty if the task has no classes.
-        columns: Distribution of every column of numbers, and of the mean and the standard deviation of every row of an array column.
+    Args: rows: How many. schema: Type of every column that the task reads. nulls: Share of missing values of each.
+        classes: Rows of each class, by its number as text; empty if the task has no classes. columns: Distribution of
+        every column of numbers, and of the mean and the standard deviation of every row of an array column.
     """
 
     rows: int
@@ -86,10 +86,8 @@ class Profile:
 def profile(dataset: Dataset, columns: list[str], label: str | None) -> tuple[Profile, Sample]:
     """Reads a data set once, a row group at a time.
 
-    Args:
-        dataset: Where it is.
-        columns: The columns that the task reads.
-        label: The column of class numbers, if the task has classes; its balance is looked at instead of its distribution.
+    Args: dataset: Where it is. columns: The columns that the task reads. label: The column of class numbers, if the
+        task has classes; its balance is looked at instead of its distribution.
 
     Returns:
         The profile, and the sample of each column that it was made from, to be held against other profiles with `psi`.
@@ -145,7 +143,12 @@ def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
 def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
     """Total variation distance of two class balances, 0 (equal) to 1 (no class in common)."""
     totals = max(1, sum(now.values())), max(1, sum(before.values()))
-    return math.fsum(abs(now.get(name, 0) / totals[0] - before.get(name, 0) / totals[1]) for name in now.keys() | before.keys()) / 2
+    return (
+        math.fsum(
+            abs(now.get(name, 0) / totals[0] - before.get(name, 0) / totals[1]) for name in now.keys() | before.keys()
+        )
+        / 2
+    )
 
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
@@ -160,7 +163,10 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
         try:
             with DataFile(root, path, manifest.partitions) as file:
                 for group in np.flatnonzero(manifest.file_of == index).tolist():
-                    yield int(manifest.first_row[group]), file.read_row_group(int(manifest.index_in_file[group]), columns)
+                    yield (
+                        int(manifest.first_row[group]),
+                        file.read_row_group(int(manifest.index_in_file[group]), columns),
+                    )
         except (pa.ArrowException, OSError) as error:
             raise unusable(root / path, error, "It cannot be read; deliver it again.") from error
 
@@ -188,7 +194,9 @@ def _column(values: npt.NDArray[np.float64]) -> Column:
 
 
 def _edges(values: npt.NDArray[np.float64]) -> list[float]:
-    """Boundaries between the bins; a value that many rows have is a bin of its own, else all zeros and ones were in one."""
+    """Boundaries between the bins; a value that many rows have is a bin of its own, else all zeros and ones were in
+    one.
+    """
     deciles, times = np.unique(np.quantile(values, np.arange(1, _BINS) / _BINS), return_counts=True)
     frequent = deciles[(times > 1) | (deciles == values.min()) | (deciles == values.max())]
     return np.union1d(deciles, np.nextafter(frequent, np.inf)).tolist()
@@ -227,10 +235,9 @@ class Agreement:
 class Known:
     """What a delivery is held against.
 
-    Args:
-        train: Profile of the training data of the champion; None: there is none that is known, as before the first champion.
-        evaluation: Profile of its evaluation data.
-        gate: Profile of the gate's own data that it was promoted on.
+    Args: train: Profile of the training data of the champion; None: there is none that is known, as before the first
+        champion. evaluation: Profile of its evaluation data. gate: Profile of the gate's own data that it was promoted
+        on.
     """
 
     train: Profile | None = None
@@ -242,9 +249,8 @@ class Known:
 class Gate:
     """The rows that the gate judges on.
 
-    Args:
-        rows: How many.
-        own: Their profile, if they are a data set of its own (`retrain.gate_path`); None: they are a part of the evaluation data.
+    Args: rows: How many. own: Their profile, if they are a data set of its own (`retrain.gate_path`); None: they are a
+        part of the evaluation data.
     """
 
     rows: int
@@ -252,7 +258,13 @@ class Gate:
 
 
 def problems(
-    train: Profile, evaluation: Profile, gate: Gate, known: Known, agreement: Agreement | None, twice: list[str], section: RetrainSection
+    train: Profile,
+    evaluation: Profile,
+    gate: Gate,
+    known: Known,
+    agreement: Agreement | None,
+    twice: list[str],
+    section: RetrainSection,
 ) -> list[str]:
     """Everything that speaks against training on a delivery.
 
@@ -273,7 +285,8 @@ def problems(
             else f"the evaluation data has {evaluation.rows:,} rows, and the gate's part of it"
         )
         found.append(
-            f"{whose} {gate.rows:,}; with fewer than retrain.min_eval_rows = {section.min_eval_rows} no gate can tell a better model"
+            f"{whose} {gate.rows:,}; with fewer than retrain.min_eval_rows = {section.min_eval_rows} no gate can tell a"
+            f" better model"
             " from luck"
         )
     found += _against("training data", train, known.train, section)
@@ -291,25 +304,34 @@ def _against(what: str, now: Profile, before: Profile | None, section: RetrainSe
     found = []
     for name in sorted(now.schema.keys() | before.schema.keys()):
         if now.schema.get(name) != before.schema.get(name):
-            found.append(f"{what}: column {name!r} is {now.schema.get(name, 'missing')}, it was {before.schema.get(name, 'not there')}")
+            found.append(
+                f"{what}: column {name!r} is {now.schema.get(name, 'missing')}, it was"
+                f" {before.schema.get(name, 'not there')}"
+            )
     if now.rows < section.min_rows_ratio * before.rows:
         found.append(
-            f"{what}: {now.rows:,} rows, {now.rows / before.rows:.0%} of the {before.rows:,} of the champion's; allowed are"
+            f"{what}: {now.rows:,} rows, {now.rows / before.rows:.0%} of the {before.rows:,} of the champion's; allowed"
+            f" are"
             f" {section.min_rows_ratio:.0%} (retrain.min_rows_ratio)"
         )
     for name, share in now.nulls.items():
         if share > before.nulls.get(name, 0.0) + section.max_null_increase:
             found.append(
-                f"{what}: {share:.1%} of column {name!r} are missing, {before.nulls.get(name, 0.0):.1%} were; allowed are"
+                f"{what}: {share:.1%} of column {name!r} are missing, {before.nulls.get(name, 0.0):.1%} were; allowed"
+                f" are"
                 f" {section.max_null_increase:.1%} more (retrain.max_null_increase)"
             )
     gone = sorted((name for name, rows in before.classes.items() if rows and not now.classes.get(name)), key=int)
     if gone:
-        found.append(f"{what}: no row of class {', '.join(gone)}, of which there were {', '.join(str(before.classes[n]) for n in gone)}")
+        found.append(
+            f"{what}: no row of class {', '.join(gone)}, of which there were"
+            f" {', '.join(str(before.classes[n]) for n in gone)}"
+        )
     shift = class_shift(now.classes, before.classes)
     if shift > section.max_class_shift:
         found.append(
-            f"{what}: the class balance has shifted by {shift:.2f} (total variation); allowed are {section.max_class_shift:.2f}"
+            f"{what}: the class balance has shifted by {shift:.2f} (total variation); allowed are"
+            f" {section.max_class_shift:.2f}"
             " (retrain.max_class_shift)"
         )
     return found
@@ -321,8 +343,10 @@ def _disagreements(agreement: Agreement, judged: str, section: RetrainSection) -
         loss = agreement.loss(value)
         if not loss <= section.max_disagreement:  # also NaN
             found.append(
-                f"labels of the {what} data: the champion's {agreement.metric} on them is {value:.4f}, it was {agreement.accepted:.4f} when"
-                f" it was promoted, a loss of {loss:.0%}; allowed are {section.max_disagreement:.0%} (retrain.max_disagreement). A model"
+                f"labels of the {what} data: the champion's {agreement.metric} on them is {value:.4f}, it was"
+                f" {agreement.accepted:.4f} when"
+                f" it was promoted, a loss of {loss:.0%}; allowed are {section.max_disagreement:.0%}"
+                f" (retrain.max_disagreement). A model"
                 " does not age like that: the labels look wrong"
             )
     return found

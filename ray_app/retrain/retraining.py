@@ -1,8 +1,8 @@
 """One start of a retraining, from the decision to the audit record.
 
-A round is a chain of stages, each recorded once after its effects, and every effect can be repeated: the run has a name made of its key and
-is continued, the version is found again, the alias moves to where it is already. So a start after a crash at any point goes on and comes to
-the same outcome. One scheduler at a time: all of it happens under a lease.
+A round is a chain of stages, each recorded once after its effects, and every effect can be repeated: the run has a name
+made of its key and is continued, the version is found again, the alias moves to where it is already. So a start after a
+crash at any point goes on and comes to the same outcome. One scheduler at a time: all of it happens under a lease.
 
 What the stages of a round do. Each can be repeated: doing it again finds what is there.
 """
@@ -27,7 +27,17 @@ from ray_app.errors import DataError, RegistryError, StorageError
 from ray_app.models.registry import Version, champion_of, log_figures, promote, tag, tag_model, tagged, version_of
 from ray_app.preflight.prepare import prepare
 from ray_app.retrain.champion import KEY_TAG, deciding, package, record_rollbacks
-from ray_app.retrain.gate import GUARD, MOST_BLOCKS, Decision, figures, judge, old_files, put_together, score_packages, selection_part
+from ray_app.retrain.gate import (
+    GUARD,
+    MOST_BLOCKS,
+    Decision,
+    figures,
+    judge,
+    old_files,
+    put_together,
+    score_packages,
+    selection_part,
+)
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.profile import Known, problems
 from ray_app.retrain.rounds import RetrainPaths, Round, audit, delivered, digest_of, now, open_rounds
@@ -73,7 +83,9 @@ class Stages:
         except DataError as error:
             return {**found, "problems": [str(error)], "accepted": False}
         known = now.champion.known if now.champion is not None else Known()
-        wrong = problems(look.train, look.evaluation, look.gate, known, look.agreement, now.delivery.twice(), now.section)
+        wrong = problems(
+            look.train, look.evaluation, look.gate, known, look.agreement, now.delivery.twice(), now.section
+        )
         found |= {"train": look.train.to_json(), "evaluation": look.evaluation.to_json(), "drift": look.drift}
         found |= {"gate": look.gate.own.to_json()} if look.gate.own is not None else {}
         found |= {"agreement": asdict(look.agreement) if look.agreement is not None else None}
@@ -97,7 +109,9 @@ class Stages:
         if result.status == "interrupted":
             raise InterruptedRunError
         if not (read_json(RunPaths(result.path).tracking) or {}).get("run_id"):
-            raise RegistryError(f"MLflow does not have the run {result.path.name!r} yet; start again, which sends its record.")
+            raise RegistryError(
+                f"MLflow does not have the run {result.path.name!r} yet; start again, which sends its record."
+            )
         said = {name: result.summary[name] for name in ("status", "steps", "rows", "params_digest", "best")}
         return {"run": result.path.name, **said}
 
@@ -107,7 +121,10 @@ class Stages:
         done = register_best(job, self._now.model, self._now.uri, {KEY_TAG: self._round.key}, first_serves=False)
         model = {"name": done.name, "version": done.version, "aliases": list(done.aliases)}
         put_summary(job.paths, read_json(job.paths.summary) | {"model": model})
-        return {"version": done.version, "params_digest": version_of(self._now.client, done.name, done.version).params_digest}
+        return {
+            "version": done.version,
+            "params_digest": version_of(self._now.client, done.name, done.version).params_digest,
+        }
 
     def judge(self) -> dict[str, Any]:
         """Scores champion and challenger on the same rows, by which no checkpoint was chosen."""
@@ -120,7 +137,13 @@ class Stages:
         request = gate_request(job, now.config, now.section, now.delivery, models, MOST_BLOCKS)
         [scored] = score_packages(job.task, (job.best_metric, GUARD), [request], now.config.evaluate)
         found = figures(
-            job.task, job.best_metric, job.best_mode, scored["challenger"], scored.get("champion"), now.config.seed, now.section
+            job.task,
+            job.best_metric,
+            job.best_mode,
+            scored["challenger"],
+            scored.get("champion"),
+            now.config.seed,
+            now.section,
         )
         return {"figures": asdict(found), "verdict": asdict(judge(found, now.section))}
 
@@ -137,7 +160,9 @@ class Stages:
         decision = self._still(decision, challenger, before)
         outcome = "promoted" if decision.promote else "gate refused"
         if challenger.version != before:  # else the same parameters came out again: nothing new is to be said of it
-            log_figures(now.client, challenger, _numbers(judged["figures"]), datetime.fromisoformat(judged["at"]).timestamp())
+            log_figures(
+                now.client, challenger, _numbers(judged["figures"]), datetime.fromisoformat(judged["at"]).timestamp()
+            )
             why = (self._round.read("decided") or {})["decision"]["reason"]
             tags = {
                 KEY_TAG: self._round.key,
@@ -164,16 +189,23 @@ class Stages:
             return decision
         if "ray_app.rolled_back_at" in challenger.tags:
             because = challenger.tags.get("ray_app.rolled_back_because", "")
-            return Decision(False, f"{said}; but these parameters, version {challenger.version}, were rolled back: {because}")
+            return Decision(
+                False, f"{said}; but these parameters, version {challenger.version}, were rolled back: {because}"
+            )
         if serves != before:
-            return Decision(False, f"{said}; but meanwhile version {serves} has become the champion, which it was not compared with")
+            return Decision(
+                False, f"{said}; but meanwhile version {serves} has become the champion, which it was not compared with"
+            )
         return decision
 
     @cached_property
     def _config(self) -> Config:
         """The configuration of the round's run."""
         now = self._now
-        fields: dict[str, Any] = {"run__name": now.paths.run_name(now.inputs.training_key), "tracking__registered_model": None}
+        fields: dict[str, Any] = {
+            "run__name": now.paths.run_name(now.inputs.training_key),
+            "tracking__registered_model": None,
+        }
         before = now.champion.delivery if now.champion is not None else None
         dataset = open_dataset(now.config.data.path)
         columns = now.task.prepare(dataset.facts).columns()
@@ -187,7 +219,9 @@ class Stages:
             old = old_files(now.delivery.train, before.train)
             if set(dataset.manifest.paths) - old and old & set(dataset.manifest.paths):
                 out = Path(str(now.paths.data(now.inputs.training_key)))
-                fields["data__path"] = str(put_together(dataset, columns, now.delivery.train, old, now.section.old_fraction, out))
+                fields["data__path"] = str(
+                    put_together(dataset, columns, now.delivery.train, old, now.section.old_fraction, out)
+                )
         if now.section.start == "champion" and now.champion is not None:
             fields["train__init_from"] = str(now.champion.export())
         return now.config.replace(**fields)
@@ -195,7 +229,11 @@ class Stages:
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
     """The figures of the gate as metrics of the challenger's MLflow run."""
-    return {f"gate_{name}": values[name] for name in ("challenger", "champion", "gain", "low", "high", "rows") if values[name] is not None}
+    return {
+        f"gate_{name}": values[name]
+        for name in ("challenger", "champion", "gain", "low", "high", "rows")
+        if values[name] is not None
+    }
 
 
 What = Literal["nothing", "would train", "promoted", "gate refused", "data refused", "interrupted"]
@@ -213,10 +251,8 @@ EXIT_CODES: dict[What, int] = {
 class Outcome:
     """What came of a start.
 
-    Args:
-        what: `nothing` was to be done, `would train` (of a dry run), `promoted`, `gate refused`, `data refused`, or `interrupted`.
-        reason: Why, with figures.
-        version: The version that was made.
+    Args: what: `nothing` was to be done, `would train` (of a dry run), `promoted`, `gate refused`, `data refused`, or
+        `interrupted`. reason: Why, with figures. version: The version that was made.
     """
 
     what: What
@@ -225,15 +261,17 @@ class Outcome:
 
 
 def retrain(
-    config: Config, section: RetrainSection, console: Console | None = None, at: Callable[[str], None] = lambda stage: None
+    config: Config,
+    section: RetrainSection,
+    console: Console | None = None,
+    at: Callable[[str], None] = lambda stage: None,
 ) -> Outcome:
-    """Decides whether to train, and if so trains, compares and promotes or refuses; starting again after a crash goes on.
+    """Decides whether to train, and if so trains, compares and promotes or refuses; starting again after a crash goes
+    on.
 
-    Args:
-        config: The configuration of the runs.
-        section: How to retrain.
-        console: Where to say how it gets on; not given: standard output.
-        at: For fault tests: called with the name of each stage when its effects are done and not recorded, and with `training` a few times
+    Args: config: The configuration of the runs. section: How to retrain. console: Where to say how it gets on; not
+        given: standard output. at: For fault tests: called with the name of each stage when its effects are done and
+        not recorded, and with `training` a few times
             a second while that goes on.
 
     Raises:
@@ -276,12 +314,17 @@ class _Start:
 
     def go(self) -> Outcome:
         champion = self._given.champion
-        self._say("champion", f"{self._name} version {champion.version.version}" if champion is not None else f"{self._name}: none yet")
+        self._say(
+            "champion",
+            f"{self._name} version {champion.version.version}" if champion is not None else f"{self._name}: none yet",
+        )
         if self._lease is not None:
             record_rollbacks(self._paths, self._client, self._name)
         opened = self._continued() if self._lease is not None else None
         if opened is not None:
-            self._say("decided", f"going on with what was stopped: {(opened.read('decided') or {})['decision']['reason']}")
+            self._say(
+                "decided", f"going on with what was stopped: {(opened.read('decided') or {})['decision']['reason']}"
+            )
             return self._finish(opened)
         made = self._decided()
         if isinstance(made, Outcome):
@@ -290,7 +333,8 @@ class _Start:
         return self._dry_run(made) if self._lease is None else self._finish(self._begun(made))
 
     def _continued(self) -> Round | None:
-        """The round that was stopped, if it is about the same; others are closed, since what they were about is no more.
+        """The round that was stopped, if it is about the same; others are closed, since what they were about is no
+        more.
 
         What one of these did already, a promotion above all, is recorded as what it is.
         """
@@ -318,7 +362,9 @@ class _Start:
         why = "data, configuration or code changed before it was done"
         details = {"key": round.key, "inputs": decided["inputs"], "decision": decided["decision"]}
         audit(self._paths, f"superseded {round.key} {decided['at']}", "superseded", why, details)
-        if tagged(self._client, self._name, KEY_TAG, round.key):  # a version says by it what data it is of, and may come to serve
+        if tagged(
+            self._client, self._name, KEY_TAG, round.key
+        ):  # a version says by it what data it is of, and may come to serve
             round.put("recorded", {"superseded": why})
         else:
             remove_tree(self._paths.round(round.key))
@@ -400,7 +446,11 @@ class _Start:
 
         def conclude() -> dict[str, Any]:
             told = f"{now()}: {reason}"
-            tag_model(self._client, self._name, {"ray_app.data_refused": told, "ray_app.refused_data_digest": round.inputs.data})
+            tag_model(
+                self._client,
+                self._name,
+                {"ray_app.data_refused": told, "ray_app.refused_data_digest": round.inputs.data},
+            )
             return {"outcome": "data refused", "reason": reason}
 
         concluded = self._stage(round, "concluded", conclude)
@@ -432,9 +482,18 @@ class _Start:
                 "champion_before": decided["champion"],
                 "run": (round.read("trained") or {}).get("run"),
                 "figures": judged.get("figures"),
-                "validation": {name: (round.read("validated") or {}).get(name) for name in ("problems", "agreement", "drift", "because")},
+                "validation": {
+                    name: (round.read("validated") or {}).get(name)
+                    for name in ("problems", "agreement", "drift", "because")
+                },
             }
-            audit(self._paths, f"{round.key} {decided['champion']} {decided['at']}", concluded["outcome"], concluded["reason"], details)
+            audit(
+                self._paths,
+                f"{round.key} {decided['champion']} {decided['at']}",
+                concluded["outcome"],
+                concluded["reason"],
+                details,
+            )
             return {}
 
         self._stage(round, "recorded", make)

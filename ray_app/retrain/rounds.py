@@ -43,7 +43,9 @@ class RetrainPaths:
     @classmethod
     def of(cls, config: Config) -> RetrainPaths:
         """The folder of a configuration's registered model."""
-        return cls(location(config.run.storage_path) / "retraining" / folder_name(str(config.tracking.registered_model)))
+        return cls(
+            location(config.run.storage_path) / "retraining" / folder_name(str(config.tracking.registered_model))
+        )
 
     @property
     def audit(self) -> Location:
@@ -91,7 +93,9 @@ class RetrainPaths:
 
 
 def folder_name(model: str) -> str:
-    """A model's name as a folder and the beginning of run names; another one where it has characters that these may not have."""
+    """A model's name as a folder and the beginning of run names; another one where it has characters that these may not
+    have.
+    """
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", model)[:_NAME_CHARS].strip("._-")
     if plain == model:
         return model
@@ -140,12 +144,11 @@ class Delivery:
 class Inputs:
     """What a round is about.
 
-    Args:
-        data: Digest of the delivery.
-        config: Digest of the fields that decide the result, and of how retraining chooses rows and parameters to begin with.
-        code: Digest of the source files of the task, the optimizer, the schedule and classes in their arguments, and of ray_app.
-        judging: Digest of what decides whether data or a model is accepted: the settings, and the gate's data if it has its own.
-        champion: What of the champion the training depends on; empty if it depends on nothing of it.
+    Args: data: Digest of the delivery. config: Digest of the fields that decide the result, and of how retraining
+        chooses rows and parameters to begin with. code: Digest of the source files of the task, the optimizer, the
+        schedule and classes in their arguments, and of ray_app. judging: Digest of what decides whether data or a model
+        is accepted: the settings, and the gate's data if it has its own. champion: What of the champion the training
+        depends on; empty if it depends on nothing of it.
     """
 
     data: str
@@ -177,8 +180,15 @@ def delivered(config: Config, memory: Location | None = None, gate_path: str | N
         DataError: There are none.
         StorageError: S3 does not answer.
     """
-    paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)} | ({"gate": gate_path} if gate_path is not None else {})
-    return Delivery(**{name: _contents(path, memory / f"{name}.json" if memory is not None else None) for name, path in paths.items()})
+    paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)} | (
+        {"gate": gate_path} if gate_path is not None else {}
+    )
+    return Delivery(
+        **{
+            name: _contents(path, memory / f"{name}.json" if memory is not None else None)
+            for name, path in paths.items()
+        }
+    )
 
 
 def inputs_of(config: Config, section: RetrainSection, delivery: Delivery, champion: str) -> Inputs:
@@ -198,7 +208,11 @@ def inputs_of(config: Config, section: RetrainSection, delivery: Delivery, champ
     fields |= {"retrain.data": section.data, "retrain.start": section.start}
     if section.data == "new_and_sample":
         fields["retrain.old_fraction"] = section.old_fraction
-    judging = section.judging() | {"metric": config.evaluate.metric, "mode": config.evaluate.mode, "gate": delivery.gate}
+    judging = section.judging() | {
+        "metric": config.evaluate.metric,
+        "mode": config.evaluate.mode,
+        "gate": delivery.gate,
+    }
     return Inputs(delivery.digest, digest_of(fields), _code(config), digest_of(judging), champion)
 
 
@@ -215,7 +229,9 @@ def _contents(path: str, memory: Location | None) -> dict[str, str]:
         raise DataError(f"data path {path!r} holds no *.parquet file (looked at {target}); deliver the data first.")
     root = target.parent if is_one else target
     found = contents(root, [relative(file, root) for file in files], memory)
-    if find(root / _DESCRIPTION):  # of what stands in it only the classes count: it also says when and from what it was made
+    if find(
+        root / _DESCRIPTION
+    ):  # of what stands in it only the classes count: it also says when and from what it was made
         found[_DESCRIPTION] = digest_of(json.loads((root / _DESCRIPTION).read_text()).get("classes"))
     return found
 
@@ -234,7 +250,8 @@ STAGES = ("decided", "validated", "trained", "registered", "judged", "concluded"
 
 @dataclass(frozen=True)
 class Round:
-    """What was done for one key. Each stage is written once, after its effects, so that a stopped round goes on where it was.
+    """What was done for one key. Each stage is written once, after its effects, so that a stopped round goes on where
+    it was.
 
     Args:
         paths: The model's retrainings.
@@ -263,7 +280,9 @@ class Round:
         remove_tree(folder)
         left = [stage for stage in STAGES if self.read(stage) is not None]
         if left:
-            raise OSError(f"{folder} cannot be emptied: {', '.join(left)} are still there. Remove it by hand, then start again.")
+            raise OSError(
+                f"{folder} cannot be emptied: {', '.join(left)} are still there. Remove it by hand, then start again."
+            )
 
     @property
     def inputs(self) -> Inputs:

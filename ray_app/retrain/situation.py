@@ -34,12 +34,10 @@ from ray_app.train.job import Job
 class DataLook:
     """What was found.
 
-    Args:
-        train: Profile of the training data.
-        evaluation: Profile of the evaluation data.
-        gate: What the gate judges on.
-        drift: Population stability index of each column against the champion's training data; 0 if not significant.
-        agreement: How far the champion agrees with the labels; None if there is none, or its value of then is not known.
+    Args: train: Profile of the training data. evaluation: Profile of the evaluation data. gate: What the gate judges
+        on. drift: Population stability index of each column against the champion's training data; 0 if not significant.
+        agreement: How far the champion agrees with the labels; None if there is none, or its value of then is not
+        known.
     """
 
     train: Profile
@@ -68,15 +66,25 @@ def look_at(
     assert job.evaluation is not None
     label = label_of(job.task)
     if champion is not None:
-        refuse_other_names(champion.classes, job.task.data_schema["classes"], f"data.path {config.data.path}", "the champion")
+        refuse_other_names(
+            champion.classes, job.task.data_schema["classes"], f"data.path {config.data.path}", "the champion"
+        )
     train, rows = profile(open_dataset(config.data.path), job.task.columns(), label)
     evaluation, _ = profile(open_dataset(str(config.data.eval_path)), job.task.columns(), label)
     to_judge = gate_request(job, config, section, delivery, {})
-    own = profile(open_dataset(section.gate_path), job.task.columns(), label)[0] if section.gate_path is not None else None
+    own = (
+        profile(open_dataset(section.gate_path), job.task.columns(), label)[0]
+        if section.gate_path is not None
+        else None
+    )
     chosen = to_judge.chosen
     gate = Gate(int(chosen.sum()) if chosen is not None else to_judge.source.manifest.num_rows, own)
     known = champion.known.train if champion is not None else None
-    drift = {name: psi(rows[name], column) for name, column in known.columns.items() if name in rows} if known is not None else {}
+    drift = (
+        {name: psi(rows[name], column) for name, column in known.columns.items() if name in rows}
+        if known is not None
+        else {}
+    )
     accepted = champion.accepted(job.best_metric) if champion is not None else None
     agreement = None
     if champion is not None and accepted is not None and (known is None or known.schema == train.schema):
@@ -93,9 +101,15 @@ def look_at(
 
 
 def gate_request(
-    job: Job, config: Config, section: RetrainSection, delivery: Delivery, models: dict[str, Files], blocks: int | None = None
+    job: Job,
+    config: Config,
+    section: RetrainSection,
+    delivery: Delivery,
+    models: dict[str, Files],
+    blocks: int | None = None,
 ) -> Request:
-    """The rows that the gate judges on: those of `retrain.gate_path`, or the part of the evaluation data that chooses no checkpoint.
+    """The rows that the gate judges on: those of `retrain.gate_path`, or the part of the evaluation data that chooses
+    no checkpoint.
 
     Args:
         job: The prepared run.
@@ -111,7 +125,8 @@ def gate_request(
     source = evaluation_source(job.task, section.gate_path or str(config.data.eval_path), config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
-            f"A decoded row of retrain.gate_path {section.gate_path} is {source.fields}, of data.path {config.data.path} it is"
+            f"A decoded row of retrain.gate_path {section.gate_path} is {source.fields}, of data.path"
+            f" {config.data.path} it is"
             f" {job.fields}; both must be alike. Ingest them the same way."
         )
     chosen = None if section.gate_path is not None else gate_rows(source.manifest, delivery.evaluation)
@@ -131,10 +146,9 @@ Trigger = Literal["none", "forced", "first", "new data", "drop", "drift", "age"]
 class TriggerFacts:
     """What the decision depends on.
 
-    Args:
-        champion: Version of the champion; None: there is none.
-        age_days: Days since its promotion; None: not known.
-        same_data: Whether the files are those that it was trained and promoted with; None: not known, since it was not made by a
+    Args: champion: Version of the champion; None: there is none. age_days: Days since its promotion; None: not known.
+        same_data: Whether the files are those that it was trained and promoted with; None: not known, since it was not
+        made by a
             retraining.
         new_rows: Training rows in files that it was not trained on.
         rows: Training rows.
@@ -143,7 +157,8 @@ class TriggerFacts:
         then: Its value when the champion was promoted; None: not known.
         now: Its value on the evaluation data as it is now; None: not known.
         drift: Population stability index of every column that drifted.
-        judged: What came of the same data, configuration and code before; None: they are new, or were refused for another champion.
+        judged: What came of the same data, configuration and code before; None: they are new, or were refused for
+            another champion.
     """
 
     champion: str | None = None
@@ -177,14 +192,16 @@ class Triggered:
 def decide(facts: TriggerFacts, section: RetrainSection) -> Triggered:
     """Decides whether to train; of several reasons the first of forced, first, new data, drop, drift, age counts.
 
-    With the same data, configuration and code training gives the same bits, so what was judged before is not trained again, whatever
-    the reason.
+    With the same data, configuration and code training gives the same bits, so what was judged before is not trained
+    again, whatever the reason.
     """
     trigger, reason = _trigger(facts, section)
     if trigger == "none":
         return Triggered(False, trigger, reason)
     if facts.judged is not None:
-        return Triggered(False, trigger, f"{reason}; but the same data, configuration and code were already judged: {facts.judged}")
+        return Triggered(
+            False, trigger, f"{reason}; but the same data, configuration and code were already judged: {facts.judged}"
+        )
     return Triggered(True, trigger, reason)
 
 
@@ -196,17 +213,26 @@ def _trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger, str
     if facts.same_data is None:
         return "new data", f"it is not known what data champion version {facts.champion} was trained on"
     if facts.new_rows >= section.min_new_rows:
-        return "new data", f"new data: {facts.new_rows:,} of {facts.rows:,} training rows are in files that the champion was not trained on"
+        return (
+            "new data",
+            f"new data: {facts.new_rows:,} of {facts.rows:,} training rows are in files that the champion was not"
+            f" trained on",
+        )
     fall = _fall(facts)
     if section.max_drop is not None and fall is not None and not fall <= section.max_drop:  # also NaN
         return "drop", (
-            f"the champion's {facts.metric} on the evaluation data is {facts.now:.4f}, it was {facts.then:.4f} when it was promoted: worse"
+            f"the champion's {facts.metric} on the evaluation data is {facts.now:.4f}, it was {facts.then:.4f} when it"
+            f" was promoted: worse"
             f" by {fall:.4f}, more than {section.max_drop:g}"
         )
-    drifted = {name: value for name, value in facts.drift.items() if section.max_psi is not None and value > section.max_psi}
+    drifted = {
+        name: value for name, value in facts.drift.items() if section.max_psi is not None and value > section.max_psi
+    }
     if drifted:
         worst = sorted(drifted, key=lambda name: -drifted[name])
-        return "drift", f"drift: PSI above {section.max_psi:g} in " + ", ".join(f"{name} ({drifted[name]:.2f})" for name in worst[:5])
+        return "drift", f"drift: PSI above {section.max_psi:g} in " + ", ".join(
+            f"{name} ({drifted[name]:.2f})" for name in worst[:5]
+        )
     if section.max_age_days is not None and facts.age_days is not None and facts.age_days > section.max_age_days:
         return "age", f"the champion is {facts.age_days:.1f} days old, more than {section.max_age_days:g}"
     return "none", _nothing(facts, section)
@@ -222,7 +248,10 @@ def _fall(facts: TriggerFacts) -> float | None:
 def _nothing(facts: TriggerFacts, section: RetrainSection) -> str:
     if facts.same_data:
         return f"the data is what champion version {facts.champion} was trained on"
-    return f"{facts.new_rows:,} new training rows, fewer than {section.min_new_rows:,} (retrain.min_new_rows), and nothing else has changed"
+    return (
+        f"{facts.new_rows:,} new training rows, fewer than {section.min_new_rows:,} (retrain.min_new_rows), and nothing"
+        f" else has changed"
+    )
 
 
 @dataclass(frozen=True)
@@ -344,7 +373,11 @@ class Situation:
             champion=self.champion.version.version,
             age_days=self.champion.version.age_days,
             same_data=self.same_data,
-            new_rows=sum(rows for file, rows in zip(manifest.file_of.tolist(), manifest.rows.tolist(), strict=True) if is_new[file]),
+            new_rows=sum(
+                rows
+                for file, rows in zip(manifest.file_of.tolist(), manifest.rows.tolist(), strict=True)
+                if is_new[file]
+            ),
             rows=manifest.num_rows,
             metric=self.metric,
             mode=self.config.evaluate.mode or self._own_mode,

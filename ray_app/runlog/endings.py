@@ -1,7 +1,8 @@
-"""How the runs of a storage ended: an empty file for each, whose name says it, so that one listing tells of a thousand runs.
+"""How the runs of a storage ended: an empty file for each, whose name says it, so that one listing tells of a thousand
+runs.
 
-It is a hint beside `summary.json`, which is put first. Whoever is stopped in between leaves none, or that of an earlier end: of a run
-without one the summary is read, and none is believed that the summary does not confirm.
+It is a hint beside `summary.json`, which is put first. Whoever is stopped in between leaves none, or that of an earlier
+end: of a run without one the summary is read, and none is believed that the summary does not confirm.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def read_ends(storage: Location) -> list[End]:
             listed[end.run] = end
     runs = [name for name in folders(storage) if not name.startswith(".")]
     unlisted = [name for name in runs if name not in listed]
-    for run, data in zip(unlisted, read_all((RunPaths(storage / run).summary for run in unlisted), missing=b"", denied=b""), strict=True):
+    for run, data in zip(
+        unlisted, read_all((RunPaths(storage / run).summary for run in unlisted), missing=b"", denied=b""), strict=True
+    ):
         try:
             listed[run] = End.of(run, json.loads(data))
             _put(storage, listed[run])

@@ -2,7 +2,8 @@
 
 Early stopping as a pure function of the evaluations of planned checkpoints in the order of their steps.
 
-When an evaluation came, and how far training had run ahead by then, makes no difference: the same evaluations name the same step.
+When an evaluation came, and how far training had run ahead by then, makes no difference: the same evaluations name the
+same step.
 
 Whether a run's evaluations say that training is over, and which are its best, from the record alone.
 """
@@ -67,7 +68,8 @@ def put_evaluation(paths: RunPaths, evaluation: Evaluation, name: str | None = N
 
 
 def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
-    """The evaluations of one evaluator by step, with their tables and examples. What is damaged is left out, with a warning.
+    """The evaluations of one evaluator by step, with their tables and examples. What is damaged is left out, with a
+    warning.
 
     Raises:
         OSError: The storage does not answer.
@@ -78,7 +80,8 @@ def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluatio
 
 
 def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
-    """`read_evaluations` without tables and examples. Each file is read once in a process, for those who look again and again.
+    """`read_evaluations` without tables and examples. Each file is read once in a process, for those who look again and
+    again.
 
     Raises:
         OSError: The storage does not answer.
@@ -102,7 +105,9 @@ def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
 
 _MOST_FOLDERS = 16
 _scores: dict[str, dict[tuple[str, str], Evaluation | None]] = {}
-"""What was read of the folders that were looked at last, by file and version of it: a run's folder may be removed and made again."""
+"""What was read of the folders that were looked at last, by file and version of it: a run's folder may be removed and
+made again.
+"""
 _lock = threading.Lock()
 
 
@@ -130,7 +135,9 @@ def evaluated_steps(paths: RunPaths, name: str | None = None) -> set[int]:
 
 def evaluator_names(paths: RunPaths) -> list[str]:
     """The evaluators beside the run's own that have evaluated something, sorted."""
-    return sorted({place.partition("/")[0] for place in listing(paths.evaluators) if _is_evaluation(place.partition("/")[2])})
+    return sorted(
+        {place.partition("/")[0] for place in listing(paths.evaluators) if _is_evaluation(place.partition("/")[2])}
+    )
 
 
 def _is_evaluation(file: str) -> bool:
@@ -156,7 +163,9 @@ class Verdict:
     best_step: int
 
 
-def verdict(values: Mapping[int, float | None], planned: Iterable[int], patience: int, min_delta: float, mode: str) -> Verdict | None:
+def verdict(
+    values: Mapping[int, float | None], planned: Iterable[int], patience: int, min_delta: float, mode: str
+) -> Verdict | None:
     """Looks whether patience has run out.
 
     Args:
@@ -200,7 +209,9 @@ def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
     """
     if section.patience is None:
         return None
-    there = evaluated_steps(paths)  # looked at first: one that is there by now, and is not among those that were read, is damaged for good
+    there = evaluated_steps(
+        paths
+    )  # looked at first: one that is there by now, and is not among those that were read, is damaged for good
     evaluations = read_scores(paths)
     last = max((*there, *(e.step for e in evaluations)), default=0)
     never = read_events(paths, "evaluation_skipped", "write_failed")
@@ -211,9 +222,11 @@ def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
 
 
 def best_first(paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned) -> list[Evaluation]:
-    """The evaluations that may name the run's result, from best to worst; only those on the data that was evaluated last.
+    """The evaluations that may name the run's result, from best to worst; only those on the data that was evaluated
+    last.
 
-    With patience, and a metric that is not a number in any of them, it is the first: the verdict names it, so it has to be kept.
+    With patience, and a metric that is not a number in any of them, it is the first: the verdict names it, so it has to
+    be kept.
 
     Args:
         paths: The run.

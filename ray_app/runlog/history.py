@@ -1,4 +1,6 @@
-"""What the record says of a run's course: world sizes, disturbances, recoveries, goodput. Pure functions of step records and events."""
+"""What the record says of a run's course: world sizes, disturbances, recoveries, goodput. Pure functions of step
+records and events.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
 
 
 def restarts(events: list[Event]) -> dict[str, int]:
-    """How often the workers or the driver were started again, by cause; a start of a run that had finished before is no restart."""
+    """How often the workers or the driver were started again, by cause; a start of a run that had finished before is no
+    restart.
+    """
     ended = {event.fence for event in events if event.kind in ("finished", "stopped_early")}
     starts = [event.fence for event in events if event.kind == "started"]
     return {
@@ -38,7 +42,9 @@ def restarts(events: list[Event]) -> dict[str, int]:
 
 
 def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float]:
-    """Seconds of each phase of the newest start that made a step, in their order: from the command, where there was one."""
+    """Seconds of each phase of the newest start that made a step, in their order: from the command, where there was
+    one.
+    """
     newest = max((record.time_s for record in records), default=0.0)
     begun = next((event for event in reversed(events) if event.kind == "started" and event.time_s <= newest), None)
     if begun is None:
@@ -56,25 +62,36 @@ def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float
 
 
 def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
-    """Seconds from each loss of workers, when the others (or, without others, the controller) noticed it, to the next finished step."""
+    """Seconds from each loss of workers, when the others (or, without others, the controller) noticed it, to the next
+    finished step.
+    """
     times = array("d", sorted(record.time_s for record in records))
-    noticed = [e.time_s for e in events if e.kind in ("failed", "preempted", "storage_failed") and not e.details["left"]]
+    noticed = [
+        e.time_s for e in events if e.kind in ("failed", "preempted", "storage_failed") and not e.details["left"]
+    ]
     noticed += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
     return [round(times[next_] - t, 3) for t in sorted(noticed) if (next_ := bisect_right(times, t)) < len(times)]
 
 
 def means(records: Sequence[StepRecord]) -> dict[str, float]:
-    """The loss and the task's own metrics over some steps, at least one; each step counts by what its own means are over."""
+    """The loss and the task's own metrics over some steps, at least one; each step counts by what its own means are
+    over.
+    """
     found = dict[str, float]()
     for name in dict.fromkeys(["loss", *(name for record in records for name in record.metrics)]):
-        values = [(r.loss if name == "loss" else r.metrics[name], r.over) for r in records if name == "loss" or name in r.metrics]
+        values = [
+            (r.loss if name == "loss" else r.metrics[name], r.over)
+            for r in records
+            if name == "loss" or name in r.metrics
+        ]
         over = sum(weight for _, weight in values)
         found[name] = sum(value * weight for value, weight in values) / over if over else math.nan
     return found
 
 
 def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> float | None:
-    """Rows that counted x undisturbed time per row / wall time since the first step; 1 means that nothing was lost, None: too few steps.
+    """Rows that counted x undisturbed time per row / wall time since the first step; 1 means that nothing was lost,
+    None: too few steps.
 
     Args:
         records: The steps that counted, in order.
@@ -88,10 +105,12 @@ def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> fl
 
 
 def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
-    """Seconds per row in the stretches of steps on the most workers that the run had, without the first 3 s of each stretch.
+    """Seconds per row in the stretches of steps on the most workers that the run had, without the first 3 s of each
+    stretch.
 
-    A stretch ends where the generation or the number of workers changes. It is the time of all these steps over all their rows, a mean, so
-    checkpoints and waiting for data count as normal work. A run with no such steps, because it is so short, takes all on the most workers.
+    A stretch ends where the generation or the number of workers changes. It is the time of all these steps over all
+    their rows, a mean, so checkpoints and waiting for data count as normal work. A run with no such steps, because it
+    is so short, takes all on the most workers.
 
     Args:
         records: At least two steps, in order; the first only sets the clock.
@@ -113,7 +132,8 @@ def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
 
 
 def disturbances(events: list[Event], limits: FailureSection) -> str:
-    """What went wrong in all starts, in words: `1 of 5 failures, 3 of unlimited preemptions, 1 failure of the storage, 2 resizes`.
+    """What went wrong in all starts, in words: `1 of 5 failures, 3 of unlimited preemptions, 1 failure of the storage,
+    2 resizes`.
 
     Args:
         events: The run's.

@@ -1,13 +1,16 @@
 """The run's own record: metrics by step and events, in small files that are never appended to.
 
-It is the truth that the console's summary and MLflow are fed from. A step that is done again is recorded again; readers take the
-first record of a step for its timings (so that replays to MLflow repeat the original points) and may compare the rest.
+It is the truth that the console's summary and MLflow are fed from. A step that is done again is recorded again; readers
+take the first record of a step for its timings (so that replays to MLflow repeat the original points) and may compare
+the rest.
 
-Segments: the files that step records are in, and joining small ones, so that their number does not grow with the length of a run.
+Segments: the files that step records are in, and joining small ones, so that their number does not grow with the length
+of a run.
 
-A segment holds columns of records in the order in which they were written. Its name tells the time of its first record, by which segments
-are ordered. Joining puts a file with the records of several segments that follow each other, and only then removes these; who is stopped in
-between leaves records in two files, and readers count a record, a step of a generation, once.
+A segment holds columns of records in the order in which they were written. Its name tells the time of its first record,
+by which segments are ordered. Joining puts a file with the records of several segments that follow each other, and only
+then removes these; who is stopped in between leaves records in two files, and readers count a record, a step of a
+generation, once.
 """
 
 from __future__ import annotations
@@ -27,7 +30,18 @@ from typing import Any
 from ray_app.errors import ConfigError
 from ray_app.runlog.paths import RunPaths, known_fields, understood, versioned
 from ray_app.runlog.redaction import guard_run, redacted
-from ray_app.storage.files import Location, listing, names, poll_s, put_atomic, put_json, read_all, read_all_json, to_json, with_nan
+from ray_app.storage.files import (
+    Location,
+    listing,
+    names,
+    poll_s,
+    put_atomic,
+    put_json,
+    read_all,
+    read_all_json,
+    to_json,
+    with_nan,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +50,9 @@ FULL_BYTES = 4 << 20
 MOST_SMALL = 64
 """Segments that are not full and wait until they are joined."""
 _SETTLED_S = 30.0
-"""Only what was written longer ago is joined: what a rank 0 that was replaced has just written comes before what its successor writes."""
+"""Only what was written longer ago is joined: what a rank 0 that was replaced has just written comes before what its
+successor writes.
+"""
 _MOST_JOINED = 256
 """Segments that are joined in one go: who writes the next ones waits for it."""
 _AT_ONCE = 8
@@ -48,24 +64,19 @@ _FULL = "-full"
 class StepRecord:
     """What rank 0 knows of one finished step.
 
-    Args:
-        step: Finished steps of the run, this one included.
-        epoch: Epoch of the step, from 0.
-        time_s: When it finished, seconds since 1970 (UTC).
-        loss: Mean loss over the global batch.
-        lr: Learning rate that the step used.
-        grad_norm: L2 norm of the global gradient, before clipping.
-        step_ms: Milliseconds since the previous step finished.
-        data_wait_ms: Of these, milliseconds of waiting for data.
-        workers: World size.
-        rows: Rows of every logical worker.
-        row_hash: For every logical worker, the sum of its rows' 64-bit hashes, modulo 2**64.
-        generation: Which set of workers did it: number of the driver's start, a dot, number of the generation. When rank 0 is lost
+    Args: step: Finished steps of the run, this one included. epoch: Epoch of the step, from 0. time_s: When it
+        finished, seconds since 1970 (UTC). loss: Mean loss over the global batch. lr: Learning rate that the step used.
+        grad_norm: L2 norm of the global gradient, before clipping. step_ms: Milliseconds since the previous step
+        finished. data_wait_ms: Of these, milliseconds of waiting for data. workers: World size. rows: Rows of every
+        logical worker. row_hash: For every logical worker, the sum of its rows' 64-bit hashes, modulo 2**64.
+        generation: Which set of workers did it: number of the driver's start, a dot, number of the generation. When
+        rank 0 is lost
             another rank may write the same execution of a step; it is told by this from one that was done again.
         skipped: Rows that were planned for the step and cannot be decoded; the planned rows are these and `rows`.
         weight: What the means are over, if not over `rows`: the sum of the rows' weights.
         metrics: The task's own metrics of the step, means as the loss.
-        imbalance: What the busiest worker had to do in each of the steps before, in times of the mean; None if it is not known.
+        imbalance: What the busiest worker had to do in each of the steps before, in times of the mean; None if it is
+            not known.
         replayed: Shares of logical workers that two workers computed, with the same bits.
         slow: The workers that held the others up, by rank, with how many times as long as they they took.
     """
@@ -237,7 +248,9 @@ def _written_ns(name: str) -> int:
 
 
 FLUSH_S = 1.25
-"""Seconds between two segments at least: with their joining and looks at the nodes less than an object a second is written."""
+"""Seconds between two segments at least: with their joining and looks at the nodes less than an object a second is
+written.
+"""
 
 
 class MetricsWriter:
@@ -300,11 +313,14 @@ class MetricsWriter:
         try:
             self.flush()
         except OSError as error:
-            logger.warning("The metrics of %d steps could not be written, will try again: %s", len(self._pending), error)
+            logger.warning(
+                "The metrics of %d steps could not be written, will try again: %s", len(self._pending), error
+            )
 
 
 class FirstRecords:
-    """The first record of each step of a run, also while they are written; remembers which there were, not what was in them.
+    """The first record of each step of a run, also while they are written; remembers which there were, not what was in
+    them.
 
     Args:
         paths: The run.
@@ -397,7 +413,9 @@ class Event:
 
 
 def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
-    """Records an event, without secrets; a failure to write it is logged and never stops the caller. Returns whether it was written."""
+    """Records an event, without secrets; a failure to write it is logged and never stops the caller. Returns whether it
+    was written.
+    """
     guard_run(paths.config)
     event = Event(kind, time.time(), fence, redacted(details))
     try:
@@ -420,8 +438,8 @@ class EventsReader:
         self._returned: set[str] = set()
 
     def unread(self) -> list[Event]:
-        """Those that no earlier call has returned, in the order of time; one may be older than what was returned: clocks differ, and a
-        storage is slow at times. See `read`.
+        """Those that no earlier call has returned, in the order of time; one may be older than what was returned:
+        clocks differ, and a storage is slow at times. See `read`.
         """
         self.read()
         new = sorted(self._known.keys() - self._returned)
@@ -435,7 +453,9 @@ class EventsReader:
             ConfigError: One is damaged, or of a newer version.
             OSError: The storage does not answer.
         """
-        there = {name: file for name, file in listing(self._paths.events).items() if not kinds or name.split("-")[1] in kinds}
+        there = {
+            name: file for name, file in listing(self._paths.events).items() if not kinds or name.split("-")[1] in kinds
+        }
         new = [(name, file) for name, file in there.items() if name not in self._known]
         for (name, file), value in zip(new, read_all_json(file for _, file in new), strict=True):
             self._known[name] = _event(file, value)
@@ -449,7 +469,9 @@ def read_events(paths: RunPaths, *kinds: str) -> list[Event]:
 
 def newest_detail(events: list[Event], name: str) -> Any:
     """What the newest start said of something, or None."""
-    return next((event.details[name] for event in reversed(events) if event.kind == "started" and name in event.details), None)
+    return next(
+        (event.details[name] for event in reversed(events) if event.kind == "started" and name in event.details), None
+    )
 
 
 def _event(file: Location, value: Any) -> Event:

@@ -1,13 +1,15 @@
 """The writer's lease: at most one driver writes a run.
 
-A start claims the next *fence*, a number, by creating its file `fences/0003.json`; only one can. The file is also the lease: its holder
-alone writes it again, every third of its life, and at the end to say that it is released. Whoever wants to start looks at the file of
-the highest fence, and either refuses or creates the next, which takes the lease over. So no file is ever written by two, and a holder that
-slept through its own end finds a higher fence before its next commit (`refuse_if_lost`).
+A start claims the next *fence*, a number, by creating its file `fences/0003.json`; only one can. The file is also the
+lease: its holder alone writes it again, every third of its life, and at the end to say that it is released. Whoever
+wants to start looks at the file of the highest fence, and either refuses or creates the next, which takes the lease
+over. So no file is ever written by two, and a holder that slept through its own end finds a higher fence before its
+next commit (`refuse_if_lost`).
 
-Clocks of different machines are not trusted. On the same machine the holder's process and the time tell at once whether the lease is
-live. For one of another machine the observer waits for the life of the lease by its own clock and watches whether the file changes;
-only what was not renewed for a quarter of an hour (S3 refuses clocks that differ by more) counts as expired without watching.
+Clocks of different machines are not trusted. On the same machine the holder's process and the time tell at once whether
+the lease is live. For one of another machine the observer waits for the life of the lease by its own clock and watches
+whether the file changes; only what was not renewed for a quarter of an hour (S3 refuses clocks that differ by more)
+counts as expired without watching.
 
 Who holds a run, as the file of a fence says it, and what another process can tell from it at one look.
 """
@@ -110,7 +112,9 @@ def _machine() -> str:
 
 
 def _ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None if there is none, or it is dead and not yet reaped."""
+    """When a process started, in clock ticks since the boot; None if there is none, or it is dead and not yet
+    reaped.
+    """
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -148,7 +152,9 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
     @property
@@ -168,7 +174,9 @@ class Lease:
             try:
                 put_json(self._paths.fence(self.fence), asdict(replace(self._record, released=True)))
             except OSError as error:
-                logger.warning("The lease of %s could not be released; it expires by itself: %s", self._paths.name, error)
+                logger.warning(
+                    "The lease of %s could not be released; it expires by itself: %s", self._paths.name, error
+                )
 
     def _run(self) -> None:
         life_s = self._record.life_s
@@ -207,9 +215,9 @@ class LeaseWatch:
     def look(self) -> Literal["held", "unclear", "over", "superseded"]:
         """Looks once; to be called several times in the life of a lease.
 
-        Returns:
-            `unclear`: the holder is on another machine, or lives and is overdue, and has not been seen to renew its lease yet; within a
-            life of it that becomes `held` or `over`. `superseded`: a later start has taken the run over.
+        Returns: `unclear`: the holder is on another machine, or lives and is overdue, and has not been seen to renew
+            its lease yet; within a life of it that becomes `held` or `over`. `superseded`: a later start has taken the
+            run over.
 
         Raises:
             OSError: The storage does not answer.
@@ -234,7 +242,8 @@ class LeaseWatch:
 
 
 def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False, waits: bool = True) -> Lease:
-    """Claims a run for this process; takes over what a dead driver left. Blocks for the life of a lease if that must be watched.
+    """Claims a run for this process; takes over what a dead driver left. Blocks for the life of a lease if that must be
+    watched.
 
     Args:
         paths: The run; it need not exist yet.
@@ -278,7 +287,9 @@ def _claimed(paths: RunPaths) -> list[int]:
 
 
 def forget_older(paths: RunPaths, fence: int) -> None:
-    """Removes the files of starts long before one that holds the lease, which say nothing any more, as far as the storage lets us."""
+    """Removes the files of starts long before one that holds the lease, which say nothing any more, as far as the
+    storage lets us.
+    """
     with suppress(OSError):
         for number in _claimed(paths):
             if number < fence - _REMEMBERED:
@@ -312,10 +323,16 @@ def refuse_if_lost(paths: RunPaths, fence: int) -> None:
     newest = newest_fence(paths)
     if newest > fence:
         record = _read(paths.fence(newest))
-        by = f"process {record.holder.pid} on {record.holder.host}, {_utc(record.since_s)}" if record else "another driver"
+        by = (
+            f"process {record.holder.pid} on {record.holder.host}, {_utc(record.since_s)}"
+            if record
+            else "another driver"
+        )
         raise LeaseLostError(
-            f"The run {paths.name!r} was taken over by its start number {newest} ({by}); this one, number {fence}, must not write it any"
-            " more and ends. Its lease was not renewed in time: the process or its machine stood still, or the storage was out of reach."
+            f"The run {paths.name!r} was taken over by its start number {newest} ({by}); this one, number {fence}, must"
+            f" not write it any"
+            " more and ends. Its lease was not renewed in time: the process or its machine stood still, or the storage"
+            " was out of reach."
         )
 
 
@@ -337,8 +354,10 @@ def _refuse_if_held(paths: RunPaths, fence: int, waits: bool) -> None:
     if record and state == "held":
         raise RunHeldError(
             f"The run {paths.name!r} is being written by process {record.holder.pid} on {record.holder.host}, since"
-            f" {_utc(record.since_s)}; its lease lasts until {_utc(record.renewed_s + record.life_s)} unless it is renewed, as it is every"
-            f" {record.life_s / _RENEWALS_PER_LIFE:g} s. Wait until that run has ended, or end that process and start again; for a run of"
+            f" {_utc(record.since_s)}; its lease lasts until {_utc(record.renewed_s + record.life_s)} unless it is"
+            f" renewed, as it is every"
+            f" {record.life_s / _RENEWALS_PER_LIFE:g} s. Wait until that run has ended, or end that process and start"
+            f" again; for a run of"
             " its own give another run.name."
         )
 

@@ -1,7 +1,7 @@
 """How busy the nodes were: one file per look at all of them, written by the driver, in an order that its name tells.
 
-Looks that follow each other are joined in one file, named as the last of them, and only then their files are removed; a look that is in two
-files because somebody was stopped in between counts once.
+Looks that follow each other are joined in one file, named as the last of them, and only then their files are removed; a
+look that is in two files because somebody was stopped in between counts once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ _FULL = "-full.json"
 class Look:
     """What one look found.
 
-    Args:
-        step: Finished steps of the run at that time.
-        time_s: When, seconds since 1970 (UTC).
-        nodes: For each node that answered, the values by name: `cpu_percent`, `memory_percent`, `memory_gb`, `gpu0_percent`,
+    Args: step: Finished steps of the run at that time. time_s: When, seconds since 1970 (UTC). nodes: For each node
+        that answered, the values by name: `cpu_percent`, `memory_percent`, `memory_gb`, `gpu0_percent`,
             `gpu0_memory_gb`, ...; of more than 16 nodes see `together`.
     """
 
@@ -87,7 +85,9 @@ def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict
         contents = _read(paths, files, before)
         before = {name for name, looks in zip(files, contents, strict=True) if not looks}
         if not before:  # else some were joined meanwhile
-            found = {name: look for looks in contents for name, look in looks.items() if name > after and name not in known}
+            found = {
+                name: look for looks in contents for name, look in looks.items() if name > after and name not in known
+            }
             return dict(sorted(found.items()))
 
 
@@ -124,7 +124,9 @@ def _last(name: str) -> str:
 
 
 def _read(paths: RunPaths, files: list[str], before: Collection[str] = ()) -> list[dict[str, Look]]:
-    """The looks in files, by their names; none in one that is gone, but one that was so `before` and is listed again is damaged."""
+    """The looks in files, by their names; none in one that is gone, but one that was so `before` and is listed again is
+    damaged.
+    """
     places = [paths.system / name for name in files]
     contents = zip(places, read_all(places, missing=b""), strict=True)
     return [_looks(place, data) if data or place.name in before else {} for place, data in contents]

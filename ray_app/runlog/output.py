@@ -1,7 +1,8 @@
 """What the code of a task prints in other processes, in the run's directory: `output/<start>-<who>.out` and `.err`.
 
-It goes where it went before, too. A thread copies the first megabyte to the storage, about once a second and at the end; no print waits for
-it, and a storage that is away costs nothing but the copy. What C code writes by itself is not seen here.
+It goes where it went before, too. A thread copies the first megabyte to the storage, about once a second and at the
+end; no print waits for it, and a storage that is away costs nothing but the copy. What C code writes by itself is not
+seen here.
 
 Text streams that never raise: a full disk, a closed pipe or an encoding does not end a process that has work to do.
 """
@@ -31,7 +32,8 @@ _FLUSH_S, _LOOK_S = 2.0, 0.1
 class SafeStream:
     """A text stream that drops what cannot be written, and remembers and logs the first failure.
 
-    Characters that the encoding lacks are written as escapes. A reader of a non-blocking pipe that is behind gets two seconds.
+    Characters that the encoding lacks are written as escapes. A reader of a non-blocking pipe that is behind gets two
+    seconds.
 
     Args:
         stream: The stream that is written to.
@@ -74,7 +76,9 @@ class SafeStream:
         except Exception as error:
             if self.failure is None:
                 self.failure = error
-                logger.warning("Nothing can be written to %s, the work goes on: %s: %s", self._name, type(error).__name__, error)
+                logger.warning(
+                    "Nothing can be written to %s, the work goes on: %s: %s", self._name, type(error).__name__, error
+                )
 
     def _flush_slowly(self) -> None:
         """Waits for the reader of a non-blocking pipe; what the buffers hold is written as soon as there is room.
@@ -243,7 +247,11 @@ class NewLines:
         if not isinstance(self._folder, Path) or not self._folder.is_dir():
             return []
         found: list[str] = []
-        files = [file for file in sorted(self._folder.glob(f"{self._start}*.out")) if file.stat().st_size > self._read.get(file.name, 0)]
+        files = [
+            file
+            for file in sorted(self._folder.glob(f"{self._start}*.out"))
+            if file.stat().st_size > self._read.get(file.name, 0)
+        ]
         for file in files:
             data = file.read_bytes()[self._read.get(file.name, 0) :]
             whole = data[: data.rfind(b"\n") + 1]

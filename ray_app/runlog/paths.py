@@ -46,7 +46,9 @@ class RunPaths:
 
     @property
     def code(self) -> Location:
-        """The source files and libraries that it was started with, and which arguments in `config.yaml` were not given."""
+        """The source files and libraries that it was started with, and which arguments in `config.yaml` were
+        not given.
+        """
         return self.root / "code.json"
 
     @property
@@ -170,15 +172,18 @@ class RunPaths:
         return self.evaluations_of(evaluator) / f"step-{step:08d}.json"
 
     def ray_storage(self, fence: int) -> Path:
-        """What Ray Train writes for itself during one `fit()`; for a run on S3 in a temporary folder of the driver's machine."""
+        """What Ray Train writes for itself during one `fit()`; for a run on S3 in a temporary folder of the driver's
+        machine.
+        """
         if isinstance(self.root, Path):
             return self.root / f"ray-{fence}"
         return Path(tempfile.gettempdir()) / "ray_app" / self.unique_name / f"ray-{fence}"
 
 
 SCHEMA_VERSION = 1
-"""Of evaluations, events, looks and segments of metrics; files without one are of version 1. A field that is added with a default is no new
-version; one is due when what is there changes its meaning."""
+"""Of evaluations, events, looks and segments of metrics; files without one are of version 1. A field that is added with
+a default is no new version; one is due when what is there changes its meaning.
+"""
 
 T = TypeVar("T")
 
@@ -199,9 +204,14 @@ def understood(place: Location, values: Any) -> Iterator[None]:
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         version = values.get("schema_version", 1) if isinstance(values, dict) else 1
         if isinstance(version, int) and version > SCHEMA_VERSION:
-            why = f"is of schema version {version}; this version of ray_app ({__version__}) reads up to {SCHEMA_VERSION}. Use the version"
+            why = (
+                f"is of schema version {version}; this version of ray_app ({__version__}) reads up to {SCHEMA_VERSION}."
+                f" Use the version"
+            )
             raise ConfigError(f"{place} {why} that wrote it, or a newer one ({error}).") from error
-        raise ConfigError(f"{place} is damaged: {error}. Restore it from a backup, or remove it: what stands in it is lost.") from error
+        raise ConfigError(
+            f"{place} is damaged: {error}. Restore it from a backup, or remove it: what stands in it is lost."
+        ) from error
 
 
 def versioned(values: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +220,8 @@ def versioned(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_fields(kind: type[T], values: dict[str, Any]) -> T:
-    """Makes a dataclass from the values of a file; what a newer version adds is left out, what an older one lacks has its default.
+    """Makes a dataclass from the values of a file; what a newer version adds is left out, what an older one lacks has
+    its default.
 
     Raises:
         TypeError: A field that has no default is missing, or it holds no fields at all.

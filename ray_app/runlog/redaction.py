@@ -1,7 +1,8 @@
 """Secrets never leave the run directory: what is shown, logged or sent goes through `redact` or `redacted` first.
 
-A secret is the value of a configuration field or an environment variable whose name looks like one, wherever it occurs, and what a URI
-carries as credentials. Environment variables are looked up in each process; the configuration's are known after `guard`.
+A secret is the value of a configuration field or an environment variable whose name looks like one, wherever it occurs,
+and what a URI carries as credentials. Environment variables are looked up in each process; the configuration's are
+known after `guard`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _guarded_runs: set[str] = set()
 def is_secret_name(name: str) -> bool:
     """Whether a field of this name holds a secret: `hf_token`, `AWS_SECRET_ACCESS_KEY`, `dbPassword`.
 
-    The tokens of a text are none (`max_tokens`, `pad_token`), nor is what only says where or of what kind one is (`token_column`).
+    The tokens of a text are none (`max_tokens`, `pad_token`), nor is what only says where or of what kind one is
+    (`token_column`).
     """
     is_harmless = _TOKEN_OF_TEXT.search(name) or _ABOUT_ONE.search(name)
     return _NAME.search(name) is not None and not is_harmless
@@ -75,7 +77,8 @@ def guard_run(config: Location) -> None:
 
 
 def redact(text: str) -> str:
-    """The text without the secrets that this process knows, however they are quoted, and without the credentials of the URIs in it.
+    """The text without the secrets that this process knows, however they are quoted, and without the credentials of the
+    URIs in it.
 
     Addresses of Python objects go, too, see `without_addresses`.
     """
@@ -92,7 +95,10 @@ def redacted(value: Any, name: str = "") -> Any:
         name: Name of the field that it is in.
     """
     if isinstance(value, dict):
-        return {redact(key) if isinstance(key, str) else key: redacted(item, _below(name, key)) for key, item in value.items()}
+        return {
+            redact(key) if isinstance(key, str) else key: redacted(item, _below(name, key))
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redacted(item, name) for item in value]
     if is_secret_name(name) and _can_be_secret(value, name):
@@ -130,7 +136,9 @@ def _in_fields(values: Any, name: str = "") -> Iterator[str]:
 
 
 def _in_environment(environment: Mapping[str, str]) -> set[str]:
-    secret = [environment.get(name, "") for name in environment if _NAME.search(name)]  # other threads change it: MLflow's does
+    secret = [
+        environment.get(name, "") for name in environment if _NAME.search(name)
+    ]  # other threads change it: MLflow's does
     return {value for value in secret if len(value) >= _LEAST_ENVIRONMENT_CHARS}
 
 
@@ -169,7 +177,9 @@ def _places(text: str, secrets: tuple[str, ...]) -> Iterator[tuple[int, int]]:
 
 
 def _hide_in_logs() -> None:
-    """Makes every log line of the application, with its traceback, redacted where it is made, whatever handlers then see it."""
+    """Makes every log line of the application, with its traceback, redacted where it is made, whatever handlers then
+    see it.
+    """
     make = logging.getLogRecordFactory()
     if getattr(make, "hides_secrets", False):
         return

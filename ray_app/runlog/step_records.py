@@ -70,8 +70,8 @@ class _Columns:
 
 
 class Steps(Sequence[StepRecord]):
-    """Records in an order, made when they are asked for; `rows` is one number, their sum over the logical workers, `row_hash` and
-    `slow` are empty, `replayed` is 0.
+    """Records in an order, made when they are asked for; `rows` is one number, their sum over the logical workers,
+    `row_hash` and `slow` are empty, `replayed` is 0.
 
     Args:
         columns: Where they are.
@@ -146,7 +146,12 @@ class StepsReader:
         times = columns.real["time_s"]
         in_time = array("q", sorted(range(len(times)), key=times.__getitem__))
         return Course(
-            Steps(columns, first), Steps(columns, again), Steps(columns, in_time), list(self._rows), self._skipped, self._replayed
+            Steps(columns, first),
+            Steps(columns, again),
+            Steps(columns, in_time),
+            list(self._rows),
+            self._skipped,
+            self._replayed,
         )
 
     def _add(self, record: StepRecord) -> None:

@@ -1,7 +1,8 @@
 """The configuration of a run that exists, for whoever reads its directory.
 
-`config.yaml` has all arguments of the classes; those that were not given are named in `code.json`. What is compared, and what digests are
-made of, is what was given: a run whose record was completed by a default is the run that was asked for.
+`config.yaml` has all arguments of the classes; those that were not given are named in `code.json`. What is compared,
+and what digests are made of, is what was given: a run whose record was completed by a default is the run that was asked
+for.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
     except FileNotFoundError:
         near = ", ".join(sorted(folders(paths.root))[:10])
         raise ConfigError(
-            f"{paths.root} is no run: it has no config.yaml. Give the directory of a run, <run.storage_path>/<run.name>, on a disk or on"
+            f"{paths.root} is no run: it has no config.yaml. Give the directory of a run,"
+            f" <run.storage_path>/<run.name>, on a disk or on"
             f" s3://. {f'Folders in it: {near}.' if near else 'There are no folders in it either.'}"
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{paths.config} is damaged ({error}); restore it from a backup.") from error
     except NotADirectoryError:
-        raise ConfigError(f"{paths.root} is a file; give the directory of a run, <run.storage_path>/<run.name>.") from None
+        raise ConfigError(
+            f"{paths.root} is a file; give the directory of a run, <run.storage_path>/<run.name>."
+        ) from None
 
 
 def read_manifest(paths: RunPaths) -> Manifest:
@@ -75,12 +79,14 @@ def parsed(paths: RunPaths, text: str) -> Config:
     except ConfigError as error:
         problems = "\n".join(f"  - {line}" for line in str(error).splitlines())
         raise ConfigError(
-            f"{paths.config} is no configuration of this version ({__version__}):\n{problems}\nUse the version that made the run; its event"
+            f"{paths.config} is no configuration of this version ({__version__}):\n{problems}\nUse the version that"
+            f" made the run; its event"
             " `started` names it. Or, in a copy of the run, rename the field, or remove it if its default is meant."
         ) from error
     except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{paths.config} is no configuration of this version ({__version__}): {error}. Give the directory of a run that this version"
+            f"{paths.config} is no configuration of this version ({__version__}): {error}. Give the directory of a run"
+            f" that this version"
             " has made, or use the version that made it."
         ) from error
 
@@ -126,6 +132,7 @@ def stored_config(paths: RunPaths) -> Config | None:
         return None
     except OSError as error:
         raise StorageError(
-            f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint (AWS_ENDPOINT_URL,"
+            f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint"
+            f" (AWS_ENDPOINT_URL,"
             " or ?endpoint_override=... in the path), the region and the credentials."
         ) from error

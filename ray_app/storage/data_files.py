@@ -2,7 +2,8 @@
 
 Files of data, on a disk or in a bucket: what is there, and reading and writing big ones in streams.
 
-Buckets are read through pyarrow, so that Parquet is fetched by ranges; where S3 is and who may read it is as in `record/s3.py`.
+Buckets are read through pyarrow, so that Parquet is fetched by ranges; where S3 is and who may read it is as in
+`record/s3.py`.
 
 The files of data below a folder: what counts as data, and what must not be taken for it.
 """
@@ -52,7 +53,13 @@ _OTHERS = {
     b"PK\3\4": "a ZIP archive",
     b"\x1f\x8b": "gzipped data",
 }
-_BRANDS = {b"avif": "an AVIF image", b"avis": "an AVIF image", b"heic": "a HEIC image", b"heix": "a HEIC image", b"mif1": "a HEIF image"}
+_BRANDS = {
+    b"avif": "an AVIF image",
+    b"avis": "an AVIF image",
+    b"heic": "a HEIC image",
+    b"heix": "a HEIC image",
+    b"mif1": "a HEIF image",
+}
 
 
 def has_image_signature(head: bytes) -> bool:
@@ -79,12 +86,16 @@ def name_foreign_file(head: bytes) -> str | None:
     if is_lfs_pointer(head):
         return "a Git LFS pointer, not the file itself (fetch the files with git lfs pull)"
     if _WEB_PAGE.match(head):
-        return "a web page (HTML), such as a server sends in the place of a file that it does not give (download it again)"
+        return (
+            "a web page (HTML), such as a server sends in the place of a file that it does not give (download it again)"
+        )
     return None
 
 
 def name_other_format(head: bytes) -> str | None:
-    """Names a format that `has_image_signature` does not know, as the end of "it is ..."; None where the format is not known."""
+    """Names a format that `has_image_signature` does not know, as the end of "it is ..."; None where the format is not
+    known.
+    """
     if foreign := name_foreign_file(head):
         return foreign
     if head[4:8] == b"ftyp" and (brand := _BRANDS.get(head[8:12])):
@@ -138,7 +149,8 @@ class File:
         return str(self.place)
 
     def open(self) -> IO[bytes]:
-        """Opens it for reading; positions can be sought. In a bucket a request fetches a megabyte: readers ask for little at a time.
+        """Opens it for reading; positions can be sought. In a bucket a request fetches a megabyte: readers ask for
+        little at a time.
 
         Raises:
             DataError: Something else stands in its place, see `name_foreign_file`. Some readers would take it for data.
@@ -176,7 +188,11 @@ def relative(place: Place, root: Place) -> str:
     if isinstance(place, ObjectPath):
         return place.key.removeprefix(cast(ObjectPath, root).key).lstrip("/")
     below = os.path.join(cast(Path, root), "")
-    return str(place).removeprefix(below) if str(place).startswith(below) else place.relative_to(cast(Path, root)).as_posix()
+    return (
+        str(place).removeprefix(below)
+        if str(place).startswith(below)
+        else place.relative_to(cast(Path, root)).as_posix()
+    )
 
 
 def is_within(place: Place, root: Place) -> bool:
@@ -199,11 +215,15 @@ def arrow(place: Place) -> tuple[pafs.FileSystem, str]:
 def _s3(query: str) -> pafs.FileSystem:
     """One client per server and process."""
     options = dict(parse_qsl(query))
-    endpoint = options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = (
+        options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    )
     scheme = options.get("scheme", "https")
     if endpoint and "://" in endpoint:
         scheme, endpoint = urlsplit(endpoint).scheme, urlsplit(endpoint).netloc
-    pa.set_io_thread_count(max(pa.io_thread_count(), CONNECTIONS))  # as many requests as that a client of S3 has under way
+    pa.set_io_thread_count(
+        max(pa.io_thread_count(), CONNECTIONS)
+    )  # as many requests as that a client of S3 has under way
     return pafs.S3FileSystem(endpoint_override=endpoint, scheme=scheme, region=options.get("region"))
 
 
@@ -265,7 +285,8 @@ def folders_in(folder: Place) -> list[Place]:
 
 
 def versions(root: Place, paths: Iterable[str]) -> list[Any]:
-    """What changes with the content of files below a folder: sizes and times on a disk, in a bucket ETags or the like, by one listing.
+    """What changes with the content of files below a folder: sizes and times on a disk, in a bucket ETags or the like,
+    by one listing.
 
     Raises:
         OSError: One is gone, or the bucket does not answer.
@@ -288,7 +309,8 @@ def open_data_file(place: Place) -> IO[bytes]:
 
 
 def parquet(place: Place, buffer_bytes: int = 0) -> pq.ParquetFile:
-    """Opens a Parquet file, whose row groups are read as a whole (in a bucket their pieces together), or in buffers of a size.
+    """Opens a Parquet file, whose row groups are read as a whole (in a bucket their pieces together), or in buffers of
+    a size.
 
     Pages that have a checksum are compared with it.
     """
@@ -325,7 +347,8 @@ def _file(place: Place, info: Any) -> File | None:
 
 
 def unusable(file: File | Place | str, error: Exception, advice: str) -> DataError:
-    """What to raise where a file cannot be read: a StorageError, or a DataError with advice if what is in it is to blame.
+    """What to raise where a file cannot be read: a StorageError, or a DataError with advice if what is in it is to
+    blame.
 
     Python and pyarrow call both OSError; only one of the system has a number, and only one of a bucket says so.
     """
@@ -335,7 +358,8 @@ def unusable(file: File | Place | str, error: Exception, advice: str) -> DataErr
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return StorageError(
-            f"{file} cannot be opened: {error}. A process may have {limit} files open here (ulimit -n). Raise that; on a cluster of"
+            f"{file} cannot be opened: {error}. A process may have {limit} files open here (ulimit -n). Raise that; on"
+            f" a cluster of"
             " `ray start` raise it where that is called."
         )
     if isinstance(error, OSError) and (error.errno not in own or any(said in str(error) for said in _OF_A_BUCKET)):
@@ -395,7 +419,8 @@ _LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Apache Hudi"}
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether no data is under a name: `.name`, and `_name`, as Spark and others call what is not finished or their own.
+    """Whether no data is under a name: `.name`, and `_name`, as Spark and others call what is not finished or their
+    own.
 
     `_name=value` is a folder of the rows with a value.
     """
@@ -403,20 +428,24 @@ def _is_hidden(name: str) -> bool:
 
 
 def files_below(folder: Place, suffix: str) -> list[Place]:
-    """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders. Links are followed.
+    """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders.
+    Links are followed.
 
-    Raises:
-        DataError: A folder on a disk may not be listed, links lead to a file in two ways, or there is a table with a log of its own.
-        StorageError: S3 does not answer.
+    Raises: DataError: A folder on a disk may not be listed, links lead to a file in two ways, or there is a table with
+        a log of its own. StorageError: S3 does not answer.
     """
     if isinstance(folder, Path):
-        found: dict[str, Place] = {relative(place, folder): place for place in _once(_walk(folder, frozenset()), suffix)}
+        found: dict[str, Place] = {
+            relative(place, folder): place for place in _once(_walk(folder, frozenset()), suffix)
+        }
     else:
         with reading(folder):
             found = dict(folder.listing())
         for name in found:
             _refuse_table(folder, *name.split("/"))
-    return [found[name] for name in sorted(found) if name.endswith(suffix) and not any(map(_is_hidden, name.split("/")))]
+    return [
+        found[name] for name in sorted(found) if name.endswith(suffix) and not any(map(_is_hidden, name.split("/")))
+    ]
 
 
 def _refuse_table(folder: Place, *parts: str) -> None:
@@ -431,7 +460,8 @@ def _refuse_table(folder: Place, *parts: str) -> None:
         kinds.append("Apache Iceberg")
     if kinds:
         raise DataError(
-            f"{folder} is a table of {kinds[0]} ({'/'.join(parts)}), whose log says which rows of its files count. Write the rows that do"
+            f"{folder} is a table of {kinds[0]} ({'/'.join(parts)}), whose log says which rows of its files count."
+            f" Write the rows that do"
             " as plain Parquet, such as with deltalake, pyiceberg or Spark, and give that folder."
         )
 
@@ -443,7 +473,9 @@ def _once(found: Iterable[tuple[Path, Path]], suffix: str) -> Iterator[Path]:
         if place.name.endswith(suffix):
             if other := seen.get(real):
                 one, two = sorted((place, other))
-                raise DataError(f"{one} and {two} are the same file by a link, so its rows would be there twice. Remove the link.")
+                raise DataError(
+                    f"{one} and {two} are the same file by a link, so its rows would be there twice. Remove the link."
+                )
             seen[real] = place
             yield place
 
@@ -456,7 +488,9 @@ def _walk(folder: Path, above: frozenset[Path]) -> Iterator[tuple[Path, Path]]:
     try:
         everything = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except PermissionError as error:
-        raise DataError(f"{folder} may not be listed, so it is not known what is in it. Allow it, or give a folder beside it.") from error
+        raise DataError(
+            f"{folder} may not be listed, so it is not known what is in it. Allow it, or give a folder beside it."
+        ) from error
     for entry in everything:
         _refuse_table(folder, folder.name, entry.name)
     for entry in everything:

@@ -1,7 +1,7 @@
 """Where files are, a disk or S3, and the one primitive for writing them: a file is there whole or not at all.
 
-Nothing here renames a folder, appends, or needs a folder to exist. A path is a `pathlib.Path` or an `S3Path`; both have `/`, `name`,
-`exists`, `read_bytes`, `read_text` and `unlink`, and the functions below do the rest.
+Nothing here renames a folder, appends, or needs a folder to exist. A path is a `pathlib.Path` or an `S3Path`; both have
+`/`, `name`, `exists`, `read_bytes`, `read_text` and `unlink`, and the functions below do the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _READERS = 16
 
 
 def location(text: str) -> Location:
-    """The place that a path or URI names, `~` being the home folder; `location(str(place))` is the same place, in any process.
+    """The place that a path or URI names, `~` being the home folder; `location(str(place))` is the same place, in any
+    process.
 
     Raises:
         ConfigError: It is neither a path nor an S3 URI.
@@ -39,7 +40,8 @@ def location(text: str) -> Location:
         return Path(os.path.expanduser(text)).resolve()
     if scheme != "s3":
         raise ConfigError(
-            f"{text!r} is on {scheme}://; runs and data sets are written to a folder that all nodes see, or to s3://bucket/prefix."
+            f"{text!r} is on {scheme}://; runs and data sets are written to a folder that all nodes see, or to"
+            f" s3://bucket/prefix."
         )
     return S3Path.parse(text)
 
@@ -61,9 +63,11 @@ def in_memory(content: Content) -> bytes:
 
 
 def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: int = 0o666) -> bool:
-    """Writes `data` to `path` so that every reader sees the old file, the new one, or none, also when the writer is stopped in the middle.
+    """Writes `data` to `path` so that every reader sees the old file, the new one, or none, also when the writer is
+    stopped in the middle.
 
-    On a disk a temporary file is synced, then renamed or linked into place; on S3 it is one put, or one upload in parts if it is big.
+    On a disk a temporary file is synced, then renamed or linked into place; on S3 it is one put, or one upload in parts
+    if it is big.
 
     Args:
         path: Where to; its folder is made.
@@ -177,7 +181,8 @@ def folders(folder: Location) -> list[str]:
 
 
 def listing(folder: Location, *, temporary: bool = False) -> dict[str, Location]:
-    """The files in a folder and in the folders in it, by their path relative to it and in its order. On S3 that is one request.
+    """The files in a folder and in the folders in it, by their path relative to it and in its order. On S3 that is one
+    request.
 
     Args:
         folder: Where to look; it need not exist.
@@ -186,7 +191,12 @@ def listing(folder: Location, *, temporary: bool = False) -> dict[str, Location]
     if isinstance(folder, S3Path):
         return dict(sorted(folder.listing(temporary).items()))
     start = len(str(folder)) + 1
-    found = [os.path.join(root, name)[start:] for root, _, files in os.walk(folder) for name in files if name.startswith(".") is temporary]
+    found = [
+        os.path.join(root, name)[start:]
+        for root, _, files in os.walk(folder)
+        for name in files
+        if name.startswith(".") is temporary
+    ]
     return {name: folder / name for name in sorted(found)}
 
 

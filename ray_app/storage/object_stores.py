@@ -1,6 +1,7 @@
 """Names of objects in buckets, as URIs.
 
-A run directory on S3, or on what speaks its protocol: whole objects, conditional puts, multipart uploads that end on an error.
+A run directory on S3, or on what speaks its protocol: whole objects, conditional puts, multipart uploads that end on an
+error.
 
 botocore is imported where it is needed, so that a run on local storage does not pay for it.
 
@@ -63,7 +64,8 @@ class ObjectPath:
         parts = urlsplit(uri)
         if "@" in parts.netloc:
             raise ConfigError(
-                f"A path must not hold credentials (got {cls.scheme}://***@{parts.netloc.rpartition('@')[2]}{parts.path}), as it is stored"
+                f"A path must not hold credentials (got"
+                f" {cls.scheme}://***@{parts.netloc.rpartition('@')[2]}{parts.path}), as it is stored"
                 f" with the run. Use {cls.credentials}, on every node."
             )
         unknown = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True) if name not in cls.options]
@@ -110,8 +112,9 @@ _CONFLICT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 class S3Path(ObjectPath):
     """A place on S3, with those methods of `pathlib.Path` that a run directory needs.
 
-    `s3://bucket/prefix` has the query parameters `endpoint_override`, `scheme` and `region` as pyarrow knows them. What goes wrong is an
-    `OSError`, as on a disk; a missing object is a `FileNotFoundError`. Reading a version that was listed a second time asks no server.
+    `s3://bucket/prefix` has the query parameters `endpoint_override`, `scheme` and `region` as pyarrow knows them. What
+    goes wrong is an `OSError`, as on a disk; a missing object is a `FileNotFoundError`. Reading a version that was
+    listed a second time asks no server.
     """
 
     scheme: ClassVar[str] = "s3"
@@ -175,8 +178,14 @@ class S3Path(ObjectPath):
     def folders(self) -> list[str]:
         """See `record.files.folders`; one request per thousand folders, however much is in them."""
         with self._errors():
-            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.below, Delimiter="/")
-            return [entry["Prefix"].rstrip("/").rpartition("/")[2] for page in pages for entry in page.get("CommonPrefixes", ())]
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=self.below, Delimiter="/"
+            )
+            return [
+                entry["Prefix"].rstrip("/").rpartition("/")[2]
+                for page in pages
+                for entry in page.get("CommonPrefixes", ())
+            ]
 
     def end_uploads(self) -> None:
         """Ends the uploads that were begun below this prefix, so that their parts take no room."""
@@ -235,7 +244,9 @@ class S3Path(ObjectPath):
         raise AssertionError
 
     def _put_parts(self, data: bytes, if_absent: bool) -> bool:
-        """Uploads in parts; the object appears with the last call, or not at all. With `if_absent` returns whether there was none."""
+        """Uploads in parts; the object appears with the last call, or not at all. With `if_absent` returns whether
+        there was none.
+        """
         from botocore.exceptions import ClientError
 
         client, size, view = self._client, max(PART_BYTES, -(-len(data) // _MOST_PARTS)), memoryview(data)
@@ -243,7 +254,9 @@ class S3Path(ObjectPath):
         upload = self._place | {"UploadId": client.create_multipart_upload(**self._place)["UploadId"]}
 
         def put_part(number: int) -> dict[str, Any]:
-            answer = client.upload_part(**upload, PartNumber=number, Body=bytes(view[(number - 1) * size : number * size]))
+            answer = client.upload_part(
+                **upload, PartNumber=number, Body=bytes(view[(number - 1) * size : number * size])
+            )
             checksum = {name: answer[name] for name in ("ChecksumCRC32", "ChecksumCRC64NVME") if name in answer}
             return {"PartNumber": number, "ETag": answer["ETag"], **checksum}
 
@@ -259,7 +272,9 @@ class S3Path(ObjectPath):
         return True
 
     def _uploads(self) -> Iterator[dict[str, Any]]:
-        for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=self.below):
+        for page in self._client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=self.bucket, Prefix=self.below
+        ):
             yield from page.get("Uploads", ())
 
     @contextmanager
@@ -287,7 +302,9 @@ def _client(query: str) -> Any:
 
 @functools.cache
 def _make_client(query: str) -> Any:
-    """One client per server and process; it may be used by many threads. Importing botocore and reading its models takes half a second."""
+    """One client per server and process; it may be used by many threads. Importing botocore and reading its models
+    takes half a second.
+    """
     require("botocore", "s3://")
     import botocore.session
     from botocore.config import Config
@@ -304,7 +321,9 @@ def _make_client(query: str) -> Any:
         max_pool_connections=32,
         s3={"addressing_style": "path"} if is_other else {},
     )
-    return botocore.session.get_session().create_client("s3", region_name=options.get("region"), endpoint_url=endpoint, config=config)
+    return botocore.session.get_session().create_client(
+        "s3", region_name=options.get("region"), endpoint_url=endpoint, config=config
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -355,13 +374,20 @@ class CloudPath(ObjectPath):
         return self.read_bytes().decode()
 
     def listing(self) -> dict[str, CloudPath]:
-        """All objects below this prefix by what follows it, in its order; as versions they have what changes with them."""
+        """All objects below this prefix by what follows it, in its order; as versions they have what changes
+        with them.
+        """
         found = self.filesystem.get_file_info(pafs.FileSelector(self.path, recursive=True, allow_not_found=True))
         files = {info.path.removeprefix(f"{self.path}/"): info for info in found if info.type == pafs.FileType.File}
-        return {name: replace(self / name, etag=f"{info.size}-{info.mtime_ns}", size=info.size) for name, info in sorted(files.items())}
+        return {
+            name: replace(self / name, etag=f"{info.size}-{info.mtime_ns}", size=info.size)
+            for name, info in sorted(files.items())
+        }
 
     def folders(self) -> list[str]:
-        """The prefixes directly below this one: pyarrow does not list those of Google, which are nothing of their own."""
+        """The prefixes directly below this one: pyarrow does not list those of Google, which are nothing of
+        their own.
+        """
         return list(dict.fromkeys(name.partition("/")[0] for name in self.listing() if "/" in name))
 
 
@@ -381,7 +407,9 @@ class GooglePath(CloudPath):
 
 @dataclass(frozen=True)
 class AzurePath(CloudPath):
-    """A place on Azure Blob Storage: `az://container/prefix?account_name=...`, or the account of `AZURE_STORAGE_ACCOUNT`."""
+    """A place on Azure Blob Storage: `az://container/prefix?account_name=...`, or the account of
+    `AZURE_STORAGE_ACCOUNT`.
+    """
 
     scheme: ClassVar[str] = "az"
     options: ClassVar[Sequence[str]] = (
@@ -391,7 +419,9 @@ class AzurePath(CloudPath):
         "dfs_storage_authority",
         "dfs_storage_scheme",
     )
-    credentials: ClassVar[str] = "AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, or an identity that Azure's default credential finds"
+    credentials: ClassVar[str] = (
+        "AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, or an identity that Azure's default credential finds"
+    )
 
     @property
     def filesystem(self) -> pafs.FileSystem:
@@ -417,5 +447,8 @@ def _azure(query: str) -> pafs.FileSystem:
     if not account:
         raise OSError("az:// needs the name of the storage account, as ?account_name=... or AZURE_STORAGE_ACCOUNT")
     return pafs.AzureFileSystem(
-        account, account_key=os.environ.get("AZURE_STORAGE_KEY"), sas_token=os.environ.get("AZURE_STORAGE_SAS_TOKEN"), **options
+        account,
+        account_key=os.environ.get("AZURE_STORAGE_KEY"),
+        sas_token=os.environ.get("AZURE_STORAGE_SAS_TOKEN"),
+        **options,
     )

@@ -1,4 +1,5 @@
-"""The driver of the preflight's job, `python -m ray_app.submit.on_cluster`: looks at the run from the cluster and takes no slot.
+"""The driver of the preflight's job, `python -m ray_app.submit.on_cluster`: looks at the run from the cluster and takes
+no slot.
 
 It prints one line of JSON behind a mark, which `preflight` reads.
 
@@ -68,7 +69,8 @@ def storage(path: str, data: list[str]) -> Finding:
     place = location(path)
     if isinstance(place, Path) and any(mark in str(place) for mark in _COPY_MARKS):
         raise ConfigError(
-            f"run.storage_path is {path!r}, which is {place} in the job: Ray removes that copy of the working directory when the job has"
+            f"run.storage_path is {path!r}, which is {place} in the job: Ray removes that copy of the working directory"
+            f" when the job has"
             f" ended, and other nodes do not see it. {_SHARED}"
         )
     made = _missing_parents(place)
@@ -76,7 +78,9 @@ def storage(path: str, data: list[str]) -> Finding:
     try:
         put_atomic(probe, probe.name.encode())
     except OSError as error:
-        raise ConfigError(f"run.storage_path {path} cannot be written from the head node: {error}. {_SHARED}") from error
+        raise ConfigError(
+            f"run.storage_path {path} cannot be written from the head node: {error}. {_SHARED}"
+        ) from error
     try:
         return _seen_elsewhere(path, probe, data)
     finally:
@@ -85,10 +89,14 @@ def storage(path: str, data: list[str]) -> Finding:
 
 def _seen_elsewhere(path: str, probe: Location, data: list[str]) -> Finding:
     here = ray.get_runtime_context().get_node_id()
-    others = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here}
+    others = {
+        node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here
+    }
     look = ray.remote(num_cpus=0, max_retries=0)(_trouble)
     asked: dict[Any, str] = {
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(str(probe), data): name
+        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            str(probe), data
+        ): name
         for node, name in others.items()
     }
     answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
@@ -152,21 +160,13 @@ _STATES = 4  # parameters, gradients, and two values per parameter of the optimi
 class Figures:
     """A run as it would start now.
 
-    Args:
-        workers: W, those that the cluster has room for.
-        max_workers: Most that were asked for.
-        logical_workers: L.
-        rows: Rows of the training data.
-        step_rows: Rows of one optimizer step.
-        steps_per_epoch: Steps of one epoch.
-        total_steps: Steps of the run.
-        from_step: Finished steps that it continues from.
-        state_bytes: Parameters, buffers, gradients and optimizer of one worker, with two values of the optimizer per parameter.
-        shared_bytes: Decoded data in the object store of each node.
-        snapshot_bytes: Two snapshots in the memory of the driver's node and one other; 0 without `checkpoint.snapshot_every_steps`.
-        run_directory: Where the run is recorded.
-        report: Its page.
-        tracking: Where MLflow's record is; None without tracking.
+    Args: workers: W, those that the cluster has room for. max_workers: Most that were asked for. logical_workers: L.
+        rows: Rows of the training data. step_rows: Rows of one optimizer step. steps_per_epoch: Steps of one epoch.
+        total_steps: Steps of the run. from_step: Finished steps that it continues from. state_bytes: Parameters,
+        buffers, gradients and optimizer of one worker, with two values of the optimizer per parameter. shared_bytes:
+        Decoded data in the object store of each node. snapshot_bytes: Two snapshots in the memory of the driver's node
+        and one other; 0 without `checkpoint.snapshot_every_steps`. run_directory: Where the run is recorded. report:
+        Its page. tracking: Where MLflow's record is; None without tracking.
     """
 
     workers: int
@@ -193,8 +193,14 @@ class Figures:
         capped = f" of {self.max_workers} asked for" if self.workers < self.max_workers else ""
         done = f", {self.from_step:,} of them done" if self.from_step else ""
         memory = f"{megabytes(self.state_bytes)} of state per worker"
-        memory += f", {megabytes(self.shared_bytes)} of decoded data in each node's object store" if self.shared_bytes else ""
-        memory += f", {megabytes(self.snapshot_bytes)} of snapshots on the driver's node and one other" if self.snapshot_bytes else ""
+        memory += (
+            f", {megabytes(self.shared_bytes)} of decoded data in each node's object store" if self.shared_bytes else ""
+        )
+        memory += (
+            f", {megabytes(self.snapshot_bytes)} of snapshots on the driver's node and one other"
+            if self.snapshot_bytes
+            else ""
+        )
         return [
             ("workers (W)", f"{self.workers}{capped}, arithmetic of {self.logical_workers} (L)"),
             ("steps", f"{self.total_steps:,}{done}; {self.steps_per_epoch:,} per epoch of {self.rows:,} rows"),
@@ -233,7 +239,18 @@ def figures(prepared: Prepared, workers: int) -> Figures:
 
 
 MARK = "RAY_APP_PREFLIGHT "
-LIBRARIES = ("ray", "torch", "torchvision", "pyarrow", "numpy", "mlflow", "torchmetrics", "safetensors", "jsonargparse", "scikit-learn")
+LIBRARIES = (
+    "ray",
+    "torch",
+    "torchvision",
+    "pyarrow",
+    "numpy",
+    "mlflow",
+    "torchmetrics",
+    "safetensors",
+    "jsonargparse",
+    "scikit-learn",
+)
 _MLFLOW_S = 10.0
 
 
@@ -254,7 +271,9 @@ class Report:
     def to_json(self) -> str:
         """One line."""
         numbers = self.figures.to_dict() if self.figures else None
-        return json.dumps({"findings": [asdict(one) for one in self.findings], "versions": self.versions, "figures": numbers})
+        return json.dumps(
+            {"findings": [asdict(one) for one in self.findings], "versions": self.versions, "figures": numbers}
+        )
 
     @classmethod
     def from_output(cls, output: str) -> Report | None:
@@ -281,7 +300,10 @@ def versions() -> dict[str, str]:
 def inspect(config: Config) -> Report:
     """Looks at everything that a run of this configuration needs, on the connected cluster."""
     try:
-        config = counted(config, stored_config(RunPaths(location(config.run.storage_path) / config.run.name)) if config.run.name else None)
+        config = counted(
+            config,
+            stored_config(RunPaths(location(config.run.storage_path) / config.run.name)) if config.run.name else None,
+        )
     except ConfigError as error:
         return Report([Finding("refused", "resources", str(error))], versions(), None)
     data = [path for path in (config.data.path, config.data.eval_path) if path]
@@ -319,20 +341,30 @@ def _resources(config: Config) -> str | Finding:
         return Finding(
             "warning",
             "resources",
-            f"The cluster is {'' if most is None else 'or grows '}big enough, but has no room now; the run waits for it.",
+            f"The cluster is {'' if most is None else 'or grows '}big enough, but has no room now; the run waits for"
+            f" it.",
         )
     if workers < config.scaling.most_workers:
-        text = f"{workers} of {config.scaling.max_workers} workers fit; the result is the same, and more join when there is room."
+        text = (
+            f"{workers} of {config.scaling.max_workers} workers fit; the result is the same, and more join when there"
+            f" is room."
+        )
         return Finding("warning", "resources", text)
     return f"{workers} workers, the evaluator and reading fit."
 
 
 def _refuse_small_nodes(scaling: ScalingSection) -> None:
     """Refuses workers that the cluster has room for only if they were spread over several nodes each."""
-    for name, field, each in (("CPU", "cpus_per_worker", scaling.cpus_per_worker), ("GPU", "gpus_per_worker", scaling.gpus_per_worker)):
+    for name, field, each in (
+        ("CPU", "cpus_per_worker", scaling.cpus_per_worker),
+        ("GPU", "gpus_per_worker", scaling.gpus_per_worker),
+    ):
         most = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
         if each > most:
-            raise ConfigError(f"scaling.{field} is {each:g}, but no node has more than {most:g} {name}; lower it, or add a bigger node.")
+            raise ConfigError(
+                f"scaling.{field} is {each:g}, but no node has more than {most:g} {name}; lower it, or add a bigger"
+                f" node."
+            )
 
 
 def _board(config: Config) -> str:
@@ -384,7 +416,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = parse(arguments, prog="on_cluster", exit_on_error=False)
     except ConfigError as error:
-        report = Report([Finding("refused", "configuration", f"does not load on the cluster: {error}")], versions(), None)
+        report = Report(
+            [Finding("refused", "configuration", f"does not load on the cluster: {error}")], versions(), None
+        )
     else:
         with cluster(config):
             report = inspect(config)

@@ -23,17 +23,17 @@ _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 class SubmitSection:
     """How the run is submitted as a Ray job.
 
-    Args:
-        address: Of the cluster's job server, `http://HEAD:8265`. Not given: `RAY_API_SERVER_ADDRESS`, `RAY_ADDRESS`, or the cluster of this
+    Args: address: Of the cluster's job server, `http://HEAD:8265`. Not given: `RAY_API_SERVER_ADDRESS`, `RAY_ADDRESS`,
+        or the cluster of this
             machine, as `ray job submit` has it.
         working_dir: Folder that is uploaded and in which the job runs; modules of your own are found from there.
-        ray_app: How the nodes get this application: `send`: the one that is used here goes along with the job; `installed`: they have the
-            same version, for instance in their image; anything else is what pip installs on them: the path of a wheel that every node
-            sees, or `ray_app==0.1.0` from an index that has it.
+        ray_app: How the nodes get this application: `send`: the one that is used here goes along with the job;
+            `installed`: they have the same version, for instance in their image; anything else is what pip installs on
+            them: the path of a wheel that every node sees, or `ray_app==0.1.0` from an index that has it.
         exclude: Further patterns of what is not uploaded, as in `.gitignore`, separated by commas.
         max_package_mb: Most megabytes (2^20 bytes) of the upload; Ray's own limit is 512.
-        env: Names of environment variables that the job gets with the values that they have here, separated by commas. Who may see the
-            cluster's jobs can read them; better are variables of the cluster's own nodes.
+        env: Names of environment variables that the job gets with the values that they have here, separated by commas.
+            Who may see the cluster's jobs can read them; better are variables of the cluster's own nodes.
         python: Command of the cluster's Python.
         dry_run: Looks at everything, says what would run, and submits nothing.
         follow: Shows the job's output until it ends, and submits it again where that helps; otherwise only submits.
@@ -65,12 +65,17 @@ class SubmitSection:
         """
         least = {"retries": 0, "backoff_s": 0, "stop_wait_s": 1, "lost_contact_s": 1, "max_package_mb": 0}
         values = {name: (getattr(self, name), limit) for name, limit in least.items()}
-        low = [f"submit.{name} is {value}; it must be at least {limit}." for name, (value, limit) in values.items() if not value >= limit]
+        low = [
+            f"submit.{name} is {value}; it must be at least {limit}."
+            for name, (value, limit) in values.items()
+            if not value >= limit
+        ]
         if low:
             raise ConfigError("\n".join(low))
         if not Path(self.working_dir).is_dir():
             raise ConfigError(
-                f"submit.working_dir is {self.working_dir!r}, which is no folder; name the one with your configuration and modules."
+                f"submit.working_dir is {self.working_dir!r}, which is no folder; name the one with your configuration"
+                f" and modules."
             )
 
     def runtime_env(self) -> dict[str, Any]:
@@ -91,7 +96,9 @@ class SubmitSection:
         names = split(self.env)
         missing = [name for name in names if name not in values]
         if missing:
-            raise ConfigError(f"submit.env names {', '.join(missing)}, not set here. Set the variable, or leave its name out.")
+            raise ConfigError(
+                f"submit.env names {', '.join(missing)}, not set here. Set the variable, or leave its name out."
+            )
         return {name: values[name] for name in names} | {_STOP_WAIT: str(self.stop_wait_s)}
 
     def command(self, target: list[str], config: Config) -> str:
@@ -105,7 +112,9 @@ def split(text: str | None) -> list[str]:
 
 
 def given(config: Config) -> dict[str, Any]:
-    """The fields that are not at their default, as nested dictionaries; `load_config` makes the same configuration of them."""
+    """The fields that are not at their default, as nested dictionaries; `load_config` makes the same configuration of
+    them.
+    """
     return _without_defaults(config.to_dict(), Config().to_dict())
 
 
@@ -130,7 +139,8 @@ def refuse_secrets(config: Config) -> None:
     if guard(values):
         places = ", ".join(_changed(values, redacted(values)))
         raise ConfigError(
-            f"the configuration holds a secret ({places}), which would stand in the job's command for all to read. Leave it out and set"
+            f"the configuration holds a secret ({places}), which would stand in the job's command for all to read."
+            f" Leave it out and set"
             " an environment variable instead: on the cluster's nodes, or here with its name in submit.env."
         )
 
@@ -138,7 +148,11 @@ def refuse_secrets(config: Config) -> None:
 def _changed(before: Any, after: Any, name: str = "") -> list[str]:
     """Dotted names of the values that redaction changes."""
     if isinstance(before, dict) and isinstance(after, dict):
-        return [found for key in before for found in _changed(before[key], after.get(key, HIDDEN), f"{name}.{key}".lstrip("."))]
+        return [
+            found
+            for key in before
+            for found in _changed(before[key], after.get(key, HIDDEN), f"{name}.{key}".lstrip("."))
+        ]
     return [] if before == after or (isinstance(before, list | tuple) and list(before) == list(after)) else [name]
 
 
@@ -154,11 +168,9 @@ _FINAL_ERRORS = {"RUNTIME_ENV_SETUP_FAILURE": 2}
 class EndedJob:
     """How a job ended.
 
-    Args:
-        status: `SUCCEEDED`, `FAILED` or `STOPPED`, as Ray calls it, or `UNKNOWN`: the cluster does not know the job any more.
-        exit_code: Of the driver; negative: minus the signal that ended it; None: it was not seen to end.
-        message: What Ray says about it.
-        error_type: Ray's name for the kind of failure.
+    Args: status: `SUCCEEDED`, `FAILED` or `STOPPED`, as Ray calls it, or `UNKNOWN`: the cluster does not know the job
+        any more. exit_code: Of the driver; negative: minus the signal that ended it; None: it was not seen to end.
+        message: What Ray says about it. error_type: Ray's name for the kind of failure.
     """
 
     status: str
@@ -198,7 +210,9 @@ def judge(ended: EndedJob, done: int, retries: int) -> AfterTry:
     if ended.status == "STOPPED":
         return AfterTry(False, 75, "somebody stopped the job; submitting the same run.name again continues it")
     if ended.error_type in _FINAL_ERRORS:
-        return AfterTry(False, _FINAL_ERRORS[ended.error_type], f"the cluster could not set the job up: {ended.message}")
+        return AfterTry(
+            False, _FINAL_ERRORS[ended.error_type], f"the cluster could not set the job up: {ended.message}"
+        )
     reason, exit_code = _loss(ended)
     if reason is None:
         return AfterTry(False, exit_code, _FINAL_CODES.get(exit_code, f"the driver ended with exit code {code}"))
@@ -213,7 +227,11 @@ def _loss(ended: EndedJob) -> tuple[str | None, int]:
     if code == 75:
         return "the run was interrupted", 75
     if code is None:
-        return f"the driver was lost ({(ended.message or 'the cluster does not know the job any more').splitlines()[0][:200]})", 1
+        return (
+            f"the driver was lost"
+            f" ({(ended.message or 'the cluster does not know the job any more').splitlines()[0][:200]})",
+            1,
+        )
     number = -code if code < 0 else code - _SHELL_SIGNALS
     if number in signal.valid_signals():
         return f"the driver was lost (killed by signal {int(number)})", 1

@@ -1,6 +1,7 @@
 """What would be uploaded: the working directory as Ray walks it, less what no job needs.
 
-`ray._private.runtime_env.packaging` (Ray 2.60) is private, but no public function says what Ray packs, and a walk of our own could differ.
+`ray._private.runtime_env.packaging` (Ray 2.60) is private, but no public function says what Ray packs, and a walk of
+our own could differ.
 """
 
 from __future__ import annotations
@@ -22,9 +23,32 @@ _MB = 1 << 20
 _SHOWN = 5
 _BIG_DATA_MB = 100
 _NEVER = [
-    *(".git", "venv", ".venv", "mlruns", "mlartifacts", "mlflow.db*", "__pycache__", ".*_cache", ".hypothesis", ".ipynb_checkpoints"),
+    *(
+        ".git",
+        "venv",
+        ".venv",
+        "mlruns",
+        "mlartifacts",
+        "mlflow.db*",
+        "__pycache__",
+        ".*_cache",
+        ".hypothesis",
+        ".ipynb_checkpoints",
+    ),
     *("*.egg-info", "node_modules", ".tox", ".nox", ".env", ".env.*", "*.pem", ".netrc"),
-    *("*.parquet", "*.arrow", "*.npz", "*.npy", "*.h5", "*.hdf5", "*.tfrecord", "*.pt", "*.pth", "*.ckpt", "*.safetensors"),
+    *(
+        "*.parquet",
+        "*.arrow",
+        "*.npz",
+        "*.npy",
+        "*.h5",
+        "*.hdf5",
+        "*.tfrecord",
+        "*.pt",
+        "*.pth",
+        "*.ckpt",
+        "*.safetensors",
+    ),
 ]
 """Repositories, environments, records, caches, files of secrets, and data and models by their kind."""
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
@@ -62,7 +86,9 @@ class JobFiles:
         sizes = self.by_folder()
         lines = [f"{size / _MB:10.2f} MB  {name}" for name, size in sizes[:rows]]
         rest = sum(size for _, size in sizes[rows:])
-        return "\n".join([*lines, f"{rest / _MB:10.2f} MB  in {len(sizes) - rows} more"] if len(sizes) > rows else lines)
+        return "\n".join(
+            [*lines, f"{rest / _MB:10.2f} MB  in {len(sizes) - rows} more"] if len(sizes) > rows else lines
+        )
 
     def holds(self, path: str) -> bool:
         """Whether a file, or something in a folder, is in it."""
@@ -117,8 +143,10 @@ def size_of(package: JobFiles, section: SubmitSection) -> str | Finding:
     size = package.num_bytes / _MB
     if size > section.max_package_mb:
         raise ConfigError(
-            f"{size:.1f} MB in {len(package.files)} files would be uploaded, more than the {section.max_package_mb:g} MB allowed"
-            f" (submit.max_package_mb; Ray takes at most 512). Leave out what the job does not need: name it in .rayignore or in"
+            f"{size:.1f} MB in {len(package.files)} files would be uploaded, more than the {section.max_package_mb:g}"
+            f" MB allowed"
+            f" (submit.max_package_mb; Ray takes at most 512). Leave out what the job does not need: name it in"
+            f" .rayignore or in"
             f" submit.exclude. The biggest:\n{package.table()}"
         )
     return f"{size:.2f} MB in {len(package.files)} files:\n{package.table()}"
@@ -127,7 +155,10 @@ def size_of(package: JobFiles, section: SubmitSection) -> str | Finding:
 def data_in(package: JobFiles, config: Config) -> list[Finding]:
     """What is to be said about data that travels in the package: a relative path means that."""
     found = []
-    fields = (("training data", "data.path", config.data.path), ("evaluation data", "data.eval_path", config.data.eval_path))
+    fields = (
+        ("training data", "data.path", config.data.path),
+        ("evaluation data", "data.eval_path", config.data.eval_path),
+    )
     for topic, field, path in fields:
         if not path or os.path.isabs(path) or "://" in path:
             continue
@@ -140,5 +171,7 @@ def data_in(package: JobFiles, config: Config) -> list[Finding]:
         name = os.path.normpath(path)
         size = sum(n for file, n in package.files.items() if file == name or file.startswith(name + "/")) / _MB
         if size > _BIG_DATA_MB:
-            found.append(Finding("warning", topic, f"{field} is {path!r}, so {size:.0f} MB of data are uploaded. {advice}"))
+            found.append(
+                Finding("warning", topic, f"{field} is {path!r}, so {size:.0f} MB of data are uploaded. {advice}")
+            )
     return found

@@ -49,14 +49,19 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
     """
     package = packed(config, section)
     found = [look("configuration", partial(_loads, config)), look("package", partial(size_of, package, section))]
-    runtime_env: dict[str, Any] = {"working_dir": str(package.folder), "excludes": package.excludes} | section.runtime_env()
+    runtime_env: dict[str, Any] = {
+        "working_dir": str(package.folder),
+        "excludes": package.excludes,
+    } | section.runtime_env()
     found += _environment(section, runtime_env)
     can_ask = not refused(found)
     found += [*data_in(package, config), *absolute_storage(config)]
     server: list[JobServer] = []
     found.append(look("cluster", partial(_connect, section, server)))
     if not can_ask or not server:
-        found.append(Finding("warning", "the rest", "was not looked at from the cluster, because of what is refused above."))
+        found.append(
+            Finding("warning", "the rest", "was not looked at from the cluster, because of what is refused above.")
+        )
         return Preflight(found, server[0] if server else None, runtime_env, None)
     tell(f"Asking the cluster at {server[0].address} ...")
     try:
@@ -83,7 +88,10 @@ def _environment(section: SubmitSection, runtime_env: dict[str, Any]) -> list[Fi
     found = look("environment", made)
     secret = [name for name in names if is_secret_name(name)]
     if found.level == "ok" and secret:
-        text = f"who may see the cluster's jobs can read {', '.join(secret)}; variables of the cluster's own nodes stay there."
+        text = (
+            f"who may see the cluster's jobs can read {', '.join(secret)}; variables of the cluster's own nodes stay"
+            f" there."
+        )
         return [Finding("warning", "environment", text)]
     return [found] if names else []
 
@@ -94,8 +102,10 @@ def absolute_storage(config: Config) -> list[Finding]:
     if "://" in path or Path(path).is_absolute():
         return []
     text = (
-        f"run.storage_path is {path!r}, relative: in a job that is a copy of the working directory, which Ray removes and other nodes do"
-        " not see. Give an absolute folder that all nodes share, --run.storage_path /shared/runs, or s3://bucket/prefix."
+        f"run.storage_path is {path!r}, relative: in a job that is a copy of the working directory, which Ray removes"
+        f" and other nodes do"
+        " not see. Give an absolute folder that all nodes share, --run.storage_path /shared/runs, or"
+        " s3://bucket/prefix."
     )
     return [Finding("refused", "storage", text)]
 
@@ -114,15 +124,19 @@ def _ask(server: JobServer, config: Config, section: SubmitSection, runtime_env:
     """
     command = section.command(["-m", "ray_app.submit.on_cluster"], config)
     lines: list[str] = []
-    job_id = server.submit(f"{config.run.name}-preflight", command, runtime_env, {"ray_app_preflight": str(config.run.name)})
+    job_id = server.submit(
+        f"{config.run.name}-preflight", command, runtime_env, {"ray_app_preflight": str(config.run.name)}
+    )
     ended = server.follow(job_id, lines.append, lambda _: None)
     output = "".join(lines)
     report = Report.from_output(output)
     if report is None:
         tail = "\n".join((output or ended.message).splitlines()[-_SHOWN_LINES:])
         raise ConfigError(
-            f"the job {job_id} that was to look at the cluster ended as {ended.status} (exit code {ended.exit_code}) without an answer."
-            f" Are the application's libraries installed for {section.python!r} there (submit.python)? ray_app itself has to be, too,"
+            f"the job {job_id} that was to look at the cluster ended as {ended.status} (exit code {ended.exit_code})"
+            f" without an answer."
+            f" Are the application's libraries installed for {section.python!r} there (submit.python)? ray_app itself"
+            f" has to be, too,"
             f" unless submit.ray_app ({section.ray_app!r}) is 'send'. The end of its output:\n" + redact(tail)
         )
     return report
@@ -139,12 +153,19 @@ def agreement(here: dict[str, str], there: dict[str, str]) -> list[Finding]:
     for name in _MUST_AGREE:
         mine, theirs = _release(name, here), _release(name, there)
         if mine != theirs:
-            text = f"{name} is {mine} here and {theirs} on the cluster; use the same, for instance by the cluster's image."
+            text = (
+                f"{name} is {mine} here and {theirs} on the cluster; use the same, for instance by the cluster's image."
+            )
             text += " Or let the one from here go along: --submit.ray_app send." if name == "ray_app" else ""
             found.append(Finding("refused", "versions", text))
-    other = [f"{n} {here[n]} (cluster: {there.get(n)})" for n in here if n not in _MUST_AGREE and here[n] != there.get(n)]
+    other = [
+        f"{n} {here[n]} (cluster: {there.get(n)})" for n in here if n not in _MUST_AGREE and here[n] != there.get(n)
+    ]
     if other:
-        text = f"not those of the cluster: {', '.join(other)}. The cluster's count; other versions of torch can give other bits."
+        text = (
+            f"not those of the cluster: {', '.join(other)}. The cluster's count; other versions of torch can give other"
+            f" bits."
+        )
         found.append(Finding("warning", "versions", text))
     same = f"Python {here['python']}, Ray {here['ray']}, torch {here['torch']}, and the others agree."
     return found or [Finding("ok", "versions", same)]

@@ -28,9 +28,12 @@ _SILENCE_S = 30.0
 _LOOK_S = 1.0
 _LOST = (OSError, RuntimeError, TimeoutError, aiohttp.ClientError, requests.exceptions.RequestException)
 _UNABLE = re.compile(r"Request failed with status code 5(?!.*status code 4)", re.DOTALL)
-"""How Ray's client begins where a server or what is before it cannot answer now; the head says 500 also for what an agent refuses (4xx)."""
+"""How Ray's client begins where a server or what is before it cannot answer now; the head says 500 also for what an
+agent refuses (4xx).
+"""
 _TOKENS = (
-    "Set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, or a file with it in RAY_AUTH_TOKEN_PATH; for a cluster without"
+    "Set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, or a file with it in RAY_AUTH_TOKEN_PATH; for a"
+    " cluster without"
     " tokens unset them."
 )
 _CHATTY = (
@@ -50,11 +53,15 @@ class _Client(JobSubmissionClient):
     """Ray's client, which by itself waits for ever for a server that takes the connection and does not answer."""
 
     def _do_request(self, method: str, endpoint: str, **fields: Any) -> requests.Response:
-        wait_s = _UPLOAD_S if method == "PUT" else (_CONNECT_S, _ANSWER_S)  # the time to connect bounds that of sending, too
+        wait_s = (
+            _UPLOAD_S if method == "PUT" else (_CONNECT_S, _ANSWER_S)
+        )  # the time to connect bounds that of sending, too
         return super()._do_request(method, endpoint, **{"timeout": wait_s} | fields)
 
     def _upload_py_modules_if_needed(self, runtime_env: dict[str, Any]) -> None:
-        """Uploads the application whole; Ray would leave out of it what is left out of the working directory, such as `/runs`."""
+        """Uploads the application whole; Ray would leave out of it what is left out of the working directory, such as
+        `/runs`.
+        """
         if "py_modules" in runtime_env:
             whole = runtime_env | {"excludes": ["__pycache__"]}
             super()._upload_py_modules_if_needed(whole)
@@ -79,7 +86,10 @@ class JobServer:
             os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers this to what it is given
         self._lost_contact_s = lost_contact_s
         asked = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
-        advice = "Give the dashboard of the head node, --submit.address http://HEAD:8265, and check that it can be reached from here."
+        advice = (
+            "Give the dashboard of the head node, --submit.address http://HEAD:8265, and check that it can be reached"
+            " from here."
+        )
         try:
             _refuse_silence(asked)
             self._client = _Client()
@@ -90,7 +100,8 @@ class JobServer:
         self.address = self._client.get_address()
 
     def submit(self, name: str, command: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> str:
-        """Submits a job under the first free id `<name>-<n>` and returns that; tries again while the cluster does not answer.
+        """Submits a job under the first free id `<name>-<n>` and returns that; tries again while the cluster does not
+        answer.
 
         Raises:
             ConfigError: The cluster refuses it.
@@ -101,7 +112,9 @@ class JobServer:
             try:
                 job_id = job_id or self._free_id(name)
                 sent += 1
-                return self._client.submit_job(entrypoint=command, submission_id=job_id, runtime_env=runtime_env, metadata=metadata)
+                return self._client.submit_job(
+                    entrypoint=command, submission_id=job_id, runtime_env=runtime_env, metadata=metadata
+                )
             except (AuthenticationError, OSError, RuntimeError, ValueError) as error:
                 is_lost = isinstance(error, OSError)
                 is_taken = not is_lost and "already exists" in str(error)
@@ -110,12 +123,16 @@ class JobServer:
                 if is_taken or not (is_lost or _UNABLE.match(str(error))):
                     raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
                 if time.monotonic() - began_s > self._lost_contact_s:
-                    raise LostContactError(f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}") from error
+                    raise LostContactError(
+                        f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}"
+                    ) from error
             time.sleep(_LOOK_S)
 
     def _free_id(self, name: str) -> str:
         taken = [job.submission_id for job in self._client.list_jobs() if job.submission_id]
-        numbers = [int(end) for start, _, end in (one.rpartition("-") for one in taken) if start == name and end.isdecimal()]
+        numbers = [
+            int(end) for start, _, end in (one.rpartition("-") for one in taken) if start == name and end.isdecimal()
+        ]
         return f"{name}-{max(numbers, default=0) + 1}"
 
     def follow(self, job_id: str, show: Show, tell: Show) -> EndedJob:
@@ -141,7 +158,9 @@ class JobServer:
             except _LOST as error:
                 ended, trouble = None, error
                 if time.monotonic() - tail.heard_s > self._lost_contact_s:
-                    raise LostContactError(f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}") from error
+                    raise LostContactError(
+                        f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}"
+                    ) from error
             if ended is not None:
                 tail.rest(self._client, job_id)
                 return ended
@@ -210,4 +229,6 @@ def _refuse_silence(address: str | None) -> None:
     """
     parts = urlsplit(address or "")
     if parts.scheme in ("http", "https") and parts.hostname:
-        socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), _CONNECT_S).close()
+        socket.create_connection(
+            (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), _CONNECT_S
+        ).close()

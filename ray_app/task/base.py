@@ -32,7 +32,9 @@ from ray_app.task.transforms import uniform
 if TYPE_CHECKING:
     from ray_app.config.config import Config
 
-TAKEN = frozenset({"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts", "imbalance"})
+TAKEN = frozenset(
+    {"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts", "imbalance"}
+)
 """What is recorded of every step; a metric of a task's own has another name."""
 _FEW = 16
 """So many tensors of the host are read one by one in less time than at once."""
@@ -43,13 +45,13 @@ _NAME = re.compile(r"(?!eval_)[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}")
 class Losses:
     """Losses of a batch whose mean is not one over rows, or with which more is recorded.
 
-    The loss of a step, or of an evaluation, is the sum of `values` over the sum of `weights`, both over all rows of the global batch, and
-    so is its gradient. In a language model the values of a row are the sum over its tokens, its weight is their number.
+    The loss of a step, or of an evaluation, is the sum of `values` over the sum of `weights`, both over all rows of the
+    global batch, and so is its gradient. In a language model the values of a row are the sum over its tokens, its
+    weight is their number.
 
-    Args:
-        values: The sum of the losses of each row's parts, shape (rows,).
-        weights: How much each row counts, 0 or more, shape (rows,); not given: 1 each.
-        metrics: What else is recorded of every training step, by name, as sums over each row's parts like `values`, shape (rows,); the
+    Args: values: The sum of the losses of each row's parts, shape (rows,). weights: How much each row counts, 0 or
+        more, shape (rows,); not given: 1 each. metrics: What else is recorded of every training step, by name, as sums
+        over each row's parts like `values`, shape (rows,); the
             mean is over the same weights.
     """
 
@@ -92,18 +94,22 @@ def of_rows(task: object, found: Tensor | Losses, rows: int) -> Losses:
         ConfigError: It is not one value for each row, or a metric has a name that cannot be recorded.
     """
     losses = Losses.of(found)
-    given = {"": losses.values} | ({"weights": losses.weights} if losses.weights is not None else {}) | dict(losses.metrics)
+    given = (
+        {"": losses.values} | ({"weights": losses.weights} if losses.weights is not None else {}) | dict(losses.metrics)
+    )
     for name, value in given.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         if shape != (rows,):
             raise ConfigError(
-                f"{type(task).__name__}.loss returned {name and f'{name!r} of '}shape {shape} for {rows} rows; it must return one value per"
+                f"{type(task).__name__}.loss returned {name and f'{name!r} of '}shape {shape} for {rows} rows; it must"
+                f" return one value per"
                 " row, shape (rows,). Use reduction='none' in the loss function."
             )
     for name in losses.metrics:
         if name in TAKEN or not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{type(task).__name__}.loss returned a metric {name!r}; use letters, digits, '_', '.', '-' and spaces, nothing that begins"
+                f"{type(task).__name__}.loss returned a metric {name!r}; use letters, digits, '_', '.', '-' and spaces,"
+                f" nothing that begins"
                 f" with eval_, and none of {', '.join(sorted(TAKEN))}, which every step has."
             )
     return losses
@@ -112,10 +118,8 @@ def of_rows(task: object, found: Tensor | Losses, rows: int) -> Losses:
 class DeviceSums(NamedTuple):
     """Sums over rows that are still where they were computed.
 
-    Args:
-        values: That of the losses and, with weights or metrics, those of the weights and of each metric; shape (1,) or (2 + metrics,).
-        rows: How many.
-        metrics: Their names; None without weights and metrics.
+    Args: values: That of the losses and, with weights or metrics, those of the weights and of each metric; shape (1,)
+        or (2 + metrics,). rows: How many. metrics: Their names; None without weights and metrics.
     """
 
     values: Tensor
@@ -133,7 +137,9 @@ def sums_of(losses: Losses) -> DeviceSums:
     return DeviceSums(torch.stack([values.sum().double(), *more]), len(values), tuple(losses.metrics))
 
 
-def read(task: object, found: Sequence[DeviceSums | None], also: Sequence[Tensor] = ()) -> tuple[list[LossSums], list[float]]:
+def read(
+    task: object, found: Sequence[DeviceSums | None], also: Sequence[Tensor] = ()
+) -> tuple[list[LossSums], list[float]]:
     """What sums are, `NOTHING` for None, and other numbers; waits for the device once.
 
     Args:
@@ -156,7 +162,8 @@ def read(task: object, found: Sequence[DeviceSums | None], also: Sequence[Tensor
             loss, weight, *metrics = numbers[at : at + 2 + len(each.metrics)]
             if not 0 <= weight < math.inf:
                 raise ConfigError(
-                    f"{type(task).__name__}.loss returned weights whose sum over {each.rows} rows is {weight}; each must be a number of at"
+                    f"{type(task).__name__}.loss returned weights whose sum over {each.rows} rows is {weight}; each"
+                    f" must be a number of at"
                     " least 0, such as how many tokens a row has."
                 )
             told.append(LossSums(loss, weight, dict(zip(each.metrics, metrics, strict=True))))
@@ -194,9 +201,10 @@ Rows = dict[str, Any]
 class Task(ABC):
     """What is trained.
 
-    Instances are made from the configuration on the driver and pickled to the readers, the workers and the evaluator, so they hold
-    settings, not tensors. Everything random must come from torch's default generators or from the `keys` given to `augment`: then
-    the result does not depend on the number of workers. `columns`, `build_model` and `loss` are what a task must have.
+    Instances are made from the configuration on the driver and pickled to the readers, the workers and the evaluator,
+    so they hold settings, not tensors. Everything random must come from torch's default generators or from the `keys`
+    given to `augment`: then the result does not depend on the number of workers. `columns`, `build_model` and `loss`
+    are what a task must have.
     """
 
     best_metric: ClassVar[str] = "loss"
@@ -206,7 +214,8 @@ class Task(ABC):
     classes: list[str] = []  # noqa: RUF012 - replaced, never changed
     """Names of the classes, in the order of their numbers; set by `prepare` of a classification."""
     data_schema: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
-    """Columns and classes of the data that the task was prepared with, see `ray_app.task.schema`; set after `prepare`."""
+    """Columns and classes of the data that the task was prepared with, see `ray_app.task.schema`; set after `prepare`.
+    """
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any]) -> Self:
@@ -221,8 +230,8 @@ class Task(ABC):
         Returns:
             A task with nothing left open (such as the number of classes); not overridden: this one.
 
-        Raises:
-            DataError: The data set does not fit; the message says what to do. Not overridden: a column is not there or has missing values,
+        Raises: DataError: The data set does not fit; the message says what to do. Not overridden: a column is not there
+            or has missing values,
                 or holds what `decode`, not overridden either, does not know.
         """
         if type(self).decode is Task.decode:
@@ -231,7 +240,9 @@ class Task(ABC):
         return self
 
     def unfit(self, config: Config) -> list[str]:
-        """What of a configuration does not go with the task, a sentence each that says what to do; not overridden: nothing."""
+        """What of a configuration does not go with the task, a sentence each that says what to do; not overridden:
+        nothing.
+        """
         del config
         return []
 
@@ -240,17 +251,20 @@ class Task(ABC):
         """Columns to read."""
 
     def targets(self) -> list[str]:
-        """Those of `columns` that only the loss and the metrics need; a prediction does not read them, and `decode` gets zeros for them."""
+        """Those of `columns` that only the loss and the metrics need; a prediction does not read them, and `decode`
+        gets zeros for them.
+        """
         return []
 
     def decode(self, rows: Rows) -> Arrays:
-        """Turns rows as read into an array of one fixed shape for each name, (rows, ...), or into a `Ragged`, on any CPU of the cluster.
+        """Turns rows as read into an array of one fixed shape for each name, (rows, ...), or into a `Ragged`, on any
+        CPU of the cluster.
 
-        Not overridden: the columns by their names; fractions as float32, integers as int64, lists of these as `Ragged`, arrays of integers
-        as they are; a value that is NaN or infinite as float32 is refused.
+        Not overridden: the columns by their names; fractions as float32, integers as int64, lists of these as `Ragged`,
+        arrays of integers as they are; a value that is NaN or infinite as float32 is refused.
 
-        The arrays are used as they are, and must not change afterwards. A ragged field `x` is in a batch as `x`, padded to the longest of
-        its rows, and `x_lengths`.
+        The arrays are used as they are, and must not change afterwards. A ragged field `x` is in a batch as `x`, padded
+        to the longest of its rows, and `x_lengths`.
 
         Raises:
             Exception: Any, for rows that cannot be decoded; the reader finds out which row it is and says so.
@@ -261,14 +275,14 @@ class Task(ABC):
         return fields
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
-        """Turns rows to train on into arrays like those of `decode`, another way in every epoch: random crops, augmentations.
+        """Turns rows to train on into arrays like those of `decode`, another way in every epoch: random crops,
+        augmentations.
 
-        To be replaced where the random part of a row is made in the readers and not in `augment`, on the device; without a cache of
-        decoded rows (`data.cache`).
+        To be replaced where the random part of a row is made in the readers and not in `augment`, on the device;
+        without a cache of decoded rows (`data.cache`).
 
-        Args:
-            rows: As in `decode`.
-            keys: A 63-bit integer for each row, a hash of (seed, epoch, row): the only source of randomness to use here, see
+        Args: rows: As in `decode`. keys: A 63-bit integer for each row, a hash of (seed, epoch, row): the only source
+            of randomness to use here, see
                 `ray_app.task.transforms.drawing`.
         """
         del keys
@@ -286,22 +300,22 @@ class Task(ABC):
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         """Changes a training batch on the device.
 
-        Args:
-            batch: The decoded fields, each (rows, ...).
-            keys: One 63-bit integer per row, a hash of (seed, epoch, row), shape (rows,), on the CPU: the only source of randomness to
+        Args: batch: The decoded fields, each (rows, ...). keys: One 63-bit integer per row, a hash of (seed, epoch,
+            row), shape (rows,), on the CPU: the only source of randomness to
                 use here, so that a row is augmented alike wherever it is processed.
         """
         del keys
         return batch
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        """The parts of a model whose parameters `train.strategy: fsdp` gathers together while they compute; the rest is one more part.
+        """The parts of a model whose parameters `train.strategy: fsdp` gathers together while they compute; the rest is
+        one more part.
 
-        Each must be called as a module, once or more, wherever its parameters are used. To be replaced where the blocks of a model are not
-        in an `nn.Sequential` or `nn.ModuleList`.
+        Each must be called as a module, once or more, wherever its parameters are used. To be replaced where the blocks
+        of a model are not in an `nn.Sequential` or `nn.ModuleList`.
 
-        Returns:
-            Modules of the model: without a method of its own, what is in its sequences and has 100,000 parameters or more.
+        Returns: Modules of the model: without a method of its own, what is in its sequences and has 100,000 parameters
+            or more.
         """
         found: list[nn.Module] = []
         for child in model.children():
@@ -314,8 +328,8 @@ class Task(ABC):
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Runs the model on a batch and returns its outputs.
 
-        Not overridden: the model is called with the fields of `columns` that are not `targets`, in that order, a ragged one followed by its
-        lengths.
+        Not overridden: the model is called with the fields of `columns` that are not `targets`, in that order, a ragged
+        one followed by its lengths.
 
         Raises:
             ConfigError: `decode` makes fields of other names.
@@ -323,8 +337,10 @@ class Task(ABC):
         names = [name for name in self.columns() if name not in self.targets()]
         if absent := [name for name in names if name not in batch]:
             raise ConfigError(
-                f"{type(self).__name__} leaves `forward` out, so its model is called with its columns {', '.join(names)}; decoded fields"
-                f" are {', '.join(batch)}, without {', '.join(absent)}. Write `forward`, or let `decode` name its fields as the columns."
+                f"{type(self).__name__} leaves `forward` out, so its model is called with its columns"
+                f" {', '.join(names)}; decoded fields"
+                f" are {', '.join(batch)}, without {', '.join(absent)}. Write `forward`, or let `decode` name its"
+                f" fields as the columns."
             )
         return model(*(batch[field] for name in names for field in (name, name + LENGTHS) if field in batch))
 
@@ -332,15 +348,16 @@ class Task(ABC):
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
         """The loss of every row, shape (rows,): not their mean, which the step makes over all workers.
 
-        Where the mean is not one over rows, but over tokens or boxes, or where more is to be recorded of the training, return `Losses`.
+        Where the mean is not one over rows, but over tokens or boxes, or where more is to be recorded of the training,
+        return `Losses`.
         """
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """What `loss` returns, of a training batch; backward of its sum follows.
 
-        To be replaced where training is more than one `forward` and `loss`: several forward passes, penalties on gradients, auxiliary
-        losses. It is called once for each logical worker and step, with torch's generators seeded for it, so what it draws from them does
-        not depend on the number of workers.
+        To be replaced where training is more than one `forward` and `loss`: several forward passes, penalties on
+        gradients, auxiliary losses. It is called once for each logical worker and step, with torch's generators seeded
+        for it, so what it draws from them does not depend on the number of workers.
         """
         return self.loss(self.forward(model, batch), batch)
 
@@ -356,11 +373,12 @@ class Task(ABC):
         return self.training_loss(model, batch)
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Moves the parameters by the gradients in their `.grad`, which are those of the global batch, equal on all workers.
+        """Moves the parameters by the gradients in their `.grad`, which are those of the global batch, equal on all
+        workers.
 
-        To be replaced where an update is more than `optimizer.step()`: constraints on weights, other rules for some parameters. All
-        workers call it in the same state and must end in the same one; with `central_storage` rank 0 alone calls it, and with `local_sgd`
-        each replica does, in its own state and with its own gradient.
+        To be replaced where an update is more than `optimizer.step()`: constraints on weights, other rules for some
+        parameters. All workers call it in the same state and must end in the same one; with `central_storage` rank 0
+        alone calls it, and with `local_sgd` each replica does, in its own state and with its own gradient.
         """
         del model
         optimizer.step()
@@ -376,10 +394,15 @@ class Task(ABC):
         Raises:
             ConfigError: Not overridden, and `optimizer` asks for it all the same.
         """
-        raise ConfigError(f"{type(self).__name__} makes no optimizer for a {type(model).__name__}; name another than this in `optimizer`.")
+        raise ConfigError(
+            f"{type(self).__name__} makes no optimizer for a {type(model).__name__}; name another than this in"
+            f" `optimizer`."
+        )
 
     def evaluated(self, model: nn.Module, batch: Batch) -> Any:
-        """What `loss` and `update` get of a batch in an evaluation: what `forward` returns, unless more than that is to be evaluated."""
+        """What `loss` and `update` get of a batch in an evaluation: what `forward` returns, unless more than that is to
+        be evaluated.
+        """
         return self.forward(model, batch)
 
     def finish(self, model: nn.Module) -> None:
@@ -387,13 +410,16 @@ class Task(ABC):
         del model
 
     def metrics(self) -> MetricCollection:
-        """Makes the metrics of one evaluation; the mean loss is added under the name `loss`. Not overridden: none but that."""
+        """Makes the metrics of one evaluation; the mean loss is added under the name `loss`. Not overridden: none but
+        that.
+        """
         from torchmetrics import MetricCollection
 
         return MetricCollection({})
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """Adds one evaluated batch to the metrics; not overridden: they compare the outputs with the only one of `targets`.
+        """Adds one evaluated batch to the metrics; not overridden: they compare the outputs with the only one of
+        `targets`.
 
         Raises:
             ConfigError: There are metrics and several targets, or none.
@@ -401,14 +427,16 @@ class Task(ABC):
         targets = self.targets()
         if len(metrics) and len(targets) != 1:
             raise ConfigError(
-                f"{type(self).__name__} has metrics and leaves `update` out, which then compares the outputs with the only target; its"
+                f"{type(self).__name__} has metrics and leaves `update` out, which then compares the outputs with the"
+                f" only target; its"
                 f" `targets` are {', '.join(targets) or 'none'}. Write `update`."
             )
         if len(metrics):
             metrics.update(outputs, batch[targets[0]])
 
     def predictions(self, outputs: Any) -> Arrays:
-        """What a batch prediction writes for every row: numbers or text by column, each (rows, ...), or `Ragged`, which become lists.
+        """What a batch prediction writes for every row: numbers or text by column, each (rows, ...), or `Ragged`, which
+        become lists.
 
         Not overridden: the outputs of `forward`, which are on the CPU, themselves, a single tensor as `predicted`.
         """
@@ -426,7 +454,8 @@ class Task(ABC):
         return self.predictions(outputs)
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
-        """Writes more into the folder of an export: what programs without ray_app load the model from; not overridden: nothing.
+        """Writes more into the folder of an export: what programs without ray_app load the model from; not overridden:
+        nothing.
 
         Args:
             model: The trained model, on the CPU, in evaluation mode; to be left as it is.

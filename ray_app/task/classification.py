@@ -1,9 +1,10 @@
-"""What tasks that predict one of several classes share: weights, metrics, predictions, and the rows that they got wrong.
+"""What tasks that predict one of several classes share: weights, metrics, predictions, and the rows that they got
+wrong.
 
 Truths that are no longer one class: label smoothing, mixup and cutmix, with random numbers keyed by the row.
 
-A row is mixed with the row before it in its micro-batch, which the plan has shuffled. So the result depends on the micro-batch, which is
-that of a logical worker, and not on the number of workers.
+A row is mixed with the row before it in its micro-batch, which the plan has shuffled. So the result depends on the
+micro-batch, which is that of a logical worker, and not on the number of workers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from ray_app.task.base import Batch, Mistake, uniform
 from ray_app.task.device import constant, sent
 
 ClassWeights = list[float] | Literal["balanced"] | None
-"""How much a row of each class counts in the training loss: a number for each, or what makes all classes count the same in sum."""
+"""How much a row of each class counts in the training loss: a number for each, or what makes all classes count the same
+in sum.
+"""
 MAX_CONFUSED_CLASSES = 2048
 """A confusion matrix of as many classes takes 32 MiB, and as much of `evaluations/*.json`."""
 
@@ -49,17 +52,23 @@ def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes:
         rows = data.count(label)
         return [data.num_rows / (len(rows) * rows[c]) if c in rows else 0.0 for c in range(classes)]
     if weights is not None and (
-        isinstance(weights, str) or len(weights) != classes or not any(weights) or not all(0 <= w < math.inf for w in weights)
+        isinstance(weights, str)
+        or len(weights) != classes
+        or not any(weights)
+        or not all(0 <= w < math.inf for w in weights)
     ):
         raise ConfigError(
-            f"task.init_args.class_weights is {weights}; it must be balanced, or a list of {classes} numbers of at least 0, one for each"
+            f"task.init_args.class_weights is {weights}; it must be balanced, or a list of {classes} numbers of at"
+            f" least 0, one for each"
             " class and not all 0."
         )
     return weights
 
 
 def weigh(batch: Batch, weights: list[float] | None) -> Batch:
-    """A training batch with the weight of each row's class as `class_weight`, shape (rows,); of a mixed target's classes the mean."""
+    """A training batch with the weight of each row's class as `class_weight`, shape (rows,); of a mixed target's
+    classes the mean.
+    """
     if weights is None:
         return batch
     of_class = constant(weights, batch["label"].device)
@@ -72,11 +81,11 @@ def weighted(losses: Tensor, batch: Batch) -> Tensor:
 
 
 def classification_metrics(classes: int) -> MetricCollection:
-    """Accuracy, F1 averaged over the classes, calibration error (Guo et al. 2017, 15 bins), and per class precision, recall and F1, with
-    the confusion matrix [true][predicted].
+    """Accuracy, F1 averaged over the classes, calibration error (Guo et al. 2017, 15 bins), and per class precision,
+    recall and F1, with the confusion matrix [true][predicted].
 
-    Of more than `MAX_CONFUSED_CLASSES` classes only accuracy and calibration error: torchmetrics counts all others, also per class, in a
-    matrix of classes x classes.
+    Of more than `MAX_CONFUSED_CLASSES` classes only accuracy and calibration error: torchmetrics counts all others,
+    also per class, in a matrix of classes x classes.
     """
     from torchmetrics import MetricCollection
     from torchmetrics import classification as known
@@ -116,21 +125,27 @@ def wrong_classes(scores: Tensor, labels: Tensor, classes: Sequence[str], most: 
 
 
 def class_predictions(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDArray]:
-    """The class with the highest score of every row by name (`predicted`) and number (`predicted_index`), and its `confidence`, 0 to 1.
+    """The class with the highest score of every row by name (`predicted`) and number (`predicted_index`), and its
+    `confidence`, 0 to 1.
 
     Args:
         scores: Shape (rows, classes).
         classes: Names of the classes.
     """
     confidence, index = scores.float().softmax(-1).max(-1)
-    return {"predicted": np.array(classes)[index.numpy()], "predicted_index": index.numpy(), "confidence": confidence.numpy()}
+    return {
+        "predicted": np.array(classes)[index.numpy()],
+        "predicted_index": index.numpy(),
+        "confidence": confidence.numpy(),
+    }
 
 
 _SHARE, _KIND, _ROW, _COLUMN = 21, 22, 23, 24  # salts: what a row's random number is for
 
 
 def smooth_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
-    """One-hot truths with a share spread over all classes, see Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016.
+    """One-hot truths with a share spread over all classes, see Szegedy et al., "Rethinking the Inception Architecture",
+    CVPR 2016.
 
     Args:
         labels: Shape (rows,).

@@ -1,6 +1,7 @@
 """What the arguments of a task by configuration must be, beyond their types.
 
-A loss of the configuration: one of `torch.nn`, or whatever is called with outputs and target, for each row; and what was right.
+A loss of the configuration: one of `torch.nn`, or whatever is called with outputs and target, for each row; and what
+was right.
 
 Which values a target may have for a loss of the configuration.
 """
@@ -44,7 +45,8 @@ def need_specs(**given: Any) -> None:
         for place, one in ({name: value} if several is None else several).items():
             if not isinstance(one, dict) or not isinstance(one.get("class_path"), str):
                 raise ConfigError(
-                    f"{_AT}.{place} is {one!r}; it must have class_path, an import path such as torch.nn.CrossEntropyLoss, and may have"
+                    f"{_AT}.{place} is {one!r}; it must have class_path, an import path such as"
+                    f" torch.nn.CrossEntropyLoss, and may have"
                     " init_args."
                 )
 
@@ -65,15 +67,20 @@ def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_l
     if not all(value > 0 for value in std):
         raise ConfigError(f"{_AT}.std is {list(std)}; images are divided by it, so each must be greater than 0.")
     if not mean or not std:
-        raise ConfigError(f"{_AT}.mean and std are {list(mean)} and {list(std)}; give a number for each channel, or one for all.")
+        raise ConfigError(
+            f"{_AT}.mean and std are {list(mean)} and {list(std)}; give a number for each channel, or one for all."
+        )
     if pad_to < 1:
-        raise ConfigError(f"{_AT}.pad_to is {pad_to}; padded lists are as long as a multiple of it, so it must be at least 1.")
+        raise ConfigError(
+            f"{_AT}.pad_to is {pad_to}; padded lists are as long as a multiple of it, so it must be at least 1."
+        )
     if max_length is not None and max_length < 1:
         raise ConfigError(f"{_AT}.max_length is {max_length}; it must be at least 1, or null for all.")
 
 
 def mask_pairs(values: Any) -> list[list[int]]:
-    """Value and class of masks in the order of the values, as `task.init_args.mask_values` has them; empty where that is not given.
+    """Value and class of masks in the order of the values, as `task.init_args.mask_values` has them; empty where that
+    is not given.
 
     Raises:
         ConfigError: These are no integers.
@@ -81,7 +88,8 @@ def mask_pairs(values: Any) -> list[list[int]]:
     given = values or {}
     if not isinstance(given, Mapping) or not all(type(n) is int for pair in given.items() for n in pair):
         raise ConfigError(
-            f"{_AT}.mask_values is {values!r}; it must be classes by the values of a mask, integers both, as {{0: 0, 255: 1}}."
+            f"{_AT}.mask_values is {values!r}; it must be classes by the values of a mask, integers both, as"
+            f" {{0: 0, 255: 1}}."
         )
     return [[value, given[value]] for value in sorted(given)]
 
@@ -92,7 +100,8 @@ def need_channels(name: str, column: ColumnFacts, **given: Sequence[float]) -> N
     for argument, values in given.items():
         if len(values) not in (1, channels):
             raise ConfigError(
-                f"{_AT}.{argument} is {list(values)}, {len(values)} numbers; images of {name!r} have {channels} channels. Give a number for"
+                f"{_AT}.{argument} is {list(values)}, {len(values)} numbers; images of {name!r} have {channels}"
+                f" channels. Give a number for"
                 " each, or one for all."
             )
 
@@ -102,7 +111,8 @@ def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterab
     for name in padded:
         if facts[name].kind != "list":
             raise DataError(
-                f"{_AT}.inputs names {name}.mask, which is 1 where a list has a number and 0 where it is padded; column {name!r} of"
+                f"{_AT}.inputs names {name}.mask, which is 1 where a list has a number and 0 where it is padded; column"
+                f" {name!r} of"
                 f" {data.path} holds {facts[name].kind}, no lists. Leave .mask out."
             )
 
@@ -115,8 +125,10 @@ def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
     """
     if column.kind == "list" and (column.shape or column.dtype.count("list<") > 1):
         raise DataError(
-            f"{_AT}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a target is one number for each"
-            " place of a list. Name another column, make lists of one size of it, or write a Task, whose `loss` gets the lists padded."
+            f"{_AT}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a target is"
+            f" one number for each"
+            " place of a list. Name another column, make lists of one size of it, or write a Task, whose `loss` gets"
+            " the lists padded."
         )
 
 
@@ -162,26 +174,31 @@ _OF_LOGITS: dict[Activation, tuple[str, ...]] = {
     ),
     "softmax": ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss", "cross_entropy", "nll_loss", "multi_margin_loss"),
 }
-"""Losses of torch and torchvision that take scores, by what makes probabilities of these; softmax does of log-probabilities, too."""
+"""Losses of torch and torchvision that take scores, by what makes probabilities of these; softmax does of
+log-probabilities, too.
+"""
 _BETWEEN = {nn.BCEWithLogitsLoss: 0.0, nn.MultiLabelSoftMarginLoss: 0.0, nn.SoftMarginLoss: 0.0, nn.BCELoss: 0.5}
 """Losses of two classes with one output, and the output between the two."""
 
 
-def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = False, there: Tensor | None = None) -> Tensor | Losses:
-    """What a loss gives for each row; where that is several values (pixels, several numbers), the mean is over all of them.
+def loss_of_rows(
+    spec: Spec, outputs: Any, target: Tensor, accuracy: bool = False, there: Tensor | None = None
+) -> Tensor | Losses:
+    """What a loss gives for each row; where that is several values (pixels, several numbers), the mean is over all of
+    them.
 
     With weights of classes the mean is over these, as `torch.nn.CrossEntropyLoss` has it.
 
-    Args:
-        spec: The loss. It is made with `reduction: none`; of a row's several values the mean is over all of them, with `batchmean`
+    Args: spec: The loss. It is made with `reduction: none`; of a row's several values the mean is over all of them,
+        with `batchmean`
             (`torch.nn.KLDivLoss`) over the rows.
         outputs: What of the model's is compared.
         target: What with; of the outputs' shape it becomes of their type, both of at least 32 bits.
         accuracy: Whether what is right of each row is the metric `accuracy`; it counts as its losses do.
         there: Which values of a target of lists are there; the others are padding, and do not count. Not given: all.
 
-    Raises:
-        ConfigError: It compares each of a row's outputs with each of its targets, or makes one value of a padded list; or the accuracy is
+    Raises: ConfigError: It compares each of a row's outputs with each of its targets, or makes one value of a padded
+        list; or the accuracy is
             asked for, and these are no classes.
     """
     if there is not None:
@@ -194,24 +211,31 @@ def loss_of_rows(spec: Spec, outputs: Any, target: Tensor, accuracy: bool = Fals
     is_torchs = type(loss).__module__ == "torch.nn.modules.loss"
     if is_torchs and isinstance(outputs, Tensor) and losses.shape == outputs.shape != target.shape:
         raise ConfigError(
-            f"The model's outputs are of shape {_rows(outputs)}, the target of {_rows(target)}; {spec['class_path']} compares each with"
+            f"The model's outputs are of shape {_rows(outputs)}, the target of {_rows(target)}; {spec['class_path']}"
+            f" compares each with"
             " each of these. Let the model give as many outputs as there are numbers in a row of the target."
         )
     counted = _counted(loss, losses, target)
     if there is not None:
         if losses.shape != target.shape:
             raise ConfigError(
-                f"{spec['class_path']} gave values of shape {_rows(losses)} for a target of lists, {_rows(target)}, which are padded:"
-                " what is padding would count. Use a loss that gives a value for each number of a list; where classes are the last axis"
+                f"{spec['class_path']} gave values of shape {_rows(losses)} for a target of lists, {_rows(target)},"
+                f" which are padded:"
+                " what is padding would count. Use a loss that gives a value for each number of a list; where classes"
+                " are the last axis"
                 " of the outputs, set task.init_args.classes_last."
             )
         losses, counted = losses.masked_fill(~there, 0), there if counted is None else counted * there
-    if right is None and ((counted is None and losses.ndim < 2) or (spec.get("init_args") or {}).get("reduction") == "batchmean"):
+    if right is None and (
+        (counted is None and losses.ndim < 2) or (spec.get("init_args") or {}).get("reduction") == "batchmean"
+    ):
         return _of_rows(losses)
     counted = torch.ones_like(losses) if counted is None else counted
     if right is None:
         return Losses(_of_rows(losses), _of_rows(counted))
-    right = right.float() if right.ndim <= counted.ndim else right.float().flatten(1).mean(1)  # the loss made one value of a row's
+    right = (
+        right.float() if right.ndim <= counted.ndim else right.float().flatten(1).mean(1)
+    )  # the loss made one value of a row's
     return Losses(_of_rows(losses), _of_rows(counted), {"accuracy": _of_rows(right * counted)})
 
 
@@ -223,21 +247,31 @@ def reduction_of(spec: Spec) -> str:
     """
     given = spec.get("init_args") or {}
     reduction = given.get("reduction", "mean")
-    known = ["mean", "none", *(["batchmean"] if "KLDiv" in spec["class_path"] or "kl_div" in spec["class_path"] else [])]
+    known = [
+        "mean",
+        "none",
+        *(["batchmean"] if "KLDiv" in spec["class_path"] or "kl_div" in spec["class_path"] else []),
+    ]
     if reduction not in known:
         raise ConfigError(
-            f"task.init_args.loss has reduction {reduction!r}; it must be one of {', '.join(known)}. A step's loss is a mean over the"
-            " global batch, so that the learning rate does not depend on its rows; with a sum of before, multiply the learning rate by"
+            f"task.init_args.loss has reduction {reduction!r}; it must be one of {', '.join(known)}. A step's loss is a"
+            f" mean over the"
+            " global batch, so that the learning rate does not depend on its rows; with a sum of before, multiply the"
+            " learning rate by"
             " the rows that were summed."
         )
     if old := sorted(name for name in ("size_average", "reduce") if given.get(name) is not None):
-        raise ConfigError(f"task.init_args.loss has {', '.join(old)}, which torch replaces by reduction; leave it out, the mean is taken.")
+        raise ConfigError(
+            f"task.init_args.loss has {', '.join(old)}, which torch replaces by reduction; leave it out, the mean is"
+            f" taken."
+        )
     return str(reduction)
 
 
 @lru_cache(64)
 def activation_of(spec: str) -> Activation:
-    """What makes probabilities of the outputs that a loss compares; `none` for one that takes these, or numbers, or is not known.
+    """What makes probabilities of the outputs that a loss compares; `none` for one that takes these, or numbers, or is
+    not known.
 
     Args:
         spec: The loss, as JSON.
@@ -249,7 +283,8 @@ def activation_of(spec: str) -> Activation:
 
 
 def probabilities(outputs: Any, activation: Activation) -> Any:
-    """What metrics of probabilities get: torchmetrics itself would decide by the values of each batch whether they are logits.
+    """What metrics of probabilities get: torchmetrics itself would decide by the values of each batch whether they are
+    logits.
 
     Args:
         outputs: Scores of classes along axis 1, or one of each value.
@@ -262,7 +297,9 @@ def probabilities(outputs: Any, activation: Activation) -> Any:
 
 
 def _in_full(values: Tensor) -> Tensor:
-    """Values of half precision in single precision, others as they are: targets and sums are not rounded to what a model computes in."""
+    """Values of half precision in single precision, others as they are: targets and sums are not rounded to what a
+    model computes in.
+    """
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -272,7 +309,8 @@ def _of_rows(values: Tensor) -> Tensor:
 
 
 def _right(loss: Any, outputs: Any, target: Tensor) -> Tensor:
-    """Where the outputs say the target's class, in its shape: by the highest score, of two classes with one score by what the loss parts.
+    """Where the outputs say the target's class, in its shape: by the highest score, of two classes with one score by
+    what the loss parts.
 
     Raises:
         ConfigError: These are not classes.
@@ -284,8 +322,10 @@ def _right(loss: Any, outputs: Any, target: Tensor) -> Tensor:
         if outputs.shape == target.shape and parts is not None:
             return (outputs > parts) == (target > 0.5)
     raise ConfigError(
-        f"task.init_args.train_accuracy is true, and the target, {target.dtype} of shape {_rows(target)}, is not the index of a class for"
-        f" which the outputs have a score, nor 0 and 1 for {', '.join(kind.__name__ for kind in _BETWEEN)}. Leave it out."
+        f"task.init_args.train_accuracy is true, and the target, {target.dtype} of shape {_rows(target)}, is not the"
+        f" index of a class for"
+        f" which the outputs have a score, nor 0 and 1 for {', '.join(kind.__name__ for kind in _BETWEEN)}. Leave it"
+        f" out."
     )
 
 
@@ -294,7 +334,9 @@ def _rows(values: Tensor) -> str:
 
 
 def _counted(loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
-    """How much each value of a loss that goes by class indices counts, as torch's own mean has it; None: as much as the others."""
+    """How much each value of a loss that goes by class indices counts, as torch's own mean has it; None: as much as the
+    others.
+    """
     if losses.shape != target.shape or target.is_floating_point() or (ignored := _option(loss, "ignore_index")) is None:
         return None
     weights, counted = _option(loss, "weight"), target != ignored
@@ -312,7 +354,8 @@ def _option(loss: Any, name: str) -> Any:
 @lru_cache(64)
 @torch.inference_mode(False)
 def make_loss(spec: str, device: str) -> Any:
-    """Makes a loss on a device once in a process, with weights that backward can save even if an evaluation asks for it first.
+    """Makes a loss on a device once in a process, with weights that backward can save even if an evaluation asks for it
+    first.
 
     Args:
         spec: The loss, as JSON.
@@ -320,7 +363,11 @@ def make_loss(spec: str, device: str) -> Any:
     """
     given = json.loads(spec)
     init_args = {**(given.get("init_args") or {}), "reduction": "none"}
-    tensors = {name: torch.tensor(init_args[name], dtype=torch.float32) for name in _OF_CLASSES if isinstance(init_args.get(name), list)}
+    tensors = {
+        name: torch.tensor(init_args[name], dtype=torch.float32)
+        for name in _OF_CLASSES
+        if isinstance(init_args.get(name), list)
+    }
     if (called := _function_of(given, init_args)) is not None:
         return partial(called, **(init_args | {name: value.to(device) for name, value in tensors.items()}))
     loss = made({**given, "init_args": init_args | tensors}, "task.init_args.loss")
@@ -328,7 +375,9 @@ def make_loss(spec: str, device: str) -> Any:
 
 
 def _function_of(spec: Spec, init_args: dict[str, Any]) -> Any:
-    """The function that is the loss itself, called with outputs and target (`torchvision.ops.sigmoid_focal_loss`); None: it makes one."""
+    """The function that is the loss itself, called with outputs and target (`torchvision.ops.sigmoid_focal_loss`);
+    None: it makes one.
+    """
     try:
         found = load_class(spec["class_path"])
         parameters = inspect.signature(found).parameters.values()
@@ -352,11 +401,13 @@ def range_of(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
         outputs: What of the model's outputs is compared, shape (rows, classes, ...) where these are scores of classes.
         target: What they are compared with, shape (rows, ...).
 
-    Returns:
-        None for a loss that takes any value, or of which this is not known, as it is of a class with a `forward` of its own.
+    Returns: None for a loss that takes any value, or of which this is not known, as it is of a class with a `forward`
+        of its own.
     """
     loss = make_loss(json.dumps(spec), "cpu")
-    kind = next((kind for kind in (*_BY_INDEX, *_OF_TWO) if isinstance(loss, kind) and type(loss).forward is kind.forward), None)
+    kind = next(
+        (kind for kind in (*_BY_INDEX, *_OF_TWO) if isinstance(loss, kind) and type(loss).forward is kind.forward), None
+    )
     if kind is None or not isinstance(outputs, Tensor):
         return None
     if kind in _BY_INDEX and outputs.ndim == target.ndim + 1 and not target.is_floating_point():
@@ -382,13 +433,16 @@ def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask:
     if ((values >= least) & (values <= greatest) | np.isin(values, ignored)).all():
         return
     remedy = (
-        "Map the values of masks to classes by task.init_args.mask_values, such as {0: 0, 255: 1}; or leave pixels of a value out by"
-        " ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or let the model have an output for each class"
+        "Map the values of masks to classes by task.init_args.mask_values, such as {0: 0, 255: 1}; or leave pixels of a"
+        " value out by"
+        " ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or let the model have an output"
+        " for each class"
         if is_mask
         else "Correct the column, or let the model have an output for each class"
     )
     raise ValueError(
-        f"the {'mask' if is_mask else 'target'} {column!r} has the values {_some(values)}; the loss and the model's {greatest + 1} classes"
+        f"the {'mask' if is_mask else 'target'} {column!r} has the values {_some(values)}; the loss and the model's"
+        f" {greatest + 1} classes"
         f" allow {least} to {greatest}. {remedy}"
     )
 

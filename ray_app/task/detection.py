@@ -37,20 +37,22 @@ class ObjectDetection(Task):
               - {class_path: torchvision.transforms.v2.RandomIoUCrop}
               - {class_path: torchvision.transforms.v2.RandomHorizontalFlip}
 
-    A detector's losses are means over the images that it gets, so the loss of each row is that of its micro-batch, which belongs to one
-    logical worker. In evaluation a detector says no loss; there is mean average precision instead.
+    A detector's losses are means over the images that it gets, so the loss of each row is that of its micro-batch,
+    which belongs to one logical worker. In evaluation a detector says no loss; there is mean average precision instead.
 
-    Args:
-        detector: The module, or a function that returns one. It is called with a list of images, float32 (3, height, width) from 0 to 1, in
-            training also with a list of targets, `boxes` (objects, 4) and `labels` (objects,), and returns its losses by name; in
-            evaluation `boxes`, `labels` and `scores` of each image.
+    Args: detector: The module, or a function that returns one. It is called with a list of images, float32 (3, height,
+        width) from 0 to 1, in
+            training also with a list of targets, `boxes` (objects, 4) and `labels` (objects,), and returns its losses
+            by name; in evaluation `boxes`, `labels` and `scores` of each image.
         image: Column of images: encoded, or arrays of uint8 with two or three axes.
         boxes: Column of lists of boxes: left, top, right, bottom in pixels of the decoded image.
         labels: Column of lists of integers, the class of each box; the first is 1, since 0 is the background.
-        transforms: What is done to images and boxes to train on, in the readers; what is random in it draws from the row's key, which is
-            another one in every epoch. Boxes are cut to the image afterwards, and those of less than a pixel are left out.
-        exif_orientation: Whether encoded images are turned and mirrored as their EXIF orientation says, as viewers and tools for drawing
-            boxes show them; false: they are decoded as they are stored, and boxes are in pixels of that.
+        transforms: What is done to images and boxes to train on, in the readers; what is random in it draws from the
+            row's key, which is another one in every epoch. Boxes are cut to the image afterwards, and those of less
+            than a pixel are left out.
+        exif_orientation: Whether encoded images are turned and mirrored as their EXIF orientation says, as viewers and
+            tools for drawing boxes show them; false: they are decoded as they are stored, and boxes are in pixels of
+            that.
     """
 
     best_metric = "map"
@@ -65,7 +67,13 @@ class ObjectDetection(Task):
         transforms: list[Spec] | None = None,
         exif_orientation: bool = True,
     ) -> None:
-        self.detector, self.image, self.boxes, self.labels, self.transforms = detector, image, boxes, labels, transforms or []
+        self.detector, self.image, self.boxes, self.labels, self.transforms = (
+            detector,
+            image,
+            boxes,
+            labels,
+            transforms or [],
+        )
         self.exif_orientation = exif_orientation
 
     def prepare(self, data: DataFacts) -> ObjectDetection:
@@ -74,7 +82,8 @@ class ObjectDetection(Task):
         require("torchvision", "Object detection")
         if not is_image_column(need_column(data, self.image, ("bytes", "array"), "detector")):
             raise DataError(
-                f"Column {self.image!r} of {data.path} holds arrays that are no images; images are files, or uint8 of shape (height, width)"
+                f"Column {self.image!r} of {data.path} holds arrays that are no images; images are files, or uint8 of"
+                f" shape (height, width)"
                 " or (height, width, channels). Name another column in task.init_args.image."
             )
         for name in self.targets():
@@ -95,7 +104,9 @@ class ObjectDetection(Task):
         return bool(self.transforms)
 
     def decode(self, rows: Rows) -> Arrays:
-        """Decodes to `image` (the pixels of all channels, one after the other), `size` (height and width), `boxes` and `labels`."""
+        """Decodes to `image` (the pixels of all channels, one after the other), `size` (height and width), `boxes` and
+        `labels`.
+        """
         return self._decoded(rows, (), None)
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
@@ -134,15 +145,20 @@ class ObjectDetection(Task):
         if len(boxes) != len(labels):
             raise ValueError(f"there are {len(boxes)} boxes and {len(labels)} labels; each box has one")
         left, top, right, bottom = boxes.unbind(1)
-        there = (left >= -1) & (top >= -1) & (right <= width + 1) & (bottom <= height + 1) & (left < right) & (top < bottom)
+        there = (
+            (left >= -1) & (top >= -1) & (right <= width + 1) & (bottom <= height + 1) & (left < right) & (top < bottom)
+        )
         if not there.all():
             raise ValueError(
-                f"the box {boxes[~there][0].tolist()} is none in an image {width} wide and {height} high; give left, top, right and bottom"
+                f"the box {boxes[~there][0].tolist()} is none in an image {width} wide and {height} high; give left,"
+                f" top, right and bottom"
                 " in pixels"
             )
         most = (self.detector.get("init_args") or {}).get("num_classes", np.inf)
         if wrong := labels[(labels < 1) | (labels >= most)].tolist():
-            raise ValueError(f"there is a label {wrong[0]}; labels go from 1, since 0 is the background, to num_classes - 1")
+            raise ValueError(
+                f"there is a label {wrong[0]}; labels go from 1, since 0 is the background, to num_classes - 1"
+            )
         return boxes, labels
 
     def build_model(self) -> nn.Module:
@@ -150,22 +166,30 @@ class ObjectDetection(Task):
         model = made(self.detector, "task.init_args.detector")
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"task.init_args.detector {self.detector['class_path']} makes a {type(model).__name__}; it must make an nn.Module."
+                f"task.init_args.detector {self.detector['class_path']} makes a {type(model).__name__}; it must make an"
+                f" nn.Module."
             )
         return model
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """The sum of the detector's losses, which are means over the micro-batch, for each of its rows; each by its name as a metric."""
-        losses = {name: loss.expand(len(batch["size"])) for name, loss in _fresh(model)(_images(batch), _truths(batch)).items()}
+        """The sum of the detector's losses, which are means over the micro-batch, for each of its rows; each by its
+        name as a metric.
+        """
+        losses = {
+            name: loss.expand(len(batch["size"]))
+            for name, loss in _fresh(model)(_images(batch), _truths(batch)).items()
+        }
         return Losses(torch.stack(list(losses.values())).sum(0), metrics=losses)
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """What is found, the surest first, padded to the most of an image: `boxes` (rows, most, 4), `labels` and `scores` (rows, most), and
-        how many of them count, `found` (rows,). Needs a model in evaluation mode.
+        """What is found, the surest first, padded to the most of an image: `boxes` (rows, most, 4), `labels` and
+        `scores` (rows, most), and how many of them count, `found` (rows,). Needs a model in evaluation mode.
         """
         found = _fresh(model)(_images(batch))
         counts = torch.tensor([len(one["boxes"]) for one in found], device=batch["size"].device)
-        return {name: pad_sequence([one[name] for one in found], batch_first=True) for name in _FOUND} | {"found": counts}
+        return {name: pad_sequence([one[name] for one in found], batch_first=True) for name in _FOUND} | {
+            "found": counts
+        }
 
     def loss(self, outputs: Any, batch: Batch) -> Losses:
         """None: what weighs nothing."""
@@ -173,7 +197,9 @@ class ObjectDetection(Task):
         return Losses(none, none)
 
     def metrics(self) -> MetricCollection:
-        """Mean average precision as COCO measures it, `map` (IoU from 0.5 to 0.95), `map_50` and `map_75`, and recall, `mar_100`."""
+        """Mean average precision as COCO measures it, `map` (IoU from 0.5 to 0.95), `map_50` and `map_75`, and recall,
+        `mar_100`.
+        """
         from torchmetrics import MetricCollection
 
         return MetricCollection({"map": _average_precision()})
@@ -210,13 +236,16 @@ def _changed(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dic
     boxes = tv_tensors.BoundingBoxes(sample["boxes"], format="XYXY", canvas_size=size)
     sample = transformed(sample | {"image": tv_tensors.Image(sample["image"]), "boxes": boxes}, transforms, key)
     if sample["image"].dtype != torch.uint8:
-        raise ValueError("task.init_args.transforms make images of fractions; leave that out, the detector gets them from 0 to 1 anyway")
+        raise ValueError(
+            "task.init_args.transforms make images of fractions; leave that out, the detector gets them from 0 to 1"
+            " anyway"
+        )
     return v2.SanitizeBoundingBoxes()(v2.ClampBoundingBoxes()(sample))
 
 
 def _fresh(model: nn.Module) -> nn.Module:
-    """A detector that has forgotten the batches before: torchvision's keep the scales of the first one, which small images make uneven, and
-    which is another one on every worker.
+    """A detector that has forgotten the batches before: torchvision's keep the scales of the first one, which small
+    images make uneven, and which is another one on every worker.
     """
     from torchvision.ops import MultiScaleRoIAlign
 
@@ -229,12 +258,18 @@ def _fresh(model: nn.Module) -> nn.Module:
 def _images(batch: Batch) -> list[Tensor]:
     """The images of a batch as detectors take them."""
     sizes = batch["size"].tolist()
-    return [row[: 3 * high * wide].view(3, high, wide).float() / 255 for row, (high, wide) in zip(batch["image"], sizes, strict=True)]
+    return [
+        row[: 3 * high * wide].view(3, high, wide).float() / 255
+        for row, (high, wide) in zip(batch["image"], sizes, strict=True)
+    ]
 
 
 def _truths(batch: Batch) -> list[dict[str, Tensor]]:
     """The boxes and classes of each row."""
-    return [{name: batch[name][i, :n] for name in ("boxes", "labels")} for i, n in enumerate(batch["boxes" + LENGTHS].tolist())]
+    return [
+        {name: batch[name][i, :n] for name in ("boxes", "labels")}
+        for i, n in enumerate(batch["boxes" + LENGTHS].tolist())
+    ]
 
 
 def _average_precision() -> Metric:

@@ -1,6 +1,7 @@
 """What the bits of a result depend on besides configuration and data: threads, kernels, instruction set, device.
 
-Values of the host where a device needs them, without waiting for it: a plain copy of a few bytes waits for all that it was given.
+Values of the host where a device needs them, without waiting for it: a plain copy of a few bytes waits for all that it
+was given.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ def set_up_torch(config: Config, device: torch.device) -> None:
 def use_device(device: torch.device) -> None:
     """Makes a GPU the current one of the calling thread; a CPU needs nothing.
 
-    The current device belongs to a thread, and a new thread begins with the first GPU. User code that says "cuda", generators and Triton
-    use the current one.
+    The current device belongs to a thread, and a new thread begins with the first GPU. User code that says "cuda",
+    generators and Triton use the current one.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _try_product(device: torch.device) -> None:
-    """Multiplies two matrices: PyTorch looks once, at the first product of a process, whether cuBLAS was given a deterministic workspace,
-    and refuses all of them if it was not; that of a notebook may have been before this run.
+    """Multiplies two matrices: PyTorch looks once, at the first product of a process, whether cuBLAS was given a
+    deterministic workspace, and refuses all of them if it was not; that of a notebook may have been before this run.
 
     Raises:
         ConfigError: It refuses.
@@ -71,8 +72,10 @@ def _try_product(device: torch.device) -> None:
         if _WORKSPACE not in str(error):
             raise
         raise ConfigError(
-            "This process has used its GPU before it was asked for the same bits each time, which cuBLAS does not change any more. Restart"
-            f" the kernel and set {_WORKSPACE}=:4096:8 in its first cell, or train with another strategy than single, in other processes."
+            "This process has used its GPU before it was asked for the same bits each time, which cuBLAS does not"
+            " change any more. Restart"
+            f" the kernel and set {_WORKSPACE}=:4096:8 in its first cell, or train with another strategy than single,"
+            f" in other processes."
         ) from error
 
 
@@ -103,10 +106,15 @@ def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
 
 @contextmanager
 def given_back() -> Iterator[None]:
-    """Gives a process that is not only a worker's its threads, its choice of kernels, its GPU and its random numbers back."""
+    """Gives a process that is not only a worker's its threads, its choice of kernels, its GPU and its random numbers
+    back.
+    """
     memory: Any = torch.utils.deterministic
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    fills, devices = memory.fill_uninitialized_memory, [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    fills, devices = (
+        memory.fill_uninitialized_memory,
+        [torch.cuda.current_device()] if torch.cuda.is_initialized() else [],
+    )
     benchmark = torch.backends.cudnn.benchmark
     with torch.random.fork_rng(devices), variables(**{_WORKSPACE: None}, TORCHINDUCTOR_DETERMINISTIC=None):
         try:
@@ -123,8 +131,9 @@ def given_back() -> Iterator[None]:
 def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:
     """The GPU to compute on: the first of those that Ray gave this process, numbered as it sees them.
 
-    Ray shows a process what it has, or what all workers of its node have (`RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`), or leaves alone
-    what it sees (`RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES`).
+    Ray shows a process what it has, or what all workers of its node have
+    (`RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`), or leaves alone what it sees
+    (`RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES`).
 
     Args:
         ids: From `ray.get_gpu_ids`.
@@ -139,11 +148,14 @@ _ROUNDING: dict[str, Any] = {
     "convolution": getattr(torch.backends.cudnn, "conv"),  # noqa: B009 - torch's types do not know it
     "recurrent": getattr(torch.backends.cudnn, "rnn"),  # noqa: B009
 }
-"""What may round to TF32; asked by the newer of PyTorch's two names, since it refuses the older one to who has used the newer."""
+"""What may round to TF32; asked by the newer of PyTorch's two names, since it refuses the older one to who has used the
+newer.
+"""
 
 
 def driver_version() -> str:
-    """Returns the newest CUDA version that the installed driver supports, such as 13.2, or "unknown" if the driver does not answer.
+    """Returns the newest CUDA version that the installed driver supports, such as 13.2, or "unknown" if the driver does
+    not answer.
 
     The question goes to the driver's library: no module of PyTorch answers it, and no device is opened for it.
     """
@@ -162,7 +174,9 @@ def describe(device: torch.device) -> dict[str, str]:
     """
     environment = {
         "torch": torch.__version__,
-        "device": f"cpu {platform.machine()}" if device.type == "cpu" else f"{device.type} {_ask(torch.cuda.get_device_name, device)}",
+        "device": f"cpu {platform.machine()}"
+        if device.type == "cpu"
+        else f"{device.type} {_ask(torch.cuda.get_device_name, device)}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }
@@ -193,7 +207,8 @@ def need_compiler(device: torch.device) -> None:
     missing = _missing_for_cpus() if device.type == "cpu" else _missing_for_triton()
     if missing is not None:
         raise ConfigError(
-            f"train.compile needs {missing} on every node, and {platform.node()} has none. Install it, or set train.compile to false."
+            f"train.compile needs {missing} on every node, and {platform.node()} has none. Install it, or set"
+            f" train.compile to false."
         )
 
 
@@ -210,7 +225,9 @@ def _missing_for_cpus() -> str | None:
 
 
 def _missing_for_triton() -> str | None:
-    """Returns what Triton lacks on this machine, None if nothing. It builds the launcher of each kernel with a C compiler."""
+    """Returns what Triton lacks on this machine, None if nothing. It builds the launcher of each kernel with a C
+    compiler.
+    """
     if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
         return "a C compiler such as gcc"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
@@ -224,7 +241,9 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def constant(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers that stay what they are, shape (numbers,); made once for each device, so that a step and a CUDA graph find them there."""
+    """Numbers that stay what they are, shape (numbers,); made once for each device, so that a step and a CUDA graph
+    find them there.
+    """
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return _constant(tuple(values), device, dtype)

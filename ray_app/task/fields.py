@@ -31,7 +31,8 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) ->
     facts = data.columns.get(name)
     if facts is None:
         raise DataError(
-            f"{data.path} has no column {name!r} for the {use}; its columns are {', '.join(sorted(data.columns))}. Name another"
+            f"{data.path} has no column {name!r} for the {use}; its columns are {', '.join(sorted(data.columns))}. Name"
+            f" another"
             " column in task.init_args or ingest the data again."
         )
     if facts.kind not in kinds:
@@ -40,7 +41,9 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) ->
             + f"; the {use} needs {' or '.join(kinds)}. Name another column in task.init_args or convert it."
         )
     if facts.nulls:
-        raise DataError(f"Column {name!r} of {data.path} has {facts.nulls} missing values; fill or drop them before training.")
+        raise DataError(
+            f"Column {name!r} of {data.path} has {facts.nulls} missing values; fill or drop them before training."
+        )
     return facts
 
 
@@ -51,25 +54,30 @@ MAX_COUNTED_CLASSES = 100_000
 def count_classes(data: DataFacts, label: str, wanted: int | None) -> int:
     """The number of classes: as configured, as the ingest recorded it, or the greatest label plus one.
 
-    Raises:
-        DataError: A label lies outside the classes, nothing tells how many there are, or the labels are no class numbers but identifiers,
+    Raises: DataError: A label lies outside the classes, nothing tells how many there are, or the labels are no class
+        numbers but identifiers,
             of which there would be more than rows.
     """
     facts = need_column(data, label, ("integer",), "label")
     known = wanted or (len(data.classes) if data.classes else None)
     if known is None and facts.maximum is None:
-        raise DataError(f"{data.path} does not say how many classes column {label!r} has; set task.init_args.num_classes.")
+        raise DataError(
+            f"{data.path} does not say how many classes column {label!r} has; set task.init_args.num_classes."
+        )
     count = known if known is not None else int(facts.maximum or 0) + 1
     low, high = facts.minimum, facts.maximum
     if (low is not None and low < 0) or (high is not None and high >= count):
         raise DataError(
-            f"Column {label!r} of {data.path} has labels from {low:g} to {high:g}; {count} classes allow 0 to {count - 1}. Correct the"
+            f"Column {label!r} of {data.path} has labels from {low:g} to {high:g}; {count} classes allow 0 to"
+            f" {count - 1}. Correct the"
             " labels or set task.init_args.num_classes."
         )
     if known is None and (reason := too_many_classes(data, count)):
         raise DataError(
-            f"Column {label!r} of {data.path} has labels from {low:.0f} to {high:.0f}, which makes {count} classes: {reason}. If the labels"
-            " are identifiers (numbers of articles, ZIP codes), number them from 0, or ingest them as text (ray-app ingest --label), whose"
+            f"Column {label!r} of {data.path} has labels from {low:.0f} to {high:.0f}, which makes {count} classes:"
+            f" {reason}. If the labels"
+            " are identifiers (numbers of articles, ZIP codes), number them from 0, or ingest them as text (ray-app"
+            " ingest --label), whose"
             " values become classes; if there are so many classes, set task.init_args.num_classes."
         )
     return count
@@ -116,9 +124,8 @@ def plain(values: Any) -> Field:
 def of_kind(values: Any, kind: str) -> Field:
     """A column as read in types that layers take, and what stays as small as it was.
 
-    Args:
-        values: The column.
-        kind: What it holds (`ColumnFacts.kind`): numbers become float32, integers int64, lists `Ragged` with integers of 32 or 64 bits or
+    Args: values: The column. kind: What it holds (`ColumnFacts.kind`): numbers become float32, integers int64, lists
+        `Ragged` with integers of 32 or 64 bits or
             fractions of 32; of arrays only fractions of 64 bits become others.
 
     Raises:
@@ -159,7 +166,10 @@ def need_finite(name: str, values: Any) -> None:
 
 def _as_int64(values: npt.NDArray) -> npt.NDArray[np.int64]:
     if values.dtype == np.uint64 and values.size and (most := int(values.max())) > np.iinfo(np.int64).max:
-        raise ValueError(f"{most} is above 2^63 - 1, the greatest integer that models take; keep such numbers as text, or as fractions")
+        raise ValueError(
+            f"{most} is above 2^63 - 1, the greatest integer that models take; keep such numbers as text, or as"
+            f" fractions"
+        )
     return values.astype(np.int64, copy=False)
 
 
@@ -187,10 +197,9 @@ def need_as_long(rows: Mapping[str, Any], name: str, others: Sequence[str]) -> N
 def without_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[str]) -> Ragged:
     """What a model says of padded lists, each row as long as its own list.
 
-    Args:
-        outputs: Shape (rows, length), (rows, length, 1), or (rows, values, length), on the CPU.
-        batch: What they were made of.
-        names: Fields that the model takes; the first list that is padded to that length is the one that the outputs go along with.
+    Args: outputs: Shape (rows, length), (rows, length, 1), or (rows, values, length), on the CPU. batch: What they were
+        made of. names: Fields that the model takes; the first list that is padded to that length is the one that the
+        outputs go along with.
 
     Returns:
         Rows of shape (length,) or (length, values).
@@ -207,7 +216,8 @@ def without_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[s
     if not fits or any((other != lengths[0]).any() for other in lengths):
         said = ", ".join(f"{name!r} to {length}" for name, length in padded.items())
         raise DataError(
-            f"The outputs are of shape {tuple(outputs.shape)}, of rows whose lists are padded: {said or 'none'}; which of these they go"
+            f"The outputs are of shape {tuple(outputs.shape)}, of rows whose lists are padded: {said or 'none'}; which"
+            f" of these they go"
             " along with cannot be told, so what they say of padding cannot be left out. Write Task.predicted."
         )
     there = np.arange(outputs.shape[1]) < lengths[0][:, None]

@@ -1,6 +1,7 @@
 """Image classification with any torchvision classifier, or a small network for tiny images.
 
-The network of TensorFlow's tutorial on several workers with Keras; also how small a task is that changes the model alone.
+The network of TensorFlow's tutorial on several workers with Keras; also how small a task is that changes the model
+alone.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 class ImageClassification(Task):
     """Classifies images.
 
-    Args:
-        model: `small_cnn`, or the name of a classifier in `torchvision.models` such as `resnet18`.
-        model_args: More keyword arguments of the model (`small_cnn`: `channels`, `dropout`).
-        num_classes: Number of classes; not given: read from the data.
-        image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files (JPEG, PNG, WebP, GIF).
-        label: Column of class indices.
-        size: Height and width of the decoded images in pixels; needed for encoded files, which are resized and centre-cropped to it.
-        exif_orientation: Whether encoded images are turned and mirrored as their EXIF orientation says, as viewers show them; false: they
+    Args: model: `small_cnn`, or the name of a classifier in `torchvision.models` such as `resnet18`. model_args: More
+        keyword arguments of the model (`small_cnn`: `channels`, `dropout`). num_classes: Number of classes; not given:
+        read from the data. image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files
+        (JPEG, PNG, WebP, GIF). label: Column of class indices. size: Height and width of the decoded images in pixels;
+        needed for encoded files, which are resized and centre-cropped to it. exif_orientation: Whether encoded images
+        are turned and mirrored as their EXIF orientation says, as viewers show them; false: they
             are decoded as they are stored.
         pixel_max: Value of a white pixel.
         mean: Mean to subtract after scaling to [0, 1], one per channel or one for all.
         std: Standard deviation to divide by, likewise.
         flip: Whether training images are flipped left-right at random.
-        crop_padding: Pixels by which training images are shifted at random in both directions, the border repeated; 0: none.
-        label_smoothing: Share of a training image's truth that is spread evenly over all classes, 0 to 1.
-        mixup: Parameter of the Beta distribution by which training images are blended with another of their micro-batch, such as 0.2; 0:
+        crop_padding: Pixels by which training images are shifted at random in both directions, the border repeated; 0:
             none.
-        cutmix: The same for pasting a rectangle of the other image. With both, each image gets one of them, chosen at random.
-        class_weights: How much the training loss of an image of each class counts: a number for each class, or `balanced`, by which all
-            classes count the same in sum. Evaluation does not use it.
+        label_smoothing: Share of a training image's truth that is spread evenly over all classes, 0 to 1.
+        mixup: Parameter of the Beta distribution by which training images are blended with another of their
+            micro-batch, such as 0.2; 0: none.
+        cutmix: The same for pasting a rectangle of the other image. With both, each image gets one of them, chosen at
+            random.
+        class_weights: How much the training loss of an image of each class counts: a number for each class, or
+            `balanced`, by which all classes count the same in sum. Evaluation does not use it.
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
     """
 
@@ -87,17 +88,25 @@ class ImageClassification(Task):
         exif_orientation: bool = True,
     ) -> None:
         if model != "small_cnn" and model not in _classifiers():
-            raise ConfigError(f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_classifiers())}.")
+            raise ConfigError(
+                f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_classifiers())}."
+            )
         self.model, self.model_args, self.num_classes = model, dict(model_args or {}), num_classes
         self.image, self.label, self.size = image, label, size
         self.pixel_max, self.mean, self.std = pixel_max, mean or [0.0], std or [1.0]
         self.flip, self.crop_padding = flip, crop_padding
         if not 0 <= label_smoothing < 1 or mixup < 0 or cutmix < 0:
             raise ConfigError(
-                f"task.init_args.label_smoothing is {label_smoothing}, mixup {mixup}, cutmix {cutmix}; label_smoothing must be at least 0"
+                f"task.init_args.label_smoothing is {label_smoothing}, mixup {mixup}, cutmix {cutmix}; label_smoothing"
+                f" must be at least 0"
                 " and below 1, the others at least 0."
             )
-        self.label_smoothing, self.mixup, self.cutmix, self.class_weights = label_smoothing, mixup, cutmix, class_weights
+        self.label_smoothing, self.mixup, self.cutmix, self.class_weights = (
+            label_smoothing,
+            mixup,
+            cutmix,
+            class_weights,
+        )
         self.weights: list[float] | None = None
         self.train_accuracy, self.exif_orientation = train_accuracy, exif_orientation
         self.channels = 3
@@ -110,13 +119,17 @@ class ImageClassification(Task):
         made.weights = resolve_weights(self.class_weights, data, self.label, made.num_classes)
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:
-            raise DataError(f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in pixels.")
+            raise DataError(
+                f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in"
+                f" pixels."
+            )
         if facts.kind == "bytes":
             require("torchvision", f"Resizing the images of column {self.image!r}")
         if facts.kind == "array":
             if len(facts.shape) not in (2, 3) or np.dtype(facts.dtype) != np.uint8:
                 raise DataError(
-                    f"Column {self.image!r} of {data.path} holds {facts.dtype} arrays of shape {facts.shape}; images are uint8 of shape"
+                    f"Column {self.image!r} of {data.path} holds {facts.dtype} arrays of shape {facts.shape}; images"
+                    f" are uint8 of shape"
                     " (height, width) or (height, width, channels)."
                 )
             made.channels = facts.shape[2] if len(facts.shape) == 3 else 1
@@ -135,7 +148,9 @@ class ImageClassification(Task):
         images = rows[self.image]
         if isinstance(images, list):
             pixels = np.empty((len(images), 3, self.size or 0, self.size or 0), np.uint8)
-            for row, data in zip(pixels, images, strict=True):  # one after the other, so that each reuses the memory of the last
+            for row, data in zip(
+                pixels, images, strict=True
+            ):  # one after the other, so that each reuses the memory of the last
                 row[:] = self._decode_file(data)
         else:
             stacked = images if images.ndim == 4 else images[..., None]
@@ -164,8 +179,8 @@ class ImageClassification(Task):
         return torchvision.models.get_model(self.model, num_classes=self.num_classes, **self.model_args)
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Flips, shifts, mixes and weighs; see `Task.augment`. Where the truth is no longer one class it is added as `target`,
-        (rows, classes).
+        """Flips, shifts, mixes and weighs; see `Task.augment`. Where the truth is no longer one class it is added as
+        `target`, (rows, classes).
         """
         images = batch["image"]
         if self.flip:
@@ -188,7 +203,9 @@ class ImageClassification(Task):
             mean, std = (constant(each, images.device)[:, None, None] for each in (self.mean, self.std))
             images = (images - mean) / std
         outputs = model(images)
-        return outputs if isinstance(outputs, Tensor) else outputs.logits  # GoogLeNet and Inception return auxiliary scores in training
+        return (
+            outputs if isinstance(outputs, Tensor) else outputs.logits
+        )  # GoogLeNet and Inception return auxiliary scores in training
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of every row, shape (rows,)."""
@@ -198,7 +215,9 @@ class ImageClassification(Task):
         """See `Task.training_loss`."""
         outputs = self.forward(model, batch)
         losses = self.loss(outputs, batch)
-        return Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]}) if self.train_accuracy else losses
+        return (
+            Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]}) if self.train_accuracy else losses
+        )
 
     def metrics(self) -> MetricCollection:
         """See `classification_metrics`."""
@@ -249,7 +268,9 @@ def _shift(images: Tensor, keys: Tensor, padding: int) -> Tensor:
 
 
 class QuarterMeans(nn.Module):
-    """Means over the four quarters of each channel: `AdaptiveAvgPool2d(2)`, whose backward has no deterministic kernel on GPUs."""
+    """Means over the four quarters of each channel: `AdaptiveAvgPool2d(2)`, whose backward has no deterministic kernel
+    on GPUs.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (rows, channels, height, width) to (rows, channels, 2, 2); an odd last row or column does not count."""

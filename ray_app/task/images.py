@@ -1,7 +1,7 @@
 """Encoded images: simplejpeg decodes JPEG files, Pillow reads all headers and decodes every other format.
 
-Both raise an error for a damaged file; torchvision's decoder ends the process for some PNG files. A header is read before any pixel is
-decoded, since a small file can say that it is enormous.
+Both raise an error for a damaged file; torchvision's decoder ends the process for some PNG files. A header is read
+before any pixel is decoded, since a small file can say that it is enormous.
 
 Images of rows and the masks that belong to them, through the same transforms.
 """
@@ -29,12 +29,15 @@ MAX_PIXELS = 2**27
 """Of all frames together: 403 MB as RGB, an image of 11585 x 11585."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _JPEG = ("JPEG", "MPO")
-"""MPO is a JPEG file with further pictures behind the first one, as many phones write it; only the first one is decoded."""
+"""MPO is a JPEG file with further pictures behind the first one, as many phones write it; only the first one is
+decoded.
+"""
 _ANIMATED = ("WEBP", "GIF")
 """Of an animated PNG only the still image is decoded, which viewers that know no animation show."""
 _HARMLESS = ("extraneous bytes before marker 0xd9", "unknown JFIF revision", "determine subsampling level")
-"""Parts of simplejpeg's errors for files that it refuses and that have all their pixels: surplus bytes before the end-of-image marker,
-an odd version number in the header, and sampling factors that libjpeg decodes and TurboJPEG's interface has no name for.
+"""Parts of simplejpeg's errors for files that it refuses and that have all their pixels: surplus bytes before the
+end-of-image marker, an odd version number in the header, and sampling factors that libjpeg decodes and TurboJPEG's
+interface has no name for.
 """
 _ORIENTATION = 0x0112
 _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
@@ -52,15 +55,14 @@ _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
 def pixels_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """Decodes an image file.
 
-    Args:
-        encoded: JPEG, PNG, WebP or GIF.
-        exif_orientation: Whether the image is turned and mirrored as its EXIF orientation says, which is how viewers show it.
+    Args: encoded: JPEG, PNG, WebP or GIF. exif_orientation: Whether the image is turned and mirrored as its EXIF
+        orientation says, which is how viewers show it.
 
-    Returns:
-        RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8 are kept.
+    Returns: RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the
+        upper 8 are kept.
 
-    Raises:
-        ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message says which.
+    Raises: ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message
+        says which.
     """
     import torch
 
@@ -96,7 +98,8 @@ def mask_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     with _explained(encoded), _opened(encoded) as image:
         if image.format in _JPEG or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(
-                f"it is a {image.format} of mode {image.mode}, which is no mask; a mask is a PNG of one channel, or of a palette, whose"
+                f"it is a {image.format} of mode {image.mode}, which is no mask; a mask is a PNG of one channel, or of"
+                f" a palette, whose"
                 " values are the numbers of classes"
             )
         _load(image, encoded)
@@ -106,7 +109,8 @@ def mask_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
 
 @contextmanager
 def _explained(encoded: bytes) -> Iterator[None]:
-    """Turns every error of a library about a file into a ValueError with a reason: Pillow's readers raise errors of all kinds.
+    """Turns every error of a library about a file into a ValueError with a reason: Pillow's readers raise errors of all
+    kinds.
 
     Raises:
         ValueError: See above.
@@ -205,9 +209,11 @@ def _load(image: Any, encoded: bytes) -> None:
     if image.format != "PNG":
         return
     height = image.height
-    # To unpack the data of every PNG file a second time would cost half as much again. A row that Pillow did not get is zeros, so if the
-    # last row is not zeros, all rows are there. An interlaced image does not end with its last row.
-    may_lack_rows = bool(image.info.get("interlace")) or not np.array(image.crop((0, height - 1, image.width, height))).any()
+    # To unpack the data of every PNG file a second time would cost half as much again. A row that Pillow did not get is
+    # zeros, so if the last row is not zeros, all rows are there. An interlaced image does not end with its last row.
+    may_lack_rows = (
+        bool(image.info.get("interlace")) or not np.array(image.crop((0, height - 1, image.width, height))).any()
+    )
     if may_lack_rows and (missing := _missing_png_bytes(encoded)):
         raise ValueError(f"its image data ends {missing} bytes too early")
 
@@ -221,7 +227,9 @@ def _check_palette(image: Any, encoded: bytes) -> None:
     if image.format == "PNG" and image.mode == "P":
         colours = sum(map(len, _png_chunks(encoded, b"PLTE"))) // 3
         if (index := image.getextrema()[1]) >= colours:
-            raise ValueError(f"a pixel has the colour {index} of a palette of {colours} colours, which are numbered from 0")
+            raise ValueError(
+                f"a pixel has the colour {index} of a palette of {colours} colours, which are numbered from 0"
+            )
 
 
 def _missing_png_bytes(encoded: bytes) -> int:
@@ -256,7 +264,9 @@ def _png_chunks(encoded: bytes, kind: bytes) -> Iterator[bytes]:
 
 
 def _has_gif_end(encoded: bytes) -> bool:
-    """Whether the blocks of a GIF file lead to the one that ends it; Pillow takes frames that were cut off for frames that never were."""
+    """Whether the blocks of a GIF file lead to the one that ends it; Pillow takes frames that were cut off for frames
+    that never were.
+    """
 
     def table_bytes(flags: int) -> int:
         return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
@@ -264,7 +274,8 @@ def _has_gif_end(encoded: bytes) -> bool:
     try:
         at = 13 + table_bytes(encoded[10])
         while encoded[at] in b"!,":
-            # An extension has a label, an image a position, a size, maybe colours, and the size of its codes. Data follows in both.
+            # An extension has a label, an image a position, a size, maybe colours, and the size of its codes. Data
+            # follows in both.
             at += 2 if encoded[at] == ord("!") else 11 + table_bytes(encoded[at + 9])
             while encoded[at]:
                 at += 1 + encoded[at]
@@ -279,7 +290,8 @@ def _orientation_of(image: Any) -> int:
     try:
         orientation = image.getexif().get(_ORIENTATION)
     except Exception:
-        # EXIF data is beside the image: a damaged block says nothing about how the image is turned, and does not spoil its pixels.
+        # EXIF data is beside the image: a damaged block says nothing about how the image is turned, and does not spoil
+        # its pixels.
         return 1
     return orientation if isinstance(orientation, int) and orientation in _TURNS else 1
 
@@ -308,7 +320,9 @@ def is_image_column(facts: ColumnFacts) -> bool:
 
 def is_mask(facts: ColumnFacts) -> bool:
     """Whether a column beside images can hold their masks: encoded, or integers of shape (height, width)."""
-    return facts.kind == "bytes" or (facts.kind == "array" and len(facts.shape) == 2 and np.dtype(facts.dtype).kind in "uib")
+    return facts.kind == "bytes" or (
+        facts.kind == "array" and len(facts.shape) == 2 and np.dtype(facts.dtype).kind in "uib"
+    )
 
 
 def decoded(
@@ -321,13 +335,10 @@ def decoded(
 ) -> dict[str, npt.NDArray]:
     """The images and masks of some rows.
 
-    Args:
-        rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was not read.
-        kinds: `image` or `mask` by column.
-        transforms: What is done to the images of a row and to its masks alike.
-        keys: Of the rows, see `transformed`.
-        exif_orientation: See `pixels_of`.
-        mask_classes: Value and class of masks, in the order of the values; empty, if the values are the classes.
+    Args: rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was
+        not read. kinds: `image` or `mask` by column. transforms: What is done to the images of a row and to its masks
+        alike. keys: Of the rows, see `transformed`. exif_orientation: See `pixels_of`. mask_classes: Value and class of
+        masks, in the order of the values; empty, if the values are the classes.
 
     Returns:
         By column: images of shape (rows, channels, height, width), masks of shape (rows, height, width).
@@ -340,7 +351,9 @@ def decoded(
     there = {name: kind for name, kind in kinds.items() if name not in lacking}
     if not transforms and stored >= there.keys():
         found = {name: _stored(rows[name], kind) for name, kind in there.items()}
-        found = {name: classes_of(values, mask_classes) if there[name] == MASK else values for name, values in found.items()}
+        found = {
+            name: classes_of(values, mask_classes) if there[name] == MASK else values for name, values in found.items()
+        }
     else:
         found = _one_by_one(rows, there, transforms, keys, exif_orientation, mask_classes)
     size = next(iter(found.values())).shape[-2:] if found else (1, 1)
@@ -365,21 +378,26 @@ def _one_by_one(
     found: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
     for row in range(len(next(iter(rows.values())))):
         stored = {name: rows[name][row] for name in kinds}
-        masks = {name: _mask(stored[name], exif_orientation, mask_classes) for name, kind in kinds.items() if kind == MASK}
+        masks = {
+            name: _mask(stored[name], exif_orientation, mask_classes) for name, kind in kinds.items() if kind == MASK
+        }
         sample = {name: masks[name] if name in masks else image_of(stored[name], exif_orientation) for name in kinds}
         sample = transformed(sample, transforms, None if keys is None else int(keys[row]))
         for name, kind in kinds.items():
             if kind == IMAGE and sample[name].dtype != torch.uint8:
                 raise ValueError(
-                    f"task.init_args.transforms or evaluate_transforms make {str(sample[name].dtype).removeprefix('torch.')} of the image"
-                    f" {name!r}; leave that out (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided by std"
+                    f"task.init_args.transforms or evaluate_transforms make"
+                    f" {str(sample[name].dtype).removeprefix('torch.')} of the image"
+                    f" {name!r}; leave that out (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided"
+                    f" by std"
                 )
             found[name].append(plain(sample[name]).numpy())
     for name, values in found.items():
         shapes = sorted({one.shape for one in values})
         if len(shapes) > 1:
             raise ValueError(
-                f"images of {name!r} have the shapes {shapes[:3]}; let task.init_args.transforms and evaluate_transforms give them one size"
+                f"images of {name!r} have the shapes {shapes[:3]}; let task.init_args.transforms and"
+                f" evaluate_transforms give them one size"
                 " (Resize, CenterCrop, RandomResizedCrop)"
             )
     return {name: np.stack(values) for name, values in found.items()}

@@ -25,16 +25,17 @@ from ray_app.task.transforms import Spec, made
 class CausalLanguageModel(Task):
     """Predicts each token of a row from those before it; loss and perplexity are means over tokens.
 
-    Rows may be packed (`ray-app ingest --pack`), or texts of any length, which are padded at their end, where no token sees it.
+    Rows may be packed (`ray-app ingest --pack`), or texts of any length, which are padded at their end, where no token
+    sees it.
 
-    Args:
-        model: What makes the model by its import path, such as `transformers.AutoModelForCausalLM.from_config` with a `config`, or
-            `transformers.AutoModelForCausalLM.from_pretrained` with a folder of weights; it is trained in float32 or as `train.precision`
-            says.
+    Args: model: What makes the model by its import path, such as `transformers.AutoModelForCausalLM.from_config` with a
+        `config`, or
+            `transformers.AutoModelForCausalLM.from_pretrained` with a folder of weights; it is trained in float32 or as
+            `train.precision` says.
         tokens: Column of lists or arrays of integers.
         max_length: Most tokens of a row that are used, from its beginning; not given: all.
-        lora: Arguments of `peft.LoraConfig`, such as `{r: 8, target_modules: [q_proj, v_proj]}`: the model is frozen, and trained are small
-            adapters of some of its matrices. Not given: all parameters are trained.
+        lora: Arguments of `peft.LoraConfig`, such as `{r: 8, target_modules: [q_proj, v_proj]}`: the model is frozen,
+            and trained are small adapters of some of its matrices. Not given: all parameters are trained.
         gradient_checkpointing: Whether what a block computes is computed again in backward and not kept, for memory.
     """
 
@@ -80,7 +81,10 @@ class CausalLanguageModel(Task):
         """
         model = made(self.model, "task.init_args.model")
         if not hasattr(model, "save_pretrained"):
-            raise ConfigError(f"task.init_args.model makes a {type(model).__name__}; it must make a causal language model of transformers.")
+            raise ConfigError(
+                f"task.init_args.model makes a {type(model).__name__}; it must make a causal language model of"
+                f" transformers."
+            )
         if (why := self.unknown_tokens(model)) is not None:
             raise ConfigError(why)
         if self.gradient_checkpointing:
@@ -99,7 +103,8 @@ class CausalLanguageModel(Task):
         if self.greatest < (known := model.get_input_embeddings().num_embeddings):
             return None
         return (
-            f"Column {self.tokens!r} has tokens up to {self.greatest}, the model knows {known}, 0 to {known - 1}. Set the config's"
+            f"Column {self.tokens!r} has tokens up to {self.greatest}, the model knows {known}, 0 to {known - 1}. Set"
+            f" the config's"
             " vocab_size to that of the tokenizer, or ingest with the tokenizer of the model."
         )
 
@@ -112,14 +117,15 @@ class CausalLanguageModel(Task):
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Runs the model.
 
-        Returns:
-            `logits`, (rows, tokens, vocabulary), of the token that comes next; the sum of the losses of a row's tokens but the first one,
-            `losses`, (rows,), and how many these are, `tokens`, (rows,).
+        Returns: `logits`, (rows, tokens, vocabulary), of the token that comes next; the sum of the losses of a row's
+            tokens but the first one, `losses`, (rows,), and how many these are, `tokens`, (rows,).
         """
         tokens, lengths = batch[self.tokens].long(), batch[self.tokens + LENGTHS]
         logits = model(input_ids=tokens, use_cache=False).logits
         wanted = tokens[:, 1:]
-        losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted.flatten(), reduction="none").view_as(wanted)
+        losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), wanted.flatten(), reduction="none").view_as(
+            wanted
+        )
         counted = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
         return {"logits": logits, "losses": torch.where(counted, losses, 0).sum(1), "tokens": counted.sum(1)}
 
@@ -147,7 +153,9 @@ class CausalLanguageModel(Task):
         return {"loss": (losses / tokens.clamp(min=1)).numpy(), "tokens": tokens.numpy()}
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
-        """Writes what `transformers.AutoModelForCausalLM.from_pretrained(folder)` loads: config.json and safetensors, adapters added up."""
+        """Writes what `transformers.AutoModelForCausalLM.from_pretrained(folder)` loads: config.json and safetensors,
+        adapters added up.
+        """
         if self.lora is not None:
             model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
         model.save_pretrained(folder)  # type: ignore[operator]

@@ -2,7 +2,8 @@
 
 Lightning itself is not imported: whatever module has `training_step` will do.
 
-Methods of a `LightningModule` without its trainer: what they log is kept, and what only the trainer could give is refused.
+Methods of a `LightningModule` without its trainer: what they log is kept, and what only the trainer could give is
+refused.
 """
 
 from __future__ import annotations
@@ -77,14 +78,19 @@ def refuse_hooks(module: nn.Module) -> None:
     hooks = [name for name in dir(kind) if (name.startswith("on_") or name in _NEVER_CALLED) and has_own(kind, name)]
     if hooks:
         raise ConfigError(
-            f"{type(module).__name__} has {', '.join(hooks)}, which Lightning's trainer calls and nothing here does. Take them out: what is"
-            " done to a batch belongs into a subclass of LightningTask as augment(batch, keys), what is done to an update as"
-            " apply_gradients, clipping into train.grad_clip_norm, and what only watches into an observer (docs/runs.md)."
+            f"{type(module).__name__} has {', '.join(hooks)}, which Lightning's trainer calls and nothing here does."
+            f" Take them out: what is"
+            " done to a batch belongs into a subclass of LightningTask as augment(batch, keys), what is done to an"
+            " update as"
+            " apply_gradients, clipping into train.grad_clip_norm, and what only watches into an observer"
+            " (docs/runs.md)."
         )
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(
-            f"{type(module).__name__} sets automatic_optimization to False; its own calls of optimizers would not wait for the gradients of"
-            " the other workers. Write a Task with loss_for_optimizer and configure optimizers that take turns (docs/own-task.md)."
+            f"{type(module).__name__} sets automatic_optimization to False; its own calls of optimizers would not wait"
+            f" for the gradients of"
+            " the other workers. Write a Task with loss_for_optimizer and configure optimizers that take turns"
+            " (docs/own-task.md)."
         )
 
 
@@ -111,17 +117,21 @@ def _metric_of(value: Any, parts: list[Any]) -> Metric | None:
 
 @contextmanager
 def played(module: nn.Module, method: str, rows: int | None = None) -> Iterator[Log]:
-    """The time in which a method of a module is called: what it logs is kept, and whoever asks for a trainer hears that there is none.
+    """The time in which a method of a module is called: what it logs is kept, and whoever asks for a trainer hears that
+    there is none.
 
     Args:
         module: The module.
         method: Name of the method.
         rows: Rows of the batch that it gets; not given: it gets none.
 
-    Yields:
-        What it logs. The states of its torchmetrics objects are those of the batch until it ends; then nothing of them stays.
+    Yields: What it logs. The states of its torchmetrics objects are those of the batch until it ends; then nothing of
+        them stays.
     """
-    logged, own_metrics = Log({}, {}), [part for part in module.modules() if hasattr(part, "_update_count") and hasattr(part, "reset")]
+    logged, own_metrics = (
+        Log({}, {}),
+        [part for part in module.modules() if hasattr(part, "_update_count") and hasattr(part, "reset")],
+    )
 
     def log(name: str, value: Any, *flags: Any, **options: Any) -> None:
         recorded = name.replace("/", ".")
@@ -132,11 +142,16 @@ def played(module: nn.Module, method: str, rows: int | None = None) -> Iterator[
         counted = options.get("batch_size")
         if counted is not None and rows is not None and int(counted) != rows:
             raise ValueError(
-                f"{name!r} is logged with batch_size {int(counted)}, and the batch has {rows} rows, by which its mean counts here. Leave"
-                " batch_size out; a mean over something else than rows (tokens) is a torchmetrics.MeanMetric that is updated with weights"
+                f"{name!r} is logged with batch_size {int(counted)}, and the batch has {rows} rows, by which its mean"
+                f" counts here. Leave"
+                " batch_size out; a mean over something else than rows (tokens) is a torchmetrics.MeanMetric that is"
+                " updated with weights"
             )
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
-            raise ValueError(f"{name!r} is logged with reduce_fx; means over rows are recorded, or torchmetrics objects, nothing else")
+            raise ValueError(
+                f"{name!r} is logged with reduce_fx; means over rows are recorded, or torchmetrics objects, nothing"
+                f" else"
+            )
         logged.numbers[recorded] = mean_of(name, value).detach().float()
 
     def log_dict(values: Any, *flags: Any, **options: Any) -> None:
@@ -170,7 +185,8 @@ class _NoTrainer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
-            f"{self.method} asks the trainer for {name}, and there is no trainer: what a step computes may depend on its rows alone, and a"
+            f"{self.method} asks the trainer for {name}, and there is no trainer: what a step computes may depend on"
+            f" its rows alone, and a"
             " schedule that needs the number of steps is `schedule` in the configuration"
         )
 
@@ -182,9 +198,13 @@ class NoNumber:
         self._method = method
 
     def _looked_at(self, *others: Any) -> NoReturn:
-        raise RuntimeError(f"{self._method} looks at batch_idx, whose value would depend on the workers; log at every step, without it")
+        raise RuntimeError(
+            f"{self._method} looks at batch_idx, whose value would depend on the workers; log at every step, without it"
+        )
 
-    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __bool__ = __int__ = __index__ = __add__ = __hash__ = _looked_at
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __bool__ = __int__ = __index__ = __add__ = __hash__ = (
+        _looked_at
+    )
 
 
 _VALIDATION_LOSSES = ("val_loss", "loss")
@@ -200,22 +220,16 @@ class LightningTask(BatchTask):
             batch: [image, label]
             target: label
 
-    Called are `training_step`, `validation_step`, `configure_optimizers` unless the configuration has an `optimizer`, and for predictions
-    `forward` with all of the batch but the target. docs/lightning.md says what of the rest is refused.
+    Called are `training_step`, `validation_step`, `configure_optimizers` unless the configuration has an `optimizer`,
+    and for predictions `forward` with all of the batch but the target. docs/lightning.md says what of the rest is
+    refused.
 
-    Args:
-        module: The module, or a function that returns one.
-        batch: Columns of the tuple that a step gets, or by the names in the dictionary that it gets; `COLUMN.mask` as in `ModuleTask`.
-        target: Column that a prediction lacks; not given: it has all of them.
-        transforms: See `ModuleTask`.
-        evaluate_transforms: See `ModuleTask`.
-        mean: See `ModuleTask`.
-        std: See `ModuleTask`.
-        pad_with: See `ModuleTask`.
-        pad_to: See `ModuleTask`.
-        max_length: See `ModuleTask`.
-        best_metric: What `validation_step` logs that decides which checkpoint is best, or `loss`, which it returns.
-        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
+    Args: module: The module, or a function that returns one. batch: Columns of the tuple that a step gets, or by the
+        names in the dictionary that it gets; `COLUMN.mask` as in `ModuleTask`. target: Column that a prediction lacks;
+        not given: it has all of them. transforms: See `ModuleTask`. evaluate_transforms: See `ModuleTask`. mean: See
+        `ModuleTask`. std: See `ModuleTask`. pad_with: See `ModuleTask`. pad_to: See `ModuleTask`. max_length: See
+        `ModuleTask`. best_metric: What `validation_step` logs that decides which checkpoint is best, or `loss`, which
+        it returns. best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
         exif_orientation: See `ModuleTask`.
     """
 
@@ -224,13 +238,20 @@ class LightningTask(BatchTask):
         problems = []
         if config.train.strategy == "fsdp":
             problems.append(
-                "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is called; of a Lightning"
+                "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is"
+                " called; of a Lightning"
                 " module it is training_step. Use ddp, local_sgd, parameter_server or central_storage."
             )
         if config.train.compile:
-            problems.append("train.compile compiles calls of the module, and training_step is none; compile parts of it in its __init__.")
+            problems.append(
+                "train.compile compiles calls of the module, and training_step is none; compile parts of it in its"
+                " __init__."
+            )
         if config.train.capture:
-            problems.append("train.capture needs each step to do the same, and training_step may do something else in each; leave it out.")
+            problems.append(
+                "train.capture needs each step to do the same, and training_step may do something else in each; leave"
+                " it out."
+            )
         return problems
 
     def build_model(self) -> nn.Module:
@@ -241,7 +262,9 @@ class LightningTask(BatchTask):
         """
         module = made(self.model, "task.init_args.module")
         if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
-            raise ConfigError(f"task.init_args.module makes a {type(module).__name__}; it must make a module with training_step.")
+            raise ConfigError(
+                f"task.init_args.module makes a {type(module).__name__}; it must make a module with training_step."
+            )
         refuse_hooks(module)
         if "torchmetrics" in sys.modules:
             isolate(module)
@@ -263,20 +286,28 @@ class LightningTask(BatchTask):
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """The mean that `training_step` returns, for each of the rows, and what it logs."""
         with self._stepped(model, "training_step", batch) as (returned, log):
-            logged = {name: mean_of(name, metric.compute()).float() for name, metric in log.metrics.items()} | log.numbers
+            logged = {
+                name: mean_of(name, metric.compute()).float() for name, metric in log.metrics.items()
+            } | log.numbers
         if returned is None:
             raise ConfigError(
-                f"{type(model).__name__}.training_step returned no loss; every row of every step counts. Return the mean over the batch."
+                f"{type(model).__name__}.training_step returned no loss; every row of every step counts. Return the"
+                f" mean over the batch."
             )
         rows = rows_in(batch)
-        logged = {name: value.detach().to(returned.device) for name, value in logged.items() if name != "loss"}  # recorded anyway
+        logged = {
+            name: value.detach().to(returned.device) for name, value in logged.items() if name != "loss"
+        }  # recorded anyway
         return Losses(returned.expand(rows), metrics={name: value.expand(rows) for name, value in logged.items()})
 
     def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """What `validation_step` returns and logs; a `MeanMetric` that it logs as `val_loss` or `loss` is the loss, with its weights."""
+        """What `validation_step` returns and logs; a `MeanMetric` that it logs as `val_loss` or `loss` is the loss,
+        with its weights.
+        """
         if not has_own(type(model), "validation_step"):
             raise ConfigError(
-                f"{type(model).__name__} has no validation_step, but data.eval_path is given. Write one, or leave data.eval_path out."
+                f"{type(model).__name__} has no validation_step, but data.eval_path is given. Write one, or leave"
+                f" data.eval_path out."
             )
         from ray_app.task.metric_classes import need_no_clash, take_metrics, weighted_mean
 
@@ -289,7 +320,9 @@ class LightningTask(BatchTask):
         metrics = {name: metric for name, metric in metrics.items() if name != "loss"}
         if (mean := next((each for each in means if each is not None), None)) is not None:
             return Evaluated(mean.value.to(device), logged, metrics, mean.weight.to(device))
-        loss = next((value for value in (returned, *map(log.numbers.get, _VALIDATION_LOSSES)) if value is not None), None)
+        loss = next(
+            (value for value in (returned, *map(log.numbers.get, _VALIDATION_LOSSES)) if value is not None), None
+        )
         if loss is None:
             raise ConfigError(
                 f"{type(model).__name__}.validation_step has no loss; return it, or log it as val_loss: a number, or a"
@@ -299,7 +332,9 @@ class LightningTask(BatchTask):
 
     @contextmanager
     def _stepped(self, model: nn.Module, name: str, batch: Batch) -> Iterator[tuple[Tensor | None, Log]]:
-        """What a step returned as its loss, shape (), and what it logged, whose metrics hold the batch inside the block."""
+        """What a step returned as its loss, shape (), and what it logged, whose metrics hold the batch inside the
+        block.
+        """
         fields, step = self.fields(batch), getattr(model, name)
         arguments = (fields if isinstance(self.batch, dict) else tuple(fields.values()), NoNumber(name))
         with played(model, name, rows_in(batch)) as log:
@@ -314,31 +349,50 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     Raises:
         ConfigError: It returned more than one of either, none, or a scheduler that does not move after every step.
     """
-    pair = isinstance(returned, list | tuple) and len(returned) == 2 and all(isinstance(part, list | tuple) for part in returned)
+    pair = (
+        isinstance(returned, list | tuple)
+        and len(returned) == 2
+        and all(isinstance(part, list | tuple) for part in returned)
+    )
     optimizers, schedulers = returned if pair else (returned if isinstance(returned, list | tuple) else [returned], [])
     if len(optimizers) == 1 and isinstance(optimizers[0], dict):
         given = optimizers[0]
         _refuse_unknown(given, ("optimizer", "lr_scheduler", "monitor"))
-        optimizers, schedulers = [given.get("optimizer")], [given["lr_scheduler"]] if given.get("lr_scheduler") is not None else []
+        optimizers, schedulers = (
+            [given.get("optimizer")],
+            [given["lr_scheduler"]] if given.get("lr_scheduler") is not None else [],
+        )
     if len(optimizers) != 1 or len(schedulers) > 1 or not isinstance(optimizers[0], Optimizer):
         raise ConfigError(
-            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; one torch optimizer and at"
-            " most one scheduler can be used. Several optimizers take turns by `optimizers` in the configuration, with a Task that has"
+            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; one torch"
+            f" optimizer and at"
+            " most one scheduler can be used. Several optimizers take turns by `optimizers` in the configuration, with"
+            " a Task that has"
             " loss_for_optimizer."
         )
-    settings = schedulers[0] if schedulers and isinstance(schedulers[0], dict) else {"scheduler": schedulers[0]} if schedulers else {}
+    settings = (
+        schedulers[0]
+        if schedulers and isinstance(schedulers[0], dict)
+        else {"scheduler": schedulers[0]}
+        if schedulers
+        else {}
+    )
     _refuse_unknown(settings, ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"))
     schedule = settings.get("scheduler")
     if schedule is None:
         if settings:
-            raise ConfigError(f"configure_optimizers returned a schedule without scheduler, {settings}. Give one, or leave it out.")
+            raise ConfigError(
+                f"configure_optimizers returned a schedule without scheduler, {settings}. Give one, or leave it out."
+            )
         return optimizers[0], None
     by_value = isinstance(schedule, ReduceLROnPlateau) or settings.get("reduce_on_plateau")
     by_step = settings.get("interval", "epoch") == "step" and settings.get("frequency", 1) == 1
     if not isinstance(schedule, LRScheduler) or by_value or not by_step:
         raise ConfigError(
-            f"configure_optimizers returned {type(schedule).__name__}, {_told_settings(settings)}; a schedule here is one of"
-            " torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval': 'step'} and count its numbers in"
+            f"configure_optimizers returned {type(schedule).__name__}, {_told_settings(settings)}; a schedule here is"
+            f" one of"
+            " torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval': 'step'} and"
+            " count its numbers in"
             " steps, or return the optimizer alone and write `schedule` in the configuration."
         )
     return optimizers[0], schedule
@@ -351,7 +405,9 @@ def _refuse_unknown(given: dict[str, Any], known: tuple[str, ...]) -> None:
         ConfigError: There are such.
     """
     if unknown := sorted(map(str, given.keys() - set(known))):
-        raise ConfigError(f"configure_optimizers returned a dictionary with {', '.join(unknown)}; its fields are {', '.join(known)}.")
+        raise ConfigError(
+            f"configure_optimizers returned a dictionary with {', '.join(unknown)}; its fields are {', '.join(known)}."
+        )
 
 
 def _told_settings(settings: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """How many tokens a language model wavers between, on an average. Importing this takes what torchmetrics takes.
 
-What a model names while it is evaluated, as a metric that can be put together from parts: means over rows, and metrics of its own.
+What a model names while it is evaluated, as a metric that can be put together from parts: means over rows, and metrics
+of its own.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def _copy(name: str, metric: Metric) -> Metric:
         return copy.deepcopy(metric).cpu()
     except Exception as error:  # an attribute of a user's raises anything
         raise ConfigError(
-            f"The metric {name!r} ({type(metric).__name__}) cannot be copied to be computed of all rows: {type(error).__name__}: {error}."
+            f"The metric {name!r} ({type(metric).__name__}) cannot be copied to be computed of all rows:"
+            f" {type(error).__name__}: {error}."
             " Keep states and settings in it, and make locks, open files and connections where they are used."
         ) from error
 
@@ -105,7 +107,9 @@ class Logged(Metric):
         self.add_state("values", [], "cat")
         self.add_state("metrics", [], "cat")
 
-    def update(self, logged: Mapping[str, Tensor], rows: int, metrics: Mapping[str, LoggedMetric] | None = None) -> None:
+    def update(
+        self, logged: Mapping[str, Tensor], rows: int, metrics: Mapping[str, LoggedMetric] | None = None
+    ) -> None:
         """Adds the means of so many rows, each of shape (), and the states of metrics that saw these rows."""
         self.names.append(torch.tensor(list(json.dumps(list(logged)).encode()), dtype=torch.uint8))
         self.values.append(torch.tensor([rows, *map(float, logged.values())], dtype=torch.float64))
@@ -119,8 +123,12 @@ class Logged(Metric):
             rows, *means = values.tolist()
             for name, mean in zip(json.loads(bytes(names.tolist())), means, strict=True):
                 found.setdefault(name, []).append((mean * rows, rows))
-        means_of = {name: math.fsum(s for s, _ in parts) / math.fsum(n for _, n in parts) for name, parts in found.items()}
-        return {name: torch.tensor(mean, dtype=torch.float64) for name, mean in means_of.items()} | self._computed_metrics()
+        means_of = {
+            name: math.fsum(s for s, _ in parts) / math.fsum(n for _, n in parts) for name, parts in found.items()
+        }
+        return {
+            name: torch.tensor(mean, dtype=torch.float64) for name, mean in means_of.items()
+        } | self._computed_metrics()
 
     def _computed_metrics(self) -> dict[str, Any]:
         parts: dict[str, list[LoggedMetric]] = {}
@@ -133,7 +141,9 @@ class Logged(Metric):
             isolate(metric)
             load_states(metric, [each.states for each in some])
             value = metric.compute()
-            values |= {f"{name}_{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+            values |= (
+                {f"{name}_{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+            )
         return values
 
 
@@ -145,5 +155,6 @@ def need_no_clash(numbers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Non
     """
     if both := sorted(numbers.keys() & metrics.keys()):
         raise ConfigError(
-            f"{', '.join(map(repr, both))} is logged as a number and as a torchmetrics object; give one of them another name."
+            f"{', '.join(map(repr, both))} is logged as a number and as a torchmetrics object; give one of them another"
+            f" name."
         )

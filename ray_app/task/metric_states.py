@@ -1,7 +1,8 @@
-"""States of metrics, and of the metrics inside them: taken after some rows, combined, and loaded into metrics that saw no row.
+"""States of metrics, and of the metrics inside them: taken after some rows, combined, and loaded into metrics that saw
+no row.
 
-A metric may consist of others: `1 - accuracy` (`CompositionalMetric`), wrappers such as `MinMaxMetric`, a metric as an attribute or in a
-list. Each of these parts has states of its own, which are carried by the path of the part.
+A metric may consist of others: `1 - accuracy` (`CompositionalMetric`), wrappers such as `MinMaxMetric`, a metric as an
+attribute or in a list. Each of these parts has states of its own, which are carried by the path of the part.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ States = dict[str, Any]
 
 
 def is_not_distributed() -> bool:
-    """Stands for `torch.distributed.is_initialized` in metrics: their states are combined here, never by a collective of theirs."""
+    """Stands for `torch.distributed.is_initialized` in metrics: their states are combined here, never by a collective
+    of theirs.
+    """
     return False
 
 
 def make_metrics(task: Task) -> MetricCollection:
     """The metrics of a task, without what would make them depend on how rows are divided.
 
-    torchmetrics lets metrics of a collection share their states if these are equal after the first batch. That may be by chance (thresholds
-    of 0.5 and 0.6 on scores of which none is between them), so only groups that the task names are used.
+    torchmetrics lets metrics of a collection share their states if these are equal after the first batch. That may be
+    by chance (thresholds of 0.5 and 0.6 on scores of which none is between them), so only groups that the task names
+    are used.
 
     Raises:
         ConfigError: `Task.metrics` returns something else.
@@ -40,7 +44,8 @@ def make_metrics(task: Task) -> MetricCollection:
     metrics = task.metrics()
     if not isinstance(metrics, MetricCollection):
         raise ConfigError(
-            f"{type(task).__name__}.metrics returned a {type(metrics).__name__}; it must return a torchmetrics.MetricCollection, such as"
+            f"{type(task).__name__}.metrics returned a {type(metrics).__name__}; it must return a"
+            f" torchmetrics.MetricCollection, such as"
             " MetricCollection({'accuracy': ...})."
         )
     isolate(metrics)
@@ -48,7 +53,9 @@ def make_metrics(task: Task) -> MetricCollection:
 
 
 def isolate(module: nn.Module) -> None:
-    """Keeps all metrics in a module from collectives, and collections from grouping metrics by chance; see `make_metrics`."""
+    """Keeps all metrics in a module from collectives, and collections from grouping metrics by chance; see
+    `make_metrics`.
+    """
     from torchmetrics import Metric, MetricCollection
 
     for part in dict(_modules_of("", module, set())).values():
@@ -69,12 +76,16 @@ def metric_parts(metric: Metric) -> dict[str, Metric]:
 def is_classification(metric: Metric) -> bool:
     """Whether a metric, or one inside it, is one of `torchmetrics.classification`, which takes probabilities."""
     return any(
-        kind.__module__.startswith("torchmetrics.classification") for part in metric_parts(metric).values() for kind in type(part).__mro__
+        kind.__module__.startswith("torchmetrics.classification")
+        for part in metric_parts(metric).values()
+        for kind in type(part).__mro__
     )
 
 
 def _modules_of(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in a value, each once: torch knows those that are attributes, not those in plain lists and dictionaries."""
+    """Modules in a value, each once: torch knows those that are attributes, not those in plain lists and
+    dictionaries.
+    """
     children: Mapping[Any, Any] = {}
     if isinstance(value, nn.Module):
         if id(value) in seen:
@@ -88,7 +99,12 @@ def _modules_of(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, nn
     elif isinstance(value, list | tuple):
         children = dict(enumerate(value))
     for name, child in children.items():
-        if isinstance(child, nn.Module | dict | list | tuple) and name not in ("_modules", "_parameters", "_defaults", "_reductions"):
+        if isinstance(child, nn.Module | dict | list | tuple) and name not in (
+            "_modules",
+            "_parameters",
+            "_defaults",
+            "_reductions",
+        ):
             yield from _modules_of(f"{path}.{name}" if path else str(name), child, seen)
 
 
@@ -108,11 +124,16 @@ def states_of(metric: Metric) -> States:
     parts = metric_parts(metric)
     if not any(part._defaults for part in parts.values()):
         raise ConfigError(
-            f"The metric {type(metric).__name__} has no states: what it counts in plain attributes is not in the value of an evaluation,"
+            f"The metric {type(metric).__name__} has no states: what it counts in plain attributes is not in the value"
+            f" of an evaluation,"
             " which is combined from the states of parts of the rows. Register what it counts in __init__ with"
             " self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
         )
-    return {state_key(path, name): _on_cpu(state) for path, part in parts.items() for name, state in part.metric_state.items()}
+    return {
+        state_key(path, name): _on_cpu(state)
+        for path, part in parts.items()
+        for name, state in part.metric_state.items()
+    }
 
 
 def load_states(metric: Metric, states: Sequence[States]) -> None:
@@ -127,7 +148,8 @@ def load_states(metric: Metric, states: Sequence[States]) -> None:
         if found.keys() != expected:
             different = sorted(found.keys() ^ expected)
             raise ConfigError(
-                f"The metric {type(metric).__name__} has other states after an update than when it is made: {', '.join(different)}. Make"
+                f"The metric {type(metric).__name__} has other states after an update than when it is made:"
+                f" {', '.join(different)}. Make"
                 " all of its metrics, and call add_state, in __init__."
             )
     for path, part in parts.items():
@@ -149,8 +171,9 @@ def _on_cpu(state: Any) -> Any:
 def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
     """One state of a metric after all chunks: what updating it with one chunk after the other would have given.
 
-    `Metric.merge_state` puts lists together the other way around, and refuses metrics that do not say how they sync. Tensors without a
-    reduction are refused: `PearsonCorrCoef` and `ConcordanceCorrCoef` add up stacks of them, and give NaN if one is of a single row.
+    `Metric.merge_state` puts lists together the other way around, and refuses metrics that do not say how they sync.
+    Tensors without a reduction are refused: `PearsonCorrCoef` and `ConcordanceCorrCoef` add up stacks of them, and give
+    NaN if one is of a single row.
 
     Raises:
         ConfigError: The state has a reduction that does not go with parts of different size.
@@ -172,7 +195,8 @@ def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
             return total
     raise ConfigError(
         f"The metric {type(metric).__name__} cannot be put together from parts: the reduction of its state {name!r} is"
-        f" {getattr(reduction, '__name__', type(reduction).__name__)}. Use metrics whose states are sums, minima, maxima or lists, such as"
+        f" {getattr(reduction, '__name__', type(reduction).__name__)}. Use metrics whose states are sums, minima,"
+        f" maxima or lists, such as"
         " R2Score or SpearmanCorrCoef in the place of PearsonCorrCoef."
     )
 

@@ -1,13 +1,14 @@
 """Counts of classes where kernels must be deterministic.
 
-torchmetrics 1.9 compares every row with every bin then: rows x classes^2 numbers, 2 GB for 256 rows of 1,000 classes, for nothing.
-The bits of a sum depend on the order of its additions because floats are rounded; whole numbers are not, so a count is the same in whatever
-order threads, or the atomic additions of a GPU, make it. torch 2.15 itself counts as not deterministic only what is weighted.
+torchmetrics 1.9 compares every row with every bin then: rows x classes^2 numbers, 2 GB for 256 rows of 1,000 classes,
+for nothing. The bits of a sum depend on the order of its additions because floats are rounded; whole numbers are not,
+so a count is the same in whatever order threads, or the atomic additions of a GPU, make it. torch 2.15 itself counts as
+not deterministic only what is weighted.
 
 Scoring a model on a data set in chunks of rows, by one process or by several that share the chunks.
 
-The chunks are the same whoever scores them, and what they gave is added in their order. So the result does not depend, to the last bit, on
-how many processes there were.
+The chunks are the same whoever scores them, and what they gave is added in their order. So the result does not depend,
+to the last bit, on how many processes there were.
 
 Whether less or more of a metric is better, where nobody said so.
 
@@ -42,7 +43,9 @@ _NAME = "_bincount"
 
 
 def count_directly() -> None:
-    """Lets the metrics of torchmetrics that are imported by now count with `torch.bincount`, whatever kernels may do otherwise."""
+    """Lets the metrics of torchmetrics that are imported by now count with `torch.bincount`, whatever kernels may do
+    otherwise.
+    """
     from torchmetrics.utilities import data
 
     theirs = vars(data)[_NAME]
@@ -101,7 +104,10 @@ class Scores:
 
     def record(self, classes: list[str]) -> dict[str, Any]:
         """The fields of an `Evaluation` that say what was found."""
-        examples = [asdict(m) | {"image": m.image and "data:image/png;base64," + b64encode(m.image).decode()} for m in self.mistakes]
+        examples = [
+            asdict(m) | {"image": m.image and "data:image/png;base64," + b64encode(m.image).decode()}
+            for m in self.mistakes
+        ]
         return {"metrics": self.values, "tables": self.tables, "classes": classes, "examples": examples}
 
 
@@ -120,18 +126,12 @@ def score(
 ) -> Iterator[Chunk]:
     """Scores a data set, or every `parts`-th chunk of it.
 
-    Args:
-        task: The prepared task.
-        model: The model, on the device; it is put into evaluation mode.
-        arrays: Every decoded field; where rows have different lengths a chunk is one forward pass, padded to its longest.
-        size: Rows of one forward pass.
-        device: Where to compute.
-        part: Which of several processes this is.
-        parts: How many there are.
-        chunk_rows: Rows of a chunk; not given: a number that makes the work quick.
-        keep: Names of the metrics whose states are kept; not given: all.
-        forward: What runs the model on a batch; not given: the task's `evaluated`.
-        manifest: The rows, by which a message names one.
+    Args: task: The prepared task. model: The model, on the device; it is put into evaluation mode. arrays: Every
+        decoded field; where rows have different lengths a chunk is one forward pass, padded to its longest. size: Rows
+        of one forward pass. device: Where to compute. part: Which of several processes this is. parts: How many there
+        are. chunk_rows: Rows of a chunk; not given: a number that makes the work quick. keep: Names of the metrics
+        whose states are kept; not given: all. forward: What runs the model on a batch; not given: the task's
+        `evaluated`. manifest: The rows, by which a message names one.
 
     Raises:
         DataError: The loss of a row is NaN or infinite, and so is something in the row.
@@ -143,13 +143,18 @@ def score(
         use_eager_roi_align()
     rows, worst = len(next(iter(arrays.values()))), list[float]()
     ragged = any(isinstance(values, Ragged) for values in arrays.values())
-    step = chunk_rows or size if ragged else chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
+    step = (
+        chunk_rows or size
+        if ragged
+        else chunk_rows or _chunk_rows(rows, sum(values[:1].nbytes for values in arrays.values()), size)
+    )
     for low in range(part * step, rows, parts * step):
         batch = {name: values.to(device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
         for _, metric in metrics.items(keep_base=True, copy_state=False):
             reset_parts(metric)
         losses, mistakes = list[Losses](), list[Mistake]()
-        # Not in inference mode: workers evaluate the model that they train, and what it makes once and keeps would be useless for backward.
+        # Not in inference mode: workers evaluate the model that they train, and what it makes once and keeps would be
+        # useless for backward.
         with user_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
             for first, some, outputs in _passes(partial(forward or task.evaluated, model), batch, size):
                 losses.append(Losses.of(task.loss(outputs, some)))
@@ -160,7 +165,11 @@ def score(
             if len(worst) < MOST_MISTAKES or mistake.confidence > worst[-1]:  # pictures are made of no others
                 worst = sorted([*worst, mistake.confidence], reverse=True)[:MOST_MISTAKES]
                 found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
-        kept = [(str(name), metric) for name, metric in metrics.items(keep_base=True, copy_state=False) if keep is None or name in keep]
+        kept = [
+            (str(name), metric)
+            for name, metric in metrics.items(keep_base=True, copy_state=False)
+            if keep is None or name in keep
+        ]
         states = {name: states_of(metric) for name, metric in kept}
         values = torch.cat([each.values for each in losses])
         if not values.isfinite().all():
@@ -171,7 +180,9 @@ def score(
 
 
 def _check_rows(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Manifest | None) -> None:
-    """Refuses the first of some rows in which something is NaN or infinite; of others, the model is to blame for their losses."""
+    """Refuses the first of some rows in which something is NaN or infinite; of others, the model is to blame for their
+    losses.
+    """
     for position in positions.tolist():
         for name, values in arrays.items():
             row = values.row(position) if isinstance(values, Ragged) else np.asarray(values[position])
@@ -183,7 +194,9 @@ def _check_rows(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Mani
 
 
 def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
-    """Rows of a chunk: some forward passes, since a metric's update costs much more than a row, but enough chunks to share."""
+    """Rows of a chunk: some forward passes, since a metric's update costs much more than a row, but enough chunks to
+    share.
+    """
     passes = min(rows // (_WANTED_CHUNKS * size), _MOST_ROWS // size, _MOST_BYTES // max(1, row_bytes * size))
     return size * max(1, passes)
 
@@ -194,11 +207,14 @@ def _passes(forward: Callable[[Batch], Any], batch: Batch, size: int) -> list[tu
     parts = [(low, {name: values[low : low + size] for name, values in batch.items()}) for low in range(0, rows, size)]
     made = [(low, part, forward(part)) for low, part in parts]
     outputs = [output for _, _, output in made]
-    return [(0, batch, torch.cat(outputs))] if len(made) > 1 and all(isinstance(one, Tensor) for one in outputs) else made
+    return (
+        [(0, batch, torch.cat(outputs))] if len(made) > 1 and all(isinstance(one, Tensor) for one in outputs) else made
+    )
 
 
 def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
-    """Adds up what the chunks of a whole data set gave, in any order of arrival; metrics whose states were not kept are left out.
+    """Adds up what the chunks of a whole data set gave, in any order of arrival; metrics whose states were not kept are
+    left out.
 
     Raises:
         ConfigError: A metric of the task cannot be put together from parts.
@@ -258,7 +274,8 @@ def mode_of(name: str, metric: Any) -> Mode | None:
 
 
 def completed_mode(task: Task, metric: str | None, mode: str | None) -> str | None:
-    """`evaluate.mode`, where `evaluate.metric` is another metric than the task's own, and nothing says whether less or more is better.
+    """`evaluate.mode`, where `evaluate.metric` is another metric than the task's own, and nothing says whether less or
+    more is better.
 
     Args:
         task: The prepared task.
@@ -275,7 +292,8 @@ def completed_mode(task: Task, metric: str | None, mode: str | None) -> str | No
     known = dict(make_metrics(task).items(keep_base=True, copy_state=False))
     if (found := mode_of(metric, known.get(metric))) is None:
         raise ConfigError(
-            f"evaluate.metric is {metric!r}, and nothing says whether less or more of it is better. The task's metrics are"
+            f"evaluate.metric is {metric!r}, and nothing says whether less or more of it is better. The task's metrics"
+            f" are"
             f" {', '.join(['loss', *map(str, known)])}. Name one of them, or set evaluate.mode to min or max."
         )
     return found
@@ -302,13 +320,20 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
     metrics = kept_metrics(task, chunks)
     if name not in metrics:
         raise ConfigError(
-            f"{name!r} is no metric of its own of the task, so it cannot be resampled; there are {', '.join(map(str, metrics))}."
+            f"{name!r} is no metric of its own of the task, so it cannot be resampled; there are"
+            f" {', '.join(map(str, metrics))}."
         )
     metric = metrics[name]
     parts = {
-        key: (part, state) for path, part in metric_parts(metric).items() for state in part._defaults for key in [state_key(path, state)]
+        key: (part, state)
+        for path, part in metric_parts(metric).items()
+        for state in part._defaults
+        for key in [state_key(path, state)]
     }
-    states = {key: _states(part, state, [chunk.states[name][key] for chunk in chunks], counts) for key, (part, state) in parts.items()}
+    states = {
+        key: _states(part, state, [chunk.states[name][key] for chunk in chunks], counts)
+        for key, (part, state) in parts.items()
+    }
     values = []
     for i in range(len(counts)):
         for key, (part, state) in parts.items():
@@ -329,7 +354,8 @@ def _states(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.
         return [torch.cat([parts[i] for i in np.repeat(np.arange(len(parts)), row)]) for row in counts]
     if metric._reductions[name] is not dim_zero_sum:
         raise ConfigError(
-            f"The metric {type(metric).__name__} cannot be resampled: its state {name!r} is neither a sum nor a list. Set"
+            f"The metric {type(metric).__name__} cannot be resampled: its state {name!r} is neither a sum nor a list."
+            f" Set"
             " evaluate.metric to another one, such as loss."
         )
     stacked = torch.stack(parts)

@@ -56,39 +56,44 @@ class ModuleTask(Task):
             inputs: [image]
             target: label
             loss: {class_path: torch.nn.CrossEntropyLoss, init_args: {label_smoothing: 0.1}}
-            metrics: {accuracy: {class_path: torchmetrics.classification.MulticlassAccuracy, init_args: {num_classes: 10}}}
-            transforms:
+            metrics: {accuracy: {class_path: torchmetrics.classification.MulticlassAccuracy, init_args: {num_classes:
+            10}}} transforms:
               - {class_path: torchvision.transforms.v2.RandomResizedCrop, init_args: {size: 224}}
             evaluate_transforms:
               - {class_path: torchvision.transforms.v2.Resize, init_args: {size: [224, 224]}}
 
-    Columns of numbers come to the model as float32, integers as int64, lists of numbers padded to the longest of a micro-batch, arrays as
-    they are, and images (encoded files, and arrays of uint8 with two or three axes) as float32 from 0 to 1, channels first.
+    Columns of numbers come to the model as float32, integers as int64, lists of numbers padded to the longest of a
+    micro-batch, arrays as they are, and images (encoded files, and arrays of uint8 with two or three axes) as float32
+    from 0 to 1, channels first.
 
-    Args:
-        model: The module, or a function that returns one; values of `init_args` may be specifications themselves, such as the
+    Args: model: The module, or a function that returns one; values of `init_args` may be specifications themselves,
+        such as the
             configuration of a `transformers` model.
-        inputs: Columns in the order of the model's arguments, or by their names: `{input_ids: tokens, attention_mask: tokens.mask}`, where
-            `.mask` is 1 for the tokens of a list and 0 for what it is padded with.
-        target: Column that the outputs are compared with; beside images it may be their masks, encoded (PNG of one channel or a palette) or
-            integers of two axes: int64 class indices of pixels, which go through the same transforms.
+        inputs: Columns in the order of the model's arguments, or by their names: `{input_ids: tokens, attention_mask:
+            tokens.mask}`, where `.mask` is 1 for the tokens of a list and 0 for what it is padded with.
+        target: Column that the outputs are compared with; beside images it may be their masks, encoded (PNG of one
+            channel or a palette) or integers of two axes: int64 class indices of pixels, which go through the same
+            transforms.
         loss: Called with outputs and target, as `torch.nn.CrossEntropyLoss`; the mean is over the global batch: what it
-            gives more than one value of for a row counts as often (pixels, but those of its `ignore_index`). Lists as `weight` and
-            `pos_weight` are weights of classes; a target of the outputs' shape becomes of their type (`torch.nn.BCEWithLogitsLoss`).
+            gives more than one value of for a row counts as often (pixels, but those of its `ignore_index`). Lists as
+            `weight` and `pos_weight` are weights of classes; a target of the outputs' shape becomes of their type
+            (`torch.nn.BCEWithLogitsLoss`).
         output: What of the model's outputs is compared, where they are a dictionary or an object: `logits`, `out`.
-        classes_last: Whether the scores of classes are the last axis of the outputs, as models of `transformers` have them for each token,
-            and not the second one, where torch's losses look for them.
+        classes_last: Whether the scores of classes are the last axis of the outputs, as models of `transformers` have
+            them for each token, and not the second one, where torch's losses look for them.
         metrics: `torchmetrics` by the name that they are recorded under.
-        activation: What makes probabilities of the outputs for metrics of `torchmetrics.classification`: `sigmoid`, `softmax` (over the
-            classes) or `none`; not given: what goes with the loss, of torch and torchvision (`sigmoid` with `BCEWithLogitsLoss`, `softmax`
-            with `CrossEntropyLoss`), none with losses of your own. Other metrics get the outputs as they are.
-        train_accuracy: Whether the accuracy of each training step is recorded beside its loss; the target must be classes, or 0 and
-            1 for a loss such as `torch.nn.BCEWithLogitsLoss`.
-        transforms: What is done to rows to train on, in the readers; what is random in it draws from the row's key, which is another one in
-            every epoch.
-        evaluate_transforms: What is done to rows to evaluate and to predict on; it must give the shapes that `transforms` gives.
-        exif_orientation: Whether encoded images and masks are turned and mirrored as their EXIF orientation says, as viewers show them,
-            before the transforms; false: they are decoded as they are stored.
+        activation: What makes probabilities of the outputs for metrics of `torchmetrics.classification`: `sigmoid`,
+            `softmax` (over the classes) or `none`; not given: what goes with the loss, of torch and torchvision
+            (`sigmoid` with `BCEWithLogitsLoss`, `softmax` with `CrossEntropyLoss`), none with losses of your own. Other
+            metrics get the outputs as they are.
+        train_accuracy: Whether the accuracy of each training step is recorded beside its loss; the target must be
+            classes, or 0 and 1 for a loss such as `torch.nn.BCEWithLogitsLoss`.
+        transforms: What is done to rows to train on, in the readers; what is random in it draws from the row's key,
+            which is another one in every epoch.
+        evaluate_transforms: What is done to rows to evaluate and to predict on; it must give the shapes that
+            `transforms` gives.
+        exif_orientation: Whether encoded images and masks are turned and mirrored as their EXIF orientation says, as
+            viewers show them, before the transforms; false: they are decoded as they are stored.
         mean: Subtracted from images after scaling to [0, 1], one per channel or one for all.
         std: Images are divided by it, likewise.
         pad_with: What lists are padded with.
@@ -96,7 +101,8 @@ class ModuleTask(Task):
         max_length: Most numbers of a list that are used, from its beginning; not given: all.
         mask_values: The class of each value of a mask, such as {0: 0, 255: 1}; not given: the values are the classes.
         best_metric: Metric that decides which checkpoint is best.
-        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: as the metric's `higher_is_better` says, of a loss less.
+        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: as the metric's `higher_is_better`
+            says, of a loss less.
     """
 
     def __init__(
@@ -125,14 +131,31 @@ class ModuleTask(Task):
         if not inputs:
             raise ConfigError("task.init_args.inputs is empty; name the columns that the model takes.")
         self.model, self.inputs, self.target, self.loss_spec, self.output = model, inputs, target, loss, output
-        self.metric_specs, self.transforms, self.evaluate_transforms = metrics or {}, transforms or [], evaluate_transforms or []
+        self.metric_specs, self.transforms, self.evaluate_transforms = (
+            metrics or {},
+            transforms or [],
+            evaluate_transforms or [],
+        )
         self.classes_last, self.train_accuracy, self.exif_orientation = classes_last, train_accuracy, exif_orientation
         if activation is not None and activation not in get_args(Activation):
-            raise ConfigError(f"task.init_args.activation is {activation!r}; it must be one of {', '.join(get_args(Activation))}.")
+            raise ConfigError(
+                f"task.init_args.activation is {activation!r}; it must be one of {', '.join(get_args(Activation))}."
+            )
         self.activation = activation
-        self.mean, self.std, self.pad_with, self.pad_to, self.max_length = mean or [0.0], std or [1.0], pad_with, pad_to, max_length
+        self.mean, self.std, self.pad_with, self.pad_to, self.max_length = (
+            mean or [0.0],
+            std or [1.0],
+            pad_with,
+            pad_to,
+            max_length,
+        )
         self.mask_classes = mask_pairs(mask_values)
-        need_specs(model=model, metrics=self.metric_specs, transforms=self.transforms, evaluate_transforms=self.evaluate_transforms)
+        need_specs(
+            model=model,
+            metrics=self.metric_specs,
+            transforms=self.transforms,
+            evaluate_transforms=self.evaluate_transforms,
+        )
         need_numbers(self.mean, self.std, pad_to, max_length)
         if type(self).loss is ModuleTask.loss:
             need_specs(loss=loss)
@@ -149,7 +172,10 @@ class ModuleTask(Task):
         """Looks at the columns; see `Task.prepare`."""
         prepared = copy.copy(self)
         prepared.kinds = {}
-        facts = {name: need_column(data, name, _KINDS, "target" if name == self.target else "model") for name in self.columns()}
+        facts = {
+            name: need_column(data, name, _KINDS, "target" if name == self.target else "model")
+            for name in self.columns()
+        }
         need_lists(data, facts, (name.removesuffix(_PADDING) for name in self._named() if name.endswith(_PADDING)))
         if type(self).loss is ModuleTask.loss:
             need_flat(data, self.target, facts[self.target])
@@ -167,16 +193,29 @@ class ModuleTask(Task):
                 if not self.evaluate_transforms:
                     raise DataError(
                         f"Column {name!r} of {data.path} holds encoded images, which may have any size; set"
-                        " task.init_args.evaluate_transforms to give them one size (torchvision.transforms.v2.Resize, CenterCrop)."
+                        " task.init_args.evaluate_transforms to give them one size (torchvision.transforms.v2.Resize,"
+                        " CenterCrop)."
                     )
         if (self.transforms or self.evaluate_transforms) and IMAGE not in prepared.kinds.values():
             raise DataError(
-                f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a column of images."
+                f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a"
+                f" column of images."
             )
-        known = {name: (column.minimum, column.maximum) for name, column in facts.items() if prepared.kinds[name] in ("integer", "list")}
-        prepared.ranges = {name: [least, most] for name, (least, most) in known.items() if least is not None and most is not None}
+        known = {
+            name: (column.minimum, column.maximum)
+            for name, column in facts.items()
+            if prepared.kinds[name] in ("integer", "list")
+        }
+        prepared.ranges = {
+            name: [least, most] for name, (least, most) in known.items() if least is not None and most is not None
+        }
         compared = facts[self.target]
-        if compared.kind == "integer" and compared.maximum is not None and compared.minimum is not None and compared.minimum >= 0:
+        if (
+            compared.kind == "integer"
+            and compared.maximum is not None
+            and compared.minimum is not None
+            and compared.minimum >= 0
+        ):
             count = int(compared.maximum) + 1
             prepared.classes = [] if too_many_classes(data, count) and not data.classes else class_names(data, count)
         return prepared
@@ -212,7 +251,9 @@ class ModuleTask(Task):
         if self.classes_last:
             need_as_long(rows, self.target, self._columns_of_model())
         images = {name: kind for name, kind in self.kinds.items() if kind in (IMAGE, MASK)}
-        fields: dict[str, Field] = {name: self._values(rows[name], kind) for name, kind in self.kinds.items() if name not in images}
+        fields: dict[str, Field] = {
+            name: self._values(rows[name], kind) for name, kind in self.kinds.items() if name not in images
+        }
         for name, values in fields.items():
             need_finite(f"column {name!r}", values)
         if images:
@@ -232,7 +273,10 @@ class ModuleTask(Task):
         """See `Task.build_model`."""
         model = made(self.model, "task.init_args.model")
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"task.init_args.model {self.model['class_path']} makes a {type(model).__name__}; it must make an nn.Module.")
+            raise ConfigError(
+                f"task.init_args.model {self.model['class_path']} makes a {type(model).__name__}; it must make an"
+                f" nn.Module."
+            )
         return model
 
     def _input(self, batch: Batch, name: str) -> Tensor:
@@ -260,14 +304,18 @@ class ModuleTask(Task):
         return outputs
 
     def _compared(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
-        """Outputs and target in shapes that fit: (rows, 1) is (rows,) where the target has no such axis; integers as int64."""
+        """Outputs and target in shapes that fit: (rows, 1) is (rows,) where the target has no such axis; integers as
+        int64.
+        """
         target = self._input(batch, self.target)
         if isinstance(outputs, Tensor) and outputs.ndim == target.ndim + 1:
             if self.classes_last:
                 outputs = outputs.movedim(-1, 1)
             elif outputs.shape[-1] == 1 and outputs.shape[:-1] == target.shape:
                 outputs = outputs.squeeze(-1)
-            elif outputs.shape[1] == 1 and outputs.shape[:1] + outputs.shape[2:] == target.shape:  # one score of each pixel
+            elif (
+                outputs.shape[1] == 1 and outputs.shape[:1] + outputs.shape[2:] == target.shape
+            ):  # one score of each pixel
                 outputs = outputs.squeeze(1)
         return outputs, target if target.is_floating_point() else target.long()
 
@@ -311,13 +359,17 @@ class ModuleTask(Task):
         return MetricCollection(metrics, compute_groups=False)
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """Compares outputs and target, of lists (values,) and (values, classes) without what they are padded with; see `Task.update`."""
+        """Compares outputs and target, of lists (values,) and (values, classes) without what they are padded with; see
+        `Task.update`.
+        """
         if not self.metric_specs:
             return
         outputs, target = self._compared(outputs, batch)
         known = probabilities(outputs, self._activation())
         if (there := self._there(batch)) is not None:
-            outputs, known = ((scores.movedim(1, -1) if scores.ndim > target.ndim else scores)[there] for scores in (outputs, known))
+            outputs, known = (
+                (scores.movedim(1, -1) if scores.ndim > target.ndim else scores)[there] for scores in (outputs, known)
+            )
             target = target[there]
             if not target.numel():  # of which some metrics cannot be told
                 return
@@ -333,23 +385,34 @@ class ModuleTask(Task):
         return isinstance(outputs, Tensor) and outputs.ndim == 2 and 1 < outputs.shape[1] == len(self.classes)
 
     def predictions(self, outputs: Any) -> Arrays:
-        """Class, number and confidence where there is one score for each class; of pixels and of tokens the numbers of their classes, as
-        `predicted_index`; else the outputs as `predicted`.
+        """Class, number and confidence where there is one score for each class; of pixels and of tokens the numbers of
+        their classes, as `predicted_index`; else the outputs as `predicted`.
         """
         if self._classifies(outputs):
             return class_predictions(outputs, self.classes)
-        if self.kinds[self.target] == MASK and isinstance(outputs, Tensor) and outputs.ndim == 4 and outputs.shape[1] > 1:
+        if (
+            self.kinds[self.target] == MASK
+            and isinstance(outputs, Tensor)
+            and outputs.ndim == 4
+            and outputs.shape[1] > 1
+        ):
             return {"predicted_index": outputs.argmax(1).numpy()}
         if self.classes_last and isinstance(outputs, Tensor) and outputs.ndim == 3:
             return {"predicted_index": outputs.argmax(2).numpy()}
         return super().predictions(outputs)
 
     def predicted(self, outputs: Any, batch: Batch) -> Arrays:
-        """See `Task.predicted`; with a target of lists, which the outputs go along with, what they say of padding is left out."""
+        """See `Task.predicted`; with a target of lists, which the outputs go along with, what they say of padding is
+        left out.
+        """
         own = type(self).loss is not ModuleTask.loss or type(self).predictions is not ModuleTask.predictions
         if own or self.kinds[self.target] != "list" or not isinstance(outputs, Tensor):
             return self.predictions(outputs)
-        name, values = ("predicted_index", outputs.argmax(2)) if self.classes_last and outputs.ndim == 3 else ("predicted", outputs)
+        name, values = (
+            ("predicted_index", outputs.argmax(2))
+            if self.classes_last and outputs.ndim == 3
+            else ("predicted", outputs)
+        )
         return {name: without_padding(values, batch, self._columns_of_model())}
 
     def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:

@@ -37,7 +37,12 @@ class Ragged:
 
     @classmethod
     def of(
-        cls, rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike, fill: float = 0, multiple: int = 1, row_shape: tuple[int, ...] = ()
+        cls,
+        rows: Iterable[npt.ArrayLike],
+        dtype: npt.DTypeLike,
+        fill: float = 0,
+        multiple: int = 1,
+        row_shape: tuple[int, ...] = (),
     ) -> Ragged:
         """Puts rows together, each of shape (length, ...) with `row_shape` in the place of the dots."""
         arrays = [np.asarray(row, dtype).reshape(-1, *row_shape) for row in rows]
@@ -57,7 +62,9 @@ class Ragged:
         """The first so many of each row; the same object, if none has more."""
         if not (self.lengths > most).any():
             return self
-        return Ragged.of((self.row(i)[:most] for i in range(len(self))), self.values.dtype, self.fill, self.multiple, self.row_shape)
+        return Ragged.of(
+            (self.row(i)[:most] for i in range(len(self))), self.values.dtype, self.fill, self.multiple, self.row_shape
+        )
 
     def __len__(self) -> int:
         """How many rows."""
@@ -84,7 +91,8 @@ class Ragged:
     def __getitem__(self, rows: int | np.integer) -> npt.NDArray: ...
 
     def __getitem__(self, rows: int | np.integer | slice | npt.NDArray) -> npt.NDArray | Ragged:
-        """One row, shape (length, ...), as of a list; or several: a slice without copying where its step is 1, an index or a mask.
+        """One row, shape (length, ...), as of a list; or several: a slice without copying where its step is 1, an index
+        or a mask.
 
         Raises:
             IndexError: There is no such row.
@@ -95,7 +103,13 @@ class Ragged:
                 return Ragged(self.values, self.offsets[low : max(low, high) + 1], self.fill, self.multiple)
             rows = np.arange(low, high, step)
         if isinstance(rows, np.ndarray) and rows.ndim:
-            return Ragged.of((self.row(i) for i in np.arange(len(self))[rows]), self.values.dtype, self.fill, self.multiple, self.row_shape)
+            return Ragged.of(
+                (self.row(i) for i in np.arange(len(self))[rows]),
+                self.values.dtype,
+                self.fill,
+                self.multiple,
+                self.row_shape,
+            )
         index = operator.index(rows)
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)} rows")
@@ -117,17 +131,25 @@ class Ragged:
     def batch(self, name: str, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
         """Some rows padded, and their lengths, as they stand in a task's batch.
 
-        In memory of torch's, which begins at a multiple of 64 bytes: kernels may give other bits for what begins elsewhere, and where
-        NumPy's begins depends on what the process did before.
+        In memory of torch's, which begins at a multiple of 64 bytes: kernels may give other bits for what begins
+        elsewhere, and where NumPy's begins depends on what the process did before.
         """
-        return {name: torch.from_numpy(self.padded(index)), name + LENGTHS: torch.from_numpy(self.lengths_of(index)).clone()}
+        return {
+            name: torch.from_numpy(self.padded(index)),
+            name + LENGTHS: torch.from_numpy(self.lengths_of(index)).clone(),
+        }
 
     def padded(self, index: npt.NDArray[np.int64]) -> npt.NDArray:
         """Some rows, padded to the longest of them, at least 1, shape (rows, length, ...)."""
         lengths = self.lengths_of(index)
         longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
         shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
-        into = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu").numpy().view(dtype).reshape(shape)
+        into = (
+            torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+            .numpy()
+            .view(dtype)
+            .reshape(shape)
+        )
         into[...] = self.fill
         if not len(index):
             return into
@@ -149,8 +171,8 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
         arrays: The fields.
         index: Which rows, in which order; not given: all.
 
-    Returns:
-        Each field, (rows, ...); a ragged one padded, (rows, length, ...), with its lengths beside it, int64, (rows,), as NAME_lengths.
+    Returns: Each field, (rows, ...); a ragged one padded, (rows, length, ...), with its lengths beside it, int64,
+        (rows,), as NAME_lengths.
     """
     batch: dict[str, Tensor] = {}
     for name, values in arrays.items():

@@ -13,12 +13,14 @@ _ROIS_AT_ONCE = 256
 
 
 def use_eager_roi_align() -> None:
-    """Replaces the function that torchvision compiles for deterministic algorithms on a GPU, if torchvision's RoIAlign is imported.
+    """Replaces the function that torchvision compiles for deterministic algorithms on a GPU, if torchvision's RoIAlign
+    is imported.
 
-    torchvision (0.29) has a backward that adds atomically, and an implementation in Python whose backward does not. It compiles the latter
-    for shapes that change (`torch.compile(dynamic=True)`): that needs Triton and a C compiler on every node, and the kernels are chosen by
-    the shapes that come first, so the bits of a step would depend on the steps that a worker has done before. The same implementation
-    without compilation needs neither, and takes its memory in parts.
+    torchvision (0.29) has a backward that adds atomically, and an implementation in Python whose backward does not. It
+    compiles the latter for shapes that change (`torch.compile(dynamic=True)`): that needs Triton and a C compiler on
+    every node, and the kernels are chosen by the shapes that come first, so the bits of a step would depend on the
+    steps that a worker has done before. The same implementation without compilation needs neither, and takes its memory
+    in parts.
     """
     module: Any = sys.modules.get("torchvision.ops.roi_align")
     if module is None or isinstance(module._roi_align, _InParts):
@@ -28,7 +30,8 @@ def use_eager_roi_align() -> None:
 
 
 class _InParts:
-    """The implementation in Python, for some regions at a time; backward computes each part again instead of keeping it.
+    """The implementation in Python, for some regions at a time; backward computes each part again instead of keeping
+    it.
 
     Args:
         roi_align: torchvision's, uncompiled.
@@ -50,4 +53,6 @@ class _InParts:
         from torch.utils.checkpoint import checkpoint
 
         fields: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        return torch.cat([checkpoint(self._roi_align, features, part, *options, **fields) for part in rois.split(_ROIS_AT_ONCE)])
+        return torch.cat(
+            [checkpoint(self._roi_align, features, part, *options, **fields) for part in rois.split(_ROIS_AT_ONCE)]
+        )

@@ -17,7 +17,9 @@ LABEL = "label"
 _MAX_NAMED = 8
 
 Schema = Mapping[str, Any]
-"""As JSON keeps it: `columns`, name, kind and dtype of each column that is read; `classes`, their names, or None where there are none."""
+"""As JSON keeps it: `columns`, name, kind and dtype of each column that is read; `classes`, their names, or None where
+there are none.
+"""
 
 
 def prepare_task(task: Task, data: DataFacts) -> Task:
@@ -40,7 +42,8 @@ def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
 
 
 def refuse_other_schema(known: Schema, data: DataFacts, where: str, of: str) -> None:
-    """Refuses data whose columns have another type, or whose class numbers have other names; what is not known is not compared.
+    """Refuses data whose columns have another type, or whose class numbers have other names; what is not known is not
+    compared.
 
     Args:
         known: Of the data that the task was prepared with; empty, if it was not noted.
@@ -55,7 +58,8 @@ def refuse_other_schema(known: Schema, data: DataFacts, where: str, of: str) -> 
         facts = data.columns.get(name)
         if facts is not None and not _fits(kind, dtype, facts):
             raise DataError(
-                f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds {_described(kind, dtype)}."
+                f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds"
+                f" {_described(kind, dtype)}."
                 " Both must be of one type: convert the one, or ingest both the same way."
             )
     refuse_other_names(known.get("classes"), data.classes, where, of)
@@ -76,12 +80,15 @@ def refuse_other_names(known: Sequence[str] | None, classes: Sequence[str] | Non
     if not known or not classes:
         return
     numbers = enumerate(zip_longest(classes, known))
-    number, (one, other) = next(((i, pair) for i, pair in numbers if pair[0] is not None and pair[0] != pair[1]), (0, (None, None)))
+    number, (one, other) = next(
+        ((i, pair) for i, pair in numbers if pair[0] is not None and pair[0] != pair[1]), (0, (None, None))
+    )
     if one is None:
         return
     knows = f"{other!r} in {of}" if other is not None else f"none in {of}"
     raise DataError(
-        f"Class {number} is {one!r} in {where} and {knows}: they have the classes {_some(classes)} and {_some(known)}. Classes agree by"
+        f"Class {number} is {one!r} in {where} and {knows}: they have the classes {_some(classes)} and {_some(known)}."
+        f" Classes agree by"
         " name, never by number alone. Ingest both in one go (eval_fraction), or from sources with the same labels."
     )
 

@@ -32,12 +32,9 @@ _NUMBERS = ("number", "integer")
 class _Tabular(Task):
     """What both tabular tasks share: features to one float32 vector per row, and the perceptron.
 
-    Args:
-        label: Column to predict.
-        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but index columns.
-        hidden: Width of every hidden layer.
-        dropout: Probability of a zeroed activation after every hidden layer.
-        scale: Features are divided by it.
+    Args: label: Column to predict. features: Columns to predict it from, numbers or arrays (flattened); not given: all
+        others of these kinds but index columns. hidden: Width of every hidden layer. dropout: Probability of a zeroed
+        activation after every hidden layer. scale: Features are divided by it.
     """
 
     def __init__(
@@ -56,12 +53,17 @@ class _Tabular(Task):
         """Names the features and counts the inputs; see `Task.prepare`."""
         made = copy.copy(self)
         no_features = {self.label, *data.index_columns}
-        usable = [name for name, facts in data.columns.items() if facts.kind in (*_NUMBERS, "array") and name not in no_features]
+        usable = [
+            name
+            for name, facts in data.columns.items()
+            if facts.kind in (*_NUMBERS, "array") and name not in no_features
+        ]
         made.features = list(self.features) if self.features is not None else sorted(usable)
         if not made.features:
             raise DataError(
                 f"{data.path} has no column of numbers besides {self.label!r} to predict it from; its columns are"
-                f" {', '.join(sorted(data.columns))}. Name the features in task.init_args.features, or convert columns of text to numbers."
+                f" {', '.join(sorted(data.columns))}. Name the features in task.init_args.features, or convert columns"
+                f" of text to numbers."
             )
         shapes = [need_column(data, name, (*_NUMBERS, "array"), "features").shape for name in made.features]
         made.inputs = int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
@@ -118,14 +120,11 @@ class _Tabular(Task):
 class TabularClassification(_Tabular):
     """Classifies rows of a table; the guides' 784-256-256-10 network is one configuration of it.
 
-    Args:
-        label: Column of class indices.
-        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but index columns.
-        hidden: Width of every hidden layer; not given: [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer.
-        scale: Features are divided by it.
-        num_classes: Number of classes; not given: read from the data.
-        class_weights: How much the training loss of a row of each class counts: a number for each class, or `balanced`, by which all
+    Args: label: Column of class indices. features: Columns to predict it from, numbers or arrays (flattened); not
+        given: all others of these kinds but index columns. hidden: Width of every hidden layer; not given: [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer. scale: Features are divided by it.
+        num_classes: Number of classes; not given: read from the data. class_weights: How much the training loss of a
+        row of each class counts: a number for each class, or `balanced`, by which all
             classes count the same in sum. Evaluation does not use it.
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
     """
@@ -181,7 +180,9 @@ class TabularClassification(_Tabular):
         """See `Task.training_loss`."""
         outputs = self.forward(model, batch)
         losses = self.loss(outputs, batch)
-        return Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]}) if self.train_accuracy else losses
+        return (
+            Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]}) if self.train_accuracy else losses
+        )
 
     def metrics(self) -> MetricCollection:
         """See `classification_metrics`."""
@@ -203,12 +204,9 @@ class TabularClassification(_Tabular):
 class TabularRegression(_Tabular):
     """Predicts a number from the other columns of a table, with squared error.
 
-    Args:
-        label: Column of numbers to predict.
-        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but index columns.
-        hidden: Width of every hidden layer; not given: [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer.
-        scale: Features are divided by it.
+    Args: label: Column of numbers to predict. features: Columns to predict it from, numbers or arrays (flattened); not
+        given: all others of these kinds but index columns. hidden: Width of every hidden layer; not given: [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer. scale: Features are divided by it.
     """
 
     best_metric: ClassVar[str] = "rmse"

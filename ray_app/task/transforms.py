@@ -48,7 +48,8 @@ class drawing(TorchFunctionMode):
         with drawing(key):
             image = RandomResizedCrop(224)(image)
 
-    Numbers are drawn on the CPU. Other threads, and torch's generators, are not touched: a step may be drawing at the same time.
+    Numbers are drawn on the CPU. Other threads, and torch's generators, are not touched: a step may be drawing at the
+    same time.
 
     Args:
         key: Seed, such as the key of a row.
@@ -59,7 +60,11 @@ class drawing(TorchFunctionMode):
         self._generator = torch.Generator().manual_seed(int(key))
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """See `TorchFunctionMode`."""
         if func not in _DRAWING and func not in _LIKE:
@@ -67,7 +72,9 @@ class drawing(TorchFunctionMode):
         named = dict(kwargs or {})
         if func in _LIKE:
             like = args[0]
-            return _LIKE[func](like.shape, generator=self._generator, **{"dtype": like.dtype, "device": like.device} | named)
+            return _LIKE[func](
+                like.shape, generator=self._generator, **{"dtype": like.dtype, "device": like.device} | named
+            )
         if named.get("generator") is None:
             named["generator"] = self._generator
         return func(*args, **named)
@@ -115,14 +122,17 @@ def made(spec: Any, called: str) -> Any:
         raise ConfigError(f"{called}.class_path {spec['class_path']!r} cannot be imported: {error}.") from error
     if not callable(found):
         raise ConfigError(
-            f"{called}.class_path is {spec['class_path']!r}, which is nothing that can be made. Name a class or a function by its import"
+            f"{called}.class_path is {spec['class_path']!r}, which is nothing that can be made. Name a class or a"
+            f" function by its import"
             " path, such as torchvision.models.resnet18."
         )
     arguments = {name: made(value, called) for name, value in (spec.get("init_args") or {}).items()}
     try:
         return found(**arguments)
     except TypeError as error:
-        raise ConfigError(f"{called}.class_path {spec['class_path']} cannot be made with {sorted(arguments)}: {error}.") from error
+        raise ConfigError(
+            f"{called}.class_path {spec['class_path']} cannot be made with {sorted(arguments)}: {error}."
+        ) from error
 
 
 def made_once(spec: Any, called: str) -> Any:
@@ -139,10 +149,9 @@ def _made_once(spec: str, called: str) -> Any:
 def transformed(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:
     """A sample after all transforms, which draw from its key.
 
-    Args:
-        sample: An image as a tensor (channels, height, width), or a dictionary of such with `torchvision.tv_tensors` for masks and boxes.
-        transforms: What to apply, in this order.
-        key: Of the row and the epoch; None: nothing is drawn.
+    Args: sample: An image as a tensor (channels, height, width), or a dictionary of such with `torchvision.tv_tensors`
+        for masks and boxes. transforms: What to apply, in this order. key: Of the row and the epoch; None: nothing is
+        drawn.
     """
     if key is None:
         for transform in transforms:

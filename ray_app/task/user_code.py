@@ -1,6 +1,8 @@
-"""Where the code of a task is called: what it raises becomes a `TaskError` that says in which of the user's lines, and what for.
+"""Where the code of a task is called: what it raises becomes a `TaskError` that says in which of the user's lines, and
+what for.
 
-Shown are the calls of the user's own files. Those of libraries and of this application are counted, but for the last one, which says most.
+Shown are the calls of the user's own files. Those of libraries and of this application are counted, but for the last
+one, which says most.
 """
 
 from __future__ import annotations
@@ -40,14 +42,18 @@ class user_code:
     def __enter__(self) -> None:
         """Begins it."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Ends it, see `Raises`."""
         if isinstance(error, Exception) and not isinstance(error, RayAppError):
             raise TaskError(in_a_line(error), calls(error), self._place(), tuple(self._positions())) from error
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error and the last of the user's own lines on the way to it: `KeyError: 'labels' (my_task.py, line 31, in update)`."""
+    """An error and the last of the user's own lines on the way to it: `KeyError: 'labels' (my_task.py, line 31, in
+    update)`.
+    """
     said = without_addresses(f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0])
     if _ON_DEVICE in said:
         said += " (a GPU tells of errors later, maybe of those before: CUDA_LAUNCH_BLOCKING=1 shows where)"
@@ -56,7 +62,9 @@ def in_a_line(error: BaseException) -> str:
 
 
 def refusal(error: BaseException) -> str:
-    """Why a row cannot be decoded: what a task of the application's says of it needs no more, what a user's raises needs the line."""
+    """Why a row cannot be decoded: what a task of the application's says of it needs no more, what a user's raises
+    needs the line.
+    """
     own = _own_calls(error)
     is_users = bool(own) and not Path(own[-1].filename).is_relative_to(_TASKS)
     return in_a_line(error) if is_users else without_addresses(str(error)) or type(error).__name__
@@ -80,7 +88,9 @@ def _told(found: Sequence[traceback.FrameSummary]) -> Iterator[str]:
     told = found[own[0] if own else 0 :]
     if len(told) > _MOST_CALLS:
         yield f"  ... {len(told) - _MOST_CALLS} calls"
-    for origin, group in groupby(told[-_MOST_CALLS:], lambda call: _origin(call.filename) if own and call is not found[-1] else None):
+    for origin, group in groupby(
+        told[-_MOST_CALLS:], lambda call: _origin(call.filename) if own and call is not found[-1] else None
+    ):
         some = list(group)
         if origin is not None:
             yield f"  ... {len(some)} call{'s' * (len(some) > 1)} in {origin}"
@@ -104,4 +114,6 @@ def _origin(filename: str) -> str | None:
     folder = next((name for name in ("site-packages", "dist-packages") if name in path.parts[:-1]), None)
     if folder is not None:
         return path.parts[path.parts.index(folder) + 1].removesuffix(".py")
-    return "Python" if filename.startswith("<frozen") or any(path.is_relative_to(place) for place in _STANDARD) else None
+    return (
+        "Python" if filename.startswith("<frozen") or any(path.is_relative_to(place) for place in _STANDARD) else None
+    )

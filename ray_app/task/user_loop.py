@@ -1,7 +1,7 @@
 """A loop of the user's own, which asks for rows, under the loop of the application, which asks for losses.
 
-Of two that both want to call, one has to wait: the user's runs in a thread. Only one of them runs at a time, each until it needs the other,
-so that they share torch's generators as one program would.
+Of two that both want to call, one has to wait: the user's runs in a thread. Only one of them runs at a time, each until
+it needs the other, so that they share torch's generators as one program would.
 
 A plain PyTorch loop in a function of the user's, as a task.
 """
@@ -64,14 +64,17 @@ class Loop:
         self._rows: Batch | None = None
 
     def keep(self, optimizer: Optimizer, schedule: LRScheduler | None = None) -> None:
-        """Makes what moves the model part of what is checkpointed and given to new workers; once, before the first step.
+        """Makes what moves the model part of what is checkpointed and given to new workers; once, before the first
+        step.
 
         Args:
             optimizer: Of the model's parameters; the script calls its `step`.
             schedule: Moved after every step, by the application.
         """
         if self._kept is not None:
-            raise RuntimeError("loop.keep was called twice; one optimizer, and one schedule with it, is kept, before the first step")
+            raise RuntimeError(
+                "loop.keep was called twice; one optimizer, and one schedule with it, is kept, before the first step"
+            )
         self._kept = optimizer, schedule
 
     def __iter__(self) -> Iterator[LoopStep]:
@@ -93,9 +96,9 @@ class Loop:
 
 
 class LoopStep:
-    """One step of the run in a script's loop: iterated over, the micro-batches of the logical workers that this worker plays, as columns by
-    name; afterwards the gradient of the global batch is in the parameters' `.grad`. A worker may have none, and after a lost worker those
-    of a step may come once more.
+    """One step of the run in a script's loop: iterated over, the micro-batches of the logical workers that this worker
+    plays, as columns by name; afterwards the gradient of the global batch is in the parameters' `.grad`. A worker may
+    have none, and after a lost worker those of a step may come once more.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -188,10 +191,14 @@ class Running:
         if found is not _Said.WAITS:
             raise _too_early("left `for step in loop` before it ended")
         if len(steps) != 1:
-            raise RuntimeError(f"the script called optimizer.step {len(steps)} times in a step of its loop; call it once, after the rows")
+            raise RuntimeError(
+                f"the script called optimizer.step {len(steps)} times in a step of its loop; call it once, after the"
+                f" rows"
+            )
         if schedule is not None and schedule.last_epoch != moved:
             raise RuntimeError(
-                "the script moved the schedule that it keeps, which is moved after every step anyway; leave schedule.step out"
+                "the script moved the schedule that it keeps, which is moved after every step anyway; leave"
+                " schedule.step out"
             )
 
     def end(self) -> None:
@@ -238,14 +245,14 @@ class LoopTask(BatchTask):
 
     docs/loop.md has such a script.
 
-    Args:
-        train: Import path of the function that is called with the loop, and with `settings`, in every worker.
-        module: The model, or a function that returns one.
-        rows: Columns that the script gets, by their names; `COLUMN.mask` as in `ModuleTask`.
-        settings: Arguments of that function by their names.
-        evaluate: Import path of a function that is called with the model and rows and returns a dictionary of means over these rows, `loss`
-            among them, and of torchmetrics objects that saw them, whose states are combined. Needed for `data.eval_path`.
-        target: Column that a prediction lacks; not given: it has all of them. The model is called with the other columns, in their order.
+    Args: train: Import path of the function that is called with the loop, and with `settings`, in every worker. module:
+        The model, or a function that returns one. rows: Columns that the script gets, by their names; `COLUMN.mask` as
+        in `ModuleTask`. settings: Arguments of that function by their names. evaluate: Import path of a function that
+        is called with the model and rows and returns a dictionary of means over these rows, `loss`
+            among them, and of torchmetrics objects that saw them, whose states are combined. Needed for
+            `data.eval_path`.
+        target: Column that a prediction lacks; not given: it has all of them. The model is called with the other
+            columns, in their order.
         transforms: See `ModuleTask`.
         evaluate_transforms: See `ModuleTask`.
         mean: See `ModuleTask`.
@@ -300,17 +307,29 @@ class LoopTask(BatchTask):
     def unfit(self, config: Config) -> list[str]:
         """What the script has of its own, or what takes its model from it."""
         problems = []
-        if config.optimizers is not None or config.optimizer not in (type(config).optimizer, OptimizerSpec(OWN_OPTIMIZER)):
-            problems.append("The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out.")
+        if config.optimizers is not None or config.optimizer not in (
+            type(config).optimizer,
+            OptimizerSpec(OWN_OPTIMIZER),
+        ):
+            problems.append(
+                "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."
+            )
         if config.train.strategy not in _STRATEGIES:
             problems.append(
-                f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop leaves it; use"
+                f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop"
+                f" leaves it; use"
                 f" {' or '.join(_STRATEGIES)}."
             )
         if config.train.compile:
-            problems.append("train.compile compiles the model that a task is given; compile the model in the script, and leave it out.")
+            problems.append(
+                "train.compile compiles the model that a task is given; compile the model in the script, and leave it"
+                " out."
+            )
         if config.train.capture:
-            problems.append("train.capture needs each step to do the same, and a script may do something else in each; leave it out.")
+            problems.append(
+                "train.capture needs each step to do the same, and a script may do something else in each; leave it"
+                " out."
+            )
         return problems
 
     def _script(self) -> Callable[[Loop], None]:
@@ -329,7 +348,10 @@ class LoopTask(BatchTask):
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """What the script makes of a micro-batch."""
         if hasattr(model, "_orig_mod"):
-            raise ConfigError("train.compile compiles the model that a task is given; compile the model in the script, and leave it out.")
+            raise ConfigError(
+                "train.compile compiles the model that a task is given; compile the model in the script, and leave it"
+                " out."
+            )
         if model in _RUNNING:
             return _RUNNING[model].losses(self._rows(batch))
         once = Running(self._script(), model)  # a trial, of a model that no loop trains
@@ -342,7 +364,8 @@ class LoopTask(BatchTask):
         """Lets the script make the step."""
         if model not in _RUNNING:
             raise ConfigError(
-                f"The script makes its optimizer, and the configuration has a {type(optimizer).__name__}, or train.strategy keeps a model"
+                f"The script makes its optimizer, and the configuration has a {type(optimizer).__name__}, or"
+                f" train.strategy keeps a model"
                 " of its own to be moved. Leave optimizer out, and use ddp or single."
             )
         _RUNNING[model].update()
@@ -355,7 +378,10 @@ class LoopTask(BatchTask):
     def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
         """What `evaluate` returns."""
         if self.evaluate is None:
-            raise ConfigError("data.eval_path is given, and task.init_args.evaluate is not; name the script's function, or leave it out.")
+            raise ConfigError(
+                "data.eval_path is given, and task.init_args.evaluate is not; name the script's function, or leave it"
+                " out."
+            )
         from torchmetrics import Metric
 
         from ray_app.task.metric_classes import take_metrics
@@ -364,5 +390,7 @@ class LoopTask(BatchTask):
         metrics = {name: value for name, value in returned.items() if isinstance(value, Metric)}
         found = {name: mean_of(name, value) for name, value in returned.items() if name not in metrics}
         if "loss" not in found:
-            raise ConfigError(f"{self.evaluate} returned {', '.join(returned) or 'nothing'}, without loss; return it, too.")
+            raise ConfigError(
+                f"{self.evaluate} returned {', '.join(returned) or 'nothing'}, without loss; return it, too."
+            )
         return Evaluated(found.pop("loss"), found, take_metrics(metrics))

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 class Evaluated(NamedTuple):
     """What code of the user's said of an evaluated batch.
 
-    Args:
-        loss: The mean over its rows, shape ().
-        logged: Other means over its rows, each of shape ().
-        metrics: The torchmetrics objects that saw it, which are combined over all rows.
-        weight: How much the batch counts in the mean loss of all batches, shape (), such as its number of tokens; not given: its rows.
+    Args: loss: The mean over its rows, shape (). logged: Other means over its rows, each of shape (). metrics: The
+        torchmetrics objects that saw it, which are combined over all rows. weight: How much the batch counts in the
+        mean loss of all batches, shape (), such as its number of tokens; not given: its rows.
     """
 
     loss: Tensor
@@ -78,8 +76,15 @@ class BatchTask(ModuleTask):
     ) -> None:
         columns = list(batch.values() if isinstance(batch, dict) else batch)
         if not columns or (target is not None and target not in columns):
-            raise ConfigError(f"The columns of a batch are {columns}; name those of which it is made, and among them the target, {target}.")
-        inputs = {k: v for k, v in batch.items() if v != target} if isinstance(batch, dict) else [v for v in batch if v != target]
+            raise ConfigError(
+                f"The columns of a batch are {columns}; name those of which it is made, and among them the target,"
+                f" {target}."
+            )
+        inputs = (
+            {k: v for k, v in batch.items() if v != target}
+            if isinstance(batch, dict)
+            else [v for v in batch if v != target]
+        )
         super().__init__(
             module,
             inputs,
@@ -103,9 +108,14 @@ class BatchTask(ModuleTask):
         """See `Task.evaluated`."""
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
-        """The mean of an evaluated batch, for each of its rows, with the share of each in the batch's weight if it has one."""
+        """The mean of an evaluated batch, for each of its rows, with the share of each in the batch's weight if it has
+        one.
+        """
         if not isinstance(outputs, Evaluated):
-            raise ConfigError(f"A {type(self).__name__} is evaluated with its model at hand; of a packaged one there are only the outputs.")
+            raise ConfigError(
+                f"A {type(self).__name__} is evaluated with its model at hand; of a packaged one there are only the"
+                f" outputs."
+            )
         rows = rows_in(batch)
         if outputs.weight is None:
             return outputs.loss.expand(rows)
@@ -144,13 +154,16 @@ def mean_of(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise ValueError(
-            f"{name!r} is a {type(value).__name__}{shape}; give one number, the mean over the rows of this batch, or a torchmetrics object"
+            f"{name!r} is a {type(value).__name__}{shape}; give one number, the mean over the rows of this batch, or a"
+            f" torchmetrics object"
         )
     return torch.as_tensor(value).reshape(())
 
 
 class OwnOptimizer(Optimizer):
-    """Stands for the optimizer that the task makes, see `Task.configure_optimizers`; it is chosen by itself where no other is configured."""
+    """Stands for the optimizer that the task makes, see `Task.configure_optimizers`; it is chosen by itself where no
+    other is configured.
+    """
 
     def __init__(self) -> None:
         raise TypeError("OwnOptimizer only stands for what Task.configure_optimizers makes")

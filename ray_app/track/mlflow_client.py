@@ -1,7 +1,8 @@
-"""What MLflow gets to see of a run's record: one point for every block of steps, every evaluation and every look at the nodes.
+"""What MLflow gets to see of a run's record: one point for every block of steps, every evaluation and every look at the
+nodes.
 
-A point is a function of the record alone, its time too, so a point that is sent a second time is the same one to the last bit, and
-MLflow's SQL stores drop it.
+A point is a function of the record alone, its time too, so a point that is sent a second time is the same one to the
+last bit, and MLflow's SQL stores drop it.
 
 Every call to MLflow for a training run: finding its MLflow run, feeding it, ending it.
 
@@ -45,12 +46,9 @@ OWN = ""
 class Point:
     """Metrics of one step.
 
-    Args:
-        step: Finished steps.
-        time_ms: When it was recorded, milliseconds since 1970 (UTC).
-        metrics: Value by name; NaN and infinity are left as they are.
-        evaluator: Which evaluator found them, see `OWN`; None: none did.
-        look: Name of the look at the nodes that they come from; None: they do not. With neither they are of a block of steps.
+    Args: step: Finished steps. time_ms: When it was recorded, milliseconds since 1970 (UTC). metrics: Value by name;
+        NaN and infinity are left as they are. evaluator: Which evaluator found them, see `OWN`; None: none did. look:
+        Name of the look at the nodes that they come from; None: they do not. With neither they are of a block of steps.
     """
 
     step: int
@@ -120,7 +118,9 @@ class Backlog:
             for record in self._reader.poll():
                 self.newest_step = max(self.newest_step, record.step)
                 if record.step > sent.sent_step:
-                    self._steps[record.step] = replace(record, rows=[sum(record.rows)], row_hash=[])  # all that points are made of
+                    self._steps[record.step] = replace(
+                        record, rows=[sum(record.rows)], row_hash=[]
+                    )  # all that points are made of
         except Exception:
             self.rewind()
             raise
@@ -144,7 +144,9 @@ class Backlog:
         """The points of evaluations that were not sent, of one evaluator after the other, by step."""
         for name, evaluations in self._evaluations.items():
             known = frozenset(sent.evaluations.get(name, ()))
-            yield from (evaluation_point(evaluation, name) for evaluation in evaluations if evaluation.step not in known)
+            yield from (
+                evaluation_point(evaluation, name) for evaluation in evaluations if evaluation.step not in known
+            )
 
     def points(self, sent: Sent, finished: bool) -> Iterator[Point]:
         """What can be sent now, in the order of the steps, then the evaluations and the looks at the nodes in theirs.
@@ -170,17 +172,20 @@ class Backlog:
             first = last + 1
 
     def _is_lost(self, last: int, newest: int) -> bool:
-        """Whether a step missing from the block that ends with `last` will never come: its writer was killed before it wrote it.
+        """Whether a step missing from the block that ends with `last` will never come: its writer was killed before it
+        wrote it.
 
-        Records come in the order of the steps, except that an attempt that starts over fills what the last one left. So a hole is
-        left alone until the steps behind it span a minute.
+        Records come in the order of the steps, except that an attempt that starts over fills what the last one left. So
+        a hole is left alone until the steps behind it span a minute.
         """
         behind = next((step for step in range(last + 1, newest + 1) if step in self._steps), newest)
         return self._steps[newest].time_s - self._steps[behind].time_s >= _LOST_AFTER_S
 
     @contextmanager
     def _change(self, folder: Location) -> Iterator[bool]:
-        """Whether a folder of files that are never changed has more of them than were read before; noted when they are read."""
+        """Whether a folder of files that are never changed has more of them than were read before; noted when they are
+        read.
+        """
         files = len(names(folder))
         yield files != self._files.get(folder, 0)
         self._files[folder] = files
@@ -199,7 +204,9 @@ def step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point
     metrics = {
         **means(steps),
         "lr": last.lr,
-        "grad_norm": _mean([record.grad_norm for record in steps if math.isfinite(record.grad_norm)]),  # infinite where fp16 overflowed
+        "grad_norm": _mean(
+            [record.grad_norm for record in steps if math.isfinite(record.grad_norm)]
+        ),  # infinite where fp16 overflowed
         "step_ms": statistics.median(step_ms),
         "data_wait_ms": statistics.fmean(record.data_wait_ms for record in steps),
         "rows_per_s": _ratio(1e3 * sum(rows), sum(step_ms)),
@@ -212,15 +219,21 @@ def step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point
 
 
 def evaluation_point(evaluation: Evaluation, evaluator: str = OWN) -> Point:
-    """The point of an evaluation: `eval_<metric>` for each metric that is a number, of a named evaluator `eval_<evaluator>_<metric>`."""
+    """The point of an evaluation: `eval_<metric>` for each metric that is a number, of a named evaluator
+    `eval_<evaluator>_<metric>`.
+    """
     prefix = f"eval_{evaluator}_" if evaluator else "eval_"
-    metrics = {prefix + name: float(value) for name, value in evaluation.metrics.items() if isinstance(value, int | float)}
+    metrics = {
+        prefix + name: float(value) for name, value in evaluation.metrics.items() if isinstance(value, int | float)
+    }
     return Point(evaluation.step, int(evaluation.time_s * 1e3), metrics, evaluator)
 
 
 def look_point(name: str, look: Look) -> Point:
     """The point of a look at the nodes, `system/<node>/<value>` for each value."""
-    metrics = {f"system/{node}/{key}": value for node, values in sorted(look.nodes.items()) for key, value in values.items()}
+    metrics = {
+        f"system/{node}/{key}": value for node, values in sorted(look.nodes.items()) for key, value in values.items()
+    }
     return Point(look.step, int(look.time_s * 1e3), metrics, look=name)
 
 
@@ -241,14 +254,16 @@ _DIGEST_CHARS, _NAME_CHARS = 36, 500
 _UUID_TAG, _ROOT_TAG, _RESUMED_WITH = "ray_app.run_uuid", "ray_app.run_root", "ray_app.resumed_with."
 
 IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-"""MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself."""
+"""MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself.
+"""
 _ENVIRONMENT = IMPATIENT | {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Its telemetry removes a variable from the environment in a thread, where it reaches nobody, too: who copies that just then fails with a
-`KeyError`."""
+"""Its telemetry removes a variable from the environment in a thread, where it reaches nobody, too: who copies that just
+then fails with a `KeyError`.
+"""
 
 
 @dataclass(frozen=True)
@@ -269,7 +284,8 @@ class DataSet:
 
 
 class MlflowRun:
-    """One MLflow run, continued by whoever has its id; not thread-safe, and every method may block for as long as MLflow does.
+    """One MLflow run, continued by whoever has its id; not thread-safe, and every method may block for as long as
+    MLflow does.
 
     Args:
         uri: Tracking URI.
@@ -303,15 +319,24 @@ class MlflowRun:
             self._client = connect(self._uri)
         if run_id is None or not self._is_active(run_id):
             experiment_id = self._experiment_id()
-            found = self._client.search_runs([experiment_id], filter_string=f"tags.`{_UUID_TAG}` = '{run_uuid}'", max_results=1)
+            found = self._client.search_runs(
+                [experiment_id], filter_string=f"tags.`{_UUID_TAG}` = '{run_uuid}'", max_results=1
+            )
             tags = {_UUID_TAG: run_uuid, _ROOT_TAG: redact(str(root))}
-            run = found[0] if found else self._client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=root.name)
+            run = (
+                found[0]
+                if found
+                else self._client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=root.name)
+            )
             run_id = str(run.info.run_id)
         self.run_id = run_id
         return run_id
 
-    def describe(self, params: dict[str, Any], tags: dict[str, str], datasets: Sequence[DataSet], is_over: bool) -> None:
-        """Sets the run running and gives it what it lacks of these; what it has with another value becomes a tag of its own.
+    def describe(
+        self, params: dict[str, Any], tags: dict[str, str], datasets: Sequence[DataSet], is_over: bool
+    ) -> None:
+        """Sets the run running and gives it what it lacks of these; what it has with another value becomes a tag of its
+        own.
 
         A parameter of an MLflow run can never change, and the first commit of a run is worth keeping.
 
@@ -336,14 +361,18 @@ class MlflowRun:
         self._add_inputs(datasets, known.inputs.dataset_inputs if known.inputs else [])
         for some in _chunks([Param(*item) for item in new_params.items()], _PARAMS_PER_CALL):
             self._client.log_batch(self.run_id, params=some, synchronous=True)
-        for some in _chunks([RunTag(*item) for item in (new_tags | other_params | other_tags).items()], _PARAMS_PER_CALL):
+        for some in _chunks(
+            [RunTag(*item) for item in (new_tags | other_params | other_tags).items()], _PARAMS_PER_CALL
+        ):
             self._client.log_batch(self.run_id, tags=some, synchronous=True)
 
     def log(self, points: list[Point]) -> None:
         """Logs points in their order; returns when MLflow has them."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(mlflow_key(name), value, p.time_ms, p.step) for p in points for name, value in p.metrics.items()]
+        metrics = [
+            Metric(mlflow_key(name), value, p.time_ms, p.step) for p in points for name, value in p.metrics.items()
+        ]
         for some in _chunks(metrics, METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=some, synchronous=True)
 
@@ -356,7 +385,9 @@ class MlflowRun:
             self._client.set_terminated(self.run_id, status)
 
     def _add_inputs(self, datasets: Sequence[DataSet], known: Sequence[Any]) -> None:
-        """Logs the inputs for what the run has none for yet. MLflow cuts the digest, so the whole of it is in the profile."""
+        """Logs the inputs for what the run has none for yet. MLflow cuts the digest, so the whole of it is in the
+        profile.
+        """
         from mlflow.entities import Dataset, DatasetInput, InputTag
         from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
@@ -391,14 +422,17 @@ class MlflowRun:
             return str(self._client.create_experiment(self._experiment, artifacts))
         if found.lifecycle_stage != "active":
             raise ConfigError(
-                f"The MLflow experiment {self._experiment!r} is deleted. Restore it (mlflow experiments restore --experiment-id"
+                f"The MLflow experiment {self._experiment!r} is deleted. Restore it (mlflow experiments restore"
+                f" --experiment-id"
                 f" {found.experiment_id}) or start again with another tracking.experiment."
             )
         return str(found.experiment_id)
 
 
 def connect(uri: str) -> Any:
-    """MLflow's client, quiet and impatient; makes the folder of a SQLite file. Importing MLflow takes about a second."""
+    """MLflow's client, quiet and impatient; makes the folder of a SQLite file. Importing MLflow takes about a
+    second.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     require("mlflow", "MLflow's record or registry")

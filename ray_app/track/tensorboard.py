@@ -1,7 +1,9 @@
-"""TensorBoard event files: one thread in the driver writes a run's record as MLflow gets it, and begins anew at every start of the driver.
+"""TensorBoard event files: one thread in the driver writes a run's record as MLflow gets it, and begins anew at every
+start of the driver.
 
-The file is a function of the record, so nothing of it has to survive a driver that is killed: the next one empties it and writes all points
-again to one of its own, each once, behind a mark that makes a TensorBoard which is open drop what it has of the run.
+The file is a function of the record, so nothing of it has to survive a driver that is killed: the next one empties it
+and writes all points again to one of its own, each once, behind a mark that makes a TensorBoard which is open drop what
+it has of the run.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Board:
 
     def __init__(self, paths: RunPaths, config: Config) -> None:
         self._paths, self._config = paths, config
-        self._temporary = None if isinstance(paths.root, Path) else tempfile.TemporaryDirectory(prefix="ray_app-tensorboard-")
+        self._temporary = (
+            None if isinstance(paths.root, Path) else tempfile.TemporaryDirectory(prefix="ray_app-tensorboard-")
+        )
         self._folder = Path(self._temporary.name) if self._temporary is not None else Path(str(paths.tensorboard))
         self._writer: SummaryWriter | None = None
         self._put_bytes = 0
@@ -70,7 +74,10 @@ class Board:
         self._thread.join(timeout_s)
         self.abandon()
         if not self._done:
-            logger.warning("The event files of TensorBoard lack the end of the run; starting %r again writes them.", self._paths.name)
+            logger.warning(
+                "The event files of TensorBoard lack the end of the run; starting %r again writes them.",
+                self._paths.name,
+            )
         return self._done
 
     def abandon(self) -> None:
@@ -120,7 +127,9 @@ class Board:
 
         for name, file in listing(self._paths.tensorboard).items():
             if name.startswith(_PREFIX):
-                put_atomic(file, b"")  # an open TensorBoard that reads it would never go on to the next if it were removed
+                put_atomic(
+                    file, b""
+                )  # an open TensorBoard that reads it would never go on to the next if it were removed
         if self._temporary is not None:
             self._put_bytes = 0
             for left in self._folder.iterdir():
@@ -151,7 +160,9 @@ class Board:
 
     def _say_trouble(self, error: Exception) -> None:
         if not self._in_trouble:
-            logger.warning("The event files of TensorBoard cannot be written for now; training goes on: %s", redact(str(error)))
+            logger.warning(
+                "The event files of TensorBoard cannot be written for now; training goes on: %s", redact(str(error))
+            )
         self._in_trouble = True
 
 

@@ -1,9 +1,9 @@
 """The tracker: one thread in the driver that feeds a run's record to MLflow, whenever MLflow is there.
 
-It is MLflow's only writer for the run and never on the way of a step: it reads the files that rank 0 and the evaluator write. How far it
-got stands in `tracking.json`, so the next driver goes on from there. What was sent but not noted there is sent again, and since the
-record does not change, MLflow's SQL stores recognize and drop it. Losses that are NaN arrive as NaN; a SQL store shows infinity as
-1.8e308.
+It is MLflow's only writer for the run and never on the way of a step: it reads the files that rank 0 and the evaluator
+write. How far it got stands in `tracking.json`, so the next driver goes on from there. What was sent but not noted
+there is sent again, and since the record does not change, MLflow's SQL stores recognize and drop it. Losses that are
+NaN arrive as NaN; a SQL store shows infinity as 1.8e308.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ class Tracker:
 
         Call it when nobody writes the record any more. It can be called again and then returns the same.
 
-        Args:
-            status: How the run ended. `FINISHED` also sends a last block that is not full; otherwise a resume will fill it.
-            timeout_s: Seconds to wait for MLflow.
+        Args: status: How the run ended. `FINISHED` also sends a last block that is not full; otherwise a resume will
+            fill it. timeout_s: Seconds to wait for MLflow.
 
         Returns:
             Whether MLflow has everything. If not, a warning says what is missing; the next start of the run sends it.
@@ -168,7 +167,9 @@ class Tracker:
         run_id = self._mlflow.open(before, cursor.run_uuid, self._paths.root, self._start_ms)
         if run_id != before:
             if before is not None:
-                logger.warning("MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self.uri), before)
+                logger.warning(
+                    "MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self.uri), before
+                )
                 cursor.forget()
                 self._backlog.rewind()
             cursor.run_id = run_id
@@ -179,7 +180,9 @@ class Tracker:
         self._mlflow.describe(flatten(redacted(self._config.to_dict())), self._tags, self._datasets, self._is_over)
         self._connected = True
         if self._say is not None:
-            self._say(redact(f"MLflow run {run_id} of the experiment {self._config.tracking.experiment}: {self._mlflow.page}"))
+            self._say(
+                redact(f"MLflow run {run_id} of the experiment {self._config.tracking.experiment}: {self._mlflow.page}")
+            )
             self._say = None
 
     def _say_trouble(self, error: Exception) -> None:
@@ -206,7 +209,8 @@ class Tracker:
         if steps:
             lacks.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
         return (
-            f"MLflow at {redact(self.uri)} did not take everything within {timeout_s:g} s. Its run {cursor.run_id or '(not created)'} may"
+            f"MLflow at {redact(self.uri)} did not take everything within {timeout_s:g} s. Its run"
+            f" {cursor.run_id or '(not created)'} may"
             f" lack {'; '.join(lacks)}. All of it is in {self._paths.root}; send it with\n  ray-app track --replay"
             f" {shlex.quote(str(self._paths.root))}\nor start {self._paths.name!r} again. Last error:"
             f" {self._trouble or 'none, it was still being sent'}"
@@ -216,23 +220,32 @@ class Tracker:
 def check_available(config: Config) -> None:
     """Refuses tracking that cannot work, without importing MLflow or connecting to it.
 
-    Raises:
-        ConfigError: MLflow is not installed, or `tracking.uri` is not one that points can be sent to twice without doubling them.
+    Raises: ConfigError: MLflow is not installed, or `tracking.uri` is not one that points can be sent to twice without
+        doubling them.
     """
     if not config.tracking.enabled:
         return
     require("mlflow", "tracking.enabled: true", "set tracking.enabled to false")
     uri = default_tracking_uri(config)
     scheme = urlsplit(uri).scheme.partition("+")[0]
-    valid = "an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db, postgresql, mysql, mssql)"
+    valid = (
+        "an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db, postgresql,"
+        " mysql, mssql)"
+    )
     if scheme not in ("http", "https", *_DATABASES):
-        raise ConfigError(f"tracking.uri is {redact(uri)!r}; it must be {valid}. Without it a SQLite file in run.storage_path is used.")
+        raise ConfigError(
+            f"tracking.uri is {redact(uri)!r}; it must be {valid}. Without it a SQLite file in run.storage_path is"
+            f" used."
+        )
     if (scheme == "sqlite" and not sqlite_file(uri)) or (scheme.startswith("http") and not urlsplit(uri).hostname):
         raise ConfigError(
-            f"tracking.uri is {redact(uri)!r}, which names no {'file' if scheme == 'sqlite' else 'host'}; it must be {valid}."
+            f"tracking.uri is {redact(uri)!r}, which names no {'file' if scheme == 'sqlite' else 'host'}; it must be"
+            f" {valid}."
         )
     if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
-        raise ConfigError(f"tracking.uri is {redact(uri)!r}, which needs the whole of MLflow, not mlflow-skinny: pip install mlflow.")
+        raise ConfigError(
+            f"tracking.uri is {redact(uri)!r}, which needs the whole of MLflow, not mlflow-skinny: pip install mlflow."
+        )
 
 
 def run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
@@ -267,7 +280,9 @@ def packed(points: Iterable[Point]) -> Iterator[list[Point]]:
 
 
 def _artifacts(paths: RunPaths) -> dict[str, str]:
-    """What an ended run has for people, and the newest evaluation of each evaluator, without secrets, by the artifact's path."""
+    """What an ended run has for people, and the newest evaluation of each evaluator, without secrets, by the artifact's
+    path.
+    """
     found = {}
     for file in (paths.config, paths.summary, paths.report):
         if file.exists():
@@ -282,7 +297,9 @@ def _artifacts(paths: RunPaths) -> dict[str, str]:
 
 
 def _artifact_folder(paths: RunPaths, uri: str) -> Path | None:
-    """Folder for the artifacts of an MLflow without a server: beside the run, or beside the SQLite file if the run is on S3."""
+    """Folder for the artifacts of an MLflow without a server: beside the run, or beside the SQLite file if the run is
+    on S3.
+    """
     if isinstance(paths.root, Path):
         return paths.root.resolve().parent / "mlartifacts"
     return Path(sqlite_file(uri)).resolve().parent / "mlartifacts" if uri.startswith("sqlite") else None

@@ -1,7 +1,8 @@
-"""The tables of what a strategy keeps (state) and how it steps; `reduction/build.py` has that of how its gradients meet (exchange).
+"""The tables of what a strategy keeps (state) and how it steps; `reduction/build.py` has that of how its gradients meet
+(exchange).
 
-`train/loop.py` runs any of them; `single` is `ddp` with `SingleProcessMembership` in the place of the other workers. Only `parameter_server` has a loop of
-its own, `train/strategies/parameter_server/worker.py`, whose workers meet nobody.
+`train/loop.py` runs any of them; `single` is `ddp` with `SingleProcessMembership` in the place of the other workers.
+Only `parameter_server` has a loop of its own, `train/strategies/parameter_server/worker.py`, whose workers meet nobody.
 """
 
 from __future__ import annotations
@@ -32,14 +33,25 @@ def build_state(config: Config, task: Task, device: torch.device, total_steps: i
     return made(config, task, device, total_steps)
 
 
-def build_step(job: Job, state: TrainingState, world: World, device: torch.device, enter: Callable[[Phase], None]) -> Step:
+def build_step(
+    job: Job, state: TrainingState, world: World, device: torch.device, enter: Callable[[Phase], None]
+) -> Step:
     """Makes the step of the configured strategy with its exchange, see `Step`."""
     train = job.config.train
     if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
         assert isinstance(state, LocalState), "build_state made it"
         return LocalStep(job, state, data_parallel(train, state.model, world), world, device, enter)
     if state.turns is not None:
-        return TurnStep(job.config, job.task, state, state.turns, lambda: build_exchange(train, state.model, world), world, device, enter)
+        return TurnStep(
+            job.config,
+            job.task,
+            state,
+            state.turns,
+            lambda: build_exchange(train, state.model, world),
+            world,
+            device,
+            enter,
+        )
     exchange = build_exchange(train, state.model, world)
     if train.strategy == "fsdp":
         from ray_app.train.strategies.fully_sharded import ShardedStep

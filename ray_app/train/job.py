@@ -143,7 +143,9 @@ class Job:
         return self.config.evaluate.where == "workers" and self.config.data.eval_path is not None
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """Whether the cadence asks for a checkpoint, and with it an evaluation, after `step` finished steps of the run."""
+        """Whether the cadence asks for a checkpoint, and with it an evaluation, after `step` finished steps of
+        the run.
+        """
         section = self.config.checkpoint
         if step == self.total_steps:
             return True
@@ -176,11 +178,9 @@ OpenWindows = Callable[[Job, Cursor, range], Windows]
 class Hooks:
     """Called in every worker.
 
-    Args:
-        after_step: With (rank, finished steps) after each step.
-        before_commit: With the checkpoint before each commit, in the saver's thread.
-        built: With the model when it has been made.
-        at: With (phase, rank, finished steps) whenever a worker begins something else: `forming`, `data`, `compute`, `exchange`,
+    Args: after_step: With (rank, finished steps) after each step. before_commit: With the checkpoint before each
+        commit, in the saver's thread. built: With the model when it has been made. at: With (phase, rank, finished
+        steps) whenever a worker begins something else: `forming`, `data`, `compute`, `exchange`,
             `evaluate`, `done`.
     """
 

@@ -86,7 +86,11 @@ class _Worker:
         self._state = build_state(job.config, job.task, device, job.total_steps)
         self._recorder = StepLog(job, self._state, membership, sender, device, hooks)
         self._feed = Feed(job.plan, lambda cursor, played: open_windows(job, cursor, played), device)
-        self._validation = Validation(job, self._state, load_evaluation, device, membership.moved) if load_evaluation is not None else None
+        self._validation = (
+            Validation(job, self._state, load_evaluation, device, membership.moved)
+            if load_evaluation is not None
+            else None
+        )
         self._bad_rows = BadRows(job)
         self._profile = StepProfile(job, device) if job.config.train.profile_steps is not None else None
         self._trust = SdcMonitor(job, self._state, device)
@@ -100,8 +104,9 @@ class _Worker:
         broken, broken_at = 0, -1
         while True:
             flags = Flags.REFORM
-            # Errors, optimizers with schedules and sharded models are in circles: what the last generation has left on the device would
-            # stay while the next one makes the same again. Only what was made since `_settled` is looked through: it takes milliseconds.
+            # Errors, optimizers with schedules and sharded models are in circles: what the last generation has left on
+            # the device would stay while the next one makes the same again. Only what was made since `_settled` is
+            # looked through: it takes milliseconds.
             gc.collect()
             try:
                 joined = self._membership.generation(self._state.step, lost_s is not None)
@@ -145,12 +150,16 @@ class _Worker:
         self._enter("forming")
         self._recorder.collect(world)
         job, state = self._job, self._state
-        odd = state.share(world, lambda: restore(job, state, self._recorder, self._sender, self._device), lost_s is not None)
+        odd = state.share(
+            world, lambda: restore(job, state, self._recorder, self._sender, self._device), lost_s is not None
+        )
         self._recorder.align(world, formed.number)
         self._trust.mark(world, self._recorder)
         if world.rank == 0:
             details = {"lost_s": lost_s} if lost_s is not None else {}
-            put_event(job.paths, "formed", job.fence, generation=formed.number, workers=world.size, step=state.step, **details)
+            put_event(
+                job.paths, "formed", job.fence, generation=formed.number, workers=world.size, step=state.step, **details
+            )
             if odd:
                 put_event(job.paths, "states_differed", job.fence, generation=formed.number, ranks=odd, step=state.step)
 
@@ -191,7 +200,9 @@ class _Worker:
                 self._done = done
                 if self._profile is not None:
                     self._profile.after(done)
-                recorder.finished(Cursor.at(done - 1, plan.steps_per_epoch), done, result, lr, step.waited_s, pacing=pacing)
+                recorder.finished(
+                    Cursor.at(done - 1, plan.steps_per_epoch), done, result, lr, step.waited_s, pacing=pacing
+                )
                 if world.size > 1:
                     pacing.add(done, result.spent)
                 self._trust.compare(world, done)
@@ -234,7 +245,9 @@ class _Worker:
         if saves_at_leave(flags, ordered, self._rank):
             self._recorder.checkpoint(Cursor.at(self._state.step, self._job.plan.steps_per_epoch), "extra", alone=True)
         if (flags | ordered) & Flags.SAVE:
-            raise PreemptedError(f"All workers have to leave their nodes after step {self._state.step}; a checkpoint was made.")
+            raise PreemptedError(
+                f"All workers have to leave their nodes after step {self._state.step}; a checkpoint was made."
+            )
 
     def _enter(self, phase: Phase) -> None:
         self._membership.enter(phase)
@@ -243,7 +256,8 @@ class _Worker:
 
 
 def saves_at_leave(agreed: Flags, ordered: Flags, rank: int) -> bool:
-    """Whether a worker that leaves has to save the state: where all agreed on it rank 0, otherwise whoever is told so only now.
+    """Whether a worker that leaves has to save the state: where all agreed on it rank 0, otherwise whoever is told so
+    only now.
 
     Args:
         agreed: What ended its last generation.

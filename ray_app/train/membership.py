@@ -1,4 +1,5 @@
-"""Who steps together, as the loop sees it; `cluster.rendezvous.membership` is a Ray Train worker's, `SingleProcessMembership` that of a process alone.
+"""Who steps together, as the loop sees it; `cluster.rendezvous.membership` is a Ray Train worker's,
+`SingleProcessMembership` that of a process alone.
 
 What workers, the rendezvous, the driver and the controller say to each other.
 
@@ -25,8 +26,9 @@ BEAT_S = 0.25
 """Seconds between two signs of life of a worker, of few; of many see `HeartbeatReply.period_s`."""
 
 Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "saving", "evaluate", "done"]
-"""What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up; who is `saving`
-waits for the storage, which ending a worker would not make faster."""
+"""What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up;
+who is `saving` waits for the storage, which ending a worker would not make faster.
+"""
 
 
 class Flags(IntFlag):
@@ -211,7 +213,8 @@ class Membership(Protocol):
     """Whether a lost peer leads to another generation; otherwise the group is started again from outside."""
 
     def generation(self, step: int, lost: bool) -> Any:
-        """A context that yields the `World` of a new generation and what formed it, and leaves its process group at the end.
+        """A context that yields the `World` of a new generation and what formed it, and leaves its process group at the
+        end.
 
         Args:
             step: Finished steps of this worker, -1 without a state.
@@ -296,7 +299,9 @@ class StepWatchdog:
         return limit * (1 if self._stepped else _FIRST_STEP_FACTOR)
 
     def times(self, now: float) -> int:
-        """How many times it stands still at this step, if it does just now, which begins the time anew; 0 if it does not."""
+        """How many times it stands still at this step, if it does just now, which begins the time anew; 0 if it does
+        not.
+        """
         if now - self._moved_s < self.limit_s:
             return 0
         self._moved_s = now

@@ -27,10 +27,13 @@ from ray_app.train.membership import GenerationInfo
 logger = logging.getLogger(__name__)
 
 _FORM_TIMEOUT = timedelta(seconds=30)
-"""For peers that are lost between their address and their connections: what waits for them then nobody can break. NCCL knows no such bound,
-see `ProcessGroup.is_stuck`."""
+"""For peers that are lost between their address and their connections: what waits for them then nobody can break. NCCL
+knows no such bound, see `ProcessGroup.is_stuck`.
+"""
 _STUCK_S = 60.0
-"""After which a group that was given up while it formed forms no more: twice the time that gloo and the store may take to notice."""
+"""After which a group that was given up while it formed forms no more: twice the time that gloo and the store may take
+to notice.
+"""
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """The rendezvous ends what stands still, much earlier; a collective's own time-out would only add another opinion."""
 _NCCL_SETTINGS = {
@@ -39,11 +42,13 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""Unless the user has set them: torch's own threads neither end the process nor abort, and do not wait for dumps, which takes a recovery
-a minute and more. The rendezvous says when to abort, and `settle` looks at the error."""
+"""Unless the user has set them: torch's own threads neither end the process nor abort, and do not wait for dumps, which
+takes a recovery a minute and more. The rendezvous says when to abort, and `settle` looks at the error.
+"""
 _NCCL = "cpu:gloo,cuda:nccl"
 _LAUNCH_S = 2.0
-"""After which an abort no longer waits for the end of a launch: one that waits for a lost peer ends by the abort alone."""
+"""After which an abort no longer waits for the end of a launch: one that waits for a lost peer ends by the abort alone.
+"""
 
 
 class ProcessGroup:
@@ -75,10 +80,13 @@ class ProcessGroup:
         self._asynchronous, self._device = name != "gloo", device
         self._before, self._store = set(_sockets()), (formed.host, formed.port)
         group_state.watch(self)
-        # torch numbers groups, counts those that could not be formed, too, and all ranks must have the same number (torch 2.15)
+        # torch numbers groups, counts those that could not be formed, too, and all ranks must have the same number
+        # (torch 2.15)
         dist.distributed_c10d._world.group_count = 0
         store = TCPStore(formed.host, formed.port, is_master=False, timeout=_FORM_TIMEOUT)
-        if self.is_aborted and self._asynchronous:  # before there was a connection that could be shut down, and NCCL may wait for ever
+        if (
+            self.is_aborted and self._asynchronous
+        ):  # before there was a connection that could be shut down, and NCCL may wait for ever
             raise PeerLostError("the group was given up before it formed")
         form_group(name, device, PrefixStore(f"generation-{formed.number}", store), formed.rank, formed.size)
         self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT, self._asynchronous or device.type != "cpu")
@@ -90,7 +98,8 @@ class ProcessGroup:
             raise PeerLostError("the group was given up while it formed")
 
     def _of_this_group(self, store: PrefixStore, formed: GenerationInfo) -> list[tuple[int, str]]:
-        """The connections that came with this group and go to where a member listens for it, or to the store; others are Ray's.
+        """The connections that came with this group and go to where a member listens for it, or to the store; others
+        are Ray's.
 
         Of where they listen the members tell each other, so this waits for all.
         """
@@ -115,7 +124,8 @@ class ProcessGroup:
             raise PeerLostError(f"the exchange failed on the device: {error}")
 
     def _wait_for_device(self) -> None:
-        """Waits for the stream that computes, which comes after all that a step needs: its exchanges, and what is done beside backward.
+        """Waits for the stream that computes, which comes after all that a step needs: its exchanges, and what is done
+        beside backward.
 
         Uploads of later steps, which the device may be at, need not be over.
         """
@@ -133,16 +143,22 @@ class ProcessGroup:
 
     def _all(self) -> list[Any]:
         """All that have been formed, those between hosts first."""
-        return [group for group in (*reversed(self.groups), dist.group.WORLD) if group is not None] if dist.is_initialized() else []
+        return (
+            [group for group in (*reversed(self.groups), dist.group.WORLD) if group is not None]
+            if dist.is_initialized()
+            else []
+        )
 
     def abort(self) -> None:
-        """Breaks what the members wait for. NCCL can; gloo cannot, so its connections are shut down, which its waits notice.
+        """Breaks what the members wait for. NCCL can; gloo cannot, so its connections are shut down, which its waits
+        notice.
 
-        Does not wait: who asks also tells that this process is alive, and NCCL may take its time. All groups are broken at once, since the
-        abort of one may wait for what the device does for another.
+        Does not wait: who asks also tells that this process is alive, and NCCL may take its time. All groups are broken
+        at once, since the abort of one may wait for what the device does for another.
 
-        While the group forms, that is the connection to the store where they meet; what else this process connects to meanwhile is not
-        known to be the group's, and gloo ends a process whose listening socket is shut down. So NCCL may wait for ever, see `is_stuck`.
+        While the group forms, that is the connection to the store where they meet; what else this process connects to
+        meanwhile is not known to be the group's, and gloo ends a process whose listening socket is shut down. So NCCL
+        may wait for ever, see `is_stuck`.
         """
         self._aborted_s = self._aborted_s or time.monotonic()
         self.is_aborted = True  # before anybody is set free: what they find is garbage
@@ -153,15 +169,21 @@ class ProcessGroup:
                     self._aborts[group].start()
         found = self._sockets
         if found is None:
-            found = [(number, name) for number, name in _sockets() if (number, name) not in self._before and self._is_store(number)]
+            found = [
+                (number, name)
+                for number, name in _sockets()
+                if (number, name) not in self._before and self._is_store(number)
+            ]
         for number, name in found:
             _shut_down(number, name)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether this process still waits in a group that was given up while it formed, which nothing but its end can change.
+        """Whether this process still waits in a group that was given up while it formed, which nothing but its end can
+        change.
 
-        NCCL connects without a bound (torch 2.15): if a peer is lost before it has connected, the others wait for it in `open`.
+        NCCL connects without a bound (torch 2.15): if a peer is lost before it has connected, the others wait for it in
+        `open`.
         """
         return self._forms and self.is_aborted and time.monotonic() - self._aborted_s > _STUCK_S
 
@@ -169,9 +191,11 @@ class ProcessGroup:
         return self._store is not None and _ends(number)[1] == self._store
 
     def close(self, broken: bool = False) -> None:
-        """Leaves the group; in one that is broken NCCL, and with gloo a thread beside backward, would wait for what never comes.
+        """Leaves the group; in one that is broken NCCL, and with gloo a thread beside backward, would wait for what
+        never comes.
 
-        Nothing of the group is at work on the device then: memory that a broken exchange would still write into is free from now on.
+        Nothing of the group is at work on the device then: memory that a broken exchange would still write into is free
+        from now on.
         """
         if broken:
             self.abort()
@@ -191,12 +215,8 @@ class ProcessGroup:
 def form_group(name: str, device: torch.device, store: Any, rank: int, size: int) -> None:
     """Makes torch's default process group; blocks until all are there.
 
-    Args:
-        name: See `backend_of`.
-        device: Of this rank. NCCL connects it now, not in the first backward; not told, it would take one by the number of the rank.
-        store: Where they meet.
-        rank: This one.
-        size: How many they are.
+    Args: name: See `backend_of`. device: Of this rank. NCCL connects it now, not in the first backward; not told, it
+        would take one by the number of the rank. store: Where they meet. rank: This one. size: How many they are.
     """
     if name == _NCCL:
         for variable, value in _NCCL_SETTINGS.items():
@@ -206,7 +226,9 @@ def form_group(name: str, device: torch.device, store: Any, rank: int, size: int
 
 
 def _abort(group: Any) -> None:
-    """Aborts a group's communicator when no call is at it, so that NCCL frees nothing that the call uses (torch 2.15)."""
+    """Aborts a group's communicator when no call is at it, so that NCCL frees nothing that the call uses (torch
+    2.15).
+    """
     is_idle = group_state.launches.acquire(timeout=_LAUNCH_S)
     try:
         if group in dist.distributed_c10d._world.pg_map:  # or it was closed meanwhile
@@ -219,7 +241,9 @@ def _abort(group: Any) -> None:
 
 
 def backend_of(device: torch.device, backend: str) -> str:
-    """What torch calls the backend of `train.backend` on a device; what the host exchanges goes through gloo in any case."""
+    """What torch calls the backend of `train.backend` on a device; what the host exchanges goes through gloo in any
+    case.
+    """
     if backend in ("auto", "nccl"):
         return _NCCL if device.type == "cuda" else "gloo"
     return backend
@@ -253,7 +277,9 @@ def _sockets() -> list[tuple[int, str]]:
 
 
 def _ends(number: int) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    """Host and port of both ends of a TCP connection; of a socket that listens there is no other end, of any other socket neither."""
+    """Host and port of both ends of a TCP connection; of a socket that listens there is no other end, of any other
+    socket neither.
+    """
     ends: list[tuple[str, int] | None] = [None, None]
     with suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
         if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:

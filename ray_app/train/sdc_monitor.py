@@ -1,4 +1,6 @@
-"""Whether workers compute what they should: what was found about them, what is told of it, and which checkpoints are marked."""
+"""Whether workers compute what they should: what was found about them, what is told of it, and which checkpoints are
+marked.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class SdcMonitor:
             put_event(self._job.paths, "lied", self._job.fence, **where, **details)
 
     def compare(self, world: World, done: int) -> None:
-        """Holds the parameters of all workers against each other if that is due; those of a minority are replaced in the next generation.
+        """Holds the parameters of all workers against each other if that is due; those of a minority are replaced in
+        the next generation.
 
         Raises:
             PeerLostError: They are not the same, or a peer left meanwhile.

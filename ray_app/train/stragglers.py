@@ -1,10 +1,12 @@
-"""Who holds the steps up: found in what every worker tells of its time in their tables, so by all ranks alike, without asking anybody.
+"""Who holds the steps up: found in what every worker tells of its time in their tables, so by all ranks alike, without
+asking anybody.
 
-Steps are looked at in windows. A worker is slow if it has kept the others waiting, for long and by much, in several windows in a row; one
-that held up a single step is told of, too. Logical workers may move from slow workers to fast ones, which changes no bits; medians, limits
-and pauses that double keep noise from moving them.
+Steps are looked at in windows. A worker is slow if it has kept the others waiting, for long and by much, in several
+windows in a row; one that held up a single step is told of, too. Logical workers may move from slow workers to fast
+ones, which changes no bits; medians, limits and pauses that double keep noise from moving them.
 
-What is told of the time of the workers: which of them is slow and why, that logical workers moved, and what each did with its time.
+What is told of the time of the workers: which of them is slow and why, that logical workers moved, and what each did
+with its time.
 """
 
 from __future__ import annotations
@@ -141,13 +143,17 @@ class StragglerDetector:
         if over_s < max(_STALL_S, _STALL * step_s) or self._stalls == _MOST_STALLS or rank in self.slow:
             return []
         self._stalls += 1
-        return [Straggler(rank, _CAUSES[int(spent[:, at, rank].argmax())], float(first[at] / second[at]), over_s, "stalled")]
+        return [
+            Straggler(rank, _CAUSES[int(spent[:, at, rank].argmax())], float(first[at] / second[at]), over_s, "stalled")
+        ]
 
     def _slowed(self, usual: Seconds, unit: Seconds, step_s: float) -> list[Straggler]:
         whole, found = usual.sum(0), list[Straggler]()
         over = whole - others_of(whole)
         causes = np.argmax([each - others_of(each) for each in usual], 0)
-        times = np.where(causes == 0, unit / np.maximum(_NOTHING, others_of(unit)), whole / np.maximum(_NOTHING, others_of(whole)))
+        times = np.where(
+            causes == 0, unit / np.maximum(_NOTHING, others_of(unit)), whole / np.maximum(_NOTHING, others_of(whole))
+        )
         for rank, (ratio, lost) in enumerate(zip(times.tolist(), (over / max(_NOTHING, step_s)).tolist(), strict=True)):
             known = self.slow.get(rank)
             changes = ratio < _FINE or lost < _LOST / 2 if known else ratio > _SLOW and lost > _LOST
@@ -185,7 +191,9 @@ class StragglerDetector:
             self.shares = wanted
 
     def spent(self) -> list[dict[str, float]]:
-        """What each worker has done with its time since the generation began, in parts of it; none if that was too short to tell."""
+        """What each worker has done with its time since the generation began, in parts of it; none if that was too
+        short to tell.
+        """
         *parts, whole = self._totals
         if not whole.any():
             return []
@@ -204,7 +212,8 @@ _MOST_TOLD = 64
 
 
 class StragglerReporter:
-    """The `Pace` of a generation, where its workers compute on their own until they meet: not with `fsdp`, nor of one worker.
+    """The `Pace` of a generation, where its workers compute on their own until they meet: not with `fsdp`, nor of one
+    worker.
 
     Args:
         job: The run.
@@ -220,7 +229,9 @@ class StragglerReporter:
     def __init__(self, job: Job, world: World, hosts: Sequence[str], device: torch.device) -> None:
         self._job, self._world, self._hosts, self._device = job, world, hosts, device
         self._pace = (
-            StragglerDetector(world, job.config.scaling.load_balancing == "speed") if world.size > 1 and not world.strided else None
+            StragglerDetector(world, job.config.scaling.load_balancing == "speed")
+            if world.size > 1 and not world.strided
+            else None
         )
         self.shares: tuple[range, ...] | None = None
         self.imbalance: float | None = None
@@ -244,7 +255,9 @@ class StragglerReporter:
             self._tell(found)
 
     def _tell(self, found: list[Straggler]) -> None:
-        places = gather({"name": platform.node(), "pid": os.getpid(), "device": describe(self._device)["device"]}, self._world)
+        places = gather(
+            {"name": platform.node(), "pid": os.getpid(), "device": describe(self._device)["device"]}, self._world
+        )
         if self._world.rank == 0:
             for slow in found:
                 details = asdict(slow) | {"host": self._host(slow.rank)} | places[slow.rank]
@@ -266,6 +279,8 @@ class StragglerReporter:
         """Tells what the workers did with their time."""
         if self._pace is None or self._world.rank or not (spent := self._pace.spent()):
             return
-        workers: list[dict[str, Any]] = [{"rank": rank, "host": self._host(rank)} | each for rank, each in enumerate(spent)]
+        workers: list[dict[str, Any]] = [
+            {"rank": rank, "host": self._host(rank)} | each for rank, each in enumerate(spent)
+        ]
         workers.sort(key=lambda worker: worker["waits"])
         put_event(self._job.paths, "spent", self._job.fence, step=self._step, workers=workers[:_MOST_TOLD])

@@ -1,6 +1,8 @@
-"""System metrics of every node: a thread in the driver looks at its own node and asks a tiny actor on each of the others.
+"""System metrics of every node: a thread in the driver looks at its own node and asks a tiny actor on each of the
+others.
 
-Nobody waits for it: a node that does not answer is left out of a look, one that joins gets an actor, one that dies is forgotten.
+Nobody waits for it: a node that does not answer is left out of a look, one that joins gets an actor, one that dies is
+forgotten.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class NodeSampler:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._closed.set()
         self._thread.join(_ANSWER_S + _LAST_ANSWER_S)
         for node in self._nodes.values():
@@ -112,13 +116,19 @@ class NodeSampler:
             node.asked = None
             try:
                 found[node.name] = ray.get(answer)
-            except ray.exceptions.RayError:  # the actor or its node has died; if it was the actor alone, it gets another
+            except (
+                ray.exceptions.RayError
+            ):  # the actor or its node has died; if it was the actor alone, it gets another
                 del self._nodes[asked[answer]]
         return found
 
     def _follow_nodes(self) -> None:
-        """Forgets nodes that are gone, and starts an actor on new ones; it is asked at the next look, so that it has something to say."""
-        alive = {node["NodeID"]: str(node["NodeName"] or node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+        """Forgets nodes that are gone, and starts an actor on new ones; it is asked at the next look, so that it has
+        something to say.
+        """
+        alive = {
+            node["NodeID"]: str(node["NodeName"] or node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]
+        }
         self._nodes = {key: node for key, node in self._nodes.items() if key in alive}
         self._names = {key: name for key, name in self._names.items() if key in alive}
         for key in sorted(alive, key=lambda key: (key != self._here, key)):
@@ -131,6 +141,8 @@ class NodeSampler:
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    """The name, or, where several nodes share an address, with a number: the one that a node left is given to the next."""
+    """The name, or, where several nodes share an address, with a number: the one that a node left is given to
+    the next.
+    """
     numbered = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 2)))
     return next(candidate for candidate in numbered if candidate not in taken)

@@ -1,4 +1,5 @@
-"""Observers of a run: classes of the user's that the driver tells what happens. They see the record, and never hold up a step.
+"""Observers of a run: classes of the user's that the driver tells what happens. They see the record, and never hold up
+a step.
 
 An observer that posts what happens to a chat or another program.
 """
@@ -25,7 +26,8 @@ _FAILURES = ("failed", "preempted", "storage_failed")
 
 
 class Observer:
-    """To be derived from; every method does nothing. It is called in a thread of the driver, some seconds after what it tells happened.
+    """To be derived from; every method does nothing. It is called in a thread of the driver, some seconds after what it
+    tells happened.
 
     What it raises becomes an event of the run, `observer_failed`, and nothing else.
     """
@@ -147,7 +149,8 @@ _TIMEOUT_S = 10.0
 
 
 class Webhook(Observer):
-    """Posts a line for each epoch, failure and end of a run as JSON, `{"text": ...}`, which Slack, Mattermost and Teams understand.
+    """Posts a line for each epoch, failure and end of a run as JSON, `{"text": ...}`, which Slack, Mattermost and Teams
+    understand.
 
     Args:
         url: Where to.

@@ -1,4 +1,6 @@
-"""How a run gets on, for Prometheus: Ray's own metrics, which the agent on the driver's node shows to whoever scrapes the cluster."""
+"""How a run gets on, for Prometheus: Ray's own metrics, which the agent on the driver's node shows to whoever scrapes
+the cluster.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ _LABELS = {"restarts": ("run", "cause")}
 class RunMetrics:
     """The metrics of a run, labelled with its name.
 
-    To set one takes microseconds and waits for nobody: a thread in Ray's core hands the values to the agent every ten seconds, or to nobody
-    where there is none. What Ray refuses is said once, and then nothing more is set; without Ray nothing is.
+    To set one takes microseconds and waits for nobody: a thread in Ray's core hands the values to the agent every ten
+    seconds, or to nobody where there is none. What Ray refuses is said once, and then nothing more is set; without Ray
+    nothing is.
 
     Args:
         run: Name of the run.
@@ -39,7 +42,9 @@ class RunMetrics:
         self._run, self._gauges = run, dict[str, Gauge]()
         try:
             if ray.is_initialized():  # Ray puts `ray_` before a name
-                self._gauges = {name: Gauge(f"app_{name}", text, _LABELS.get(name, ("run",))) for name, text in METRICS.items()}
+                self._gauges = {
+                    name: Gauge(f"app_{name}", text, _LABELS.get(name, ("run",))) for name, text in METRICS.items()
+                }
         except Exception as error:
             self._give_up(error)
 

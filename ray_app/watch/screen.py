@@ -28,7 +28,9 @@ from ray_app.storage.files import poll_s
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.05
-"""The part of the time that looking takes at most: what takes long, because a run has a million steps, is done less often."""
+"""The part of the time that looking takes at most: what takes long, because a run has a million steps, is done less
+often.
+"""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,14 @@ def _look(reader: FactsReader, before: Sight) -> Sight:
         return Sight(before.paths, before.facts, redact(f"{type(error).__name__}: {error}"), before.looked_s)
 
 
-_COLOURS = {"blue": "blue", "green": "green", "orange": "yellow", "red": "red", "purple": "magenta", "grey": "bright_black"}
+_COLOURS = {
+    "blue": "blue",
+    "green": "green",
+    "orange": "yellow",
+    "red": "red",
+    "purple": "magenta",
+    "grey": "bright_black",
+}
 _LAST, _EVENTS, _GENERATIONS = 20, 8, 6
 """Steps that a speed is of, and lines of the two tables."""
 
@@ -162,21 +171,37 @@ def values(facts: Facts) -> list[tuple[str, str]]:
         found += [(name, f"{value:.4f}") for name, value in last.metrics.items()]
         found.append(("speed", f"{rate:,.0f} rows/s" if rate else "-"))
         found.append(("workers", f"{last.workers}"))
-        found.append(("waits for data", f"{sum(r.data_wait_ms for r in wait) / max(1e-9, sum(r.step_ms for r in wait)):.0%} of a step"))
+        found.append(
+            (
+                "waits for data",
+                f"{sum(r.data_wait_ms for r in wait) / max(1e-9, sum(r.step_ms for r in wait)):.0%} of a step",
+            )
+        )
     found += [(name, f"{number}: {note}") for name, number, note in health(facts)]
     if facts.evaluations:
         newest = facts.evaluations[-1]
         found.append((facts.metric, f"{newest.metrics.get(facts.metric, float('nan')):.4f} at step {newest.step:,}"))
         if facts.best is not None:
-            found.append((f"best {facts.metric}", f"{facts.best.metrics[facts.metric]:.4f} at step {facts.best.step:,}"))
+            found.append(
+                (f"best {facts.metric}", f"{facts.best.metrics[facts.metric]:.4f} at step {facts.best.step:,}")
+            )
     if facts.config.data.eval_path and facts.newest is not None:
         done = facts.evaluations[-1].step if facts.evaluations else 0
-        found.append(("evaluator", f"{facts.newest.step - done:,} steps behind" if facts.newest.step > done else "is not behind"))
+        found.append(
+            ("evaluator", f"{facts.newest.step - done:,} steps behind" if facts.newest.step > done else "is not behind")
+        )
     if facts.newest is not None:
-        found.append(("checkpoint", f"at step {facts.newest.step:,}, {seconds(max(0.0, facts.made_s - facts.newest.time_s))} ago"))
+        found.append(
+            (
+                "checkpoint",
+                f"at step {facts.newest.step:,}, {seconds(max(0.0, facts.made_s - facts.newest.time_s))} ago",
+            )
+        )
     if parts := [f"{name}: {part:.1%}" for _, name, part in time_parts(facts) if part >= 0.001]:
         found.append(("time since the first step", "; ".join(parts)))
-    found += [(b.name, f"{b.used} of {'any number' if b.allowed is None else b.allowed}") for b in budgets(facts) if b.used]
+    found += [
+        (b.name, f"{b.used} of {'any number' if b.allowed is None else b.allowed}") for b in budgets(facts) if b.used
+    ]
     if facts.ray_job is not None:
         found.append(("Ray job", facts.ray_job))
     return found
@@ -185,7 +210,12 @@ def values(facts: Facts) -> list[tuple[str, str]]:
 def generations(facts: Facts) -> list[tuple[str, ...]]:
     """Each set of workers: its number, the step from which, how many, and the run's time."""
     return [
-        (f"{e.fence}.{e.details['generation']}", f"{e.details['step']:,}", str(e.details["workers"]), seconds(facts.clock.at(e.time_s)))
+        (
+            f"{e.fence}.{e.details['generation']}",
+            f"{e.details['step']:,}",
+            str(e.details["workers"]),
+            seconds(facts.clock.at(e.time_s)),
+        )
         for e in facts.events
         if e.kind == "formed"
     ]
@@ -195,14 +225,18 @@ def _head(facts: Facts) -> Text:
     ends = f"  {seconds(facts.wall_s)}"
     if facts.status == "running" and (left := left_s(facts)) is not None:
         ends += f", about {seconds(left)} left"
-    return Text.assemble((facts.paths.name, "bold"), "  ", (facts.status, f"bold {_COLOURS[TONES[facts.status]]}"), ends)
+    return Text.assemble(
+        (facts.paths.name, "bold"), "  ", (facts.status, f"bold {_COLOURS[TONES[facts.status]]}"), ends
+    )
 
 
 def _progress(facts: Facts) -> RenderableType:
     step, total = facts.records[-1].step if facts.records else 0, facts.total_steps
     table = Table.grid(padding=(0, 1))
     curve = sparkline([record.loss for record in facts.records], "▁▂▃▄▅▆▇█") if facts.records else ""
-    table.add_row(ProgressBar(total=total or 1, completed=step, width=30), f"step {step:,} of {total or 0:,}", f"loss {curve}")
+    table.add_row(
+        ProgressBar(total=total or 1, completed=step, width=30), f"step {step:,} of {total or 0:,}", f"loss {curve}"
+    )
     return table
 
 

@@ -83,7 +83,9 @@ def _drawn(sights: Sequence[Sight], number: int) -> bytes:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of `/`, `/<number of a run>` and the script, with the token in the address or, afterwards, in a cookie."""
+    """Answers GET of `/`, `/<number of a run>` and the script, with the token in the address or, afterwards, in a
+    cookie.
+    """
 
     pages: _Pages
     token: str
@@ -98,7 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif not self._is_right(self._cookie()):
             self._answer(HTTPStatus.FORBIDDEN, b"The address needs the token that ray-app watch has printed with it.\n")
         elif asked.path == _SCRIPT:
-            self._answer(HTTPStatus.OK, files("ray_app.watch").joinpath("watch.js").read_bytes(), kind="text/javascript")
+            self._answer(
+                HTTPStatus.OK, files("ray_app.watch").joinpath("watch.js").read_bytes(), kind="text/javascript"
+            )
         else:
             name = asked.path.strip("/") or "0"
             page = self.pages.of(int(name)) if name.isascii() and name.isdigit() and len(name) < 9 else None
@@ -117,9 +121,16 @@ class _Handler(BaseHTTPRequestHandler):
             return ""
         return found.value if found else ""
 
-    def _answer(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None, kind: str = "text/plain") -> None:
+    def _answer(
+        self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None, kind: str = "text/plain"
+    ) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store", **(headers or {})}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -1,10 +1,12 @@
-"""A line of a notebook cell's output that changes in place, by Jupyter's display protocol alone: JupyterLab, VS Code and others know it.
+"""A line of a notebook cell's output that changes in place, by Jupyter's display protocol alone: JupyterLab, VS Code
+and others know it.
 
 What a preflight or a check of a task found, line by line.
 
 A console that never ends a run.
 
-What a person sees while a run trains: a live bar on a terminal, a live line in Jupyter, a plain line every few seconds otherwise.
+What a person sees while a run trains: a live bar on a terminal, a live line in Jupyter, a plain line every few seconds
+otherwise.
 """
 
 from __future__ import annotations
@@ -58,7 +60,11 @@ class LiveLine:
         if (text, part) == self._shown:
             return
         self._shown = text, part
-        bar = f'<progress value="{part:.4f}" style="width: 14em; vertical-align: middle"></progress> ' if part is not None else ""
+        bar = (
+            f'<progress value="{part:.4f}" style="width: 14em; vertical-align: middle"></progress> '
+            if part is not None
+            else ""
+        )
         style = "white-space: pre-wrap; font-family: monospace; font-variant-numeric: tabular-nums"
         data = {"text/plain": text, "text/html": f'<div style="{style}">{bar}{escape(text)}</div>'}
         if self._display is None:
@@ -74,10 +80,8 @@ Level = Literal["ok", "warning", "refused", "failed"]
 class Finding:
     """One line of it.
 
-    Args:
-        level: `refused`: the run would not work, and nothing is started. `failed`: it would start, and not keep what is promised.
-        topic: What was looked at, in a word or two.
-        text: What was found, and what to do about it.
+    Args: level: `refused`: the run would not work, and nothing is started. `failed`: it would start, and not keep what
+        is promised. topic: What was looked at, in a word or two. text: What was found, and what to do about it.
     """
 
     level: Level
@@ -122,7 +126,8 @@ logger = logging.getLogger(__name__)
 
 
 class SafeConsole:
-    """A console whose failures stay in it: a full disk, a closed pipe, a notebook that is gone. The first one is reported.
+    """A console whose failures stay in it: a full disk, a closed pipe, a notebook that is gone. The first one is
+    reported.
 
     Args:
         console: Where to print.
@@ -175,7 +180,9 @@ class SafeConsole:
 
     def as_plain(self) -> SafeConsole:
         """The same without a terminal's and a notebook's display, for plain lines."""
-        plain = SafeConsole(Console(file=self.console.file, force_terminal=False, force_jupyter=False, quiet=self.console.quiet))
+        plain = SafeConsole(
+            Console(file=self.console.file, force_terminal=False, force_jupyter=False, quiet=self.console.quiet)
+        )
         plain._report = self._report_once
         return plain
 
@@ -215,7 +222,12 @@ class RunConsole:
     """
 
     def __init__(
-        self, job: Job, max_workers: int, console: SafeConsole, waiting: Callable[[], list[Commit]], metrics: RunMetrics | None = None
+        self,
+        job: Job,
+        max_workers: int,
+        console: SafeConsole,
+        waiting: Callable[[], list[Commit]],
+        metrics: RunMetrics | None = None,
     ) -> None:
         self._job, self._max_workers, self._console, self._waiting = job, max_workers, console, waiting
         rich = console.console
@@ -316,8 +328,15 @@ class RunConsole:
             self._metrics.set("replay_mismatches", count(events, "lied"))
         if evaluations:
             metric = self._job.best_metric
-            behind = f", {len(waiting)} checkpoints, {time.time() - waiting[0].time_s:.0f} s behind" if len(waiting) > 1 else ""
-            self._evaluated = f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step {evaluations[-1].step}{behind})"
+            behind = (
+                f", {len(waiting)} checkpoints, {time.time() - waiting[0].time_s:.0f} s behind"
+                if len(waiting) > 1
+                else ""
+            )
+            self._evaluated = (
+                f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step"
+                f" {evaluations[-1].step}{behind})"
+            )
 
     def _measure(self, metrics: RunMetrics, newest: StepRecord, waits: bool) -> None:
         self._speed.look(newest, time.monotonic())
@@ -379,10 +398,15 @@ def best_line(summary: dict[str, Any], metric: str) -> str | None:
         if best
         else "the newest checkpoint is taken where one is asked for"
     )
-    return f"unknown: {metric} is not a number in any of {done} evaluations; {taken}. Let evaluate.metric name another metric."
+    return (
+        f"unknown: {metric} is not a number in any of {done} evaluations; {taken}. Let evaluate.metric name another"
+        f" metric."
+    )
 
 
-def print_end(console: SafeConsole, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None) -> None:
+def print_end(
+    console: SafeConsole, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None
+) -> None:
     """Says what came of the run and where to look.
 
     Args:
@@ -393,14 +417,23 @@ def print_end(console: SafeConsole, job: Job, summary: dict[str, Any], facts: Fa
         tracking_uri: Where MLflow has it, if it does.
     """
     rows = [("status", summary["status"])]
-    rows += [(f"evaluation {name}", "not a number" if value is None else f"{value:.4f}") for name, value in summary["metrics"].items()]
+    rows += [
+        (f"evaluation {name}", "not a number" if value is None else f"{value:.4f}")
+        for name, value in summary["metrics"].items()
+    ]
     if (best := best_line(summary, job.best_metric)) is not None:
         rows.append(("best", best))
     rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
     if took := summary["start_s"]:
-        rows.append(("start", f"{sum(took.values()):.1f} s: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in took.items())))
+        rows.append(
+            (
+                "start",
+                f"{sum(took.values()):.1f} s: "
+                + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in took.items()),
+            )
+        )
     if facts is not None:
         rows += [("loss", curve) for curve in [loss_curve(facts, console.console.encoding)] if curve]
         rows.append(("cluster", facts.story))
@@ -429,7 +462,9 @@ def model_line(model: dict[str, Any]) -> str:
 
 
 def loss_curve(facts: Facts, encoding: str) -> str:
-    """The losses of all steps in one line, between the first and the last; in plain ASCII where the console does not show more."""
+    """The losses of all steps in one line, between the first and the last; in plain ASCII where the console does not
+    show more.
+    """
     losses = [record.loss for record in facts.records]
     marks = _BLOCKS if _is_utf8(encoding) else _ASCII
     return f"{losses[0]:.4f} {sparkline(losses, marks)} {losses[-1]:.4f}" if losses else ""

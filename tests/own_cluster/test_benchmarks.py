@@ -10,14 +10,23 @@ from pathlib import Path
 from tests.support.places import ROOT
 
 NUMBER = r"(\d+\.?\d*)"
-IMAGE_SIDES = ("bare decode and resize", "bare, two threads", "reader", "two reader threads", "Ray Data read tasks", "cache: disk")
+IMAGE_SIDES = (
+    "bare decode and resize",
+    "bare, two threads",
+    "reader",
+    "two reader threads",
+    "Ray Data read tasks",
+    "cache: disk",
+)
 TRANSFORM_SIDES = ("without keys", "drawing by keys")
 ROW_SIDES = ("stock iter_torch_batches", "cache: none", "cache: memory", "cache: disk")
 
 
 def printed(*command: str) -> str:
     """What a benchmark prints, in a process of its own as by hand."""
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -34,7 +43,9 @@ def test_the_input_pipeline_is_measured() -> None:
 
 def test_the_object_store_is_measured() -> None:
     found = printed("benchmarks/object_store.py", "--rows", "300")
-    [sizes] = re.findall(rf"store of {NUMBER} MB, {NUMBER} MB through it:\s+at most {NUMBER} MB used, {NUMBER} MB spilled", found)
+    [sizes] = re.findall(
+        rf"store of {NUMBER} MB, {NUMBER} MB through it:\s+at most {NUMBER} MB used, {NUMBER} MB spilled", found
+    )
     store, through, used, spilled = map(float, sizes)
     assert (round(through), spilled) == (45, 0)
     assert 0 < used <= store
@@ -42,15 +53,31 @@ def test_the_object_store_is_measured() -> None:
 
 def test_opening_many_files_is_measured() -> None:
     found = printed("benchmarks/footers.py", "--files", "20")
-    ways = re.findall(rf"^(\S.*?) +{NUMBER} s \({NUMBER}-{NUMBER}\), -?{NUMBER} MB; of 100,000 {NUMBER} s, ", found, re.MULTILINE)
-    assert [way for way, *_ in ways] == ["footers, not in the page cache", "footers, in the page cache", "kept", "kept again"]
+    ways = re.findall(
+        rf"^(\S.*?) +{NUMBER} s \({NUMBER}-{NUMBER}\), -?{NUMBER} MB; of 100,000 {NUMBER} s, ", found, re.MULTILINE
+    )
+    assert [way for way, *_ in ways] == [
+        "footers, not in the page cache",
+        "footers, in the page cache",
+        "kept",
+        "kept again",
+    ]
     assert all(float(seconds) > 0 for _, seconds, *_ in ways)
 
 
 def test_many_workers_are_simulated_and_drawn(tmp_path: Path) -> None:
-    found = printed("benchmarks/scale.py", "--workers", "10", "100", "--steps", "1000", "--picture", str(tmp_path / "a.svg"))
-    for name in ("rendezvous, % of a core", "forming, s of CPU", "objects written per s", "driver after 10^6 steps, MB"):
+    found = printed(
+        "benchmarks/scale.py", "--workers", "10", "100", "--steps", "1000", "--picture", str(tmp_path / "a.svg")
+    )
+    for name in (
+        "rendezvous, % of a core",
+        "forming, s of CPU",
+        "objects written per s",
+        "driver after 10^6 steps, MB",
+    ):
         assert re.search(rf"^{re.escape(name)} +{NUMBER}\S* +{NUMBER}", found, re.MULTILINE)
     assert re.findall(r"^table, messages one after the other +(\d+) +(\d+)", found, re.MULTILINE) == [("18", "8")]
-    assert re.findall(r"^messages per s +(\d+) +(\d+)", found, re.MULTILINE) == [("80", "800")], "four signs of life a second, and answers"
+    assert re.findall(r"^messages per s +(\d+) +(\d+)", found, re.MULTILINE) == [("80", "800")], (
+        "four signs of life a second, and answers"
+    )
     assert (tmp_path / "a.svg").read_text().count("<polyline") == 5

@@ -19,7 +19,9 @@ def test_the_dry_run_ends_with_a_table(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = json.loads((tmp_path / "table.json").read_text())["lines"]
     told = (ROOT / "docs" / "gpu.md").read_text()
-    assert [line["name"] for line in lines if f"| {line['name']} |" not in told] == [], "docs/gpu.md says something of every line"
+    assert [line["name"] for line in lines if f"| {line['name']} |" not in told] == [], (
+        "docs/gpu.md says something of every line"
+    )
     assert sum(line["status"] == "passed" for line in lines) >= 10
     assert sum(line["status"] == "measured" for line in lines) >= 8
     assert {line["status"] for line in lines} <= {"passed", "measured", "not yet", "left out"}

@@ -53,7 +53,9 @@ def test_the_quickstart_runs_and_learns_the_digits(kernel_name: str, project: Pa
 
 
 @pytest.mark.timeout(900)
-def test_a_run_that_is_resized_and_loses_workers_ends_as_if_nothing_had_happened(kernel_name: str, project: Path) -> None:
+def test_a_run_that_is_resized_and_loses_workers_ends_as_if_nothing_had_happened(
+    kernel_name: str, project: Path
+) -> None:
     notebook = execute("02_watch_it_survive.ipynb", project, kernel_name)
     runs = project / "runs" / "survive"
     disturbed, undisturbed = summary_of(runs / "disturbed"), summary_of(runs / "undisturbed")

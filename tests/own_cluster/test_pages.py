@@ -1,7 +1,8 @@
-"""The commands and the Python of the pages do what the pages promise: they end well, in the order of the page, in a reader's folder.
+"""The commands and the Python of the pages do what the pages promise: they end well, in the order of the page, in a
+reader's folder.
 
-The folder has copies of `conf` and `datasets`, and what the reader of that page has. Every `epochs: N`, in `conf` and in what the page
-writes to a file, is `epochs: 1` there, so that it takes a minute; nothing else is changed.
+The folder has copies of `conf` and `datasets`, and what the reader of that page has. Every `epochs: N`, in `conf` and
+in what the page writes to a file, is `epochs: 1` there, so that it takes a minute; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def script(page: str) -> str:
     for block in blocks(ROOT / page):
         if block.is_executed():
             pieces.append(f"echo '--- {page}, line {block.line}'\n")
-            pieces.append(f"python - <<'END OF BLOCK'\n{block.text}END OF BLOCK\n" if block.language == "python" else block.text)
+            pieces.append(
+                f"python - <<'END OF BLOCK'\n{block.text}END OF BLOCK\n" if block.language == "python" else block.text
+            )
     return "".join(pieces)
 
 
@@ -57,12 +60,16 @@ def test_what_a_page_says_can_be_done(page: str, tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     readers_folder(page, folder)
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     said = tmp_path / "said"
     with said.open("w") as out:
         command = ["bash", "-euo", "pipefail", "-c", script(page)]
-        done = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        done = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = done.wait(_PAGE_S)
         except subprocess.TimeoutExpired:

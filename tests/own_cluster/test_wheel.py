@@ -1,4 +1,6 @@
-"""The wheel as its users have it: in an environment of their own, with a project of their own, and nowhere the checkout."""
+"""The wheel as its users have it: in an environment of their own, with a project of their own, and nowhere the
+checkout.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ import pathlib
 
 import ray_app
 
-with (pathlib.Path({folder!r}) / str(os.getpid())).open("a") as file:  # every process says from where it has what it imports
+# Every process says from where it has what it imports
+with (pathlib.Path({folder!r}) / str(os.getpid())).open("a") as file:
     print(pathlib.Path(ray_app.__file__).parent, file=file)
 """
 
@@ -54,7 +57,13 @@ class User:
         """Types a command in the project's folder; returns what it printed."""
         access = {name: value for name, value in head.environment.items() if name.startswith("RAY_")} if head else {}
         done = subprocess.run(
-            command, cwd=self.project, env=self.environment | access, capture_output=True, text=True, timeout=_PROCESS_S, check=False
+            command,
+            cwd=self.project,
+            env=self.environment | access,
+            capture_output=True,
+            text=True,
+            timeout=_PROCESS_S,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -86,7 +95,18 @@ def environment_in(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(out),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, timeout=_PROCESS_S)
     (made,) = out.iterdir()
     assert made.name == f"ray_app-{__version__}-py3-none-any.whl"
@@ -97,9 +117,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def user(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> User:
     folder = tmp_path_factory.mktemp("user")
     programs = environment_in(folder / "environment")
-    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(programs / "python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
     subprocess.run(pip, check=True, timeout=_PROCESS_S)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith(("RAY_", "PYTEST_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONPATH" and not name.startswith(("RAY_", "PYTEST_"))
+    }
     environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
     subprocess.run(["ray-app", "init", "waves"], cwd=folder, env=environment, check=True, timeout=_PROCESS_S)
     (folder / "witnesses").mkdir()
@@ -154,15 +189,27 @@ def bare_head(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             yield head
 
 
-@pytest.mark.parametrize(("way", "place"), [("send", "py_modules_files"), (f"ray_app=={__version__}", "/pip/")], ids=["sent", "pip"])
-def test_nodes_get_the_application_with_the_job(user: User, bare_head: Head, trained: str, way: str, place: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "place"), [("send", "py_modules_files"), (f"ray_app=={__version__}", "/pip/")], ids=["sent", "pip"]
+)
+def test_nodes_get_the_application_with_the_job(
+    user: User, bare_head: Head, trained: str, way: str, place: str
+) -> None:
     name = "sent" if way == "send" else "by-pip"
-    options = [f"--run.storage_path={user.project.parent / 'runs'}", f"--run.name={name}", f"--submit.address={bare_head.url}"]
+    options = [
+        f"--run.storage_path={user.project.parent / 'runs'}",
+        f"--run.name={name}",
+        f"--submit.address={bare_head.url}",
+    ]
     user.heard()
-    said = user.types("ray-app", "submit", "--config=train.yaml", _ONE_WORKER, *options, f"--submit.ray_app={way}", head=bare_head)
+    said = user.types(
+        "ray-app", "submit", "--config=train.yaml", _ONE_WORKER, *options, f"--submit.ray_app={way}", head=bare_head
+    )
     listed = re.findall(r"^ +\d+\.\d\d MB  (\S+)$", said, re.MULTILINE)
     assert {"data/", "waves/"} <= set(listed), said
-    assert not [name for name in listed if "ray_app" in name], "the package is the project and its data, and nothing of the application"
+    assert not [name for name in listed if "ray_app" in name], (
+        "the package is the project and its data, and nothing of the application"
+    )
     assert user.digest(name) == trained
     heard = user.heard()
     assert len(heard) > 1
@@ -171,18 +218,30 @@ def test_nodes_get_the_application_with_the_job(user: User, bare_head: Head, tra
 
 
 def test_nodes_that_lack_the_application_are_named(user: User, bare_head: Head) -> None:
-    options = ["--submit.ray_app=installed", f"--run.storage_path={user.project.parent / 'runs'}", f"--submit.address={bare_head.url}"]
+    options = [
+        "--submit.ray_app=installed",
+        f"--run.storage_path={user.project.parent / 'runs'}",
+        f"--submit.address={bare_head.url}",
+    ]
     access = {name: value for name, value in bare_head.environment.items() if name.startswith("RAY_")}
     command = ["ray-app", "submit", "--config=train.yaml", *options]
     done = subprocess.run(
-        command, cwd=user.project, env=user.environment | access, capture_output=True, text=True, timeout=_PROCESS_S, check=False
+        command,
+        cwd=user.project,
+        env=user.environment | access,
+        capture_output=True,
+        text=True,
+        timeout=_PROCESS_S,
+        check=False,
     )
     assert done.returncode == 2
     assert "ray_app itself has to be, too, unless submit.ray_app ('installed') is 'send'" in done.stdout
     assert "No module named" in done.stdout
 
 
-def test_nodes_that_have_the_application_run_a_plain_job(user: User, trained: str, installed_at: str, tmp_path: Path) -> None:
+def test_nodes_that_have_the_application_run_a_plain_job(
+    user: User, trained: str, installed_at: str, tmp_path: Path
+) -> None:
     with pytest.MonkeyPatch.context() as image:
         image.delenv("PYTHONPATH", raising=False)
         image.chdir(tmp_path)

@@ -1,4 +1,6 @@
-"""What starting a run does not need is not imported: each of these costs every start, or every worker, one to five seconds."""
+"""What starting a run does not need is not imported: each of these costs every start, or every worker, one to five
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,12 @@ print(json.dumps(found))
 
 def said_by(code: str, *arguments: str) -> Any:
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=_PROCESS_S, check=False
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_PROCESS_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -91,7 +98,10 @@ def said_by(code: str, *arguments: str) -> Any:
 def test_a_driver_imports_neither_metrics_nor_the_compiler(digits: Path) -> None:
     imported = set(said_by(_DRIVER, str(digits / "train")))
     assert {"torch", "ray", "ray_app.task.image"} <= imported
-    assert not {"torchmetrics", "torchvision", "scipy", "matplotlib", "mlflow", "torch._dynamo", "torch._inductor"} & imported
+    assert (
+        not {"torchmetrics", "torchvision", "scipy", "matplotlib", "mlflow", "torch._dynamo", "torch._inductor"}
+        & imported
+    )
     assert not {"ray.train", "ray.data"} & imported, "these are imported while the cluster starts"
 
 

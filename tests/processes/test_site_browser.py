@@ -15,7 +15,10 @@ __all__ = ["browser"]
 pytestmark = pytest.mark.rest
 
 BROKEN = "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
-ASKED_ELSEWHERE = "performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith('file:') && !n.startsWith('data:'))"
+ASKED_ELSEWHERE = (
+    "performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith('file:') &&"
+    " !n.startsWith('data:'))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (1480, "dark"), (390, "light"), (390, "dark")])
-def test_no_page_sticks_out_lacks_a_picture_or_asks_elsewhere(browser: Browser, pages: list[Path], width: int, scheme: str) -> None:
+def test_no_page_sticks_out_lacks_a_picture_or_asks_elsewhere(
+    browser: Browser, pages: list[Path], width: int, scheme: str
+) -> None:
     found = {}
     for page in pages:
         browser.show(page.as_uri(), width=width, scheme=scheme)

@@ -1,4 +1,6 @@
-"""The pages say what the code does: their commands are understood, each block has a test or a reason, symptoms are messages of the code."""
+"""The pages say what the code does: their commands are understood, each block has a test or a reason, symptoms are
+messages of the code.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ def commands() -> Iterator[tuple[str, str]]:
     for block in chain.from_iterable(map(blocks, PAGES)):
         if block.language in SHELLS:
             for line in block.text.replace("\\\n", " ").splitlines():
-                for found in re.findall(rf"(?:ray-app|python -m ray_app) (?:{'|'.join(COMMANDS)})\b(?:'[^']*'|[^|;&>])*", line):
+                for found in re.findall(
+                    rf"(?:ray-app|python -m ray_app) (?:{'|'.join(COMMANDS)})\b(?:'[^']*'|[^|;&>])*", line
+                ):
                     yield block.page, found.rstrip().removesuffix('",')
 
 
 @pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
-def test_a_command_on_a_page_is_understood(page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_on_a_page_is_understood(
+    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("conf", "datasets"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in _MADE:
@@ -43,12 +49,18 @@ def test_a_command_on_a_page_is_understood(page: str, command: str, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     given = [word for word in shlex.split(command, comments=True) if word != "..."]
     name, *arguments = given[1:] if given[0] == "ray-app" else given[3:]
-    if name in ("submit", "predict", "drill", "retrain", "train") and "--config" not in arguments and "--help" not in arguments:
+    if (
+        name in ("submit", "predict", "drill", "retrain", "train")
+        and "--config" not in arguments
+        and "--help" not in arguments
+    ):
         arguments = ["--config", "conf/digits.yaml", *arguments]
 
     for kind in (jsonargparse.ArgumentParser, argparse.ArgumentParser):
 
-        def parsed(self: argparse.ArgumentParser, *given: object, original: object = kind.parse_args, **more: object) -> None:
+        def parsed(
+            self: argparse.ArgumentParser, *given: object, original: object = kind.parse_args, **more: object
+        ) -> None:
             original(self, *given, **more)  # type: ignore[operator]
             raise UnderstoodError
 
@@ -69,7 +81,10 @@ def is_there(test: str) -> bool:
     file, _, function = test.partition("::")
     path = ROOT / file
     tree = ast.parse(path.read_text() if path.is_file() else "")
-    return any(isinstance(node, ast.FunctionDef) and node.name == function and function.startswith("test_") for node in tree.body)
+    return any(
+        isinstance(node, ast.FunctionDef) and node.name == function and function.startswith("test_")
+        for node in tree.body
+    )
 
 
 def problem(block: Block) -> str | None:
@@ -78,16 +93,23 @@ def problem(block: Block) -> str | None:
         return None if block.told.strip() else "say after `not run:` why no test can execute it"
     if block.mark == "run by":
         absent = [test for test in block.told.split(", ") if not is_there(test)]
-        return f"there is no test {', '.join(absent)}; name what does the same as tests/FOLDER/FILE.py::FUNCTION" if absent else None
+        return (
+            f"there is no test {', '.join(absent)}; name what does the same as tests/FOLDER/FILE.py::FUNCTION"
+            if absent
+            else None
+        )
     if block.mark not in ("", *MARKS):
         return f"the comment before it is no mark; it begins with one of {', '.join(MARKS)} and a colon"
     if block.page not in EXECUTED:
         return (
-            "no test executes this page; name the test that does the same in the line before it, <!-- run by: FILE::FUNCTION -->, or the"
+            "no test executes this page; name the test that does the same in the line before it, <!-- run by:"
+            " FILE::FUNCTION -->, or the"
             " reason why none can, <!-- not run: REASON -->, or add the page to EXECUTED in tests/support/pages.py"
         )
     return (
-        "write what is typed as a bash block, so that it can be executed" if block.is_executed() and block.language == "console" else None
+        "write what is typed as a bash block, so that it can be executed"
+        if block.is_executed() and block.language == "console"
+        else None
     )
 
 
@@ -95,7 +117,9 @@ def test_a_block_is_executed_or_says_why_not() -> None:
     found = [block for page in PAGES for block in blocks(page) if block.is_code()]
     wrong = [f"{block.page}, line {block.line}: {said}" for block in found if (said := problem(block))]
     assert not wrong, "\n".join(wrong)
-    assert {block.page for block in found if block.is_executed()} == set(EXECUTED), "EXECUTED has a page without anything to execute"
+    assert {block.page for block in found if block.is_executed()} == set(EXECUTED), (
+        "EXECUTED has a page without anything to execute"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,8 +130,16 @@ def test_a_block_is_executed_or_says_why_not() -> None:
         ("<!-- not run: -->\n", "docs/new.md", "is no mark"),
         ("<!-- never: -->\n", "README.md", "is no mark"),
         ("<!-- run by: tests/pure/test_docs.py -->\n", "README.md", "no test tests/pure/test_docs.py;"),
-        ("<!-- run by: tests/pure/test_docs.py::problem -->\n", "README.md", "no test tests/pure/test_docs.py::problem;"),
-        ("<!-- run by: tests/pure/test_none.py::test_it -->\n", "README.md", "no test tests/pure/test_none.py::test_it;"),
+        (
+            "<!-- run by: tests/pure/test_docs.py::problem -->\n",
+            "README.md",
+            "no test tests/pure/test_docs.py::problem;",
+        ),
+        (
+            "<!-- run by: tests/pure/test_none.py::test_it -->\n",
+            "README.md",
+            "no test tests/pure/test_none.py::test_it;",
+        ),
         ("", "README.md", None),
         ("<!-- not run: needs a GPU -->\n", "docs/new.md", None),
         ("<!-- run by: tests/pure/test_docs.py::test_a_block_is_executed_or_says_why_not -->\n", "docs/new.md", None),
@@ -121,7 +153,11 @@ def test_a_block_without_a_test_is_found(comment: str, page: str, said: str | No
 
 def test_the_page_of_commands_has_all_of_them() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
-    assert set(re.findall(r"^## `ray-app (\w+)`$", page, re.MULTILINE)) == set(COMMANDS) == set(re.findall(r"{command} (\w+)", page))
+    assert (
+        set(re.findall(r"^## `ray-app (\w+)`$", page, re.MULTILINE))
+        == set(COMMANDS)
+        == set(re.findall(r"{command} (\w+)", page))
+    )
 
 
 def test_symptoms_are_messages_of_the_code() -> None:
@@ -136,8 +172,21 @@ def test_symptoms_are_messages_of_the_code() -> None:
     said = "\n".join(texts)
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     cells = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
-    symptoms = [piece.strip() for cell in cells for code in re.findall(r"`([^`]+)`", cell) for piece in code.split("...")]
-    foreign = {"AuthenticationError", "does not have a deterministic implementation", "summary.json", "data_wait_fraction"}
-    foreign |= {"ray-app track --replay", "ray job stop", "1 of 5 failures", "parquet::ParquetException", "terminate called"}
+    symptoms = [
+        piece.strip() for cell in cells for code in re.findall(r"`([^`]+)`", cell) for piece in code.split("...")
+    ]
+    foreign = {
+        "AuthenticationError",
+        "does not have a deterministic implementation",
+        "summary.json",
+        "data_wait_fraction",
+    }
+    foreign |= {
+        "ray-app track --replay",
+        "ray job stop",
+        "1 of 5 failures",
+        "parquet::ParquetException",
+        "terminate called",
+    }
     missing = [piece for piece in symptoms if piece and piece not in foreign and piece not in said]
     assert missing == []

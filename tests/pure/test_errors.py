@@ -11,7 +11,12 @@ from ray_app import errors
 ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.RayAppError)]
 ARGUMENTS = {
     errors.BadRowError: ("a/part-0.parquet", 3, 17, "not an image"),
-    errors.TaskError: ("KeyError: 'labels' (my_task.py, line 3, in loss)", "KeyError: 'labels'", "logical worker 1", (5, 6)),
+    errors.TaskError: (
+        "KeyError: 'labels' (my_task.py, line 3, in loss)",
+        "KeyError: 'labels'",
+        "logical worker 1",
+        (5, 6),
+    ),
 }
 
 
@@ -32,7 +37,15 @@ def test_a_bad_row_is_named() -> None:
 
 
 def test_what_is_worth_another_start() -> None:
-    names = ("StorageError", "TaskError", "PeerLostError", "WrongResultError", "PreemptedError", "BudgetSpentError", "SilentActorError")
+    names = (
+        "StorageError",
+        "TaskError",
+        "PeerLostError",
+        "WrongResultError",
+        "PreemptedError",
+        "BudgetSpentError",
+        "SilentActorError",
+    )
     worth = [getattr(errors, name) for name in names]
     assert [kind for kind in ALL if kind.retryable] == worth
 

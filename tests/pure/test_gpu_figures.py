@@ -1,4 +1,6 @@
-"""The lines of the GPU's table: their order, what one that fails leaves of the others, and what they read from a trace."""
+"""The lines of the GPU's table: their order, what one that fails leaves of the others, and what they read from
+a trace.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every name of a library that the code uses exists in what is installed, also where only a GPU or a cluster would come by.
+"""Every name of a library that the code uses exists in what is installed, also where only a GPU or a cluster would come
+by.
 
-An attribute that is missing is noticed when a line runs, and many lines run on a GPU alone: a call of a function that exists in no version
-of PyTorch once ended every run on a GPU at its first worker.
+An attribute that is missing is noticed when a line runs, and many lines run on a GPU alone: a call of a function that
+exists in no version of PyTorch once ended every run on a GPU at its first worker.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from tests.support.library_names import LIBRARIES, Names, missing, names
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_name_of_a_library_that_the_code_uses_exists(library: str) -> None:
     used = {name: place for name, place in names().items() if name.split(".")[0] == library}
-    assert len(used) >= {"torch": 200, "ray": 50, "mlflow": 15, "pyarrow": 30, "torchvision": 5}[library], "the code was not read"
+    assert len(used) >= {"torch": 200, "ray": 50, "mlflow": 15, "pyarrow": 30, "torchvision": 5}[library], (
+        "the code was not read"
+    )
     assert missing(used) == {}
 
 
@@ -41,8 +44,18 @@ def f(x):
     found = Names(ast.parse(text)).found
     assert set(found) == {
         *("torch", "torch.cuda", "torch.nn", "pyarrow.parquet", "torch.distributed", "torch.nn.functional"),
-        *("ray.util.scheduling_strategies", "torch.cuda.Stream", "torch.cuda.current_stream", "torch.backends.cudnn.conv"),
-        *("torch.backends.cudnn", "torch.nn.functional.relu", "pyarrow.parquet.read_table", "torch.distributed.ReduceOp.SUM"),
+        *(
+            "ray.util.scheduling_strategies",
+            "torch.cuda.Stream",
+            "torch.cuda.current_stream",
+            "torch.backends.cudnn.conv",
+        ),
+        *(
+            "torch.backends.cudnn",
+            "torch.nn.functional.relu",
+            "pyarrow.parquet.read_table",
+            "torch.distributed.ReduceOp.SUM",
+        ),
         *("torch._C._cuda_getDriverVersion", "torch.nn.Nothing"),
     }
     assert set(missing(dict.fromkeys(found, "here"))) == {"torch._C._cuda_getDriverVersion", "torch.nn.Nothing"}

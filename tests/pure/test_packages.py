@@ -1,4 +1,6 @@
-"""Where things are, besides what import-linter holds: the committed picture is the code's, and Ray's private parts are in few rooms."""
+"""Where things are, besides what import-linter holds: the committed picture is the code's, and Ray's private parts are
+in few rooms.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ DOUBLES = {"Hold", "Pace", "Reader", "Start", "Step"}
 
 
 def private_imports(code: str) -> set[str]:
-    """Modules of Ray in code that its documentation does not have: a part of their name, or what is taken from them, begins with `_`."""
+    """Modules of Ray in code that its documentation does not have: a part of their name, or what is taken from them,
+    begins with `_`.
+    """
     found = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] == "ray" and any(part.startswith("_") for part in name.split("."))}
+    return {
+        name for name in found if name.split(".")[0] == "ray" and any(part.startswith("_") for part in name.split("."))
+    }
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,11 @@ def test_private_imports_are_found(code: str, expected: set[str]) -> None:
 
 def test_rays_private_parts_are_in_cluster_and_submit() -> None:
     files = (ROOT / "ray_app").rglob("*.py")
-    found = {file.relative_to(ROOT / "ray_app").parts[0]: names for file in files if (names := private_imports(file.read_text()))}
+    found = {
+        file.relative_to(ROOT / "ray_app").parts[0]: names
+        for file in files
+        if (names := private_imports(file.read_text()))
+    }
     assert set(found) == set(KNOW_RAY), found
 
 
@@ -51,7 +61,9 @@ def test_the_picture_is_that_of_the_code() -> None:
 
 def test_no_two_public_classes_have_one_name() -> None:
     files = (ROOT / "ray_app").rglob("*.py")
-    names = Counter(node.name for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)
+    )
     doubles = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
     assert doubles - DOUBLES == set(), "give one of them another name"
     assert DOUBLES - doubles == set(), "no doubles any more: take them off the list"

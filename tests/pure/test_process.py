@@ -62,11 +62,15 @@ for _ in range(4):
 step()
 print(resident() - before)
 """
-"""Megabytes that a process holds after 32 tensors of 8 MB in each of four threads, one after the other, and in its main thread."""
+"""Megabytes that a process holds after 32 tensors of 8 MB in each of four threads, one after the other, and in its main
+thread.
+"""
 
 
 def held_mb(**variables: str) -> int:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | variables
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))
+    } | variables
     done = subprocess.run([sys.executable, "-c", HELD_MB], env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout)
 

@@ -28,14 +28,19 @@ class AzureServer:
         command = ["sh", "-c", _UNTIL_THE_PARENT_IS_GONE, "sh", program, *_OPTIONS]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        listens = next(filter(None, (re.search(r"successfully listens on http://(\S+)", line) for line in self._process.stdout)), None)
+        listens = next(
+            filter(None, (re.search(r"successfully listens on http://(\S+)", line) for line in self._process.stdout)),
+            None,
+        )
         assert listens is not None, "Azurite did not start"
         self.address = listens[1]
         self.path("").filesystem.create_dir(CONTAINER)
 
     def path(self, prefix: str) -> AzurePath:
         """A place on the server, which carries the server's address."""
-        server = "&".join(f"{part}_storage_authority={self.address}&{part}_storage_scheme=http" for part in ("blob", "dfs"))
+        server = "&".join(
+            f"{part}_storage_authority={self.address}&{part}_storage_scheme=http" for part in ("blob", "dfs")
+        )
         return AzurePath.parse(f"az://{CONTAINER}/{prefix}?account_name={ACCOUNT}&{server}")
 
     def put(self, prefix: str, content: bytes) -> None:

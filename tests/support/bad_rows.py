@@ -41,5 +41,12 @@ class PickyTexts(Picky, TinyTexts):
 def job_of(folder: Path, data: Path, task: Picky, **fields: Any) -> Job:
     """Its probe row is decoded as `prepare` does it."""
     probed = TinyTexts() if isinstance(task, TinyTexts) else TinyImages()
-    made = make_job(folder, data, logical_workers=4, batch=12, task=probed, **{"data__on_bad_row": "skip", "train__epochs": 2, **fields})
+    made = make_job(
+        folder,
+        data,
+        logical_workers=4,
+        batch=12,
+        task=probed,
+        **{"data__on_bad_row": "skip", "train__epochs": 2, **fields},
+    )
     return replace(made, task=task.prepare(open_dataset(str(data)).facts))

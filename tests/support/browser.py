@@ -69,7 +69,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._process.terminate()
         try:
             self._process.wait(10)
@@ -82,7 +84,9 @@ class Browser:
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """One command of the DevTools protocol and its answer; events that come meanwhile are kept in `events`."""
         self._number += 1
-        message = {"id": self._number, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
+        message = {"id": self._number, "method": method, "params": params} | (
+            {"sessionId": self._session} if self._session else {}
+        )
         os.write(self._out, json.dumps(message).encode() + b"\0")
         deadline = time.monotonic() + _ANSWER_S
         while True:
@@ -96,7 +100,9 @@ class Browser:
 
     def show(self, url: str, *, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
         """Loads a page as a screen of that width and colour scheme sees it, and waits until it is there."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         self.call("Emulation.setEmulatedMedia", media="", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
         self.call("Page.navigate", url=url)
@@ -112,8 +118,14 @@ class Browser:
         return found["result"].get("value")
 
     def requested(self) -> list[str]:
-        """What the page has asked for since it was loaded, the page itself included, but not what it holds inside (`data:`)."""
-        urls = [event["params"]["request"]["url"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        """What the page has asked for since it was loaded, the page itself included, but not what it holds inside
+        (`data:`).
+        """
+        urls = [
+            event["params"]["request"]["url"]
+            for event in self.events
+            if event.get("method") == "Network.requestWillBeSent"
+        ]
         return [url for url in urls if not url.startswith("data:")]
 
     def picture(self, path: Path) -> None:
@@ -123,7 +135,9 @@ class Browser:
 
     def print(self, path: Path) -> None:
         """Saves the page as it is printed, as PDF (A4)."""
-        made = self.call("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True, preferCSSPageSize=True)
+        made = self.call(
+            "Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True, preferCSSPageSize=True
+        )
         path.write_bytes(base64.b64decode(made["data"]))
 
     def _next(self, deadline: float) -> dict[str, Any]:
@@ -145,7 +159,7 @@ STICKING_OUT = """(() => {
     if (box.width && (box.right > width + 0.5 || box.left < -0.5)) found.push(element.tagName + "." + element.className + " " + box.right);
   }
   return found;
-})()"""
+})()"""  # noqa: E501
 UNREADABLE = """(() => {
   const channel = v => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
   const light = c => 0.2126 * channel(c[0]) + 0.7152 * channel(c[1]) + 0.0722 * channel(c[2]);
@@ -164,7 +178,7 @@ UNREADABLE = """(() => {
     if (contrast < 4.5) found.push([element.outerHTML.slice(0, 80), contrast]);
   }
   return found;
-})()"""
+})()"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

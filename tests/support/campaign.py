@@ -1,8 +1,10 @@
-"""A run whose workers are killed again and again, at moments that a seed chooses: the real loop, real processes and SIGKILL, no Ray.
+"""A run whose workers are killed again and again, at moments that a seed chooses: the real loop, real processes and
+SIGKILL, no Ray.
 
-A worker is forked from a process that has imported everything, so its death and its successor cost little. Who is there forms the next
-generation, in any order of ranks; a successor comes at once, or while the others step, who then make room for it. Every death is told by
-the worker in its last moment, with where it was, and proved by how its process ended.
+A worker is forked from a process that has imported everything, so its death and its successor cost little. Who is there
+forms the next generation, in any order of ranks; a successor comes at once, or while the others step, who then make
+room for it. Every death is told by the worker in its last moment, with where it was, and proved by how its process
+ended.
 """
 
 from __future__ import annotations
@@ -155,7 +157,9 @@ class Campaign:
         story: What happened, for a failing test.
     """
 
-    def __init__(self, folder: Path, seed: int, job: Job, workers: int, windows: OpenWindows = cached, device: torch.device = CPU) -> None:
+    def __init__(
+        self, folder: Path, seed: int, job: Job, workers: int, windows: OpenWindows = cached, device: torch.device = CPU
+    ) -> None:
         folder.mkdir()
         self._folder, self._job, self._most, self._windows, self._device = folder, job, workers, windows, device
         self._random = random.Random(seed)
@@ -191,7 +195,9 @@ class Campaign:
     def _start(self, most: int) -> None:
         for _ in range(most - len(self._live)):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(theirs, self._folder, self._job, self._windows, self._device), daemon=True)
+            process = self._context.Process(
+                target=_work, args=(theirs, self._folder, self._job, self._windows, self._device), daemon=True
+            )
             process.start()
             theirs.close()
             self._live.append(_Worker(process, ours))
@@ -248,7 +254,9 @@ class Campaign:
         victims = self._random.sample(range(len(members)), dying)
         for rank, worker in enumerate(members):
             worker.state = "steps"
-            worker.pipe.send(("formed", self._number, rank, len(members), self._fault(rank) if rank in victims else None))
+            worker.pipe.send(
+                ("formed", self._number, rank, len(members), self._fault(rank) if rank in victims else None)
+            )
         if len(members) < self._most and self._random.random() < 0.7:
             self._start(self._most)
 

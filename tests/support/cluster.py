@@ -30,9 +30,17 @@ def ray_cluster() -> Iterator[None]:
     with variables(PYTHONPATH=str(ROOT), **CREDENTIALS, **CANARY):
         for last in (False, False, True):
             try:
-                ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=500 << 20)
+                ray.init(
+                    address="local",
+                    num_cpus=8,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    object_store_memory=500 << 20,
+                )
                 break
-            except Exception as error:  # on a machine that is busy, Ray's limit of 30 s for a node is too short, and cannot be set
+            except (
+                Exception
+            ) as error:  # on a machine that is busy, Ray's limit of 30 s for a node is too short, and cannot be set
                 if last or "timed out during startup" not in str(error):
                     raise
                 ray.shutdown()
@@ -49,7 +57,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def short_run(digits: Path, tmp_path: Path) -> Callable[..., Config]:
-    """Makes configurations of a run of 30 steps over one and a third epochs, with batch-norm, dropout and augmentation."""
+    """Makes configurations of a run of 30 steps over one and a third epochs, with batch-norm, dropout and
+    augmentation.
+    """
 
     def make(**fields: Any) -> Config:
         defaults = {

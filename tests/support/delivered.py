@@ -15,8 +15,12 @@ Place = tuple[int, int, int]
 """Epoch, step of the epoch, logical worker."""
 
 
-def delivered(plan: Plan, epochs: int, size: int, start: Cursor, windows: Callable[[range], Windows]) -> dict[Place, MicroBatch]:
-    """All micro-batches from a cursor to the end of the run; `windows`: where the rows of some logical workers come from."""
+def delivered(
+    plan: Plan, epochs: int, size: int, start: Cursor, windows: Callable[[range], Windows]
+) -> dict[Place, MicroBatch]:
+    """All micro-batches from a cursor to the end of the run; `windows`: where the rows of some logical workers come
+    from.
+    """
     found: dict[Place, MicroBatch] = {}
     for rank in range(size):
         played = logical_workers_of(rank, size, plan.logical_workers)

@@ -1,15 +1,16 @@
 """A process group with a device's manners, on a CPU: what NCCL does where gloo waits and raises.
 
-`wait()` returns at once, as one that only puts streams in order: whether the exchange went well is not known by then. An exchange that was
-broken leaves finite garbage, and the error surfaces with the next one, as with a communicator that was aborted. Until it is aborted its
-kernel spins: who waits for the device waits for that, and so would who destroys the group. Floating point and what is broadcast stands
-for what is on a device; all else is the host's, which a real gloo group carries with its own manners.
+`wait()` returns at once, as one that only puts streams in order: whether the exchange went well is not known by then.
+An exchange that was broken leaves finite garbage, and the error surfaces with the next one, as with a communicator that
+was aborted. Until it is aborted its kernel spins: who waits for the device waits for that, and so would who destroys
+the group. Floating point and what is broadcast stands for what is on a device; all else is the host's, which a real
+gloo group carries with its own manners.
 
-How the error surfaces is a class's own: `ProcessGroupNCCL` raises `DistBackendError` (`BACKEND`); `ProcessGroupNCCL2`, which is "nccl"
-since torch 2.15, a plain `RuntimeError`, and `DistBackendError` from `wait()` alone (`BACKEND_2`).
+How the error surfaces is a class's own: `ProcessGroupNCCL` raises `DistBackendError` (`BACKEND`); `ProcessGroupNCCL2`,
+which is "nccl" since torch 2.15, a plain `RuntimeError`, and `DistBackendError` from `wait()` alone (`BACKEND_2`).
 
-`dist.init_process_group(BACKEND, ...)` makes one, also through `LocalMembership(..., backend=BACKEND)`; `SpinningGroup` is the
-`ProcessGroup` of one.
+`dist.init_process_group(BACKEND, ...)` makes one, also through `LocalMembership(..., backend=BACKEND)`; `SpinningGroup`
+is the `ProcessGroup` of one.
 """
 
 from __future__ import annotations
@@ -148,7 +149,11 @@ for _name in (
     "_reduce_scatter_base",
     "send",
 ):
-    setattr(DeviceGroup, _name, lambda self, outputs, *args, _name=_name, **options: self._call(_name, outputs, *args, **options))
+    setattr(
+        DeviceGroup,
+        _name,
+        lambda self, outputs, *args, _name=_name, **options: self._call(_name, outputs, *args, **options),
+    )
 DeviceGroup.barrier = lambda self, *args, **options: self._host.barrier(*args, **options)  # type: ignore[method-assign]
 
 
@@ -193,7 +198,9 @@ def connect(listens: socket.socket) -> None:
     try:
         listens.accept()[0].close()
     except OSError as error:
-        raise RuntimeError("Failed to initialize NCCL communicator: unhandled system error (run with NCCL_DEBUG=INFO)") from error
+        raise RuntimeError(
+            "Failed to initialize NCCL communicator: unhandled system error (run with NCCL_DEBUG=INFO)"
+        ) from error
 
 
 class SpinningGroup(ProcessGroup):
@@ -217,7 +224,9 @@ class FullAt:
 
 @dataclass(frozen=True)
 class DiesAt:
-    """A hook: the process of a rank ends at an exchange of a step, the first time that it gets there; `proof` then names the exchange."""
+    """A hook: the process of a rank ends at an exchange of a step, the first time that it gets there; `proof` then
+    names the exchange.
+    """
 
     proof: Path
     rank: int
@@ -232,7 +241,9 @@ class DiesAt:
 
 @dataclass(frozen=True)
 class FailsAt:
-    """A hook: an exchange of a step is broken on the device of a rank, the first time that it gets there; the file `proof` says so."""
+    """A hook: an exchange of a step is broken on the device of a rank, the first time that it gets there; the file
+    `proof` says so.
+    """
 
     proof: Path
     rank: int

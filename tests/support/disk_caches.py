@@ -36,7 +36,12 @@ class TinyTexts(TinyImages):
 
 def cached_job(folder: Path, data: Path, task: TinyImages) -> Job:
     """A job of two epochs whose cache is in `folder`."""
-    fields = {"data__cache": "disk", "data__cache_dir": str(folder / "cache"), "train__epochs": 2, "data__shuffle_window_rows": 6}
+    fields = {
+        "data__cache": "disk",
+        "data__cache_dir": str(folder / "cache"),
+        "train__epochs": 2,
+        "data__shuffle_window_rows": 6,
+    }
     return make_job(folder / "run", data, logical_workers=4, batch=12, task=task, **fields)
 
 

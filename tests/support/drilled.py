@@ -12,7 +12,7 @@ from typing import Any
 
 from ray_app import load_config
 from ray_app.drill.faults import Evidence
-from ray_app.drill.scenario import ScenarioResult, ScenarioContext
+from ray_app.drill.scenario import ScenarioContext, ScenarioResult
 from ray_app.runlog.journal import MetricsWriter, StepRecord
 from ray_app.runlog.lease import Holder
 from ray_app.runlog.paths import RunPaths
@@ -22,8 +22,22 @@ SUMMARY: dict[str, Any] = {"status": "finished", "params_digest": "d", "rows": 8
 
 
 def record(step: int, **fields: Any) -> StepRecord:
-    values = {"step": step, "epoch": 0, "time_s": 100.0 + step, "loss": 1.0 / step, "lr": 0.1, "grad_norm": 1.0, "step_ms": 1000.0}
-    return StepRecord(**(values | {"data_wait_ms": 0.0, "workers": 2, "rows": [1, 1], "row_hash": [5, 6], "generation": "1.1"} | fields))
+    values = {
+        "step": step,
+        "epoch": 0,
+        "time_s": 100.0 + step,
+        "loss": 1.0 / step,
+        "lr": 0.1,
+        "grad_norm": 1.0,
+        "step_ms": 1000.0,
+    }
+    return StepRecord(
+        **(
+            values
+            | {"data_wait_ms": 0.0, "workers": 2, "rows": [1, 1], "row_hash": [5, 6], "generation": "1.1"}
+            | fields
+        )
+    )
 
 
 def ended(root: Path, proofs: dict[str, Any], records: list[StepRecord], **summary: Any) -> ScenarioResult:
@@ -37,7 +51,9 @@ def ended(root: Path, proofs: dict[str, Any], records: list[StepRecord], **summa
 def ground(folder: Path, workers: int = 2, **fields: Any) -> ScenarioContext:
     """On a cluster that is not the drill's own."""
     config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(folder), run__name="run", **fields)
-    return ScenarioContext(config, workers, 60, 20, 7, Evidence(str(folder / "proofs")), random.Random(0), None, _runs_nothing)
+    return ScenarioContext(
+        config, workers, 60, 20, 7, Evidence(str(folder / "proofs")), random.Random(0), None, _runs_nothing
+    )
 
 
 def _runs_nothing(*_: Any) -> Any:

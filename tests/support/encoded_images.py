@@ -1,4 +1,6 @@
-"""Image files of every kind that is decoded, and files made of them that are damaged in many ways, the same ones each time."""
+"""Image files of every kind that is decoded, and files made of them that are damaged in many ways, the same ones each
+time.
+"""
 
 from __future__ import annotations
 
@@ -67,19 +69,25 @@ def every_kind() -> dict[str, bytes]:
         "webp": ("RGB", "RGBA"),
         "bmp": ("RGB",),
     }
-    files = {f"{kind} {mode}": encode(pixels.convert(mode), kind) for kind, several in modes.items() for mode in several}
+    files = {
+        f"{kind} {mode}": encode(pixels.convert(mode), kind) for kind, several in modes.items() for mode in several
+    }
     files["jpeg progressive"] = encode(pixels.convert("RGB"), "jpeg", progressive=True, exif=exif)
     files["png with EXIF"] = encode(pixels, "png", exif=exif)
     files["png of 16 bits"] = encode(Image.fromarray(smooth(33, 41, 4)[..., 0].astype(np.uint16) * 257), "png")
     files["tiff"] = encode(pixels.convert("RGB"), "tiff")
     files["tiff LZW"] = encode(pixels.convert("RGB"), "tiff", compression="tiff_lzw")
     frames = [Image.fromarray(smooth(12, 10, 3, seed)) for seed in range(3)]
-    files |= {f"animated {kind}": encode(frames[0], kind, save_all=True, append_images=frames[1:]) for kind in ("gif", "webp", "png")}
+    files |= {
+        f"animated {kind}": encode(frames[0], kind, save_all=True, append_images=frames[1:])
+        for kind in ("gif", "webp", "png")
+    }
     return files
 
 
 def damaged_files(per_kind: int) -> Iterator[tuple[str, bytes]]:
-    """Files that are cut off at each chunk, with wrong checksums, with too little image data, and with bytes changed at random.
+    """Files that are cut off at each chunk, with wrong checksums, with too little image data, and with bytes changed at
+    random.
 
     Args:
         per_kind: How many of the last sort there are of each kind.
@@ -92,7 +100,9 @@ def damaged_files(per_kind: int) -> Iterator[tuple[str, bytes]]:
         for number in range(per_kind):
             changed = bytearray(encoded)
             for _ in range(draw.choice([1, 1, 2, 5, 20])):
-                changed[draw.randrange(len(changed) if draw.random() < 0.5 else min(64, len(changed)))] = draw.choice([0, 1, 128, 255])
+                changed[draw.randrange(len(changed) if draw.random() < 0.5 else min(64, len(changed)))] = draw.choice(
+                    [0, 1, 128, 255]
+                )
             yield f"{name} change {number}", bytes(changed)
             if encoded.startswith(b"\x89PNG"):
                 yield f"{name} change {number} with right checksums", _with_right_checksums(bytes(changed))
@@ -116,7 +126,10 @@ def _damaged_png(name: str, encoded: bytes) -> Iterator[tuple[str, bytes]]:
         after = b"".join(png_chunk(*chunk) for chunk in chunks[number + 1 :])
         yield f"{name} cut before {kind!r}", signature + before
         yield f"{name} without {kind!r}", signature + before + after
-        yield f"{name} with a wrong checksum of {kind!r}", signature + before + png_chunk(*chunks[number], checksum=1) + after
+        yield (
+            f"{name} with a wrong checksum of {kind!r}",
+            signature + before + png_chunk(*chunks[number], checksum=1) + after,
+        )
     unpacked = zlib.decompress(b"".join(body for kind, body in chunks if kind == b"IDAT"))
     header = struct.unpack(">IIBBBBB", chunks[0][1])
     others = [png_chunk(*chunk) for chunk in chunks if chunk[0] in (b"PLTE", b"tRNS", b"eXIf")]

@@ -26,12 +26,26 @@ from tests.support.places import ROOT
 
 
 class Finished:
-    """The directory of a run that has two checkpoints, of which the first is better, and its MLflow run; nothing was trained."""
+    """The directory of a run that has two checkpoints, of which the first is better, and its MLflow run; nothing was
+    trained.
+    """
 
     def __init__(
-        self, storage: Path, digits: Path, uri: str, name: str = "run", task: str = "", init_args: Any = None, **fields: Any
+        self,
+        storage: Path,
+        digits: Path,
+        uri: str,
+        name: str = "run",
+        task: str = "",
+        init_args: Any = None,
+        **fields: Any,
     ) -> None:
-        values = {"run__name": name, "run__storage_path": str(storage), "data__path": str(digits / "train"), "data__eval_path": None}
+        values = {
+            "run__name": name,
+            "run__storage_path": str(storage),
+            "data__path": str(digits / "train"),
+            "data__eval_path": None,
+        }
         config = load_config(ROOT / "conf" / "digits.yaml").replace(**(values | {"tracking__uri": uri} | fields))
         if task:
             config = replace(config, task=ClassSpec(task, init_args or config.task.init_args))
@@ -46,11 +60,17 @@ class Finished:
             for buffer in model.buffers():
                 buffer.add_(0.25 if buffer.is_floating_point() else 1)
             state = dict(model.state_dict())
-            digests = {"params_digest": params_digest(state), "manifest_digest": self.job.plan.manifest.digest, "config_digest": "c" * 64}
+            digests = {
+                "params_digest": params_digest(state),
+                "manifest_digest": self.job.plan.manifest.digest,
+                "config_digest": "c" * 64,
+            }
             commit = replace(commit_of(step), **digests)
             CheckpointStore(paths).write(pack(Snapshot(step, state, {}, None)), commit)
             metrics = {"accuracy": accuracy, "loss": 1.0}
-            put_evaluation(paths, Evaluation(step, 0, commit.params_digest, metrics, 10, 0.1, 0.0, data_digest="d" * 64))
+            put_evaluation(
+                paths, Evaluation(step, 0, commit.params_digest, metrics, 10, 0.1, 0.0, data_digest="d" * 64)
+            )
         self.summary = {"status": "finished", "best": {"step": 8, "metric": "accuracy", "value": 0.75}}
         put_json(paths.summary, self.summary)
         mlflow_run = MlflowRun(uri, "registry", storage / "mlartifacts")
@@ -75,5 +95,12 @@ CHAMPION = ("--predict.model", "models:/digits@champion")
 
 def predict_command(run: Finished, data: Path | str, out: Path | str, *more: str) -> list[str]:
     """The arguments of a prediction with MLflow where the run has it."""
-    arguments = ["--config", str(ROOT / "conf" / "digits.yaml"), "--tracking.uri", run.config.tracking.uri, "--predict.data", str(data)]
+    arguments = [
+        "--config",
+        str(ROOT / "conf" / "digits.yaml"),
+        "--tracking.uri",
+        run.config.tracking.uri,
+        "--predict.data",
+        str(data),
+    ]
     return [*arguments, "--predict.out", str(out), "--predict.part_rows", "50", *more]

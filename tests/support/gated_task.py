@@ -16,7 +16,8 @@ _losses = _predictions = 0
 
 
 class Gated(ImageClassification):
-    """Digits, stopped before the given gradient of each process until `<gate>/open` exists; `<gate>/reached` says that one waits.
+    """Digits, stopped before the given gradient of each process until `<gate>/open` exists; `<gate>/reached` says that
+    one waits.
 
     Args:
         gate: Folder of the two files.

@@ -1,5 +1,5 @@
-"""An emulator of Google Cloud Storage on loopback; as a script it serves until its parent is gone. pyarrow holds Python's lock while it
-reads, so it is a process of its own.
+"""An emulator of Google Cloud Storage on loopback; as a script it serves until its parent is gone. pyarrow holds
+Python's lock while it reads, so it is a process of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ class GoogleServer:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.gcs_server"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.support.gcs_server"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self.address = f"127.0.0.1:{int(self._process.stdout.readline())}"

@@ -38,7 +38,9 @@ class Head:
 
     @contextmanager
     def another_node(self, hidden: Path) -> Iterator[None]:
-        """A node without CPUs that sees another, empty folder in place of `hidden`, as a machine without that mount does."""
+        """A node without CPUs that sees another, empty folder in place of `hidden`, as a machine without that mount
+        does.
+        """
         found = re.search(r"--address='([\d.:]+)'", self.log.read_text())
         assert found is not None
         start = [
@@ -52,19 +54,25 @@ class Head:
         ]
         script = f"mount -t tmpfs none {shlex.quote(str(hidden))} && exec {shlex.join(start)}"
         user = [] if os.geteuid() == 0 else ["--map-root-user"]
-        with _started(["unshare", "--mount", *user, "sh", "-c", script], self.environment, self.log.with_name("other-node.log")):
+        with _started(
+            ["unshare", "--mount", *user, "sh", "-c", script], self.environment, self.log.with_name("other-node.log")
+        ):
             yield
 
     def ask(self, path: str, token: str | None = None, body: Any = None) -> Any:
         """Sends a request to the REST API as any HTTP client would."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {token or self.token}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}{path}", data=data, headers=headers, method="POST" if data else "GET")
+        request = urllib.request.Request(
+            f"{self.url}{path}", data=data, headers=headers, method="POST" if data else "GET"
+        )
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
     def put(self, path: str, data: bytes) -> None:
-        request = urllib.request.Request(f"{self.url}{path}", data=data, headers={"Authorization": f"Bearer {self.token}"}, method="PUT")
+        request = urllib.request.Request(
+            f"{self.url}{path}", data=data, headers={"Authorization": f"Bearer {self.token}"}, method="PUT"
+        )
         urllib.request.urlopen(request, timeout=60).close()
 
     def job(self, job_id: str) -> dict[str, Any]:
@@ -77,7 +85,9 @@ class Head:
         groups = self.ask("/api/v0/placement_groups?limit=1000&detail=1")["data"]["result"]["result"]
         found = [actor["class_name"] for actor in actors if actor["job_id"] == ray_id and actor["state"] != "DEAD"]
         return found + [
-            group["placement_group_id"] for group in groups if group["creator_job_id"] == ray_id and group["state"] != "REMOVED"
+            group["placement_group_id"]
+            for group in groups
+            if group["creator_job_id"] == ray_id and group["state"] != "REMOVED"
         ]
 
     @contextmanager
@@ -152,7 +162,16 @@ def started_head(folder: Path, cpus: int, python: Path = Path(sys.executable)) -
     # Ray replaces 127.0.0.1 by the machine's outer address, but no other address of the loopback.
     node = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
     temporary = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets lie there, so its path must be short
-    command = [str(python), "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", f"--node-ip-address={node}"]
+    command = [
+        str(python),
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--port=0",
+        f"--node-ip-address={node}",
+    ]
     command += [f"--num-cpus={cpus}"]
     command += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     command += [f"--ray-client-server-port={client}", *_options(others)]
@@ -172,7 +191,9 @@ def _options(ports: list[int]) -> list[str]:
 @contextmanager
 def _started(command: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
     with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         _wait_for_start(process, log)
         yield

@@ -65,8 +65,18 @@ class Hosts:
             self._start(["ip", "netns", "exec", name], host)
 
     def _start(self, prefix: list[str], options: list[str]) -> None:
-        command = [*prefix, _RAY, "start", "--block", "--object-store-memory=200000000", "--disable-usage-stats", *options]
-        self._processes.append(subprocess.Popen(command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        command = [
+            *prefix,
+            _RAY,
+            "start",
+            "--block",
+            "--object-store-memory=200000000",
+            "--disable-usage-stats",
+            *options,
+        ]
+        self._processes.append(
+            subprocess.Popen(command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )
         deadline_s = time.monotonic() + _UP_S
         while self._alive() < len(self._processes):
             assert time.monotonic() < deadline_s, f"{command} does not come up"
@@ -75,10 +85,15 @@ class Hosts:
     def _alive(self) -> int:
         """Nodes that the head knows as alive; the head needs a moment before it answers."""
         script = (
-            "import ray; ray.init(address='%s', log_to_driver=False, logging_level='ERROR'); print(sum(n['Alive'] for n in ray.nodes()))"
+            "import ray; ray.init(address='%s', log_to_driver=False, logging_level='ERROR'); print(sum(n['Alive'] for n"
+            " in ray.nodes()))"
         )
         done = subprocess.run(
-            [sys.executable, "-c", script % self.address], check=False, env=self._environment, capture_output=True, text=True
+            [sys.executable, "-c", script % self.address],
+            check=False,
+            env=self._environment,
+            capture_output=True,
+            text=True,
         )
         return int(done.stdout.strip() or 0)
 
@@ -120,7 +135,9 @@ class Hosts:
 
     def _clean(self) -> None:
         for name in self._names:
-            pids = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout.split()
+            pids = subprocess.run(
+                ["ip", "netns", "pids", name], check=False, capture_output=True, text=True
+            ).stdout.split()
             for pid in pids:
                 subprocess.run(["kill", "-9", pid], check=False)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)

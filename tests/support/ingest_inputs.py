@@ -40,10 +40,14 @@ def refusal(tmp_path: Path, source: Any, given: Path | str, **options: Any) -> s
 
 
 def read(folder: Path | str, *, as_stored: bool = False) -> dict[str, Any]:
-    """All columns of a data set in the order of the source, as their ids say it, or as stored: arrays as NumPy, the rest as lists."""
+    """All columns of a data set in the order of the source, as their ids say it, or as stored: arrays as NumPy, the
+    rest as lists.
+    """
     table = pa.concat_tables(pq.read_table(path) for path in sorted(Path(folder).glob("*.parquet")))
     if not as_stored:
-        table = table.take(sorted(range(table.num_rows), key=[in_source(row_id) for row_id in table["row_id"].to_pylist()].__getitem__))
+        table = table.take(
+            sorted(range(table.num_rows), key=[in_source(row_id) for row_id in table["row_id"].to_pylist()].__getitem__)
+        )
     specs = {field.name: spec_of(field) for field in table.schema}
     return {name: from_column(table[name], spec) if spec else table[name].to_pylist() for name, spec in specs.items()}
 
@@ -120,15 +124,24 @@ def write_cifar(folder: Path, kind: str, rows: int = 3) -> dict[str, tuple[np.nd
             marks = np.array([[9, label] if hundred else [label] for label in labels], np.uint8)
             (folder / f"{name}.bin").write_bytes(np.concatenate([marks, pixels], axis=1).tobytes())
         elif hundred:
-            content = {b"data": pixels, b"fine_labels": labels, b"coarse_labels": [9] * rows, b"filenames": [b"x.png"] * rows}
+            content = {
+                b"data": pixels,
+                b"fine_labels": labels,
+                b"coarse_labels": [9] * rows,
+                b"filenames": [b"x.png"] * rows,
+            }
             (folder / name).write_bytes(pickle.dumps(content, protocol=2))
         else:
             (folder / name).write_bytes(python2_pickle(pixels, labels))
     if kind.startswith("binary"):
-        (folder / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text("\n".join(CIFAR_NAMES) + "\n\n")
+        (folder / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text(
+            "\n".join(CIFAR_NAMES) + "\n\n"
+        )
     else:
         key = "fine_label_names" if hundred else "label_names"
-        (folder / ("meta" if hundred else "batches.meta")).write_bytes(pickle.dumps({key: list(CIFAR_NAMES)}, protocol=2))
+        (folder / ("meta" if hundred else "batches.meta")).write_bytes(
+            pickle.dumps({key: list(CIFAR_NAMES)}, protocol=2)
+        )
     return made
 
 

@@ -1,4 +1,6 @@
-"""Faults that tests inject into a run. Each leaves a file behind when it happens, so that a test can prove that it did."""
+"""Faults that tests inject into a run. Each leaves a file behind when it happens, so that a test can prove that
+it did.
+"""
 
 from __future__ import annotations
 
@@ -296,7 +298,12 @@ class Gates:
 
     def __call__(self, rank: int, step: int) -> None:
         deadline_s = time.monotonic() + 60
-        while step % self.every == 0 and step < self.last and not Path(self.folder, str(step)).exists() and time.monotonic() < deadline_s:
+        while (
+            step % self.every == 0
+            and step < self.last
+            and not Path(self.folder, str(step)).exists()
+            and time.monotonic() < deadline_s
+        ):
             time.sleep(0.02)
 
 

@@ -39,7 +39,9 @@ class Kernel:
     def __enter__(self) -> Kernel:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._client.stop_channels()
         if self._manager.has_kernel:
             self._manager.shutdown_kernel(now=True)

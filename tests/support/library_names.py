@@ -74,7 +74,11 @@ class Names(ast.NodeVisitor):
         """Notes `getattr(owner, "name")`, which has no other value to give."""
         if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) == 2:
             owner, name = node.args
-            if isinstance(name, ast.Constant) and isinstance(name.value, str) and (dotted := self._dotted(owner)) is not None:
+            if (
+                isinstance(name, ast.Constant)
+                and isinstance(name.value, str)
+                and (dotted := self._dotted(owner)) is not None
+            ):
                 self.found.setdefault(f"{dotted}.{name.value}", node.lineno)
         self.generic_visit(node)
 

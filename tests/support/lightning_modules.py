@@ -19,7 +19,9 @@ class Good(pl.LightningModule):
 
     def __init__(self, does: str = "") -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, CLASSES)
+        )
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
         self.does = does
         self.automatic_optimization = does != "manual"
@@ -65,7 +67,10 @@ class Good(pl.LightningModule):
             "alone": lambda: optimizer,
             "in a list": lambda: [optimizer],
             "by epoch": lambda: ([optimizer], [StepLR(optimizer, 1)]),
-            "asks for steps": lambda: ([optimizer], [OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)]),
+            "asks for steps": lambda: (
+                [optimizer],
+                [OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)],
+            ),
             "every second step": lambda: ([optimizer], [{**by_step, "frequency": 2}]),
             "by a loss": lambda: {
                 "optimizer": optimizer,
@@ -91,7 +96,9 @@ class Measuring(pl.LightningModule):
         super().__init__()
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Flatten(0))
         self.auroc, self.f1 = torchmetrics.classification.BinaryAUROC(), torchmetrics.classification.BinaryF1Score()
-        self.collection = torchmetrics.MetricCollection({"auroc": self.auroc.clone(), "f1": self.f1.clone()}, prefix="of_")
+        self.collection = torchmetrics.MetricCollection(
+            {"auroc": self.auroc.clone(), "f1": self.f1.clone()}, prefix="of_"
+        )
         self.named = nn.ModuleDict({"auroc": self.auroc.clone()})
         self.how = how
 
@@ -173,7 +180,9 @@ def plain() -> nn.Module:
 
 
 class OverTokens(pl.LightningModule):
-    """Scores each of 64 tokens of a row, of which the label says how many count: the loss is a mean over tokens, not over rows."""
+    """Scores each of 64 tokens of a row, of which the label says how many count: the loss is a mean over tokens, not
+    over rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -88,7 +88,9 @@ class TinyImages(ImageClassification):
         bad_value: NaN or infinity; 0: the loss is finite, its gradient is not.
     """
 
-    def __init__(self, variant: str = "", bad: tuple[int, ...] = (), bad_value: float = float("nan"), loss_shape: str = "rows") -> None:
+    def __init__(
+        self, variant: str = "", bad: tuple[int, ...] = (), bad_value: float = float("nan"), loss_shape: str = "rows"
+    ) -> None:
         super().__init__()
         self.variant, self.bad, self.bad_value, self.loss_shape = variant, bad, bad_value, loss_shape
 
@@ -99,7 +101,9 @@ class TinyImages(ImageClassification):
         return {**super().decode(rows), "id": rows["id"]}
 
     def build_model(self) -> nn.Module:
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, CLASSES)
+        )
         if self.variant == "unused":
             model.register_parameter("unused", nn.Parameter(torch.ones(7)))
         if self.variant == "frozen":
@@ -130,9 +134,14 @@ class OwnStep(ImageClassification):
                 p.clamp_(-0.2, 0.2)
 
 
-def make_job(folder: Path, data: Path, *, logical_workers: int, batch: int, task: Task | None = None, **fields: Any) -> Job:
+def make_job(
+    folder: Path, data: Path, *, logical_workers: int, batch: int, task: Task | None = None, **fields: Any
+) -> Job:
     """A run in `folder` over the images in `data`; `fields` as for `Config.replace`."""
-    defaults = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}, "data__shuffle_window_rows": batch}
+    defaults = {
+        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "data__shuffle_window_rows": batch,
+    }
     config = Config().replace(
         task__class_path="ray_app.task.image.ImageClassification",
         scaling__max_workers=logical_workers,
@@ -162,7 +171,9 @@ def make_job(folder: Path, data: Path, *, logical_workers: int, batch: int, task
 
 def streamed(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process, in read tasks of a few rows."""
-    return StreamedWindows(job.plan, cursor, played, job.passes, fetch_here, dataclasses.replace(job.source, task_rows=7))
+    return StreamedWindows(
+        job.plan, cursor, played, job.passes, fetch_here, dataclasses.replace(job.source, task_rows=7)
+    )
 
 
 def cached(job: Job, cursor: Cursor, played: range) -> Windows:
@@ -198,7 +209,12 @@ class LocalMembership:
     recovers = False
 
     def __init__(
-        self, world: World, store: Path, stop: dict[int, int] | None = None, backend: str = "gloo", hosts: tuple[str, ...] = ()
+        self,
+        world: World,
+        store: Path,
+        stop: dict[int, int] | None = None,
+        backend: str = "gloo",
+        hosts: tuple[str, ...] = (),
     ) -> None:
         self._hosts = hosts
         self._world, self._store, self._stop, self._backend = world, store, stop or {}, backend
@@ -217,7 +233,9 @@ class LocalMembership:
             store = dist.FileStore(str(self._store), self._world.size)  # type: ignore[attr-defined]
             timeout = timedelta(seconds=_EXCHANGE_S)
             dist.distributed_c10d._world.group_count = 0  # as `ProcessGroup` does
-            dist.init_process_group(self._backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=timeout)
+            dist.init_process_group(
+                self._backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=timeout
+            )
             groups = open_groups(self._world.rank, self._hosts, timeout, self._backend != "gloo")
             dist.barrier()  # nobody leaves while another still connects
         mine = set(_sockets()) - before
@@ -314,7 +332,10 @@ class Pool:
     """
 
     def __init__(
-        self, size: int, folder: Path, preloaded: Sequence[str] = ("ray_app.train.loop", "ray_app.task.image", "torchmetrics")
+        self,
+        size: int,
+        folder: Path,
+        preloaded: Sequence[str] = ("ray_app.train.loop", "ray_app.task.image", "torchmetrics"),
     ) -> None:
         self._folder, self._groups = folder, 0
         self._context = multiprocessing.get_context("forkserver")
@@ -372,7 +393,9 @@ class Pool:
         assert all(o.error is None for o in outcomes), "\n".join(o.trace for o in outcomes)
         return [o.value for o in outcomes]
 
-    def train(self, job: Job, size: int, hooks: Hooks = Hooks(), windows: OpenWindows = streamed, **membership: Any) -> list[Outcome]:
+    def train(
+        self, job: Job, size: int, hooks: Hooks = Hooks(), windows: OpenWindows = streamed, **membership: Any
+    ) -> list[Outcome]:
         """Runs the training loop on `size` workers."""
         return self.outcomes(size, _train, job, size, hooks, windows, membership)
 
@@ -407,9 +430,13 @@ def _outcome_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
         return Outcome(error=error, trace=traceback.format_exc())
 
 
-def _train(rank: int, store: Path, job: Job, size: int, hooks: Hooks, windows: OpenWindows, membership: dict[str, Any]) -> None:
+def _train(
+    rank: int, store: Path, job: Job, size: int, hooks: Hooks, windows: OpenWindows, membership: dict[str, Any]
+) -> None:
     world, evaluation = World(rank, size, job.plan.logical_workers), job.evaluation
-    load = (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+    load = (
+        (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+    )
     train(job, LocalMembership(world, store, **membership), windows, CPU, hooks, load_evaluation=load)
 
 
@@ -456,7 +483,9 @@ def result_of(job: Job) -> Trained:
             values = tuple(columns[name][i] for name in ("epoch", "loss", "lr", "grad_norm"))
             own = [tuple(sorted(columns["metrics"][i].items()))] if "metrics" in columns else []
             over = [columns["weight"][i]] if "weight" in columns else []
-            found.setdefault(step, set()).add((*values, tuple(columns["rows"][i]), tuple(columns["row_hash"][i]), *over, *own))
+            found.setdefault(step, set()).add(
+                (*values, tuple(columns["rows"][i]), tuple(columns["row_hash"][i]), *over, *own)
+            )
             workers.setdefault(step, []).append(columns["workers"][i])
     steps = sorted(found)
     assert steps == list(range(1, len(steps) + 1)), "a step has no record"

@@ -17,7 +17,9 @@ CLASSES = 5
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, CLASSES)
+    )
 
 
 def measured(model: nn.Module, rows: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -33,7 +33,12 @@ class MadeRun:
 
     def __init__(self, folder: Path, name: str = "run", began_s: float = BEGAN_S, **fields: Any) -> None:
         self.paths, self.began_s, self._events = RunPaths(folder / name), began_s, 0
-        defaults = {"task__class_path": "made.Task", "data__path": "made", "scaling__max_workers": 2, "scaling__logical_workers": 4}
+        defaults = {
+            "task__class_path": "made.Task",
+            "data__path": "made",
+            "scaling__max_workers": 2,
+            "scaling__logical_workers": 4,
+        }
         self.config = Config().replace(**{**defaults, "data__eval_path": "made", "run__name": name, **fields})
         self.paths.root.mkdir(parents=True)
         self.paths.config.write_text(self.config.to_yaml())
@@ -47,13 +52,29 @@ class MadeRun:
 
     def start(self, at_s: float = 0.0, fence: int = 1, **details: Any) -> None:
         """A start of the driver."""
-        self.event("started", at_s, fence, max_workers=2, **({"metric": "accuracy", "mode": "max", "total_steps": 400} | details))
+        self.event(
+            "started",
+            at_s,
+            fence,
+            max_workers=2,
+            **({"metric": "accuracy", "mode": "max", "total_steps": 400} | details),
+        )
 
     def steps(
-        self, first: int, last: int, at_s: float, each_s: float = 0.1, workers: int = 2, generation: str = "1.1", **fields: Any
+        self,
+        first: int,
+        last: int,
+        at_s: float,
+        each_s: float = 0.1,
+        workers: int = 2,
+        generation: str = "1.1",
+        **fields: Any,
     ) -> float:
         """Steps that follow one another; returns when the last was done. `losses` replaces the loss of some steps."""
-        losses, own = fields.pop("losses", {}), {name: fields.pop(name) for name in ("weight", "metrics") if name in fields}
+        losses, own = (
+            fields.pop("losses", {}),
+            {name: fields.pop(name) for name in ("weight", "metrics") if name in fields},
+        )
         records = [
             StepRecord(
                 step,
@@ -82,7 +103,9 @@ class MadeRun:
         CheckpointStore(self.paths).write({}, made)
         self.event("checkpointed", at_s, step=step, why=why, duration_s=0.2)
 
-    def evaluate(self, step: int, at_s: float, metrics: dict[str, float], name: str | None = None, **fields: Any) -> None:
+    def evaluate(
+        self, step: int, at_s: float, metrics: dict[str, float], name: str | None = None, **fields: Any
+    ) -> None:
         """An evaluation of the evaluator `name`."""
         put_evaluation(self.paths, Evaluation(step, 0, "", metrics, 500, 0.3, self.began_s + at_s, **fields), name)
 
@@ -114,12 +137,18 @@ def png(shade: int = 128) -> str:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)
-    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes([0, shade]))) + chunk(b"IEND", b"")
+    data = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes([0, shade])))
+        + chunk(b"IEND", b"")
+    )
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def full_run(folder: Path, name: str = "run", classes: int = 10, text: str = "class", **fields: Any) -> MadeRun:
-    """A run with a failure, a preemption, a resize, a second start, evaluations with tables and examples, next to an earlier run.
+    """A run with a failure, a preemption, a resize, a second start, evaluations with tables and examples, next to an
+    earlier run.
 
     Args:
         folder: Where runs are.
@@ -146,16 +175,25 @@ def full_run(folder: Path, name: str = "run", classes: int = 10, text: str = "cl
     run.event("resized", done_s - 3, fence=2, before=1, after=2, step=370, reason=text)
     run.checkpoint(400, done_s, "extra")
     matrix = [[40 - 3 * (t % 3) if t == p else (t * p) % 4 for p in range(classes)] for t in range(classes)]
-    tables = {"confusion_matrix": matrix, "precision": [0.9] * classes, "recall": [0.5 + 0.4 * t / classes for t in range(classes)]}
+    tables = {
+        "confusion_matrix": matrix,
+        "precision": [0.9] * classes,
+        "recall": [0.5 + 0.4 * t / classes for t in range(classes)],
+    }
     names = [f"{text} {i}" for i in range(classes)]
-    examples = [{"row": i, "truth": names[0], "predicted": names[1], "confidence": 0.9, "image": png(20 * i)} for i in range(6)]
+    examples = [
+        {"row": i, "truth": names[0], "predicted": names[1], "confidence": 0.9, "image": png(20 * i)} for i in range(6)
+    ]
     examples.append({"row": 99, "truth": names[1], "predicted": names[0], "confidence": 0.8, "image": None})
     for step in (100, 200, 400):
         at_s = 20.0 if step < 400 else done_s + 1
         metrics = {"accuracy": 0.9 + step / 5000, "f1": 0.8, "loss": 50 / step}
         run.evaluate(step, at_s + step / 100, metrics, tables=tables, classes=names, examples=examples)
     run.evaluate(400, 90.0, {"accuracy": 0.7}, "harder")
-    put_json(run.paths.bad_rows / "000000000005.json", {"position": 5, "path": text, "row_group": 0, "row": 5, "reason": text})
+    put_json(
+        run.paths.bad_rows / "000000000005.json",
+        {"position": 5, "path": text, "row_group": 0, "row": 5, "reason": text},
+    )
     run.event("finished", done_s + 6, fence=2, reason=None)
     put_json(run.paths.summary, json.loads("{}"))
     return run

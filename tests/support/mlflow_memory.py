@@ -54,7 +54,9 @@ class MemoryClient:
 
     def create_model_version(self, name: str, source: str, run_id: str, tags: dict[str, str]) -> SimpleNamespace:
         def act() -> SimpleNamespace:
-            made = SimpleNamespace(name=name, version=str(len(self.versions[name]) + 1), run_id=run_id, source=source, tags=dict(tags))
+            made = SimpleNamespace(
+                name=name, version=str(len(self.versions[name]) + 1), run_id=run_id, source=source, tags=dict(tags)
+            )
             self.versions[name].append(made)
             return _copy(made)
 

@@ -1,4 +1,6 @@
-"""A real MLflow server on loopback that can be stopped, killed and started again, and stubs that stand in for a broken one."""
+"""A real MLflow server on loopback that can be stopped, killed and started again, and stubs that stand in for a broken
+one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _migrated() -> tempfile.TemporaryDirectory[str]:
 
 
 def database(path: Path) -> str:
-    """Puts a database there for MLflow, a copy of one that is migrated already, which takes seconds, and returns its URI."""
+    """Puts a database there for MLflow, a copy of one that is migrated already, which takes seconds, and returns its
+    URI.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(_migrated().name) / "mlflow.db", path)
     return f"sqlite:///{path}"

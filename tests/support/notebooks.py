@@ -77,7 +77,9 @@ def execute(name: str, project: Path, kernel_name: str) -> nbformat.NotebookNode
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     resources = {"metadata": {"path": str(project / "notebooks")}}
-    NotebookClient(notebook, timeout=_CELL_S, kernel_name=kernel_name, resources=resources, coalesce_streams=True).execute()
+    NotebookClient(
+        notebook, timeout=_CELL_S, kernel_name=kernel_name, resources=resources, coalesce_streams=True
+    ).execute()
     return notebook
 
 

@@ -15,7 +15,11 @@ class Holding(Task):
     """Predicts y from x, and holds something."""
 
     def __init__(self, what: str) -> None:
-        parts: dict[str, Any] = {"lock": threading.Lock(), "generator": (i for i in range(3)), "deep": {"locks": [threading.RLock()]}}
+        parts: dict[str, Any] = {
+            "lock": threading.Lock(),
+            "generator": (i for i in range(3)),
+            "deep": {"locks": [threading.RLock()]},
+        }
         self.held = parts.get(what)
 
     def columns(self) -> list[str]:
@@ -49,7 +53,9 @@ def normalized(norm: str) -> nn.Module:
 
 
 def pixels(classes: int) -> nn.Module:
-    """Scores of classes for each pixel of images with three channels, (rows, classes, height, width); without that axis for one."""
+    """Scores of classes for each pixel of images with three channels, (rows, classes, height, width); without that axis
+    for one.
+    """
     scores = nn.Conv2d(3, classes, 1)
     return scores if classes > 1 else nn.Sequential(scores, nn.Flatten(1, 2))
 

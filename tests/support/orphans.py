@@ -43,7 +43,10 @@ def drive(config: Config, last: int, end: str = "") -> tuple[Lease, Tracker]:
     CheckpointStore(job.paths).write(pack(snapshot_of(last)), replace(commit_of(last, job.fence), params_digest="abc"))
     if end:
         put_event(job.paths, end, job.fence)
-    until(lambda: tracker.run_id and f'"sent_step": {last}' in job.paths.tracking.read_text(), "MLflow did not get the steps")
+    until(
+        lambda: tracker.run_id and f'"sent_step": {last}' in job.paths.tracking.read_text(),
+        "MLflow did not get the steps",
+    )
     return lease, tracker
 
 

@@ -1,7 +1,8 @@
-"""The blocks of commands and Python on the pages, what a mark before one says, and the pages whose other blocks are executed.
+"""The blocks of commands and Python on the pages, what a mark before one says, and the pages whose other blocks are
+executed.
 
-A mark is a comment in the line before a block: `<!-- not run: REASON -->`, `<!-- run by: FILE::FUNCTION, ... -->`, or `<!-- file: NAME -->`
-for what a reader writes to a file.
+A mark is a comment in the line before a block: `<!-- not run: REASON -->`, `<!-- run by: FILE::FUNCTION, ... -->`, or
+`<!-- file: NAME -->` for what a reader writes to a file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from PIL import Image
 from tests.support.ingest_inputs import write_cifar, write_idx, write_tar
 from tests.support.places import ROOT, SUPPORT
 
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "deploy" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 SHELLS = ("bash", "console", "sh")
 MARKS = ("not run", "run by", "file")
 _BLOCK = re.compile(r"(?:^ *<!-- (.*) -->\n)?^( *```+)(\w+).*\n((?s:.*?))^\2 *$", re.MULTILINE)
@@ -73,7 +79,11 @@ def _mnist_of_keras(folder: Path) -> None:
     rng = np.random.default_rng(0)
     sides = {"train": 320, "test": 64}
     images = {f"x_{side}": rng.integers(0, 256, (rows, 28, 28), dtype=np.uint8) for side, rows in sides.items()}
-    np.savez(folder / "mnist.npz", **images, **{f"y_{side}": (np.arange(rows) % 10).astype(np.uint8) for side, rows in sides.items()})
+    np.savez(
+        folder / "mnist.npz",
+        **images,
+        **{f"y_{side}": (np.arange(rows) % 10).astype(np.uint8) for side, rows in sides.items()},
+    )
 
 
 def _iris(folder: Path) -> None:

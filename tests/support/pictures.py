@@ -20,7 +20,9 @@ def table_data(folder: Path, columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_pictures(folder: Path) -> dict[str, Any]:
-    """48 pictures with a bright square, the mask of that, its share of the pixels, and whether it is large; see `table_data`."""
+    """48 pictures with a bright square, the mask of that, its share of the pixels, and whether it is large; see
+    `table_data`.
+    """
     random, columns = np.random.default_rng(0), dict[str, list[Any]](image=[], mask=[], area=[], large=[])
     for _ in range(48):
         height, width, side = random.integers(20, 30), random.integers(20, 30), random.integers(4, 12)
@@ -29,7 +31,12 @@ def write_pictures(folder: Path) -> dict[str, Any]:
         top, left = random.integers(0, height - side), random.integers(0, width - side)
         mask[top : top + side, left : left + side] = 1
         pixels[mask == 1] += 100
-        for name, value in (("image", _png(pixels)), ("mask", _png(mask)), ("area", float(mask.mean())), ("large", int(side > 7))):
+        for name, value in (
+            ("image", _png(pixels)),
+            ("mask", _png(mask)),
+            ("area", float(mask.mean())),
+            ("large", int(side > 7)),
+        ):
             columns[name].append(value)
     return table_data(folder, columns)
 

@@ -1,8 +1,9 @@
-"""A CPU in the place of a device that captures: the operators of forward and backward are recorded and called again, into the same memory.
+"""A CPU in the place of a device that captures: the operators of forward and backward are recorded and called again,
+into the same memory.
 
-As with a CUDA graph, Python does not run in a replay: what it decided at the capture stays, what it read stays read. Operators that draw
-random numbers draw from the generator as it is at the replay. The memory of what is captured holds garbage until the first replay, and
-reading a value on the host ends a capture with CUDA's words.
+As with a CUDA graph, Python does not run in a replay: what it decided at the capture stays, what it read stays read.
+Operators that draw random numbers draw from the generator as it is at the replay. The memory of what is captured holds
+garbage until the first replay, and reading a value on the host ends a capture with CUDA's words.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class _Recorded(TorchDispatchMode):
         super().__init__()
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         del types
         if operator in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
             raise RuntimeError(REFUSED)

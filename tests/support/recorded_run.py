@@ -29,7 +29,9 @@ class Run:
 
     def __init__(self, root: Path, uri: str, **fields: Any) -> None:
         self.paths = RunPaths(root)
-        self.config = Config(task=ClassSpec("some.Task", {"source": "s3://user:secret@bucket/x", "token": "xy"})).replace(
+        self.config = Config(
+            task=ClassSpec("some.Task", {"source": "s3://user:secret@bucket/x", "token": "xy"})
+        ).replace(
             run__name=root.name, run__storage_path=str(root.parent), tracking__uri=uri, scaling__max_workers=2, **fields
         )
         self.records: dict[int, StepRecord] = {}
@@ -37,7 +39,9 @@ class Run:
         put_json(self.paths.manifest, {})
         self.paths.config.write_text(self.config.to_yaml())
 
-    def record(self, first: int, last: int, fence: int = 1, flush_s: float = 3600.0, losses: dict[int, float] | None = None) -> None:
+    def record(
+        self, first: int, last: int, fence: int = 1, flush_s: float = 3600.0, losses: dict[int, float] | None = None
+    ) -> None:
         """Steps as rank 0 records them; a step that was recorded before gets other timings."""
         draw = random.Random(first * 1000 + fence)
         writer = MetricsWriter(self.paths, fence, flush_s)
@@ -62,7 +66,9 @@ class Run:
         writer.close()
 
     def evaluate(self, step: int, evaluator: str | None = None, **metrics: float) -> None:
-        evaluation = Evaluation(step, 0, "digest", metrics or {"accuracy": step / 7, "val/loss": 0.1}, 10, 0.5, BASE_S + step * 0.2)
+        evaluation = Evaluation(
+            step, 0, "digest", metrics or {"accuracy": step / 7, "val/loss": 0.1}, 10, 0.5, BASE_S + step * 0.2
+        )
         assert put_evaluation(self.paths, evaluation, evaluator)
         self.evaluations.append((f"eval_{evaluator}_" if evaluator else "eval_", evaluation))
 

@@ -1,9 +1,11 @@
-"""A world of workers around the real `Rendezvous`, with a clock and a network of its own, in which random things happen.
+"""A world of workers around the real `Rendezvous`, with a clock and a network of its own, in which random things
+happen.
 
-The workers act as `train/loop.py` and `cluster/rendezvous/client.py` do, the controller as `cluster/controller/controller.py`; time goes on
-in ticks. What must hold always: a number of a generation is given once; no generation begins behind what a reachable worker has, but one
-that is over and cannot hear it; nobody leaves with a step that nobody else has and that is not saved; no generation steps after a later one
-has; everything ends. A schedule is its seed: the same seed gives the same story.
+The workers act as `train/loop.py` and `cluster/rendezvous/client.py` do, the controller as
+`cluster/controller/controller.py`; time goes on in ticks. What must hold always: a number of a generation is given
+once; no generation begins behind what a reachable worker has, but one that is over and cannot hear it; nobody leaves
+with a step that nobody else has and that is not saved; no generation steps after a later one has; everything ends. A
+schedule is its seed: the same seed gives the same story.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.train.loop import saves_at_leave
-from ray_app.train.membership import Heartbeat, Flags, HeartbeatReply
+from ray_app.train.membership import Flags, Heartbeat, HeartbeatReply
 
 TICK_S, SILENCE_S, FORM_S, CONTROL_TICKS = 0.25, 2.0, 5.0, 2
 KINDS = ("join", "kill", "kill_all_but_one", "freeze", "cut_off", "drain", "drain_all", "restart", "slow_storage")
@@ -69,7 +71,13 @@ class Worker:
     @property
     def beat(self) -> Heartbeat:
         phase: Any = {"saving": "saving", "left": "done"}.get(self.state, "compute" if self.group else "waiting")
-        told = {"generation": self._generation, "rank": self.rank, "step": self.step, "waits": self.waits, "lost": self.lost}
+        told = {
+            "generation": self._generation,
+            "rank": self.rank,
+            "step": self.step,
+            "waits": self.waits,
+            "lost": self.lost,
+        }
         return Heartbeat(self.name, self.node, "host", 1, 1, phase=phase, **told)
 
 
@@ -117,7 +125,12 @@ class World:
     def _call(self, actor: Rendezvous) -> None:
         """Tells all what has changed; who is not reachable hears of it with its next sign of life."""
         for w in self.live:
-            if self.now >= max(w.until_s, w.cut_until_s) and w.state != "dead" and actor._members.get(w.name) and self.calls:
+            if (
+                self.now >= max(w.until_s, w.cut_until_s)
+                and w.state != "dead"
+                and actor._members.get(w.name)
+                and self.calls
+            ):
                 self._obey(w, actor.orders(w.name))
 
     def _say(self, text: str) -> None:
@@ -136,7 +149,9 @@ class World:
 
     def _happen(self, kind: str) -> None:
         chosen = self.random.choice(self.live) if self.live else None
-        self._say(kind + (f" {chosen.name}" if chosen and kind in ("kill", "freeze", "cut_off", "drain", "partition") else ""))
+        self._say(
+            kind + (f" {chosen.name}" if chosen and kind in ("kill", "freeze", "cut_off", "drain", "partition") else "")
+        )
         if kind == "join":
             self._add()
         elif kind == "restart":
@@ -244,7 +259,11 @@ class World:
         members = [group.members[rank] for rank in sorted(group.members)]
         if len(members) < group.size and self.now > group.until_s:
             group.broken = True
-        missing = group.broken or len(members) < group.size or any(self.now < m.until_s or m.group is not group for m in members)
+        missing = (
+            group.broken
+            or len(members) < group.size
+            or any(self.now < m.until_s or m.group is not group for m in members)
+        )
         if missing or self._hangs(group, members):
             return None
         if not group.shared:
@@ -298,13 +317,19 @@ class World:
             if self.now < self.storage_s:
                 return
             newest = self.saved
-        # Who does not hear that its generation is over since begins it behind the others: its steps have the same bits and replace nothing
+        # Who does not hear that its generation is over since begins it behind the others: its steps have the same bits
+        # and replace nothing
         unheard = group.number < self.formed and any(self.now < m.cut_until_s for m in members)
         for other in self.live if not unheard else ():
-            heard = self.now >= max(other.until_s, other.cut_until_s) + 3 * SILENCE_S or not max(other.until_s, other.cut_until_s)
+            heard = self.now >= max(other.until_s, other.cut_until_s) + 3 * SILENCE_S or not max(
+                other.until_s, other.cut_until_s
+            )
             reachable = heard and not other._orders.exit and other in self.controlled
             if other.step > newest and other.group is not group and reachable:
-                self._fail(f"generation {group.number} begins with step {newest}, {other.name} has {other.step} ({other.state})")
+                self._fail(
+                    f"generation {group.number} begins with step {newest}, {other.name} has {other.step}"
+                    f" ({other.state})"
+                )
         for m in members:
             m.step = newest
         group.shared = True
@@ -317,7 +342,11 @@ class World:
             return
         gone = [w for w in self.controlled if w not in self.live]
         silent = {name for name, since in self.actor._lost.items() if self.now - since > 1.0}
-        late = [w for w in self.controlled if w in self.live and w.name in silent and self.now < max(w.until_s, w.cut_until_s)]
+        late = [
+            w
+            for w in self.controlled
+            if w in self.live and w.name in silent and self.now < max(w.until_s, w.cut_until_s)
+        ]
         for w in gone + late:
             self.controlled.remove(w)
             _now(self.actor.dismiss({w.name}))
@@ -349,7 +378,9 @@ class World:
                 self._act(worker)
             for number in sorted(self.groups):
                 self._step(self.groups[number])
-            self.groups = {n: g for n, g in self.groups.items() if not g.broken or any(m.group is g for m in g.members.values())}
+            self.groups = {
+                n: g for n, g in self.groups.items() if not g.broken or any(m.group is g for m in g.members.values())
+            }
             if self.actor:
                 self.actor.look(self.now)
             if ticks % CONTROL_TICKS == 0:

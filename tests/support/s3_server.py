@@ -47,7 +47,9 @@ class S3Server:
     """The server's process and its control."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", "tests.support.s3_server"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.s3_server"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
         self.address = f"127.0.0.1:{int(self._process.stdout.readline())}"
         self.path("")._client.create_bucket(Bucket=BUCKET)
@@ -67,7 +69,9 @@ class S3Server:
         self._control("reset")
 
     def requests(self, match: str = "") -> list[str]:
-        """The requests since the last reset that match, each as `METHOD /path?query`, in the order in which they came."""
+        """The requests since the last reset that match, each as `METHOD /path?query`, in the order in which
+        they came.
+        """
         return [request for request in self._control("requests") if re.search(match, request)]
 
     def close(self) -> None:
@@ -76,7 +80,9 @@ class S3Server:
         self._process.wait()
 
     def _control(self, what: str, value: Any = None) -> Any:
-        with urllib.request.urlopen(f"http://{self.address}/-/{what}", data=json.dumps(value).encode(), timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"http://{self.address}/-/{what}", data=json.dumps(value).encode(), timeout=10
+        ) as answer:
             return json.load(answer)
 
 

@@ -1,7 +1,8 @@
-"""A run with parameter servers whose workers, servers and coordinator are lost again and again, at moments that a seed chooses.
+"""A run with parameter servers whose workers, servers and coordinator are lost again and again, at moments that a seed
+chooses.
 
-The real ones, in one thread, so that a moment is a line of the code: before and after each call of a server, and when only the first server
-has had it. Who is lost takes along what it had not told yet; another begins in its place.
+The real ones, in one thread, so that a moment is a line of the code: before and after each call of a server, and when
+only the first server has had it. Who is lost takes along what it had not told yet; another begins in its place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from tests.support.server_world import Here, World
 
 _CALLS = {"worker": ("pull", "push"), "coordinator": ("norms", "apply", "state", "load")}
 MOMENTS = {
-    "worker": ("data", "compute", "pushed", "answered", *(f"{half}{call}" for call in _CALLS["worker"] for half in ("", "half "))),
+    "worker": (
+        "data",
+        "compute",
+        "pushed",
+        "answered",
+        *(f"{half}{call}" for call in _CALLS["worker"] for half in ("", "half ")),
+    ),
     "coordinator": ("asked", *(f"{half}{call}" for call in _CALLS["coordinator"] for half in ("", "half "))),
     "server": tuple(f"{half}{call}" for calls in _CALLS.values() for call in calls for half in ("", "half ")),
 }

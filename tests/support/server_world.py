@@ -1,4 +1,6 @@
-"""Parameter servers without Ray: the real workers, servers and coordinator in one thread, in any order that a test wants."""
+"""Parameter servers without Ray: the real workers, servers and coordinator in one thread, in any order that a test
+wants.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,13 @@ class World:
 
     def worker(self, name: str) -> ParameterWorker:
         return ParameterWorker(
-            self.job, name, self.coordinator.ask, self.servers, SingleProcessMembership(4, lambda: False), self.windows, self.device
+            self.job,
+            name,
+            self.coordinator.ask,
+            self.servers,
+            SingleProcessMembership(4, lambda: False),
+            self.windows,
+            self.device,
         )
 
     def turn(self, name: str) -> bool:

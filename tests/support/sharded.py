@@ -29,7 +29,11 @@ class Units(ImageClassification):
         self.own = own
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        return [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)] if self.own else super().shard_units(model)
+        return (
+            [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+            if self.own
+            else super().shard_units(model)
+        )
 
 
 def fsdp_job(folder: Path, data: Path, task: Any = None, **fields: Any) -> Job:

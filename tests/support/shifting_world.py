@@ -20,7 +20,9 @@ from tests.support.local_world import CPU, LocalMembership, OpenWindows, Outcome
 
 @dataclass(frozen=True)
 class KillOnce:
-    """A hook that kills the worker of a rank after a step, the first time that it gets there; the file `proof` says that it did."""
+    """A hook that kills the worker of a rank after a step, the first time that it gets there; the file `proof` says
+    that it did.
+    """
 
     proof: Path
     step: int
@@ -46,7 +48,9 @@ class ShiftingMembership(LocalMembership):
 
     recovers = True
 
-    def __init__(self, me: int, groups: list[list[int]], reforms: list[int], store: Path, logical_workers: int, backend: str) -> None:
+    def __init__(
+        self, me: int, groups: list[list[int]], reforms: list[int], store: Path, logical_workers: int, backend: str
+    ) -> None:
         super().__init__(World(0, 1, logical_workers), store, backend=backend)
         self._me, self._groups, self._reforms = me, groups, reforms
         self._folder, self._at = store, -1
@@ -88,14 +92,25 @@ def train_shifting(
     backend: str = "gloo",
 ) -> list[Outcome]:
     """Trains in several generations; returns what became of each worker."""
-    return pool.outcomes(1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks, windows, backend)
+    return pool.outcomes(
+        1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks, windows, backend
+    )
 
 
 def _train(
-    me: int, store: Path, job: Job, groups: list[list[int]], reforms: list[int], hooks: Hooks, windows: OpenWindows, backend: str
+    me: int,
+    store: Path,
+    job: Job,
+    groups: list[list[int]],
+    reforms: list[int],
+    hooks: Hooks,
+    windows: OpenWindows,
+    backend: str,
 ) -> str:
     try:
-        train(job, ShiftingMembership(me, groups, reforms, store, job.plan.logical_workers, backend), windows, CPU, hooks)
+        train(
+            job, ShiftingMembership(me, groups, reforms, store, job.plan.logical_workers, backend), windows, CPU, hooks
+        )
     except BaseException:
         traceback.print_exc()
         raise

@@ -23,7 +23,10 @@ def write_shipped_data(name: str, folder: Path) -> Path:
     """
     folder.mkdir(parents=True)
     columns = _COLUMNS[name](np.random.default_rng(0))
-    fields = [to_column(key, values) if isinstance(values, np.ndarray) else (pa.field(key, values.type), values) for key, values in columns]
+    fields = [
+        to_column(key, values) if isinstance(values, np.ndarray) else (pa.field(key, values.type), values)
+        for key, values in columns
+    ]
     table = pa.Table.from_arrays([values for _, values in fields], schema=pa.schema([field for field, _ in fields]))
     pq.write_table(table, folder / "part-0.parquet")
     return folder
@@ -34,7 +37,10 @@ Columns = list[tuple[str, Any]]
 
 def _images(rows: int, pixels: int, classes: int) -> Any:
     def make(random: np.random.Generator) -> Columns:
-        return [("image", random.integers(0, 256, (rows, pixels, pixels), np.uint8)), ("label", pa.array(np.arange(rows) % classes))]
+        return [
+            ("image", random.integers(0, 256, (rows, pixels, pixels), np.uint8)),
+            ("label", pa.array(np.arange(rows) % classes)),
+        ]
 
     return make
 

@@ -1,4 +1,6 @@
-"""What a step costs whatever the machine: calls of Python functions and operators of torch, counted in the thread that trains."""
+"""What a step costs whatever the machine: calls of Python functions and operators of torch, counted in the thread that
+trains.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 STEPS = 9
-"""That each of the two is counted over; the least counts, since a slow machine has more that is due each second in a step."""
+"""That each of the two is counted over; the least counts, since a slow machine has more that is due each second in a
+step.
+"""
 
 
 class _Operators(TorchDispatchMode):
@@ -26,7 +30,8 @@ class _Operators(TorchDispatchMode):
 
 
 class StepCost:
-    """Counts in rank 0, as a hook after each step (`Hooks.after_step`): calls first, then operators, which cost calls themselves.
+    """Counts in rank 0, as a hook after each step (`Hooks.after_step`): calls first, then operators, which cost calls
+    themselves.
 
     Args:
         file: Where the least of the steps are put, as JSON.
@@ -48,7 +53,10 @@ class StepCost:
             self._operators.__enter__()
         if since == 2 * STEPS:
             self._operators.__exit__(None, None, None)
-            python, operators = ([after[i] - before[i] for before, after in zip(self._seen, self._seen[1:], strict=False)] for i in (0, 1))
+            python, operators = (
+                [after[i] - before[i] for before, after in zip(self._seen, self._seen[1:], strict=False)]
+                for i in (0, 1)
+            )
             found = {"python_calls": min(python[:STEPS]), "torch_operators": min(operators[STEPS:])}
             Path(self._file).write_text(json.dumps(found))
         if since == 0:

@@ -1,4 +1,6 @@
-"""Waiting for what happens in other threads and processes: looked at again and again, with a deadline, never slept through."""
+"""Waiting for what happens in other threads and processes: looked at again and again, with a deadline, never slept
+through.
+"""
 
 from __future__ import annotations
 

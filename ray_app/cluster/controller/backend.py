@@ -1,7 +1,9 @@
-"""Ray Train's parts (Ray 2.60) that every way of recovery needs: a backend that leaves process groups alone, and the budgets.
+"""Ray Train's parts (Ray 2.60) that every way of recovery needs: a backend that leaves process groups alone, and the
+budgets.
 
-- `ray.train.backend`: the public `TorchConfig` makes a backend that starts a process group for the life of the workers, and imports torch,
-  for which a newcomer's environment is not set yet. Our process group is formed in generations, see `cluster.rendezvous.membership`.
+- `ray.train.backend`: the public `TorchConfig` makes a backend that starts a process group for the life of the workers,
+  and imports torch, for which a newcomer's environment is not set yet. Our process group is formed in generations, see
+  `cluster.rendezvous.membership`.
 - `ray.train.v2._internal.execution.callback`: the classes of the callbacks that `RunConfig(callbacks=...)` accepts.
 - `TrainRunContext.run_id`: the name under which a run asks for resources.
 """
@@ -55,13 +57,16 @@ def answer(asked: Any) -> Any:
         return ray.get(asked, timeout=_ANSWER_S)
     except ray.exceptions.GetTimeoutError as error:
         raise SilentActorError(
-            f"The controller has waited {_ANSWER_S:g} s for the rendezvous, which does not answer. Look at the load and the open files of"
+            f"The controller has waited {_ANSWER_S:g} s for the rendezvous, which does not answer. Look at the load and"
+            f" the open files of"
             " the driver's node, then start the same run again."
         ) from error
 
 
 def take_over(trainer: DataParallelTrainer, run_root: str) -> None:
-    """Has every start of a run ask for resources under one name: what a killed driver asked for would be kept for it for 180 s."""
+    """Has every start of a run ask for resources under one name: what a killed driver asked for would be kept for it
+    for 180 s.
+    """
     vars(trainer.train_run_context)["run_id"] = hashlib.sha256(run_root.encode()).hexdigest()
 
 
@@ -81,7 +86,8 @@ class OwnGroupConfig(BackendConfig):
 
 
 class FailureBudget(ControllerCallback, WorkerGroupCallback):
-    """Charges failures to the budget; raising from the hook is how a callback ends a run. Lives in the controller's process.
+    """Charges failures to the budget; raising from the hook is how a callback ends a run. Lives in the controller's
+    process.
 
     Args:
         control: The run.

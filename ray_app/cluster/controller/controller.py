@@ -1,17 +1,20 @@
 """Workers that come and go one by one: Ray Train's controller (Ray 2.60), changed where it restarts everybody.
 
-Stock Ray Train knows one reaction to every change: end all workers and start all again. Here a worker that is lost is dropped, one whose
-node goes away leaves, and new ones, which have prepared themselves beside (`cluster.control.newcomers`), join while the others train on.
-What that needs of Ray's internals:
+Stock Ray Train knows one reaction to every change: end all workers and start all again. Here a worker that is lost is
+dropped, one whose node goes away leaves, and new ones, which have prepared themselves beside
+(`cluster.control.newcomers`), join while the others train on. What that needs of Ray's internals:
 
 - `WorkerGroup`: see `cluster.control.group`.
-- `TrainController`: where it would restart the group it drops the failed workers; where it would resize it lets newcomers join.
+- `TrainController`: where it would restart the group it drops the failed workers; where it would resize it lets
+  newcomers join.
 - `ElasticScalingPolicy`: see `cluster.control.sizes`.
-- `DataParallelTrainer._initialize_and_run_controller`: the only place where a controller of one's own can be put in. Ray runs its own as an
-  actor; ours runs here, in the driver's process, in the thread that calls `fit`: a process less to wait for, two seconds of every start. It
-  ended with the driver as an actor, too. What it says goes to a file beside Ray's logs, as before.
+- `DataParallelTrainer._initialize_and_run_controller`: the only place where a controller of one's own can be put in.
+  Ray runs its own as an actor; ours runs here, in the driver's process, in the thread that calls `fit`: a process less
+  to wait for, two seconds of every start. It ended with the driver as an actor, too. What it says goes to a file beside
+  Ray's logs, as before.
 
-Another Ray version may lack any of it; then importing this module fails, and `cluster.trainer` falls back to restarting all workers.
+Another Ray version may lack any of it; then importing this module fails, and `cluster.trainer` falls back to restarting
+all workers.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, OwnGroupBackend, answer
 from ray_app.cluster.controller.pending_workers import NO_ROOM, PendingWorkers
-from ray_app.cluster.controller.scaling_policy import StragglerEvictor, ElasticPolicy
+from ray_app.cluster.controller.scaling_policy import ElasticPolicy, StragglerEvictor
 from ray_app.cluster.controller.worker_group import ElasticGroup, id_of
 from ray_app.process import put_back, variables
 
@@ -50,7 +53,9 @@ _OWN_LOGS = ENABLE_CONTROLLER_STRUCTURED_LOGGING_ENV_VAR
 class _Backend(OwnGroupBackend):
     has_replica_groups = True
     share_cuda_visible_devices = False
-    """Each sees its own GPUs, also those that come later; since CUDA 10.1 NCCL copies between GPUs that do not see each other, too."""
+    """Each sees its own GPUs, also those that come later; since CUDA 10.1 NCCL copies between GPUs that do not see each
+    other, too.
+    """
 
 
 class _BackendConfig(BackendConfig):
@@ -70,7 +75,9 @@ class _Controller(TrainController):
     _over = False
     """Whether a worker has ended as it should."""
 
-    def __init__(self, given_up: threading.Event, callbacks: list[Any], scaling_policy: ElasticPolicy, **arguments: Any) -> None:
+    def __init__(
+        self, given_up: threading.Event, callbacks: list[Any], scaling_policy: ElasticPolicy, **arguments: Any
+    ) -> None:
         self._given_up = given_up
         config = scaling_policy._control.config
         scaling = config.scaling
@@ -78,7 +85,9 @@ class _Controller(TrainController):
         self._retiring = StragglerEvictor(
             scaling.evict_straggler_after_s, config.logical_workers, scaling.min_workers, scaling.most_workers
         )
-        with variables(**{_OWN_LOGS: "0"}):  # Ray's own way takes over the logging of this process, and closes all other log files
+        with variables(
+            **{_OWN_LOGS: "0"}
+        ):  # Ray's own way takes over the logging of this process, and closes all other log files
             super().__init__(callbacks=[*callbacks, self._newcomers], scaling_policy=scaling_policy, **arguments)
 
     async def _run_control_loop_iteration(self) -> None:
@@ -101,7 +110,9 @@ class _Controller(TrainController):
         return self._scaling_policy._control.rendezvous
 
     def _make_and_handle_scaling_decision_for_non_running_worker_group(self, controller_state: Any) -> Any:
-        """After a failure: drops those who failed, or have left by now, and goes on with the others, if there are any."""
+        """After a failure: drops those who failed, or have left by now, and goes on with the others, if there
+        are any.
+        """
         group = self._worker_group
         status = group.get_latest_poll_status() if group is not None and group.has_started() else None
         failed = set(status.errors) if status is not None else set()
@@ -114,12 +125,16 @@ class _Controller(TrainController):
                 self._shutdown_worker_group()
             return super()._make_and_handle_scaling_decision_for_non_running_worker_group(controller_state)
         if left:
-            self._budget.budget.preempted(len(left), answer(self._rendezvous.status.remote()).step, len(group) - len(gone))
+            self._budget.budget.preempted(
+                len(left), answer(self._rendezvous.status.remote()).step, len(group) - len(gone)
+            )
         self._drop(gone)
         return self._running()
 
     def _left(self, status: Any) -> tuple[set[int], set[int]]:
-        """Places of those who left as they had to: their node goes away, or they were too slow. Alone they would look like the end."""
+        """Places of those who left as they had to: their node goes away, or they were too slow. Alone they would look
+        like the end.
+        """
         workers, draining = self._worker_group.get_workers(), self._scaling_policy.draining
         ended = {place for place, one in status.worker_statuses.items() if not one.running and one.error is None}
         left = {place for place in ended if workers[place].metadata.node_id in draining}
@@ -160,7 +175,9 @@ class _Controller(TrainController):
 
     def _note_lost(self, reasons: list[str]) -> None:
         if reasons:
-            self._scaling_policy.full_until_s = time.monotonic() + _RETRY_S * 2 ** min(self._newcomers.in_vain, _MOST_DOUBLED)
+            self._scaling_policy.full_until_s = time.monotonic() + _RETRY_S * 2 ** min(
+                self._newcomers.in_vain, _MOST_DOUBLED
+            )
         if told := [reason for reason in reasons if reason != NO_ROOM]:
             self._budget.not_started(told, charged=False)
 
@@ -181,7 +198,9 @@ class _Controller(TrainController):
         self._welcome()
         leaving = {*policy.draining, *self._retiring.retired}
         left, retired = self._left(status)
-        self._over = self._over or any(not s.running and i not in left | retired for i, s in status.worker_statuses.items())
+        self._over = self._over or any(
+            not s.running and i not in left | retired for i, s in status.worker_statuses.items()
+        )
         self._expect()  # again and again: the rendezvous may have been started anew
         seen = answer([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])[1]
         silent = {i for i, w in enumerate(workers) if seen.silent.get(id_of(w.actor), 0.0) > _GRACE_S}
@@ -210,11 +229,15 @@ class _Controller(TrainController):
         times = {by_rank[int(rank)].worker: slow[rank] for rank in slow if int(rank) < len(by_rank)}
         nodes = {id_of(worker.actor): worker.metadata.node_id for worker in group.get_workers()}
         ready = self._newcomers.ready()
-        decision = self._retiring.decide(times, len(group), ready, lambda worker: policy.room_beside(nodes.get(worker, ""), len(group)))
+        decision = self._retiring.decide(
+            times, len(group), ready, lambda worker: policy.room_beside(nodes.get(worker, ""), len(group))
+        )
         if decision is not None:
             policy.shun(nodes.get(decision.worker, ""))
             worker = next(beat for beat in by_rank if beat.worker == decision.worker)
-            self._budget.budget.note("retired", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=decision.reason)
+            self._budget.budget.note(
+                "retired", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=decision.reason
+            )
 
     def _drop(self, places: set[int]) -> None:
         group = self._worker_group
@@ -238,28 +261,29 @@ class _Controller(TrainController):
 class ElasticTrainer(DataParallelTrainer):
     """Ray Train's trainer with a controller and a scaling policy of our own.
 
-    Args:
-        control: The run.
-        prepare: Reference of a function without arguments that each worker calls before it joins; what it raises is not looked at.
-        given_up: Set when nobody waits for the run any more; then the controller ends its workers and itself.
-        arguments: Of `DataParallelTrainer`.
-        options: Likewise.
+    Args: control: The run. prepare: Reference of a function without arguments that each worker calls before it joins;
+        what it raises is not looked at. given_up: Set when nobody waits for the run any more; then the controller ends
+        its workers and itself. arguments: Of `DataParallelTrainer`. options: Likewise.
     """
 
-    def __init__(self, control: ControllerContext, prepare: Any, given_up: threading.Event, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, control: ControllerContext, prepare: Any, given_up: threading.Event, *arguments: Any, **options: Any
+    ) -> None:
         super().__init__(*arguments, backend_config=_BackendConfig(), **options)
         self._control, self._prepare, self._given_up = control, prepare, given_up
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        # Ray's cleaner knows one placement group per run, and waits for a dashboard that may not be there; ours go with the job.
-        # For data sets it starts a process each time, and we give it none.
+        # Ray's cleaner knows one placement group per run, and waits for a dashboard that may not be there; ours go with
+        # the job. For data sets it starts a process each time, and we give it none.
         unused = (PlacementGroupCleanerCallback, DatasetsCallback)
         arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unused)]
         control, given_up = self._control, self._given_up
         policy = arguments["scaling_policy"] = ElasticPolicy(self.scaling_config, control)
         stops = lambda: given_up.is_set() or policy.is_stopping()  # noqa: E731
         policy.newcomers = PendingWorkers(self._prepare, control.config.scaling.min_workers, stops)
-        policy.newcomers.begin(policy.free(), policy.slot())  # while the controller waits for others whom it asks before it decides
+        policy.newcomers.begin(
+            policy.free(), policy.slot()
+        )  # while the controller waits for others whom it asks before it decides
         try:
             with _logged(f"ray-train-controller-{self.train_run_context.run_id}.log"):
                 controller = _Controller(given_up, **arguments)

@@ -1,4 +1,6 @@
-"""What went wrong so far, against what may: budgets for failures and preemptions, and a stop for what repeats itself."""
+"""What went wrong so far, against what may: budgets for failures and preemptions, and a stop for what repeats
+itself.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ from ray_app.storage.files import location
 _DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
 _MOST_CHARS = 8000
 _SAME = 3
-"""Times that the same error may follow one another at the same step before the run gives up; where others go on, as often as all are lost
-one after the other, and once more, if the budget allows so many."""
+"""Times that the same error may follow one another at the same step before the run gives up; where others go on, as
+often as all are lost one after the other, and once more, if the budget allows so many.
+"""
 _STORAGE_SAME = 20
 """Times that workers may find the storage failing at the same step, each after trying for about half a minute."""
 
 
 class Budget:
-    """Counts what fails, records it in the run's events, and raises when a budget is spent or trying again is pointless.
+    """Counts what fails, records it in the run's events, and raises when a budget is spent or trying again is
+    pointless.
 
     Args:
         run_root: The run's directory.
@@ -64,14 +68,24 @@ class Budget:
             return self._without_storage(reasons, step, left)
         self._failures += 1
         final = next((e for e in errors.values() if isinstance(e, RayAppError) and not e.retryable), None)
-        put_event(self.paths, "failed", self._fence, number=self._failures, errors=reasons, step=step, left=left, final=final is not None)
+        put_event(
+            self.paths,
+            "failed",
+            self._fence,
+            number=self._failures,
+            errors=reasons,
+            step=step,
+            left=left,
+            final=final is not None,
+        )
         if final is not None:
             raise final
         self._note_repetition(step, next(iter(sorted(reasons.values()))), len(errors) + left if left else 0)
         allowed = self._limits.max_failures
         if 0 <= allowed < self._failures:
             raise BudgetSpentError(
-                f"The workers failed {self._failures} times; failure.max_failures allows {allowed}. Start the same run again to continue"
+                f"The workers failed {self._failures} times; failure.max_failures allows {allowed}. Start the same run"
+                f" again to continue"
                 f" it, or raise failure.max_failures. The last time, by rank:\n{_listed(reasons)}"
             )
         return None
@@ -86,7 +100,8 @@ class Budget:
         self._without = self._without[0] + 1 if step == self._without[1] else 1, step
         if self._without[0] >= _STORAGE_SAME:
             raise RepeatedFailureError(
-                f"The storage failed {self._without[0]} times in a row after step {step}. The same run continues from its newest checkpoint"
+                f"The storage failed {self._without[0]} times in a row after step {step}. The same run continues from"
+                f" its newest checkpoint"
                 f" once it is there again. The last time, by rank:\n{_listed(reasons)}"
             )
 
@@ -101,7 +116,8 @@ class Budget:
         allowed = self._limits.max_preemptions
         if 0 <= allowed < self._preemptions:
             raise BudgetSpentError(
-                f"Nodes were taken away {self._preemptions} times; failure.max_preemptions allows {allowed}. Start the same run again to"
+                f"Nodes were taken away {self._preemptions} times; failure.max_preemptions allows {allowed}. Start the"
+                f" same run again to"
                 " continue it, or raise failure.max_preemptions."
             )
 
@@ -118,7 +134,8 @@ class Budget:
         self._repeated, self._most_repeated = self._repeated + 1, max(self._most_repeated, most)
         if self._repeated == self._most_repeated:
             raise RepeatedFailureError(
-                f"The same failure {self._repeated} times in a row after step {step}, so starting again is pointless. The same run"
+                f"The same failure {self._repeated} times in a row after step {step}, so starting again is pointless."
+                f" The same run"
                 f" continues from its newest checkpoint once the cause is gone: {reason}"
             )
 
@@ -134,7 +151,10 @@ def _brief(error: BaseException) -> str:
 
 def _listed(reasons: dict[str, str]) -> str:
     """The reasons by rank; what several ranks failed with alike is told once."""
-    alike = [list(group) for _, group in groupby(sorted(reasons.items(), key=itemgetter(1)), lambda item: item[1].splitlines()[0])]
+    alike = [
+        list(group)
+        for _, group in groupby(sorted(reasons.items(), key=itemgetter(1)), lambda item: item[1].splitlines()[0])
+    ]
     return "\n".join(f"{', '.join(rank for rank, _ in group)}: {group[0][1]}" for group in alike)
 
 
@@ -145,4 +165,6 @@ def spent(paths: RunPaths, limits: FailureSection) -> str:
 
 def disturbing(paths: RunPaths) -> list[Event]:
     """The events that tell what went wrong so far in all starts."""
-    return read_events(paths, "failed", "preempted", "storage_failed", "resized", "started", "finished", "stopped_early", "lied")
+    return read_events(
+        paths, "failed", "preempted", "storage_failed", "resized", "started", "finished", "stopped_early", "lied"
+    )

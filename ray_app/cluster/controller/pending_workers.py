@@ -1,8 +1,10 @@
-"""Workers on their way: they begin while the others train on, so that nobody waits for their processes, their imports and their device.
+"""Workers on their way: they begin while the others train on, so that nobody waits for their processes, their imports
+and their device.
 
-Every worker is a newcomer first: those that a run starts with, those that replace a lost one or use new room, and the spares of
-`scaling.standby_workers`, which have prepared themselves and wait for somebody to be lost or for room. Each has a placement group of its
-own, so that the slot of a lost worker is free again at once and one for a new one can be anywhere.
+Every worker is a newcomer first: those that a run starts with, those that replace a lost one or use new room, and the
+spares of `scaling.standby_workers`, which have prepared themselves and wait for somebody to be lost or for room. Each
+has a placement group of its own, so that the slot of a lost worker is free again at once and one for a new one can be
+anywhere.
 """
 
 from __future__ import annotations
@@ -92,8 +94,9 @@ class PendingWorker:
 class PendingWorkers(ControllerCallback, WorkerGroupCallback):
     """All that are on their way; lives in the controller's process, longer than its groups of workers.
 
-    Where one after the other dies while it prepares itself, the next do not: what kills them does so when they train, where it is counted.
-    Some die all the same (`in_vain`): at a start that is a failure of its own, while others train it is tried less and less often.
+    Where one after the other dies while it prepares itself, the next do not: what kills them does so when they train,
+    where it is counted. Some die all the same (`in_vain`): at a start that is a failure of its own, while others train
+    it is tried less and less often.
 
     Args:
         prepare: Reference of a function without arguments that each calls first.
@@ -111,24 +114,35 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
 
     @property
     def in_vain(self) -> int:
-        """How often in a row some died and nobody became ready, beyond the tries after which they need not prepare themselves."""
+        """How often in a row some died and nobody became ready, beyond the tries after which they need not prepare
+        themselves.
+        """
         return max(0, self._rounds - _MOST_DEATHS)
 
     def begin(self, count: int, slot: Slot) -> None:
         """Has `count` more of them prepare themselves, each as soon as there is room for it."""
         if count <= 0:
             return
-        made = ray.remote(**bundle_to_remote_args(slot.resources))(RayTrainWorker)  # no `runtime_env`: processes that are there can be used
+        made = ray.remote(**bundle_to_remote_args(slot.resources))(
+            RayTrainWorker
+        )  # no `runtime_env`: processes that are there can be used
         env, now = get_env_vars_to_propagate(), time.monotonic()
         for _ in range(count):
-            group = placement_group([slot.resources], strategy=slot.strategy, bundle_label_selector=[slot.labels] if slot.labels else None)
-            actor = made.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)).remote()
+            group = placement_group(
+                [slot.resources], strategy=slot.strategy, bundle_label_selector=[slot.labels] if slot.labels else None
+            )
+            actor = made.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+            ).remote()
             prepare = self._prepare if self._deaths < _MOST_DEATHS else None
             prepared, answer = actor.execute.remote(_prepare, env, [prepare]), actor.get_metadata.remote()
-            self._all.append(PendingWorker(actor, group, prepared, answer, now + _PLACE_S + count * _PLACE_EACH_S, now + _READY_S))
+            self._all.append(
+                PendingWorker(actor, group, prepared, answer, now + _PLACE_S + count * _PLACE_EACH_S, now + _READY_S)
+            )
 
     def look(self, draining: Collection[str] = ()) -> list[str]:
-        """Finds out who is ready, and gives up those for whom there is no room, who failed, who take too long, or whose node goes away.
+        """Finds out who is ready, and gives up those for whom there is no room, who failed, who take too long, or whose
+        node goes away.
 
         Args:
             draining: Ids of nodes that go away.
@@ -162,7 +176,8 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
         return reasons
 
     def wait(self, count: int) -> list[str]:
-        """Waits until so many are ready, or as many as are left; not for those who take long, if a run may start without them.
+        """Waits until so many are ready, or as many as are left; not for those who take long, if a run may start
+        without them.
 
         Returns:
             Why others were given up, see `look`.
@@ -174,7 +189,9 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
         return reasons
 
     def _is_enough(self) -> bool:
-        """Whether a run may start with those who are ready, and they have waited for the others for as long as they took themselves."""
+        """Whether a run may start with those who are ready, and they have waited for the others for as long as they
+        took themselves.
+        """
         ready = sorted((n.ready_s, n.began_s) for n in self._all if n.ready_s is not None)
         if len(ready) < self._least:
             return False
@@ -183,7 +200,9 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
 
     def _answering(self, timeout_s: float) -> list[PendingWorker]:
         asked = {newcomer.answer: newcomer for newcomer in self._all}
-        return [asked[ref] for ref in ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)[0]] if asked else []
+        return (
+            [asked[ref] for ref in ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)[0]] if asked else []
+        )
 
     def ready(self, since_s: float = 0.0) -> int:
         """How many are ready, since so many seconds at least."""
@@ -213,5 +232,7 @@ def _prepare(env: dict[str, str], prepare: list[Any]) -> None:
     os.environ |= env
     if prepare[0] is not None:
         with without_gc():
-            function: Callable[[], None] = ray.get(prepare[0])  # not earlier: imports come with it, which look at the environment
+            function: Callable[[], None] = ray.get(
+                prepare[0]
+            )  # not earlier: imports come with it, which look at the environment
             function()

@@ -2,8 +2,9 @@
 
 How many workers there can and should be: Ray Train's elastic scaling policy (Ray 2.60) with other answers.
 
-How many are possible comes from Ray's client of the autoscaling coordinator, and from `ray._private.state`: `state.get_draining_nodes` for
-notices of nodes that are about to go away, `available_resources_per_node`. How many are wanted comes from `cluster.control.scaling`.
+How many are possible comes from Ray's client of the autoscaling coordinator, and from `ray._private.state`:
+`state.get_draining_nodes` for notices of nodes that are about to go away, `available_resources_per_node`. How many are
+wanted comes from `cluster.control.scaling`.
 
 Whether a worker that stays slow has to leave: a decision with its reason.
 """
@@ -42,30 +43,38 @@ class Sizing:
 
 
 def sizing(
-    now: int, possible: int, logical_workers: int, min_workers: int, max_workers: int, since_change_s: float, dwell_s: float
+    now: int,
+    possible: int,
+    logical_workers: int,
+    min_workers: int,
+    max_workers: int,
+    since_change_s: float,
+    dwell_s: float,
 ) -> Sizing:
     """How many workers a run should have.
 
-    More workers pay only if the one that plays the most logical workers plays fewer of them. A group does not shrink by decision:
-    workers whose nodes go away leave or are lost, and the others go on.
+    More workers pay only if the one that plays the most logical workers plays fewer of them. A group does not shrink by
+    decision: workers whose nodes go away leave or are lost, and the others go on.
 
-    Args:
-        now: Workers that train.
-        possible: Workers that the cluster has room for, those of now included; nodes that are about to go away do not count.
-        logical_workers: L.
-        min_workers: Fewest to train with.
-        max_workers: Most.
-        since_change_s: Seconds since the number of workers changed.
-        dwell_s: Fewest seconds between two changes that are not urgent.
+    Args: now: Workers that train. possible: Workers that the cluster has room for, those of now included; nodes that
+        are about to go away do not count. logical_workers: L. min_workers: Fewest to train with. max_workers: Most.
+        since_change_s: Seconds since the number of workers changed. dwell_s: Fewest seconds between two changes that
+        are not urgent.
     """
     target = min(possible, max_workers)
     if target <= now:
         return Sizing(now, "no room for more" if now < max_workers else "as many as configured")
     if now < min_workers:
-        return Sizing(target, f"below scaling.min_workers = {min_workers}") if target >= min_workers else Sizing(now, "not room for enough")
+        return (
+            Sizing(target, f"below scaling.min_workers = {min_workers}")
+            if target >= min_workers
+            else Sizing(now, "not room for enough")
+        )
     before, after = ceil(logical_workers / now), ceil(logical_workers / target)
     if after == before:
-        return Sizing(now, f"{target} workers would be as slow as {now}: one of them would still play {before} logical workers")
+        return Sizing(
+            now, f"{target} workers would be as slow as {now}: one of them would still play {before} logical workers"
+        )
     if since_change_s < dwell_s:
         return Sizing(now, f"the last change was {since_change_s:.0f} s ago, scaling.resize_interval_s is {dwell_s:g}")
     return Sizing(target, f"a worker would play {after} logical workers instead of {before}")
@@ -125,12 +134,17 @@ class ElasticPolicy(ElasticScalingPolicy):
         return self._control.config.scaling.standby_workers > 0
 
     def _get_num_workers_for_resource_request(self) -> int:
-        """How many bundles an autoscaler is asked to make room for: those of the workers, and as many as the CPUs of all else are worth.
+        """How many bundles an autoscaler is asked to make room for: those of the workers, and as many as the CPUs of
+        all else are worth.
 
         With GPUs or labels a bundle more would be another such node, where any CPU will do.
         """
         scaling = self._control.config.scaling
-        rest = 0 if scaling.gpus_per_worker or scaling.label_selector or not scaling.cpus_per_worker else self._control.reading_cpus
+        rest = (
+            0
+            if scaling.gpus_per_worker or scaling.label_selector or not scaling.cpus_per_worker
+            else self._control.reading_cpus
+        )
         return self.scaling_config.max_workers + (ceil(rest / scaling.cpus_per_worker) if rest else 0)
 
     def possible(self, now: int = 0) -> int:
@@ -158,7 +172,9 @@ class ElasticPolicy(ElasticScalingPolicy):
         return self._possible
 
     def free(self) -> int:
-        """Workers that there is room for now by what is free on the nodes, spares included; none if the run could not start with them."""
+        """Workers that there is room for now by what is free on the nodes, spares included; none if the run could not
+        start with them.
+        """
         scaling = self._control.config.scaling
         alive = [node for node in ray.nodes() if node["Alive"]]
         count = min(self._free_on(alive), self._beside_reading(alive), self.scaling_config.max_workers)
@@ -167,7 +183,11 @@ class ElasticPolicy(ElasticScalingPolicy):
     def slot(self) -> Slot:
         """What each worker reserves, see `ElasticGroup.slot`."""
         scaling = self.scaling_config
-        return Slot(scaling._resources_per_worker_not_none, scaling.placement_strategy, (scaling._label_selector_per_worker(1) or [{}])[0])
+        return Slot(
+            scaling._resources_per_worker_not_none,
+            scaling.placement_strategy,
+            (scaling._label_selector_per_worker(1) or [{}])[0],
+        )
 
     def _beside_reading(self, nodes: Iterable[Node]) -> int:
         """Workers that these nodes have CPUs and GPUs for, without the CPUs and GPUs that the rest of the run needs."""
@@ -177,19 +197,23 @@ class ElasticPolicy(ElasticScalingPolicy):
         if scaling.cpus_per_worker:
             counts.append(int(room_for(cpus - self._control.reading_cpus, scaling.cpus_per_worker)))
         if scaling.gpus_per_worker:
-            counts.append(int(room_on_gpus(max(0.0, gpus - evaluator_gpus(self._control.config)), scaling.gpus_per_worker)))
+            counts.append(
+                int(room_on_gpus(max(0.0, gpus - evaluator_gpus(self._control.config)), scaling.gpus_per_worker))
+            )
         return min(counts)
 
     def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
-        """Ray's, which divides floats, of all GPUs of a node at once: with as much more as lets parts of one GPU add up to it, and without
-        the parts of GPUs in which no worker fits (`cluster.room`).
+        """Ray's, which divides floats, of all GPUs of a node at once: with as much more as lets parts of one GPU add up
+        to it, and without the parts of GPUs in which no worker fits (`cluster.room`).
         """
         gpus = self._control.config.scaling.gpus_per_worker
 
         def usable(name: str, free: float) -> float:
             return 1e-6 + (room_on_gpus(free, gpus) * gpus if name == "GPU" and gpus else free)
 
-        nodes = {node: {name: usable(name, free) for name, free in each.items()} for node, each in reserved_resources.items()}
+        nodes = {
+            node: {name: usable(name, free) for name, free in each.items()} for node, each in reserved_resources.items()
+        }
         return int(super()._count_possible_workers(nodes))
 
     def room_beside(self, node: str, now: int) -> int:
@@ -199,18 +223,24 @@ class ElasticPolicy(ElasticScalingPolicy):
         return max(0, min(free, self._beside_reading(staying) - now))
 
     def _reserved(self, recompute: bool) -> dict[str, dict[str, float]] | None:
-        """What each node has for the workers of this run, as Ray shares it out among runs; it does not look at labels."""
+        """What each node has for the workers of this run, as Ray shares it out among runs; it does not look at
+        labels.
+        """
         asked = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=recompute)
         try:
             return ray.get(asked, timeout=_COORDINATOR_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            logger.warning("The autoscaling coordinator does not answer; what is free on the nodes counts for now: %s", error)
+            logger.warning(
+                "The autoscaling coordinator does not answer; what is free on the nodes counts for now: %s", error
+            )
             self._silent_until_s = time.monotonic() + _SILENT_S
             return None
 
     @property
     def _is_silent(self) -> bool:
-        """Whether the autoscaling coordinator has just not answered: each question holds the controller up for seconds."""
+        """Whether the autoscaling coordinator has just not answered: each question holds the controller up for
+        seconds.
+        """
         return time.monotonic() < self._silent_until_s
 
     def _maybe_send_resource_request(self) -> None:
@@ -225,10 +255,14 @@ class ElasticPolicy(ElasticScalingPolicy):
     def _free_on(self, nodes: list[Node]) -> int:
         """More workers that there is room for now on those of these nodes that workers may run on."""
         free, labels = ray._private.state.available_resources_per_node(), self._control.config.scaling.label_selector
-        return self._count_possible_workers({node["NodeID"]: free.get(node["NodeID"], {}) for node in labelled(nodes, labels)})
+        return self._count_possible_workers(
+            {node["NodeID"]: free.get(node["NodeID"], {}) for node in labelled(nodes, labels)}
+        )
 
     def _is_there(self, node: dict[str, Any]) -> bool:
-        """Asks a node that a worker was lost on whether it lives: Ray itself counts a lost node as alive for seconds to a minute."""
+        """Asks a node that a worker was lost on whether it lives: Ray itself counts a lost node as alive for seconds to
+        a minute.
+        """
         if time.monotonic() > self.suspects.get(node["NodeID"], 0.0):
             return True
         try:
@@ -252,7 +286,9 @@ class ElasticPolicy(ElasticScalingPolicy):
             self.shunned = set()
             ready, most = self.newcomers.ready(), min(possible, scaling.most_workers)
             at_once = min(ready, most) if ready >= scaling.min_workers else most
-            self.coming = most - at_once + max(0, min(scaling.standby_workers, possible - most))  # those on their way are kept
+            self.coming = (
+                most - at_once + max(0, min(scaling.standby_workers, possible - most))
+            )  # those on their way are kept
             self.changed_s = time.monotonic() - (scaling.resize_interval_s if at_once < most else 0.0)
             return self._get_resize_decision(at_once)
         self.wait(f"room for {possible} of at least {scaling.min_workers} workers; waiting for capacity")
@@ -331,9 +367,20 @@ class StragglerEvictor:
     """
 
     def __init__(
-        self, after_s: float | None, logical_workers: int, min_workers: int, most: int, clock: Callable[[], float] = time.monotonic
+        self,
+        after_s: float | None,
+        logical_workers: int,
+        min_workers: int,
+        most: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._after_s, self._logical, self._least, self._most, self._clock = after_s, logical_workers, min_workers, most, clock
+        self._after_s, self._logical, self._least, self._most, self._clock = (
+            after_s,
+            logical_workers,
+            min_workers,
+            most,
+            clock,
+        )
         self._since_s: dict[str, float] = {}
         self.retired: set[str] = set()
 
@@ -342,7 +389,9 @@ class StragglerEvictor:
         """Whether anybody may still have to leave."""
         return self._after_s is not None and len(self.retired) < self._most
 
-    def decide(self, slow: Mapping[str, float], workers: int, ready: int, room: Callable[[str], int]) -> Retirement | None:
+    def decide(
+        self, slow: Mapping[str, float], workers: int, ready: int, room: Callable[[str], int]
+    ) -> Retirement | None:
         """Who has to leave now, one at a time: if another can take its place, or if all are faster without it.
 
         Args:
@@ -353,7 +402,11 @@ class StragglerEvictor:
         """
         now_s = self._clock()
         self._since_s = {worker: self._since_s.get(worker, now_s) for worker in slow}
-        late = [w for w, since_s in self._since_s.items() if w not in self.retired and now_s - since_s >= (self._after_s or 0.0)]
+        late = [
+            w
+            for w, since_s in self._since_s.items()
+            if w not in self.retired and now_s - since_s >= (self._after_s or 0.0)
+        ]
         if not self.is_on or not late:
             return None
         worker = max(late, key=lambda w: slow[w])

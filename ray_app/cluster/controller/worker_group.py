@@ -1,8 +1,8 @@
 """Ray Train's worker group (Ray 2.60), so that it can lose and gain single workers.
 
-Its workers share one placement group, which is made and given back as a whole, and are made when the group starts. Here each brings its
-own and has prepared itself before, see `cluster.control.newcomers`. `WorkerGroup`, `ReplicaGroup`, `Worker` and `PlacementGroupHandle`
-are private to Ray Train.
+Its workers share one placement group, which is made and given back as a whole, and are made when the group starts. Here
+each brings its own and has prepared itself before, see `cluster.control.newcomers`. `WorkerGroup`, `ReplicaGroup`,
+`Worker` and `PlacementGroupHandle` are private to Ray Train.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class ElasticGroup(WorkerGroup):
         return next(c for c in self._callbacks if isinstance(c, FailureBudget))
 
     def slot(self, shunned: Collection[str] = ()) -> Slot:
-        """What each of its workers reserves, the same for all, also for those of later; not on the nodes of the `shunned` ids."""
+        """What each of its workers reserves, the same for all, also for those of later; not on the nodes of the
+        `shunned` ids.
+        """
         context = self._worker_group_context
         labels = dict((context.label_selector or [{}])[0])
         if shunned:
@@ -79,7 +81,8 @@ class ElasticGroup(WorkerGroup):
         return Slot(context.resources_per_worker, context.placement_strategy, labels)
 
     def _start(self) -> None:
-        """Starts it. If a worker is lost meanwhile that is a failure, and nobody of it is left behind: Ray would end the run.
+        """Starts it. If a worker is lost meanwhile that is a failure, and nobody of it is left behind: Ray would end
+        the run.
 
         Raises:
             WorkerGroupStartupFailedError: It did not start.
@@ -112,7 +115,9 @@ class ElasticGroup(WorkerGroup):
             WorkerGroupStartupFailedError: There are not so many.
         """
         del unused, also_unused
-        if self._builder is not None:  # the actor for `ray.train.report` and collectives, which nobody calls, would import for a second
+        if (
+            self._builder is not None
+        ):  # the actor for `ray.train.report` and collectives, which nobody calls, would import for a second
             ray.kill(self._builder.sync_actor)
         reasons = self._newcomers.wait(num_workers)
         if self._newcomers.ready() < num_workers:
@@ -126,12 +131,15 @@ class ElasticGroup(WorkerGroup):
         for newcomer in newcomers:
             self._slots.use(id_of(newcomer.actor), newcomer.group)
         workers = [
-            Worker(n.actor, n.metadata, self._worker_group_context.resources_per_worker, placement_group_bundle_index=0) for n in newcomers
+            Worker(n.actor, n.metadata, self._worker_group_context.resources_per_worker, placement_group_bundle_index=0)
+            for n in newcomers
         ]
         first, self._next_rank = self._next_rank, self._next_rank + len(workers)
         return self._assign_worker_ranks(workers, first, first + len(workers), replica_group_size=1)
 
-    def _init_train_context_on_workers(self, workers: list, sync_actor: Any, train_context_args: dict[str, list]) -> None:
+    def _init_train_context_on_workers(
+        self, workers: list, sync_actor: Any, train_context_args: dict[str, list]
+    ) -> None:
         """As Ray's, but for the controller's handle, which only `ray.train.report` needs: ours is no actor.
 
         Raises:
@@ -147,11 +155,15 @@ class ElasticGroup(WorkerGroup):
         asked = []
         for place, worker in enumerate(workers):
             own = {name: values[place] for name, values in train_context_args.items()}
-            asked.append(worker.actor.init_train_context.remote(distributed_context=worker.distributed_context, **common, **own))
+            asked.append(
+                worker.actor.init_train_context.remote(distributed_context=worker.distributed_context, **common, **own)
+            )
         _, silent = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
         if silent:
             actor_id = workers[asked.index(silent[0])].actor._actor_id.binary()
-            raise ray.exceptions.ActorUnavailableError(f"a worker that was ready has not answered for {_ANSWER_S:g} s", actor_id)
+            raise ray.exceptions.ActorUnavailableError(
+                f"a worker that was ready has not answered for {_ANSWER_S:g} s", actor_id
+            )
         ray.get(asked)
         self._decorate_worker_log_file_paths(workers)
 

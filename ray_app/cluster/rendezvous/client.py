@@ -1,4 +1,5 @@
-"""Who steps together, as a worker sees it: a process group of our own, formed again whenever the set of workers changes.
+"""Who steps together, as a worker sees it: a process group of our own, formed again whenever the set of workers
+changes.
 
 Ray Train starts and ends the worker processes; which of them form a group, and when, is decided by the rendezvous.
 """
@@ -27,7 +28,7 @@ from ray_app.cluster.rendezvous.server import orders_of, packed
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.runlog.paths import RunPaths
-from ray_app.train.membership import BEAT_S, Heartbeat, Flags, GenerationInfo, LeavingError, HeartbeatReply, Phase
+from ray_app.train.membership import BEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply, LeavingError, Phase
 from ray_app.train.process_group import ProcessGroup, use_interface_of
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,9 @@ _ANSWER_S, _STACKS_S = 5.0, 2.0
 _UNHEARD_MS = 20_000
 """After which a connection is made anew: what was cut off is sent again more and more rarely."""
 _EARLIEST = 0.75
-"""The least part of the time until the next sign of life is due: all that were called at once do not come at once ever after."""
+"""The least part of the time until the next sign of life is due: all that were called at once do not come at once ever
+after.
+"""
 
 
 class RendezvousClient:
@@ -63,7 +66,12 @@ class RendezvousClient:
         recovers: bool,
     ) -> None:
         self.recovers = recovers
-        self._rendezvous, self._logical_workers, self._device, self._backend = rendezvous, logical_workers, device, backend
+        self._rendezvous, self._logical_workers, self._device, self._backend = (
+            rendezvous,
+            logical_workers,
+            device,
+            backend,
+        )
         self._paths, self._fence = paths, fence
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         use_interface_of(host)
@@ -112,7 +120,9 @@ class RendezvousClient:
             self._group = None  # until now the heartbeat may have to break what it waits for
 
     def need_no_group(self) -> None:
-        """This worker works on its own, without generations; it is known from now on, and whether it gets on is watched."""
+        """This worker works on its own, without generations; it is known from now on, and whether it gets on is
+        watched.
+        """
         self._generation = 1
         with self._heard:
             self._ring()
@@ -224,7 +234,9 @@ class RendezvousClient:
             self._line = None
 
     def _listen(self, line: socket.socket) -> None:
-        """Obeys what comes until the next sign of life is due or asked for; returns at the end of the connection, too."""
+        """Obeys what comes until the next sign of life is due or asked for; returns at the end of the
+        connection, too.
+        """
         came = select.poll()
         for heard in (line, self._bell):
             came.register(heard, select.POLLIN)
@@ -253,7 +265,9 @@ class RendezvousClient:
             self._heard.notify_all()
         if orders.dump:
             details = {"rank": self._rank, "step": self._step, "doing": self._phase, "stacks": _stacks()}
-            writer = threading.Thread(target=put_event, args=(self._paths, "stacks", self._fence), kwargs=details, daemon=True)
+            writer = threading.Thread(
+                target=put_event, args=(self._paths, "stacks", self._fence), kwargs=details, daemon=True
+            )
             writer.start()
             writer.join(_STACKS_S)  # a slow storage must not keep this thread from its next sign of life
         if orders.exit:
@@ -274,5 +288,8 @@ class RendezvousClient:
 def _stacks() -> str:
     """The stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = [f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in sys._current_frames().items()]
+    parts = [
+        f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    ]
     return "\n".join(parts)

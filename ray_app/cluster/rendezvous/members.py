@@ -1,4 +1,6 @@
-"""The members of a rendezvous, counted by kind, so that what is asked at every sign of life costs the same however many there are."""
+"""The members of a rendezvous, counted by kind, so that what is asked at every sign of life costs the same however many
+there are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ray_app.train.membership import Heartbeat, GenerationInfo, Phase
+from ray_app.train.membership import GenerationInfo, Heartbeat, Phase
 
 
 class Kind(NamedTuple):

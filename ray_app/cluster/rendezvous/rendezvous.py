@@ -1,14 +1,17 @@
 """The rendezvous decides which workers form the next generation, and passes words between driver and workers.
 
-A generation is a set of workers that step together. A new one forms whenever the set changes: somebody died, fell silent, is asked to
-leave its node, or has just started. Whoever holds the training state keeps it and comes back here; nobody is restarted.
+A generation is a set of workers that step together. A new one forms whenever the set changes: somebody died, fell
+silent, is asked to leave its node, or has just started. Whoever holds the training state keeps it and comes back here;
+nobody is restarted.
 
-It is a small actor (`cluster.rendezvous.actor`), which may itself be killed: members tell it who they are with every heartbeat, so a new
-instance knows them after a moment. Here is what it decides, in one thread and by a clock that is given; no method waits for anything. A
-heartbeat costs the same whatever the number of workers (`cluster.rendezvous.members`), and the more there are the rarer are those of each;
-what cannot wait for the next one is told at once.
+It is a small actor (`cluster.rendezvous.actor`), which may itself be killed: members tell it who they are with every
+heartbeat, so a new instance knows them after a moment. Here is what it decides, in one thread and by a clock that is
+given; no method waits for anything. A heartbeat costs the same whatever the number of workers
+(`cluster.rendezvous.members`), and the more there are the rarer are those of each; what cannot wait for the next one is
+told at once.
 
-What the members are told apart by when a generation forms: who is back, who has the state, and in which order they rank.
+What the members are told apart by when a generation forms: who is back, who has the state, and in which order they
+rank.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ from dataclasses import replace
 
 from ray_app.cluster.rendezvous.members import Kind, Member, Members
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import BEAT_S, Heartbeat, Flags, GenerationInfo, HeartbeatReply, StepWatchdog, RendezvousStatus
+from ray_app.train.membership import (
+    BEAT_S,
+    Flags,
+    GenerationInfo,
+    Heartbeat,
+    HeartbeatReply,
+    RendezvousStatus,
+    StepWatchdog,
+)
 
 
 def steps_now(kind: Kind) -> bool:
@@ -47,7 +58,9 @@ def is_complete(members: Members, broken: bool) -> bool:
         members: All that are known.
         broken: Whether it broke: then those who have to leave, too, since their step may be the newest.
     """
-    return not members.any(lambda k: k.current and not k.waits and (not k.leaving or (broken and k.phase not in ("saving", "done"))))
+    return not members.any(
+        lambda k: k.current and not k.waits and (not k.leaving or (broken and k.phase not in ("saving", "done")))
+    )
 
 
 def ranked(ready: list[Member]) -> list[Member]:
@@ -65,9 +78,9 @@ BEATS_PER_S = 1000
 class Rendezvous:
     """See the module.
 
-    Args:
-        silence_s: Seconds without a heartbeat, from when it was due, after which a worker counts as lost.
-        step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended; None: a multiple of the
+    Args: silence_s: Seconds without a heartbeat, from when it was due, after which a worker counts as lost.
+        step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended; None: a
+        multiple of the
             median step.
         clock: Tells the seconds.
         first: The least number of a generation that this instance forms: none that an instance before it has given.
@@ -141,11 +154,15 @@ class Rendezvous:
         leave = self._members.leaves(member) and member not in self._brought()
         if leave and not state_stays(self._members):
             flags |= Flags.SAVE
-        exits = member.exit and not any(other.dump for other in self._members if other is not member)  # who show what they do now
+        exits = member.exit and not any(
+            other.dump for other in self._members if other is not member
+        )  # who show what they do now
         aborts, formed = stale or (current and self._urgent), None if waits or not beat.waits else member.formed
         period_s = self._period_s if beat.record is None else BEAT_S  # that one tells how far all are
         member.period_s = max(member.period_s, period_s)
-        orders = HeartbeatReply(beat.generation, flags, aborts, leave, member.dump, exits, self._recorded, waits, formed, period_s)
+        orders = HeartbeatReply(
+            beat.generation, flags, aborts, leave, member.dump, exits, self._recorded, waits, formed, period_s
+        )
         member.dump = False
         return orders
 
@@ -155,7 +172,14 @@ class Rendezvous:
 
     def _notice(self) -> None:
         """Calls all if what they are told has changed."""
-        told = (self._members.number, self._urgent, self._flags, self._members.leaving, self._wants_reform(), state_stays(self._members))
+        told = (
+            self._members.number,
+            self._urgent,
+            self._flags,
+            self._members.leaving,
+            self._wants_reform(),
+            state_stays(self._members),
+        )
         if told != self._told:
             self._told = told
             self.call()
@@ -204,7 +228,9 @@ class Rendezvous:
         self._notice()
 
     async def excuse(self) -> None:
-        """All workers wait for somebody who waits for the storage, which is no standstill; said again and again meanwhile."""
+        """All workers wait for somebody who waits for the storage, which is no standstill; said again and again
+        meanwhile.
+        """
         self._standstill.moves()
 
     async def drain(self, leaving: set[str]) -> None:
@@ -226,9 +252,15 @@ class Rendezvous:
         leaving = {m.beat.worker for m in self._members.leavers()} if self._members.leaving else set()
         lost = {worker: self._clock() - since for worker, since in self._lost.items()}
         step, stops = max(0, self._standstill.step), bool(self._flags & Flags.STOP)
-        here, stepping, limit_s = {m.beat.worker for m in self._members} - leaving, self._members.count(steps_now), self._standstill.limit_s
+        here, stepping, limit_s = (
+            {m.beat.worker for m in self._members} - leaving,
+            self._members.count(steps_now),
+            self._standstill.limit_s,
+        )
         short = self._members.number > 0 and len(here) < self._least and not self._over
-        waiting = self._waiting or (f"{len(here)} of at least {self._least} workers; waiting for others" if short else None)
+        waiting = self._waiting or (
+            f"{len(here)} of at least {self._least} workers; waiting for others" if short else None
+        )
         return RendezvousStatus(here, leaving, lost, stepping, step, self._record, waiting, stops, limit_s)
 
     async def workers(self) -> list[Heartbeat]:
@@ -239,7 +271,9 @@ class Rendezvous:
 
     def _know(self, beat: Heartbeat) -> Member:
         member = self._members.add(beat)
-        if member.joined_s is None and beat.generation < member.beat.generation:  # it has not heard yet that its generation has formed
+        if (
+            member.joined_s is None and beat.generation < member.beat.generation
+        ):  # it has not heard yet that its generation has formed
             beat = replace(beat, generation=member.beat.generation, rank=member.beat.rank)
         member.beat, member.seen_s, member.period_s = beat, self._clock(), 0.0
         self._members.changed(member)
@@ -270,14 +304,19 @@ class Rendezvous:
         oldest = next((m for m in self._members.waiting.values() if m.kind is not None and not m.kind.leaving), None)
         if oldest is None or oldest.joined_s is None:
             return False
-        return self._members.count(lambda k: not k.leaving) >= self._expected or self._clock() - oldest.joined_s > _COALESCE_S
+        return (
+            self._members.count(lambda k: not k.leaving) >= self._expected
+            or self._clock() - oldest.joined_s > _COALESCE_S
+        )
 
     def _try_form(self) -> None:
         if not self._members.waiting or self._is_held() or not is_complete(self._members, self._urgent):
             return
         brought = self._brought()
         ready = self._members.count(lambda k: k.waits and not k.leaving) + len(brought)
-        settled = self._clock() - self._began_s > self._silence_s + self._period_s  # this instance has heard of everybody
+        settled = (
+            self._clock() - self._began_s > self._silence_s + self._period_s
+        )  # this instance has heard of everybody
         complete = self._over or ready >= self._expected > 0
         incumbents = brought or self._members.any(lambda k: k.current and not k.leaving)
         if not ready or (not complete and not (incumbents and settled)):

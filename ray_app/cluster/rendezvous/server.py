@@ -1,7 +1,8 @@
-"""The connections between workers and the rendezvous: signs of life come in, orders go out, and an end says that a process has ended.
+"""The connections between workers and the rendezvous: signs of life come in, orders go out, and an end says that a
+process has ended.
 
-A call of a Ray actor takes it some hundred microseconds, a line of JSON some ten. Who connects shows a secret first, which only Ray's own
-calls tell; nothing that comes is unpickled.
+A call of a Ray actor takes it some hundred microseconds, a line of JSON some ten. Who connects shows a secret first,
+which only Ray's own calls tell; nothing that comes is unpickled.
 
 The rendezvous as an actor of Ray: where workers connect to, its looks, and its own restart.
 """
@@ -24,12 +25,14 @@ import ray
 
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import Heartbeat, Flags, GenerationInfo, HeartbeatReply
+from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
-_NAMES = {kind: [part.name for part in fields(kind)] for kind in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)}
+_NAMES = {
+    kind: [part.name for part in fields(kind)] for kind in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)
+}
 
 
 def packed(message: Heartbeat | HeartbeatReply) -> bytes:
@@ -176,5 +179,11 @@ def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None, 
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000, "scheduling_strategy": here}
+    options = {
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "max_concurrency": 1000,
+        "scheduling_strategy": here,
+    }
     return ray.remote(_Actor).options(name=name, **options).remote(silence_s, step_timeout_s, least)

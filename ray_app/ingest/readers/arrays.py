@@ -76,7 +76,9 @@ class _Stored:
             return dtype, self._row_shape(shape)
 
     def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
-        """Rows [first, last) in blocks of `rows`, in the machine's byte order; the file must end with the array's last row."""
+        """Rows [first, last) in blocks of `rows`, in the machine's byte order; the file must end with the array's last
+        row.
+        """
         with self._opened() as file:
             dtype, shape = self.read_header(file)
             row_bytes = dtype.itemsize * math.prod(shape[1:])
@@ -87,7 +89,11 @@ class _Stored:
                 data = file.read(row_bytes * block)
                 if len(data) < row_bytes * block:
                     raise EOFError(f"the file ends before row {start + block} of {shape[0]}")
-                yield np.frombuffer(data, dtype).reshape(block, *self._row_shape(shape)[1:]).astype(dtype.newbyteorder("="), copy=False)
+                yield (
+                    np.frombuffer(data, dtype)
+                    .reshape(block, *self._row_shape(shape)[1:])
+                    .astype(dtype.newbyteorder("="), copy=False)
+                )
             if last == shape[0] and file.read(1):
                 raise ValueError(f"there is more data after the last of {shape[0]} rows")
 
@@ -124,7 +130,8 @@ def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefi
     counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
     if len(set(counts.values())) != 1:
         raise DataError(
-            f"arrays of different numbers of rows: {counts}. Each row needs one entry in each array; arrays to train on and to test on are"
+            f"arrays of different numbers of rows: {counts}. Each row needs one entry in each array; arrays to train on"
+            f" and to test on are"
             " called x_train, y_train, x_test and y_test. Make them again."
         )
     rows = next(iter(counts.values()))
@@ -132,7 +139,10 @@ def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefi
         piece_rows = max(rows, 1)
     starts = range(0, rows, piece_rows)
     pieces = [(start, min(start + piece_rows, rows)) for start in starts]
-    return base.Part(name, [base.Piece(last - first, partial(_tables, arrays, layouts, first, last, id_prefix)) for first, last in pieces])
+    return base.Part(
+        name,
+        [base.Piece(last - first, partial(_tables, arrays, layouts, first, last, id_prefix)) for first, last in pieces],
+    )
 
 
 def _tables(
@@ -163,7 +173,9 @@ class Numpy:
         """The files, sorted by name."""
         one = find(self.path)
         if not one and not is_folder(self.path):
-            raise DataError(f"{self.path}: no such file or folder; expected one .npz file or a folder with x.npy and y.npy.")
+            raise DataError(
+                f"{self.path}: no such file or folder; expected one .npz file or a folder with x.npy and y.npy."
+            )
         allowed = (".npy", ".npz") if one else (".npy",)
         found = [file for file in ([one] if one else files_in(self.path)) if file.name.endswith(allowed)]
         if not found:
@@ -171,22 +183,32 @@ class Numpy:
         return found
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """x becomes `image` or `features`, y `label` or `target`, other arrays keep their names. Labels may have the shape (rows, 1).
+        """x becomes `image` or `features`, y `label` or `target`, other arrays keep their names. Labels may have the
+        shape (rows, 1).
 
-        Where all names end in `_train` or `_test`, as in Keras' `mnist.npz`, these are two parts, otherwise there is one.
+        Where all names end in `_train` or `_test`, as in Keras' `mnist.npz`, these are two parts, otherwise there is
+        one.
         """
         del run
         arrays = {name: array for file in self.files() for name, array in _arrays_in(file).items()}
         ends = {name.rpartition("_")[2] for name in arrays}
         if ends != {"train", "test"}:
             return [self._part("", self._columns(arrays))]
-        sides = {end: {name[: -len(end) - 1]: arrays[name] for name in arrays if name.endswith(f"_{end}")} for end in ("train", "test")}
+        sides = {
+            end: {name[: -len(end) - 1]: arrays[name] for name in arrays if name.endswith(f"_{end}")}
+            for end in ("train", "test")
+        }
         if sides["train"].keys() != sides["test"].keys():
-            raise DataError(f"{self.path}: the arrays are {sorted(arrays)}; there must be a `_test` for each `_train`. Rename some.")
+            raise DataError(
+                f"{self.path}: the arrays are {sorted(arrays)}; there must be a `_test` for each `_train`. Rename some."
+            )
         columns = {end: self._columns(side) for end, side in sides.items()}
         if columns["train"].keys() != columns["test"].keys():
             said = "; ".join(f"{array.where}: {array.layout()}" for side in columns.values() for array in side.values())
-            raise DataError(f"{self.path}: the arrays to train on and to test on differ in type or in axes: {said}. Save both alike.")
+            raise DataError(
+                f"{self.path}: the arrays to train on and to test on differ in type or in axes: {said}. Save both"
+                f" alike."
+            )
         return [self._part(end, side, f"{end}:") for end, side in columns.items()]
 
     def _columns(self, arrays: dict[str, _Stored]) -> dict[str, _Stored]:
@@ -194,7 +216,9 @@ class Numpy:
         stored = {name: array.as_vector() if name in _VECTORS else array for name, array in arrays.items()}
         columns = {_column_name(name, *array.layout()): array for name, array in stored.items()}
         if len(columns) < len(arrays):
-            raise DataError(f"{self.path}: of the arrays {sorted(arrays)} two would become one of {sorted(columns)}. Rename one.")
+            raise DataError(
+                f"{self.path}: of the arrays {sorted(arrays)} two would become one of {sorted(columns)}. Rename one."
+            )
         return columns
 
     def _part(self, name: str, columns: dict[str, _Stored], id_prefix: str = "") -> base.Part:
@@ -212,7 +236,9 @@ def _arrays_in(file: File) -> dict[str, _Stored]:
     with parsing(file, advice), file.open() as packed, zipfile.ZipFile(packed) as archive:
         members = [name for name in archive.namelist() if name.endswith(".npy")]
     if not members:
-        raise DataError(f"{file}: no array in it; expected arrays such as x and y. Make it with numpy.savez(path, x=x, y=y).")
+        raise DataError(
+            f"{file}: no array in it; expected arrays such as x and y. Make it with numpy.savez(path, x=x, y=y)."
+        )
     return {name[:-4]: _Stored(f"{file}:{name[:-4]}", file, _npy_header, name) for name in members}
 
 
@@ -226,16 +252,23 @@ def _npy_header(file: IO[bytes]) -> Header:
     except Exception as error:  # of many kinds, as NumPy parses the header as Python
         raise ValueError(f"its header cannot be read: {error}") from error
     if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8:
-        how = {"U": _TO_NUMBERS, "S": _TO_NUMBERS, "M": "convert times to numbers", "m": "convert durations to numbers"}.get(dtype.kind, "")
+        how = {
+            "U": _TO_NUMBERS,
+            "S": _TO_NUMBERS,
+            "M": "convert times to numbers",
+            "m": "convert durations to numbers",
+        }.get(dtype.kind, "")
         how = "save each field as an array of its own" if dtype.names else how
         raise ValueError(
-            f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits (nothing is unpickled){how and f': {how}'}"
+            f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits (nothing is"
+            f" unpickled){how and f': {how}'}"
         )
     if not shape:
         raise ValueError("the array is stored as one single value; allowed are arrays with one entry for each row")
     if columns_first:
         raise ValueError(
-            "the array is stored as columns first (Fortran order, as pandas has its values); allowed are rows first: save"
+            "the array is stored as columns first (Fortran order, as pandas has its values); allowed are rows first:"
+            " save"
             " numpy.ascontiguousarray(x)"
         )
     return dtype, shape
@@ -253,11 +286,20 @@ def _note_on_classes(y: _Stored) -> str | None:
     first = next(y.blocks(0, shape[0], max(1, base.BLOCK_BYTES // (dtype.itemsize * math.prod(shape[1:])))))
     if len(shape) == 2 and np.isin(first, (0, 1)).all() and (first.sum(axis=1, dtype=np.float64) == 1).all():
         raise DataError(
-            f"{y.where}: y has the shape {shape} and one 1 in each row, so it seems to hold classes (one-hot). To classify save"
+            f"{y.where}: y has the shape {shape} and one 1 in each row, so it seems to hold classes (one-hot). To"
+            f" classify save"
             " y.argmax(axis=1) as y; to keep the rows as they are, call the array target."
         )
-    if len(shape) == 1 and np.isfinite(first).all() and (first == np.trunc(first)).all() and len(np.unique(first)) <= len(first) // 2:
-        return f"{y.where} holds {dtype} and becomes `target`, although all its values are whole numbers. To classify save y.astype(int)."
+    if (
+        len(shape) == 1
+        and np.isfinite(first).all()
+        and (first == np.trunc(first)).all()
+        and len(np.unique(first)) <= len(first) // 2
+    ):
+        return (
+            f"{y.where} holds {dtype} and becomes `target`, although all its values are whole numbers. To classify save"
+            f" y.astype(int)."
+        )
     return None
 
 
@@ -291,7 +333,10 @@ class Idx:
         del run
         parts = []
         for prefix, (images, labels) in self._pairs().items():
-            arrays = {"image": _in_file(images, partial(_idx_header, 3)), "label": _in_file(labels, partial(_idx_header, 1))}
+            arrays = {
+                "image": _in_file(images, partial(_idx_header, 3)),
+                "label": _in_file(labels, partial(_idx_header, 1)),
+            }
             parts.append(_array_part("train" if prefix == "train" else "test", arrays, self.piece_rows, f"{prefix}:"))
         return parts
 
@@ -327,7 +372,9 @@ def _idx_header(axes: int, file: IO[bytes]) -> Header:
 
 @dataclass(frozen=True)
 class Digits:
-    """scikit-learn's bundled 1,797 images of handwritten digits, 8x8, values 0..16; the same fraction of each class in `eval`."""
+    """scikit-learn's bundled 1,797 images of handwritten digits, 8x8, values 0..16; the same fraction of each class in
+    `eval`.
+    """
 
     seed: int
     eval_fraction: float

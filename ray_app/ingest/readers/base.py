@@ -1,6 +1,7 @@
 """What the readers of raw data share: the shape of a reader, how its input is cut for tasks, how its tables are made.
 
-Every table has a column `row_id` (string): where the row came from. No reader holds more than about `BLOCK_BYTES` of rows.
+Every table has a column `row_id` (string): where the row came from. No reader holds more than about `BLOCK_BYTES` of
+rows.
 
 Names of many files at once: a folder, a pattern with braces or `*`, or a single file.
 
@@ -38,7 +39,8 @@ Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
 @dataclass(frozen=True)
 class Piece:
-    """What one task reads. How a source is cut into pieces depends on the source and the options only, so the result does, too.
+    """What one task reads. How a source is cut into pieces depends on the source and the options only, so the result
+    does, too.
 
     Args:
         rows: How many rows it has, refused ones counted; None where only reading tells.
@@ -182,7 +184,9 @@ def expanded(pattern: str) -> list[str]:
     span = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", found[1])
     choices = found[1].split(",")
     if span and int(span[2]) - int(span[1]) >= MAX_NAMES:
-        raise DataError(f"{pattern}: {found[0]} stands for more than {MAX_NAMES} names, which are allowed. Correct the pattern.")
+        raise DataError(
+            f"{pattern}: {found[0]} stands for more than {MAX_NAMES} names, which are allowed. Correct the pattern."
+        )
     if span:
         choices = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
     return [name for choice in choices for name in expanded(pattern[: found.start()] + choice + pattern[found.end() :])]
@@ -202,7 +206,8 @@ def matching(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[Fil
     found = [file for name in expanded(pattern) for file in _of_name(name, is_one, kind)]
     if not found:
         raise DataError(
-            f"{pattern}: no {kind}; expected a folder with such files, one of them, or a pattern such as DIR/train-{{000..012}} or"
+            f"{pattern}: no {kind}; expected a folder with such files, one of them, or a pattern such as"
+            f" DIR/train-{{000..012}} or"
             " DIR/train-* (in quotes)."
         )
     return found
@@ -212,7 +217,9 @@ def _of_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
     place = place_of(name)
     if "*" in place.name:
         folder = place.parent
-        return [file for file in files_in(folder) if fnmatchcase(file.place.name, place.name)] if is_folder(folder) else []
+        return (
+            [file for file in files_in(folder) if fnmatchcase(file.place.name, place.name)] if is_folder(folder) else []
+        )
     if is_folder(place):
         return [file for file in files_in(place) if is_one(file.place.name)]
     if file := find(place):
@@ -274,7 +281,12 @@ def open_text(file: File) -> Iterator[IO[bytes]]:
         if head and (foreign := name_foreign_file(head)):
             raise DataError(f"{file}: it is {foreign}.")
         # UTF-16 without a mark has a zero byte in each pair of bytes of a Latin letter.
-        encoding = next((name for mark, name in _BYTE_ORDER_MARKS.items() if head.startswith(mark)), "UTF-16" if 0 in head[:2] else "")
+        encoding = next(
+            (name for mark, name in _BYTE_ORDER_MARKS.items() if head.startswith(mark)),
+            "UTF-16" if 0 in head[:2] else "",
+        )
         if encoding:
-            raise DataError(f"{file}: it is {encoding}, and not UTF-8 (as Excel's 'Unicode text' is). Save it as UTF-8.")
+            raise DataError(
+                f"{file}: it is {encoding}, and not UTF-8 (as Excel's 'Unicode text' is). Save it as UTF-8."
+            )
         yield stream

@@ -1,8 +1,11 @@
-"""Reader of CIFAR-10 and CIFAR-100 as they are published: the binary version and the python version (which is not unpickled).
+"""Reader of CIFAR-10 and CIFAR-100 as they are published: the binary version and the python version (which is not
+unpickled).
 
-Reads plain data out of a pickle without executing it: opcodes are interpreted here, and nothing is ever imported or called.
+Reads plain data out of a pickle without executing it: opcodes are interpreted here, and nothing is ever imported or
+called.
 
-Understood are dictionaries, lists, tuples, numbers, text, bytes and NumPy arrays of numbers, as Python 2 and 3 write them in protocols 1 to
+Understood are dictionaries, lists, tuples, numbers, text, bytes and NumPy arrays of numbers, as Python 2 and 3 write
+them in protocols 1 to
 4. Anything else is refused, so that a pickle that would run code is an error message.
 """
 
@@ -144,8 +147,12 @@ def _fill(stack: list[Any], values: list[Any], kind: type) -> None:
     if isinstance(target, list):
         target.extend(values)
     elif isinstance(target, dict):
-        if wrong := [key for key in values[::2] if not isinstance(key, (str, bytes, int))]:  # others may take for ever to hash, or crash
-            raise ValueError(f"a {type(wrong[0]).__name__} as a key of a dictionary; allowed are text, bytes and integers")
+        if wrong := [
+            key for key in values[::2] if not isinstance(key, (str, bytes, int))
+        ]:  # others may take for ever to hash, or crash
+            raise ValueError(
+                f"a {type(wrong[0]).__name__} as a key of a dictionary; allowed are text, bytes and integers"
+            )
         target.update(zip(values[::2], values[1::2], strict=True))
 
 
@@ -165,7 +172,9 @@ def _popped(stack: list[Any], count: int | None) -> list[Any]:
 
 def _named(name: str) -> _Name:
     if name not in _NAMES:
-        raise ValueError(f"it names {name.replace(' ', '.')}, which plain data has no need of; it was neither imported nor called")
+        raise ValueError(
+            f"it names {name.replace(' ', '.')}, which plain data has no need of; it was neither imported nor called"
+        )
     return _Name(_NAMES[name])
 
 
@@ -254,7 +263,11 @@ class _Version:
 
 _TEN = [f"data_batch_{i}" for i in range(1, 6)]
 _BINARY = [
-    _Version({"train": [f"{name}.bin" for name in _TEN], "test": ["test_batch.bin"]}, {"label": "batches.meta.txt"}, {"label": "label"}),
+    _Version(
+        {"train": [f"{name}.bin" for name in _TEN], "test": ["test_batch.bin"]},
+        {"label": "batches.meta.txt"},
+        {"label": "label"},
+    ),
     _Version(
         {"train": ["train.bin"], "test": ["test.bin"]},
         {"label": "fine_label_names.txt"},
@@ -264,7 +277,9 @@ _BINARY = [
 _PYTHON = [
     _Version({"train": _TEN, "test": ["test_batch"]}, {"batches.meta": "label_names"}, {"labels": "label"}),
     _Version(
-        {"train": ["train"], "test": ["test"]}, {"meta": "fine_label_names"}, {"fine_labels": "label", "coarse_labels": "coarse_label"}
+        {"train": ["train"], "test": ["test"]},
+        {"meta": "fine_label_names"},
+        {"fine_labels": "label", "coarse_labels": "coarse_label"},
     ),
 ]
 
@@ -289,10 +304,16 @@ class Cifar:
         """`train` and `test`, a piece a file."""
         del run
         version, found = self._found()
-        read = partial(_binary, list(version.labels.values())) if version in _BINARY else partial(_python, version.labels)
+        read = (
+            partial(_binary, list(version.labels.values())) if version in _BINARY else partial(_python, version.labels)
+        )
         classes = self._classes(version)
         return [
-            base.Part(side, [base.Piece(None, partial(_tables, read, len(classes) if classes else None, file)) for file in files], classes)
+            base.Part(
+                side,
+                [base.Piece(None, partial(_tables, read, len(classes) if classes else None, file)) for file in files],
+                classes,
+            )
             for side, files in found.items()
         ]
 
@@ -308,10 +329,13 @@ class Cifar:
             missing = [name for name in wanted if name not in there]
             if len(missing) < len(wanted):
                 if missing:
-                    raise DataError(f"{self.root}: {', '.join(missing)} of CIFAR is missing. Unpack the whole archive again.")
+                    raise DataError(
+                        f"{self.root}: {', '.join(missing)} of CIFAR is missing. Unpack the whole archive again."
+                    )
                 return version, {side: [there[name] for name in names] for side, names in version.files.items()}
         raise DataError(
-            f"{self.root}: no CIFAR files; expected the unpacked folder of one archive, such as cifar-10-batches-py with data_batch_1 to 5"
+            f"{self.root}: no CIFAR files; expected the unpacked folder of one archive, such as cifar-10-batches-py"
+            f" with data_batch_1 to 5"
             " and test_batch, or cifar-100-binary with train.bin and test.bin. Give that folder as input."
         )
 
@@ -334,7 +358,9 @@ class Cifar:
         try:
             return tuple(file.place.read_text().split())
         except UnicodeDecodeError as error:
-            raise DataError(f"{file}: {error}; expected the names of the classes, one a line. Download it again.") from error
+            raise DataError(
+                f"{file}: {error}; expected the names of the classes, one a line. Download it again."
+            ) from error
 
 
 def _tables(read: Any, classes: int | None, file: File, refuse: base.Refuse) -> Iterator[pa.Table]:
@@ -342,10 +368,13 @@ def _tables(read: Any, classes: int | None, file: File, refuse: base.Refuse) -> 
     images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     usable = np.ones(len(images), np.bool_) if classes is None else (labels["label"] >= 0) & (labels["label"] < classes)
     for row in np.flatnonzero(~usable):
-        refuse(f"{file.name}:{row}", f"label {labels['label'][row]}; the {classes} classes allow 0 to {(classes or 0) - 1}")
+        refuse(
+            f"{file.name}:{row}", f"label {labels['label'][row]}; the {classes} classes allow 0 to {(classes or 0) - 1}"
+        )
     rows = np.flatnonzero(usable)
     yield base.table(
-        [f"{file.name}:{row}" for row in rows], {"image": images[rows], **{name: values[rows] for name, values in labels.items()}}
+        [f"{file.name}:{row}" for row in rows],
+        {"image": images[rows], **{name: values[rows] for name, values in labels.items()}},
     )
 
 
@@ -354,7 +383,9 @@ def _binary(columns: list[str], file: File) -> tuple[Array, dict[str, Array]]:
     record = len(columns) + _PIXELS
     with file.open() as opened:
         if not file.size or file.size % record:
-            raise DataError(f"{file}: {file.size} bytes are not a whole number of records of {record}; download it again.")
+            raise DataError(
+                f"{file}: {file.size} bytes are not a whole number of records of {record}; download it again."
+            )
         records = np.frombuffer(opened.read(), np.uint8).reshape(-1, record)
     return records[:, len(columns) :], {name: records[:, i].astype(np.int64) for i, name in enumerate(columns)}
 
@@ -385,7 +416,9 @@ def _dictionary(file: File) -> dict[str, Any]:
         with file.open() as opened:
             found = unpickled(opened)
     except ValueError as error:
-        raise DataError(f"{file}: not a file of CIFAR's python version: {error}. Download it again from where it is published.") from error
+        raise DataError(
+            f"{file}: not a file of CIFAR's python version: {error}. Download it again from where it is published."
+        ) from error
     if not isinstance(found, dict):
         raise DataError(f"{file}: it holds no dictionary, so it is no file of CIFAR. Download it again.")
     return {_text(key): value for key, value in found.items()}

@@ -47,7 +47,9 @@ class CsvFormat:
     column_names: tuple[str, ...] | None = None
 
     def has_header(self, file: File) -> bool:
-        """Whether the first line of a file holds the names: without names always, with them where it holds just these."""
+        """Whether the first line of a file holds the names: without names always, with them where it holds just
+        these.
+        """
         return self.column_names is None or first_rows(read_head(file), self.delimiter)[:1] == [list(self.column_names)]
 
     def advice(self, has_header: bool) -> str:
@@ -55,7 +57,8 @@ class CsvFormat:
         first = "one header line (row 1)" if has_header else "no header line"
         delimiter = DELIMITERS.get(self.delimiter, repr(self.delimiter))
         return (
-            f"Expected UTF-8 text with {first} and the same number of values, separated by {delimiter}, in every row. Correct the file, or"
+            f"Expected UTF-8 text with {first} and the same number of values, separated by {delimiter}, in every row."
+            f" Correct the file, or"
             " name another delimiter."
         )
 
@@ -76,7 +79,9 @@ def read_head(file: File) -> str:
 
 
 def first_rows(head: str, delimiter: str) -> list[list[str]]:
-    """The first rows in the beginning of a file, at most 20; none where quotes or the length of a value let none be read."""
+    """The first rows in the beginning of a file, at most 20; none where quotes or the length of a value let none be
+    read.
+    """
     rows = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter)
     try:
         found = [row for row in itertools.islice(rows, _HEAD_ROWS + 1) if row]
@@ -95,7 +100,11 @@ def recognise_delimiter(file: File, column_names: list[str] | None) -> str:
     """
     head = read_head(file)
     widths = {delimiter: [len(row) for row in first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
-    if column_names and len(column_names) > 1 and (fits := [mark for mark, width in widths.items() if width[0] == len(column_names)]):
+    if (
+        column_names
+        and len(column_names) > 1
+        and (fits := [mark for mark, width in widths.items() if width[0] == len(column_names)])
+    ):
         return fits[0]
     even = {delimiter: width[0] for delimiter, width in widths.items() if len(set(width)) == 1 and width[0] > 1}
     if "," in even or (not even and widths[","][0] > 1):
@@ -118,18 +127,24 @@ def check_header(file: str, names: list[str]) -> str | None:
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
         raise DataError(
-            f"{file}: the first line holds numbers ({base.listed(numbers)}) where the names of the columns are expected. If the file has no"
+            f"{file}: the first line holds numbers ({base.listed(numbers)}) where the names of the columns are"
+            f" expected. If the file has no"
             f" header line, give its {len(names)} names by column_names; if these are the names, give just them."
         )
     twice = {name: count for name, count in Counter(names).items() if count > 1}
     if twice:
         places = {name: [i for i, other in enumerate(names, 1) if other == name] for name in twice}
-        said = ", ".join(f"{name!r} (columns {base.listed(at)})" for name, at in itertools.islice(places.items(), _MAX_SAID))
+        said = ", ".join(
+            f"{name!r} (columns {base.listed(at)})" for name, at in itertools.islice(places.items(), _MAX_SAID)
+        )
         more = f" and {len(twice) - _MAX_SAID} more names" if len(twice) > _MAX_SAID else ""
-        raise DataError(f"{file}: two columns of one name: {said}{more}. Give each column its own name in the header line.")
+        raise DataError(
+            f"{file}: two columns of one name: {said}{more}. Give each column its own name in the header line."
+        )
     if numbers:
         return (
-            f"the names of columns in {file} are numbers ({base.listed(numbers)}). If they are values of a first row, since the file has no"
+            f"the names of columns in {file} are numbers ({base.listed(numbers)}). If they are values of a first row,"
+            f" since the file has no"
             " header line, give column_names."
         )
     return None
@@ -152,11 +167,15 @@ def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]
     (path, names), (other_path, other_names) = first, other
     if names == other_names:
         return
-    missing, more = [name for name in names if name not in other_names], [name for name in other_names if name not in names]
+    missing, more = (
+        [name for name in names if name not in other_names],
+        [name for name in other_names if name not in names],
+    )
     differs = [f"lacks {base.listed(missing)}"] * bool(missing) + [f"has also {base.listed(more)}"] * bool(more)
     said = " and ".join(differs) or "has the columns in another order"
     raise DataError(
-        f"{other_path}: columns {base.listed(other_names)}, but the first file, {path}, has {base.listed(names)}: it {said}. Give all files"
+        f"{other_path}: columns {base.listed(other_names)}, but the first file, {path}, has {base.listed(names)}: it"
+        f" {said}. Give all files"
         " one header."
     )
 
@@ -216,8 +235,12 @@ class Csv:
         facts = list(run(partial(_learn, self._format, self.label, self.skip), groups))
         names, notes = self._check_headers(facts)
         if not any(f.rows for f in facts):
-            raise DataError(f"{self.path}: no rows, only a header line with the names {base.listed(names)}. Give a file with rows.")
-        kinds = {name: next(kind for kind in KINDS if all(kind in f.kinds.get(name, KINDS) for f in facts)) for name in names}
+            raise DataError(
+                f"{self.path}: no rows, only a header line with the names {base.listed(names)}. Give a file with rows."
+            )
+        kinds = {
+            name: next(kind for kind in KINDS if all(kind in f.kinds.get(name, KINDS) for f in facts)) for name in names
+        }
         classes = None
         if self.label and not (pa.types.is_integer(kinds[self.label]) or pa.types.is_floating(kinds[self.label])):
             found = set().union(*(f.labels for f in facts))
@@ -240,7 +263,8 @@ class Csv:
         notes = []
         if self._format.delimiter != "," and not self.delimiter:
             notes.append(
-                f"{DELIMITERS[self._format.delimiter]} was recognised as the delimiter of {path}. The option delimiter names another one."
+                f"{DELIMITERS[self._format.delimiter]} was recognised as the delimiter of {path}. The option delimiter"
+                f" names another one."
             )
         if not self.column_names and (note := check_header(path, names)):
             notes.append(note)
@@ -248,17 +272,22 @@ class Csv:
             for header in f.headers:
                 check_same_header((path, names), header)
         if self.label and self.label not in names:
-            raise DataError(f"{path}: no label column {self.label!r}; the columns are {base.listed(names, 50)}. Name one of them.")
+            raise DataError(
+                f"{path}: no label column {self.label!r}; the columns are {base.listed(names, 50)}. Name one of them."
+            )
         if self.label and self.label != "label" and "label" in names:
             raise DataError(
-                f"{path}: {self.label!r} is to become 'label', but {base.listed(names, 50)} has another column 'label'. Rename that one."
+                f"{path}: {self.label!r} is to become 'label', but {base.listed(names, 50)} has another column 'label'."
+                f" Rename that one."
             )
         return names, notes
 
 
 @dataclass
 class _Facts:
-    """What the first pass learned of a piece: rows, each file's header, the types that hold a column, the label's values."""
+    """What the first pass learned of a piece: rows, each file's header, the types that hold a column, the label's
+    values.
+    """
 
     rows: int = 0
     headers: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -295,7 +324,8 @@ def _refuse_zero_bytes(file: File, name: str, values: pa.Array, numbers: list[in
     if pc.any(found := pc.match_substring(values, "\0")).as_py():
         row = numbers[pc.index(found, True).as_py()]
         raise DataError(
-            f"{file}: row {row} has a zero byte in the column {name!r}. Text has none: correct the row, or save the file as UTF-8."
+            f"{file}: row {row} has a zero byte in the column {name!r}. Text has none: correct the row, or save the"
+            f" file as UTF-8."
         )
 
 
@@ -311,9 +341,14 @@ def _tables(
     for file in files:
         bad: list[Any] = []
         for numbers, block in _numbered_blocks(file, form, bad if skip else None):
-            yield base.table([f"{file.name}:{number}" for number in numbers], _converted_block(file, block, label, kinds, classes))
+            yield base.table(
+                [f"{file.name}:{number}" for number in numbers], _converted_block(file, block, label, kinds, classes)
+            )
         for invalid in bad:
-            refuse(f"{file.name}:{invalid.number}", f"{invalid.actual_columns} values where {invalid.expected_columns} are expected")
+            refuse(
+                f"{file.name}:{invalid.number}",
+                f"{invalid.actual_columns} values where {invalid.expected_columns} are expected",
+            )
 
 
 def _converted_block(
@@ -330,7 +365,9 @@ def _converted_block(
 
 
 def _numbered_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterator[tuple[list[int], pa.RecordBatch]]:
-    """The blocks of `_string_blocks`, each with the numbers of its rows; the first line that is not empty has the number 1."""
+    """The blocks of `_string_blocks`, each with the numbers of its rows; the first line that is not empty has the
+    number 1.
+    """
     row = 1 + form.has_header(file)
     for block in _string_blocks(file, form, bad):
         wrong = {invalid.number for invalid in bad or ()}
@@ -343,7 +380,8 @@ def _numbered_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iter
 
 
 def _string_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterator[pa.RecordBatch]:
-    """The file in blocks of about `BLOCK_BYTES`, the first without rows, every column as a string; errors name the row, by one thread.
+    """The file in blocks of about `BLOCK_BYTES`, the first without rows, every column as a string; errors name the row,
+    by one thread.
 
     Args:
         file: What to read.
@@ -357,9 +395,13 @@ def _string_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterat
         return "skip"
 
     has_header = form.has_header(file)
-    read = arrow_csv.ReadOptions(use_threads=False, block_size=base.BLOCK_BYTES, column_names=None if has_header else form.column_names)
+    read = arrow_csv.ReadOptions(
+        use_threads=False, block_size=base.BLOCK_BYTES, column_names=None if has_header else form.column_names
+    )
     convert = arrow_csv.ConvertOptions(default_column_type=pa.string())
-    parse = arrow_csv.ParseOptions(delimiter=form.delimiter, newlines_in_values=True, invalid_row_handler=None if bad is None else keep)
+    parse = arrow_csv.ParseOptions(
+        delimiter=form.delimiter, newlines_in_values=True, invalid_row_handler=None if bad is None else keep
+    )
     try:
         with parsing(file, form.advice(has_header)), open_text(file) as stream:
             reader = arrow_csv.open_csv(stream, read, parse, convert)
@@ -373,7 +415,9 @@ def _string_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterat
 
 
 def _converted(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """CSV strings as `kind`; outside string columns, space around a value goes and a spelling of "missing" becomes null."""
+    """CSV strings as `kind`; outside string columns, space around a value goes and a spelling of "missing" becomes
+    null.
+    """
     if pa.types.is_string(kind):
         return values
     trimmed = pc.utf8_trim_whitespace(values)

@@ -1,6 +1,8 @@
-"""Reader of what Hugging Face `datasets` keeps on disk, without that library: `save_to_disk` folders, and its .arrow and .parquet files.
+"""Reader of what Hugging Face `datasets` keeps on disk, without that library: `save_to_disk` folders, and its .arrow
+and .parquet files.
 
-Rows of Hugging Face `datasets` as ours: which of their columns can be kept, and how each value is checked and converted.
+Rows of Hugging Face `datasets` as ours: which of their columns can be kept, and how each value is checked and
+converted.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def _is_image(kind: pa.DataType) -> bool:
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the values of a column, which a dictionary (pandas' categories) or an extension type may stand around."""
+    """The type of the values of a column, which a dictionary (pandas' categories) or an extension type may stand
+    around.
+    """
     if pa.types.is_dictionary(kind):
         return value_type(kind.value_type)
     return value_type(kind.storage_type) if isinstance(kind, _UNWRAPPED) else kind
@@ -92,7 +96,10 @@ def check_unique(file: File, names: list[str]) -> None:
         DataError: With these names.
     """
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"{file}: two columns of one name: {base.listed(twice)}. Give each column its own name and save the file again.")
+        raise DataError(
+            f"{file}: two columns of one name: {base.listed(twice)}. Give each column its own name and save the file"
+            f" again."
+        )
 
 
 def label_values(label: str, table: pa.Table) -> set[str]:
@@ -104,11 +111,18 @@ def label_values(label: str, table: pa.Table) -> set[str]:
 def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
     """A table with the columns as ours, without the rows that cannot be used."""
     if missing := [name for name in form.schema.names if name not in table.column_names]:
-        raise DataError(f"{file}: no column {missing[0]!r} as in the first file; the columns are {table.column_names}. Save it again.")
-    columns = {column.name: nested.plain(_typed(table[column.name].combine_chunks(), column.type)) for column in form.schema}
+        raise DataError(
+            f"{file}: no column {missing[0]!r} as in the first file; the columns are {table.column_names}. Save it"
+            f" again."
+        )
+    columns = {
+        column.name: nested.plain(_typed(table[column.name].combine_chunks(), column.type)) for column in form.schema
+    }
     for name in form.shapes:
         if not nested.is_list(kind := columns[name].type) or nested.number_type(kind) is None:
-            raise DataError(f"{file}: column {name!r} holds {kind}, and lists of numbers in the first file. Save it again.")
+            raise DataError(
+                f"{file}: column {name!r} holds {kind}, and lists of numbers in the first file. Save it again."
+            )
     faults: dict[int, str] = {}
     for name, column in columns.items():
         if _is_image(column.type):
@@ -120,23 +134,36 @@ def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Re
             faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
         elif form.has_text_label and name == form.label:
             if not is_text(column.type):
-                raise DataError(f"{file}: column {name!r} holds {column.type}, and text in the first file. Save it again.")
+                raise DataError(
+                    f"{file}: column {name!r} holds {column.type}, and text in the first file. Save it again."
+                )
             columns[name] = pc.index_in(column, pa.array(form.classes, pa.string())).cast(pa.int64())
         elif name == form.label and form.classes:
             if not pa.types.is_integer(column.type):
-                raise DataError(f"{file}: column {name!r} holds {column.type}, but its classes have names. Save it again.")
-            columns[name] = pc.if_else(pc.less(column, 0), None, column)  # -1 is how `datasets` writes that there is none
-            faults |= {i: reason for i, reason in _beyond(columns[name], len(form.classes or ())).items() if i not in faults}
+                raise DataError(
+                    f"{file}: column {name!r} holds {column.type}, but its classes have names. Save it again."
+                )
+            columns[name] = pc.if_else(
+                pc.less(column, 0), None, column
+            )  # -1 is how `datasets` writes that there is none
+            faults |= {
+                i: reason for i, reason in _beyond(columns[name], len(form.classes or ())).items() if i not in faults
+            }
     for i, reason in sorted(faults.items()):
         refuse(str(ids[i]), reason)
     good = np.ones(len(ids), np.bool_)
     good[list(faults)] = False
-    chosen = {"label" if name == form.label else name: _filtered(column, good, form.shapes.get(name)) for name, column in columns.items()}
+    chosen = {
+        "label" if name == form.label else name: _filtered(column, good, form.shapes.get(name))
+        for name, column in columns.items()
+    }
     return base.table(ids[good].tolist(), chosen)
 
 
 def _typed(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """A column without any value, which has no type, or lists without one, as those of the first file; another column as it is."""
+    """A column without any value, which has no type, or lists without one, as those of the first file; another column
+    as it is.
+    """
     inner = column.type
     while nested.is_list(inner):
         inner = inner.value_type
@@ -148,7 +175,10 @@ def _typed(column: pa.Array, kind: pa.DataType) -> pa.Array:
 def _beyond(labels: pa.Array, classes: int) -> dict[int, str]:
     """Which labels are none of the classes, by row; 0 classes: any number is one."""
     beyond = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
-    return {int(i): f"label {labels[int(i)]}; the {classes} classes allow 0 to {classes - 1}" for i in np.flatnonzero(beyond)}
+    return {
+        int(i): f"label {labels[int(i)]}; the {classes} classes allow 0 to {classes - 1}"
+        for i in np.flatnonzero(beyond)
+    }
 
 
 def _bad_images(name: str, images: pa.Array, check: bool, known: dict[int, str]) -> dict[int, str]:
@@ -210,11 +240,15 @@ class HuggingFace:
         return rows + [file for file in about if file]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part a split, by the split's name; a single one has no name. Labels of text are classes, the same in all splits."""
+        """One part a split, by the split's name; a single one has no name. Labels of text are classes, the same in all
+        splits.
+        """
         parts = []
         for split, form in self._forms(run).items():
             files = self._splits[split]
-            pieces = [base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)]
+            pieces = [
+                base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)
+            ]
             name = split if len(self._splits) > 1 else ""
             parts.append(base.Part(name, pieces, form.classes, index_columns=index_columns(form.schema)))
         return parts
@@ -232,7 +266,8 @@ class HuggingFace:
         splits = _by_split(self.root, [file for file in there if file.place.name.endswith(SUFFIXES)])
         if not splits:
             raise DataError(
-                f"{self.root}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or dataset_dict.json),"
+                f"{self.root}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or"
+                f" dataset_dict.json),"
                 " or a folder with .arrow or .parquet files, or one of them. Save it with dataset.save_to_disk(DIR)."
             )
         if not one:
@@ -252,14 +287,17 @@ class HuggingFace:
             return forms
         if len(with_text) < len(forms):
             others = sorted(forms.keys() - set(with_text))
-            raise DataError(f"{self.root}: the label {label!r} is text in {with_text}, but not in {others}. Save it in one type.")
+            raise DataError(
+                f"{self.root}: the label {label!r} is text in {with_text}, but not in {others}. Save it in one type."
+            )
         groups = [some for files in self._splits.values() for some in base.file_groups(files, self.piece_bytes)]
         found = set[str]().union(*run(partial(_label_values, label), groups))
         classes = sorted_classes(f"{self.root}: label column {label!r}", found, self.skip)
         return {split: replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:
-        """How the columns of a split become ours, by its first file; the shapes of lists by the first that are not empty.
+        """How the columns of a split become ours, by its first file; the shapes of lists by the first that are not
+        empty.
 
         Raises:
             DataError: A column cannot be kept, or a named one is not there.
@@ -269,10 +307,16 @@ class HuggingFace:
         features = _features(file, schema)
         label = self.label or ("label" if "label" in schema.names else None)
         keep = [name for name in schema.names if self.columns is None or name in {*self.columns, label}]
-        if missing := [name for name in [*(self.columns or []), *([label] if label else [])] if name not in schema.names]:
-            raise DataError(f"{file}: no column {missing[0]!r}; the columns are {base.listed(schema.names, 50)}. Name one of them.")
+        if missing := [
+            name for name in [*(self.columns or []), *([label] if label else [])] if name not in schema.names
+        ]:
+            raise DataError(
+                f"{file}: no column {missing[0]!r}; the columns are {base.listed(schema.names, 50)}. Name one of them."
+            )
         if label != "label" and "label" in keep:
-            raise DataError(f"{file}: {label!r} is to become 'label', but there is another column 'label'. Leave it out by columns.")
+            raise DataError(
+                f"{file}: {label!r} is to become 'label', but there is another column 'label'. Leave it out by columns."
+            )
         for name in keep:
             if reason := unusable(schema.field(name).type, name == label):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
@@ -290,7 +334,10 @@ def _saved(folder: Place) -> list[File]:
         if state is None:
             raise DataError(f"{folder}: no state.json; the folder of save_to_disk is not complete. Save it again.")
         if state.get("_indices_data_files"):
-            raise DataError(f"{folder}: its rows are chosen by an index (an older datasets wrote it); load it and save_to_disk it again.")
+            raise DataError(
+                f"{folder}: its rows are chosen by an index (an older datasets wrote it); load it and save_to_disk it"
+                f" again."
+            )
         names = [entry["filename"] for entry in state["_data_files"]]
         found = [find(folder / name) if PurePosixPath(name).name == name else None for name in names]
         if missing := [name for name, file in zip(names, found, strict=True) if file is None]:
@@ -303,10 +350,15 @@ def need_all_numbers(folder: Place | str, files: list[File]) -> None:
     found: dict[str, dict[int, list[int]]] = {}
     for file in files:
         if numbered := _NUMBERED.search(file.name):
-            found.setdefault(file.name[: numbered.start()], {}).setdefault(int(numbered[2]), []).append(int(numbered[1]))
+            found.setdefault(file.name[: numbered.start()], {}).setdefault(int(numbered[2]), []).append(
+                int(numbered[1])
+            )
     for name, totals in found.items():
         if len(totals) > 1 or any(len(set(numbers)) < len(numbers) for numbers in totals.values()):
-            raise DataError(f"{folder}: the files {name}-... are numbered more than once, so rows would be doubled. Remove the older ones.")
+            raise DataError(
+                f"{folder}: the files {name}-... are numbered more than once, so rows would be doubled. Remove the"
+                f" older ones."
+            )
         [(total, numbers)] = totals.items()
         if missing := sorted(set(range(total)) - set(numbers)):
             lost = f"{name}-{missing[0]:05d}-of-{total:05d}"
@@ -327,7 +379,8 @@ def _by_split(root: Place, files: list[File]) -> dict[str, list[File]]:
         split = _split_of(stem)
         if split.isdecimal() or split.lower() in _NO_SPLITS:
             raise DataError(
-                f"{root}: {file.name} does not say of which split it is, as the others do (train, test or the like in their names). Rename"
+                f"{root}: {file.name} does not say of which split it is, as the others do (train, test or the like in"
+                f" their names). Rename"
                 " it, or move it elsewhere."
             )
         splits.setdefault(split, []).append(file)
@@ -335,7 +388,9 @@ def _by_split(root: Place, files: list[File]) -> dict[str, list[File]]:
 
 
 def _split_of(stem: str) -> str:
-    """The split that a file name tells: `train` of `mnist-train`, `train_sft` of `chat-train_sft`, `other` of `mnist-other`."""
+    """The split that a file name tells: `train` of `mnist-train`, `train_sft` of `chat-train_sft`, `other` of
+    `mnist-other`.
+    """
     usual = list(_SPLIT.finditer(stem))
     return stem[usual[-1].start(1) :] if usual else stem.rpartition("-")[2]
 
@@ -346,7 +401,9 @@ def _schema(file: File) -> pa.Schema:
 
 
 @contextmanager
-def _opened(file: File, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS) -> Iterator[tuple[pa.Schema, Iterator[Any]]]:
+def _opened(
+    file: File, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS
+) -> Iterator[tuple[pa.Schema, Iterator[Any]]]:
     """The schema and the record batches of a file.
 
     Args:
@@ -405,7 +462,9 @@ def _label_values(label: str, files: list[File]) -> set[str]:
 
 
 def _to_the_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """The batches of a stream, which must have the mark of its end; the reader itself takes the end of the file for it, too."""
+    """The batches of a stream, which must have the mark of its end; the reader itself takes the end of the file for it,
+    too.
+    """
     end = source.tell()
     for batch in reader:
         yield batch
@@ -421,7 +480,9 @@ def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
     beside = file.place.parent / "dataset_info.json"
     with parsing(file if inside else beside, "What it says about the columns is damaged; save it again."):
         about = json.loads(inside)["info"] if inside else read_json(beside) or {}
-        features = {name: feature for name, feature in (about.get("features") or {}).items() if isinstance(feature, dict)}
+        features = {
+            name: feature for name, feature in (about.get("features") or {}).items() if isinstance(feature, dict)
+        }
         for feature in features.values():
             if not all(isinstance(name, str) for name in feature.get("names") or ()):
                 raise ValueError(f"names of classes {feature['names']!r}")

@@ -1,4 +1,6 @@
-"""Reader of folders of images, one folder a class; the encoded files go unchanged into the column `image`, the classes mixed."""
+"""Reader of folders of images, one folder a class; the encoded files go unchanged into the column `image`, the classes
+mixed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from ray_app.storage.data_files import (
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp")
 """A file with such a name is a row, which is refused if it cannot be decoded."""
 NOT_AN_IMAGE = (
-    "not an image that can be decoded ({}). Allowed is one intact still image as png, jpeg, webp or gif. Convert it, or give check=False to"
+    "not an image that can be decoded ({}). Allowed is one intact still image as png, jpeg, webp or gif. Convert it, or"
+    " give check=False to"
     " store it unread"
 )
 
@@ -60,12 +63,14 @@ class Images:
     def parts(self, run: base.Run) -> list[base.Part]:
         """One part, which names every file that is no row; its classes are the sub-folders' names, sorted.
 
-        The order is that of a hash of the names: training mixes rows within windows of neighbours, which class after class would be of one
-        class each.
+        The order is that of a hash of the names: training mixes rows within windows of neighbours, which class after
+        class would be of one class each.
         """
         del run
         rows = [(file, label) for label, images in enumerate(self._classes.values()) for file in images]
-        rows.sort(key=lambda row: hashlib.blake2b(os.fsencode(relative(row[0].place, self.root)), key=b"order").digest())
+        rows.sort(
+            key=lambda row: hashlib.blake2b(os.fsencode(relative(row[0].place, self.root)), key=b"order").digest()
+        )
         pieces = [
             base.Piece(len(some), partial(_tables, self.root, self.check, some))
             for some in base.groups(rows, lambda row: row[0].size, self.limits)
@@ -87,7 +92,9 @@ class Images:
 
     @cached_property
     def _heads(self) -> dict[Place, bytes]:
-        """The first bytes of each file that is not called an image; in a bucket each is a request, many of which are under way."""
+        """The first bytes of each file that is not called an image; in a bucket each is a request, many of which are
+        under way.
+        """
         files = [file for some in self._files.values() for file in some if not _is_called_image(file)]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             return dict(zip((file.place for file in files), pool.map(_head, files), strict=True))
@@ -109,7 +116,10 @@ class Images:
             return "left out: no plain file, or a link that leads nowhere"
         if self._is_row(file):
             return "left out: an image outside of the class folders, so it has no class; move it into one"
-        return f"left out: it is {name_other_format(self._heads[place]) or 'no image'}; images are png, jpeg, webp and gif files"
+        return (
+            f"left out: it is {name_other_format(self._heads[place]) or 'no image'}; images are png, jpeg, webp and gif"
+            f" files"
+        )
 
     @cached_property
     def _classes(self) -> dict[Place, list[File]]:
@@ -117,7 +127,9 @@ class Images:
         expected = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
         if not is_folder(self.root):
             raise DataError(f"{self.root}: not a folder; {expected}. Give that folder as input.")
-        classes = {folder: list(filter(self._is_row, files)) for folder, files in self._files.items() if folder != self.root}
+        classes = {
+            folder: list(filter(self._is_row, files)) for folder, files in self._files.items() if folder != self.root
+        }
         if not classes:
             raise DataError(f"{self.root}: no class folders in it; {expected}. Move the images into class folders.")
         for folder, images in classes.items():
@@ -128,9 +140,14 @@ class Images:
                 )
             if not images:
                 others = self._files[folder]
-                first = f" (of {len(others)} files the first is {others[0].name}: {self._why_left_out(others[0].place)})" if others else ""
+                first = (
+                    f" (of {len(others)} files the first is {others[0].name}: {self._why_left_out(others[0].place)})"
+                    if others
+                    else ""
+                )
                 raise DataError(
-                    f"{folder}: no image in this class folder{first}; allowed are png, jpeg, webp and gif. Add images or remove the folder."
+                    f"{folder}: no image in this class folder{first}; allowed are png, jpeg, webp and gif. Add images"
+                    f" or remove the folder."
                 )
         return classes
 
@@ -149,7 +166,9 @@ def _tables(root: Place, check: bool, rows: list[tuple[File, int]], refuse: base
         yield base.image_table(block)
 
 
-def _read(root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[tuple[str, bytes, int | None]]:
+def _read(
+    root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
+) -> Iterator[tuple[str, bytes, int | None]]:
     for file, label in rows:
         row_id = text(relative(file.place, root))
         encoded = file.place.read_bytes()

@@ -25,8 +25,12 @@ from ray_app.storage.data_files import File, Place, parsing
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32
-"""Of lists and objects in each other, the line's own object counted; more dimensions no array has, and thousands end pyarrow's process."""
-_ONE_TYPE = "Each key needs values of one type; correct them (null where a value is missing), or leave the key out by columns."
+"""Of lists and objects in each other, the line's own object counted; more dimensions no array has, and thousands end
+pyarrow's process.
+"""
+_ONE_TYPE = (
+    "Each key needs values of one type; correct them (null where a value is missing), or leave the key out by columns."
+)
 _MAKE_LINES = "Make it with `jq -c '{}' {}`, or in Python with pandas' to_json(orient='records', lines=True)."
 _WORDS = {str: "text", bool: "true or false", int: "a number", float: "a number", dict: "an object"}
 _IN_ROW = re.compile(r"in row (\d+)")
@@ -39,12 +43,9 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 class JsonLines:
     """One file of JSON lines or a folder of them.
 
-    Args:
-        path: The file or folder.
-        label: Key that becomes `label`.
-        columns: Keys to keep; None: all.
-        ragged: Those of lists of any length.
-        skip: Whether lines that are no JSON object, have lists of another shape or no label may be left out. A value of another type than
+    Args: path: The file or folder. label: Key that becomes `label`. columns: Keys to keep; None: all. ragged: Those of
+        lists of any length. skip: Whether lines that are no JSON object, have lists of another shape or no label may be
+        left out. A value of another type than
             in other lines is refused in any case: nothing says which of them is the wrong one.
         piece_bytes: Most bytes of files that one task reads.
     """
@@ -78,18 +79,30 @@ class JsonLines:
             schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise _mixed(self.path, [f.places for f in facts], error) from error
-        if missing := [name for name in [*(self.columns or []), *([self.label] if self.label else [])] if name not in schema.names]:
-            raise DataError(f"{self.path}: no {missing[0]!r} in any line; the keys are {base.listed(schema.names, 50)}. Name one of them.")
+        if missing := [
+            name for name in [*(self.columns or []), *([self.label] if self.label else [])] if name not in schema.names
+        ]:
+            raise DataError(
+                f"{self.path}: no {missing[0]!r} in any line; the keys are {base.listed(schema.names, 50)}. Name one of"
+                f" them."
+            )
         if self.label and self.label != "label" and "label" in schema.names:
-            raise DataError(f"{self.path}: {self.label!r} is to become 'label', but there is another key 'label'. Leave it out by columns.")
+            raise DataError(
+                f"{self.path}: {self.label!r} is to become 'label', but there is another key 'label'. Leave it out by"
+                f" columns."
+            )
         nested.check_ragged(self.path, self.ragged, schema)
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
         for column in schema:
             if reason := _unusable(column.type, column.name in shapes):
-                raise DataError(f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep.")
+                raise DataError(
+                    f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep."
+                )
         classes = None
         if self.label and pa.types.is_string(schema.field(self.label).type):
-            classes = sorted_classes(f"{self.path}: label key {self.label!r}", set().union(*(f.labels for f in facts)), self.skip)
+            classes = sorted_classes(
+                f"{self.path}: label key {self.label!r}", set().union(*(f.labels for f in facts)), self.skip
+            )
         return _Form(schema, shapes, self.label, classes)
 
 
@@ -144,7 +157,11 @@ def _learn(label: str | None, columns: list[str] | None, ragged: list[str], file
         facts.places = places | facts.places
         for name in table.column_names:
             shape_of = nested.ragged_shape if name in ragged else nested.first_shape
-            if nested.is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
+            if (
+                nested.is_list(table.schema.field(name).type)
+                and name not in facts.shapes
+                and (shape := shape_of(table[name]))
+            ):
                 facts.shapes[name] = shape
         if label in table.column_names and pa.types.is_string(schema.field(label).type):
             if pa.types.is_temporal(table.schema.field(label).type):
@@ -199,12 +216,14 @@ def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.
             good &= fits
         table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
         yield base.table(
-            ids.to_pylist(), {"label" if name == form.label else name: _values(table, name, form) for name in form.schema.names}
+            ids.to_pylist(),
+            {"label" if name == form.label else name: _values(table, name, form) for name in form.schema.names},
         )
 
 
 def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
-    """Holds integers that became float64 against the lines that they are from, where they are so large that they may not be the same.
+    """Holds integers that became float64 against the lines that they are from, where they are so large that they may
+    not be the same.
 
     Raises:
         DataError: One is not.
@@ -215,8 +234,10 @@ def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
         for name in large:
             if (lost := _rounded(written.get(name))) is not None:
                 raise DataError(
-                    f"{block.file}: line {block.numbers[number]}: key {name!r} holds {str(lost)[:40]}, which float64 would round (integers"
-                    f" are kept within int64, where all values of the key are integers). Write them as text, or leave {name!r} out."
+                    f"{block.file}: line {block.numbers[number]}: key {name!r} holds {str(lost)[:40]}, which float64"
+                    f" would round (integers"
+                    f" are kept within int64, where all values of the key are integers). Write them as text, or leave"
+                    f" {name!r} out."
                 )
 
 
@@ -267,7 +288,9 @@ def _lines(file: File) -> Iterator[tuple[int, bytes]]:
         is_first = True
         for number, line in enumerate(iter(lambda: buffered.readline(MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > MAX_LINE_BYTES:
-                raise DataError(f"{file}: line {number} has more than {MAX_LINE_BYTES} bytes, which are allowed. Is it JSON lines?")
+                raise DataError(
+                    f"{file}: line {number} has more than {MAX_LINE_BYTES} bytes, which are allowed. Is it JSON lines?"
+                )
             if bare := line.removeprefix(codecs.BOM_UTF8).strip():
                 if is_first and (form := _other_json(bare)):
                     advice = _MAKE_LINES.format(".[]" if "list" in form else ".", file.name)
@@ -370,7 +393,9 @@ def _is_finite(values: pa.ChunkedArray) -> bool:
 
 
 def _is_safe(line: bytes) -> bool:
-    """Whether pyarrow may parse a line: others can end the process. What begins and ends as an object cannot go on in the next line."""
+    """Whether pyarrow may parse a line: others can end the process. What begins and ends as an object cannot go on in
+    the next line.
+    """
     bare = line.removeprefix(codecs.BOM_UTF8).strip()
     return bare.startswith(b"{") and bare.endswith(b"}") and not _is_deep(line)
 
@@ -410,7 +435,9 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_doubles, parse_constant=_Constant)
     except UnicodeDecodeError as error:
-        raise _LineError(f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}; save the file as UTF-8") from error
+        raise _LineError(
+            f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}; save the file as UTF-8"
+        ) from error
     except _LineError:
         raise
     except (ValueError, RecursionError) as error:

@@ -1,5 +1,5 @@
-"""Arrow columns of other programs as ours: lists of numbers of one shape become array columns, those of any length, where they may have
-that, lists; the rest plain ones.
+"""Arrow columns of other programs as ours: lists of numbers of one shape become array columns, those of any length,
+where they may have that, lists; the rest plain ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def number_type(kind: pa.DataType) -> pa.DataType | None:
 
 
 def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Shape of the first list in a column that is not missing, empty or begun by an empty one; None where there is none."""
+    """Shape of the first list in a column that is not missing, empty or begun by an empty one; None where there is
+    none.
+    """
     for value in column:
         if value.is_valid:
             shape: list[int] = []
@@ -49,7 +51,9 @@ def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
 
 
 def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """`ANY`, and the shape of the first list in the lists of a column that is not empty; None where there is none, or no number at all."""
+    """`ANY`, and the shape of the first list in the lists of a column that is not empty; None where there is none, or
+    no number at all.
+    """
     if not is_list(column.type) or number_type(column.type) is None:
         return None
     inner = pc.list_flatten(column)
@@ -62,9 +66,13 @@ def misfit(name: str, shape: Shape) -> str:
     if shape == (ANY,):
         return f"{name!r} is no list of numbers, or lacks one"
     if shape[0] == ANY:
-        return f"{name!r} is no list of lists of shape {list(shape[1:])}, as the first that is not empty, or lacks a number"
+        return (
+            f"{name!r} is no list of lists of shape {list(shape[1:])}, as the first that is not empty, or lacks a"
+            f" number"
+        )
     return (
-        f"{name!r} is no list of shape {list(shape)}, as the first that is not empty; where lists may have any length, name the column in"
+        f"{name!r} is no list of shape {list(shape)}, as the first that is not empty; where lists may have any length,"
+        f" name the column in"
         " ragged"
     )
 
@@ -81,10 +89,14 @@ def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
         DataError: With what there is.
     """
     lists = [column.name for column in schema if is_list(column.type)]
-    allowed = f"those of lists are {lists}. Name some of these." if lists else "none of them holds lists. Leave ragged out."
+    allowed = (
+        f"those of lists are {lists}. Name some of these." if lists else "none of them holds lists. Leave ragged out."
+    )
     for name in ragged:
         if name not in schema.names:
-            raise DataError(f"{where}: ragged names {name!r}, but the columns that are kept are {schema.names}; {allowed}")
+            raise DataError(
+                f"{where}: ragged names {name!r}, but the columns that are kept are {schema.names}; {allowed}"
+            )
         if name not in lists:
             raise DataError(f"{where}: ragged names {name!r}, which holds {schema.field(name).type}; {allowed}")
 
@@ -107,7 +119,9 @@ def of_shape(column: pa.Array, shape: Shape) -> pa.Array:
 
 
 def of_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
-    """A list column in which every row has this shape as one array (rows, *shape), or as lists where they may have any length."""
+    """A list column in which every row has this shape as one array (rows, *shape), or as lists where they may have any
+    length.
+    """
     kind, values = number_type(column.type), column
     assert kind is not None
     for _ in shape:
@@ -116,7 +130,9 @@ def of_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
     if shape[0] != ANY:
         return numbers.reshape(len(column), *shape)
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    return lists_of(Ragged(numbers.reshape(shape), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])))
+    return lists_of(
+        Ragged(numbers.reshape(shape), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]))
+    )
 
 
 def plain(column: pa.Array) -> pa.Array:

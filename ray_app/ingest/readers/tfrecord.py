@@ -1,7 +1,8 @@
 """Reader of TFRecord files of `tf.train.Example`, as TensorFlow writes them, without TensorFlow.
 
-A record is the length of its data (8 bytes), a checksum of these, the data, and a checksum of the data; a file is records, or gzip of them.
-The checksums are CRC-32C, masked as in https://www.tensorflow.org/tutorials/load_data/tfrecord.
+A record is the length of its data (8 bytes), a checksum of these, the data, and a checksum of the data; a file is
+records, or gzip of them. The checksums are CRC-32C, masked as in
+https://www.tensorflow.org/tutorials/load_data/tfrecord.
 """
 
 from __future__ import annotations
@@ -58,13 +59,17 @@ class TFRecord:
         return [file for files in self._splits.values() for file in files]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part, or one for each split that the names of the files tell; its columns are the features of its first row."""
+        """One part, or one for each split that the names of the files tell; its columns are the features of its first
+        row.
+        """
         del run
         require("google_crc32c", "--source tfrecord")
         parts = []
         for split, files in self._splits.items():
             form = self._form(files)
-            pieces = [base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)]
+            pieces = [
+                base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)
+            ]
             parts.append(base.Part(split, pieces))
         return parts
 
@@ -83,7 +88,8 @@ class TFRecord:
             splits.setdefault(told[1] if told else "", []).append(file)
         if len(splits) > 1 and "" in splits:
             raise DataError(
-                f"{self.pattern}: {splits[''][0].name} does not say whether it is of {' or '.join(sorted(splits.keys() - {''}))}, as the"
+                f"{self.pattern}: {splits[''][0].name} does not say whether it is of"
+                f" {' or '.join(sorted(splits.keys() - {''}))}, as the"
                 " others do. Give the files of one split at a time, by a pattern."
             )
         return splits if len(splits) > 1 else {"": found}
@@ -103,26 +109,38 @@ class TFRecord:
         names = sorted(values)
         label = self.label or ("label" if "label" in values else None)
         if missing := [name for name in [*(self.columns or []), *([label] if label else [])] if name not in values]:
-            raise DataError(f"{file}: no feature {missing[0]!r} in the first row; the features are {names}. Name one of them.")
+            raise DataError(
+                f"{file}: no feature {missing[0]!r} in the first row; the features are {names}. Name one of them."
+            )
         keep = [name for name in names if self.columns is None or name in {*self.columns, label}]
         if label not in (None, "label") and "label" in keep:
-            raise DataError(f"{file}: {label!r} is to become 'label', but there is another feature 'label'. Leave it out by columns.")
+            raise DataError(
+                f"{file}: {label!r} is to become 'label', but there is another feature 'label'. Leave it out by"
+                f" columns."
+            )
         if label and (given := (values[label][0], len(values[label][1]))) != ("int64_list", 1):
-            raise DataError(f"{file}: label {label!r} is a {given[0]} of {given[1]} in the first row; allowed is one integer.")
+            raise DataError(
+                f"{file}: label {label!r} is a {given[0]} of {given[1]} in the first row; allowed is one integer."
+            )
         kinds = {name: (kind, len(found)) for name, (kind, found) in values.items() if name in keep}
         for name, (kind, count) in kinds.items():
             if not count or (kind == "bytes_list" and count > 1):
                 raise DataError(
-                    f"{file}: the feature {name!r} has {count} values ({kind}) in the first row; allowed are one or more numbers, or one"
+                    f"{file}: the feature {name!r} has {count} values ({kind}) in the first row; allowed are one or"
+                    f" more numbers, or one"
                     " string of bytes. Leave it out by naming the columns to keep."
                 )
-        images = {name for name, (kind, _) in kinds.items() if kind == "bytes_list" and _IMAGE.match(values[name][1][0])}
+        images = {
+            name for name, (kind, _) in kinds.items() if kind == "bytes_list" and _IMAGE.match(values[name][1][0])
+        }
         return _Form(kinds, label, images if self.check else set())
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Kind of each feature that is kept, the one that becomes `label`, and those whose images are decoded to check them."""
+    """Kind of each feature that is kept, the one that becomes `label`, and those whose images are decoded to check
+    them.
+    """
 
     kinds: dict[str, Kind]
     label: str | None
@@ -164,7 +182,10 @@ def _values(form: _Form, data: bytes) -> dict[str, Any]:
     for name, expected in form.kinds.items():
         kind, values[name] = found.get(name, ("nothing", ()))
         if (kind, len(values[name])) != expected:
-            raise ValueError(f"feature {name!r} has {len(values[name])} values ({kind}), in the first row {expected[1]} ({expected[0]})")
+            raise ValueError(
+                f"feature {name!r} has {len(values[name])} values ({kind}), in the first row {expected[1]}"
+                f" ({expected[0]})"
+            )
         if name in form.images and (reason := base.undecodable(values[name][0])):
             raise ValueError(f"{name}: {NOT_AN_IMAGE.format(reason)}")
     return values
@@ -187,7 +208,10 @@ def _features(data: bytes) -> dict[str, tuple[str, Any]]:
     features = {name: (feature.WhichOneof("kind"), feature) for name, feature in example.features.feature.items()}
     if not features:
         raise ValueError("no tf.train.Example with features")
-    return {name: (kind or "nothing", getattr(feature, kind).value if kind else ()) for name, (kind, feature) in features.items()}
+    return {
+        name: (kind or "nothing", getattr(feature, kind).value if kind else ())
+        for name, (kind, feature) in features.items()
+    }
 
 
 @cache
@@ -199,19 +223,28 @@ def _example() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
     def message(name: str, *fields: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {"name": name, "field": [{"label": "LABEL_OPTIONAL", "number": i, **field} for i, field in enumerate(fields, 1)], **more}
+        return {
+            "name": name,
+            "field": [{"label": "LABEL_OPTIONAL", "number": i, **field} for i, field in enumerate(fields, 1)],
+            **more,
+        }
 
     def of(name: str, message: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "type": "TYPE_MESSAGE", "typeName": f".example.{message}", **more}
 
     lists = {"bytes_list": "TYPE_BYTES", "float_list": "TYPE_FLOAT", "int64_list": "TYPE_INT64"}
-    entry = message("FeatureEntry", {"name": "key", "type": "TYPE_STRING"}, of("value", "Feature"), options={"mapEntry": True})
+    entry = message(
+        "FeatureEntry", {"name": "key", "type": "TYPE_STRING"}, of("value", "Feature"), options={"mapEntry": True}
+    )
     described = {
         "name": "example.proto",
         "package": "example",
         "syntax": "proto3",
         "messageType": [
-            *(message(name, {"name": "value", "label": "LABEL_REPEATED", "type": kind}) for name, kind in lists.items()),
+            *(
+                message(name, {"name": "value", "label": "LABEL_REPEATED", "type": kind})
+                for name, kind in lists.items()
+            ),
             message("Feature", *(of(name, name, oneofIndex=0) for name in lists), oneofDecl=[{"name": "kind"}]),
             message("Features", of("feature", "Features.FeatureEntry", label="LABEL_REPEATED"), nestedType=[entry]),
             message("Example", of("features", "Features"), {"name": "feature_lists", "type": "TYPE_BYTES"}),
@@ -229,7 +262,10 @@ def _records(file: File) -> Iterator[tuple[int, bytes]]:
         DataError: The file is damaged, with the byte where the record begins.
     """
     at = 0
-    with parsing(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."), _opened(file) as stream:
+    with (
+        parsing(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."),
+        _opened(file) as stream,
+    ):
         while head := stream.read(12):
             length = _checked(head, 8, f"the length at byte {at}")
             (size,) = struct.unpack("<Q", length)
@@ -240,7 +276,9 @@ def _records(file: File) -> Iterator[tuple[int, bytes]]:
 
 
 def _opened(file: File) -> IO[bytes]:
-    """Opens a file; it is gzipped if it looks so, whatever it is called, and does not begin with a length and its checksum."""
+    """Opens a file; it is gzipped if it looks so, whatever it is called, and does not begin with a length and its
+    checksum.
+    """
     stream = file.open()
     head = stream.read(12)
     stream.seek(0)

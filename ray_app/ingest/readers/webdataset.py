@@ -1,4 +1,6 @@
-"""Reader of WebDataset tar files: members that follow each other and share a name up to its first dot are one row. Nothing is extracted."""
+"""Reader of WebDataset tar files: members that follow each other and share a name up to its first dot are one row.
+Nothing is extracted.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,10 @@ Members = dict[str, bytes]
 class WebDataset:
     """Tar files.
 
-    Args:
-        pattern: A folder with them, one of them, or a pattern with `*` in its last part, or with `{000..012}` or `{a,b}`.
-        label: Key in each row's .json of the integer that becomes `label`; None: the member .cls does, if there is one.
-        columns: Columns to keep, `label` besides; None: those of all members.
-        check: Whether to decode every image.
-        piece_bytes: Most bytes of files that one task reads.
+    Args: pattern: A folder with them, one of them, or a pattern with `*` in its last part, or with `{000..012}` or
+        `{a,b}`. label: Key in each row's .json of the integer that becomes `label`; None: the member .cls does, if
+        there is one. columns: Columns to keep, `label` besides; None: those of all members. check: Whether to decode
+        every image. piece_bytes: Most bytes of files that one task reads.
     """
 
     pattern: str
@@ -62,33 +62,57 @@ class WebDataset:
         del run
         first = self._first(self._is_kept)
         if first is None:
-            raise DataError(f"{self.pattern}: no member in these tar files; expected members such as 0001.jpg and 0001.cls.")
+            raise DataError(
+                f"{self.pattern}: no member in these tar files; expected members such as 0001.jpg and 0001.cls."
+            )
         keeps_json = not self.label or self.columns is None or "json" in self.columns
         form = _Form(self._like(first), self.columns is None, self.label, keeps_json, self.check)
-        return [base.Part("", [base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(self._files, self.piece_bytes)])]
+        return [
+            base.Part(
+                "",
+                [
+                    base.Piece(None, partial(_tables, form, some))
+                    for some in base.file_groups(self._files, self.piece_bytes)
+                ],
+            )
+        ]
 
     def _like(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
         """What each member's extension gives, by the first row: dtype and shape of a .npy."""
         where = f"{self.pattern}: the first row"
         there = {column for name in first if (column := _column(name))}
-        if missing := [name for name in self.columns or [] if name not in there and not (self.label and name == "label")]:
+        if missing := [
+            name for name in self.columns or [] if name not in there and not (self.label and name == "label")
+        ]:
             usable = sorted({column for name in self._first(lambda _: True) or first if (column := _column(name))})
             raise DataError(
-                f"{where} has no member for the column {missing[0]!r}; its columns are {usable}. Name some of these in columns."
+                f"{where} has no member for the column {missing[0]!r}; its columns are {usable}. Name some of these in"
+                f" columns."
             )
         unknown = sorted(f".{name}" for name in first if _column(name) is None)
         if unknown:
             usable = sorted(there)
-            advice = f"Leave them out by naming the columns to keep: columns={usable}." if usable else "Make the files with some of these."
+            advice = (
+                f"Leave them out by naming the columns to keep: columns={usable}."
+                if usable
+                else "Make the files with some of these."
+            )
             raise DataError(
-                f"{where} has the members {base.listed(unknown)}, of which no column is made; allowed are .{', .'.join(IMAGES)}, .cls,"
+                f"{where} has the members {base.listed(unknown)}, of which no column is made; allowed are"
+                f" .{', .'.join(IMAGES)}, .cls,"
                 f" .json, .txt and .npy. {advice}"
             )
         columns = [_column(name) for name in first]
         if len(set(columns)) < len(columns):
-            raise DataError(f"{where} has the members {sorted(first)}, of which two would be the same column. Write each thing once.")
+            raise DataError(
+                f"{where} has the members {sorted(first)}, of which two would be the same column. Write each thing"
+                f" once."
+            )
         if self.label and ("json" not in first or "cls" in first):
-            raise DataError(f"{where} has the members {sorted(first)}; label={self.label!r} is for rows with a .json and without a .cls.")
+            raise DataError(
+                f"{where} has the members {sorted(first)}; label={self.label!r} is for rows with a .json and without a"
+                f" .cls."
+            )
         try:
             arrays = {name: _array(value) for name, value in first.items() if name.endswith("npy")}
         except ValueError as error:
@@ -147,7 +171,9 @@ def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.
         columns: dict[str, Any] = {}
         for name in block[0][1]:
             values = [row[1][name] for row in block]
-            columns[name] = np.stack(values) if isinstance(values[0], np.ndarray) else pa.array(values, _TYPES[type(values[0])])
+            columns[name] = (
+                np.stack(values) if isinstance(values[0], np.ndarray) else pa.array(values, _TYPES[type(values[0])])
+            )
         yield base.table([row[0] for row in block], columns)
 
 
@@ -170,7 +196,9 @@ def _values(form: _Form, members: Members) -> dict[str, Any]:
         ValueError, RecursionError: It cannot be used.
     """
     if {_column(name) for name in members} != form.columns or len(members) > len(form.members):
-        raise ValueError(f"the members are {sorted(members)}, of the first row {sorted(form.members)}; all rows need the same")
+        raise ValueError(
+            f"the members are {sorted(members)}, of the first row {sorted(form.members)}; all rows need the same"
+        )
     by_column = {_column(name): (name, data) for name, data in members.items()}
     values = {}
     for name, expected in form.members.items():
@@ -236,12 +264,16 @@ def _column(extension: str) -> str | None:
 
 
 def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -> Iterator[tuple[str, Members]]:
-    """The rows of a file: name up to the first dot of its last part, and members; the content of those that are not kept is not read.
+    """The rows of a file: name up to the first dot of its last part, and members; the content of those that are not
+    kept is not read.
 
     Raises:
         DataError: The file is damaged, or has members that no WebDataset has.
     """
-    advice = "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain tar)."
+    advice = (
+        "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain"
+        " tar)."
+    )
     with (
         parsing(file, advice),
         file.open_unpacked() as stream,
@@ -255,9 +287,15 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
                     continue
                 room -= size
                 if room < 0:
-                    raise DataError(f"{file}: the row {key!r} has more than {MAX_ROW_BYTES} bytes, which are allowed. Make it smaller.")
+                    raise DataError(
+                        f"{file}: the row {key!r} has more than {MAX_ROW_BYTES} bytes, which are allowed. Make it"
+                        f" smaller."
+                    )
                 if extension in row:
-                    raise DataError(f"{file}: two members {key}.{extension}; each row has one name of its own. Write the file again.")
+                    raise DataError(
+                        f"{file}: two members {key}.{extension}; each row has one name of its own. Write the file"
+                        f" again."
+                    )
                 row[extension] = read()
             yield key, row
         _end(archive)
@@ -275,7 +313,9 @@ def _end(archive: tarfile.TarFile) -> None:
 
 
 class _Header(tarfile.TarInfo):
-    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive, and has no bound."""
+    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive, and
+    has no bound.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -298,7 +338,8 @@ def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, i
         path = PurePosixPath(member.name)
         if path.is_absolute() or ".." in path.parts or not member.isfile():
             raise DataError(
-                f"{file}: the member {member.name!r} is refused: allowed are plain files below the archive's own root (no link, no '..', no"
+                f"{file}: the member {member.name!r} is refused: allowed are plain files below the archive's own root"
+                f" (no link, no '..', no"
                 " absolute path). Do not trust this file; make it again."
             )
         stem, dot, extension = path.name.partition(".")

@@ -37,7 +37,9 @@ def restore(job: Job, state: TrainingState, recorder: StepLog, sender: SnapshotS
     """
     kept = sender.newest()
     try:
-        found = CheckpointStore(job.paths).load_newest(partial(note_fallback, job), above=kept[0].step if kept is not None else NOTHING)
+        found = CheckpointStore(job.paths).load_newest(
+            partial(note_fallback, job), above=kept[0].step if kept is not None else NOTHING
+        )
     except (OSError, CheckpointError) as error:
         if kept is None:
             raise
@@ -61,7 +63,9 @@ def restore(job: Job, state: TrainingState, recorder: StepLog, sender: SnapshotS
 
 
 def note_fallback(job: Job, fallback: Fallback) -> None:
-    """Says and records that a checkpoint is passed over, once in a run, whoever found it damaged: an evaluator may have looked before."""
+    """Says and records that a checkpoint is passed over, once in a run, whoever found it damaged: an evaluator may have
+    looked before.
+    """
     details = {"checkpoint": fallback.name, "reason": fallback.reason}
     try:
         if any(event.details == redacted(details) for event in read_events(job.paths, "fallback")):

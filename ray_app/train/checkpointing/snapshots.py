@@ -74,13 +74,16 @@ def refuse_if_too_big(model: nn.Module, free_bytes: int) -> None:
     needed = 2 * _state_bytes(model)
     if needed > free_bytes:
         raise ConfigError(
-            f"checkpoint.snapshot_every_steps needs about {needed / 1e9:.1f} GB of memory on the driver's node, and on one other"
-            f" node; {free_bytes / 1e9:.1f} GB are free here. Leave it out, or start the driver where there is more memory."
+            f"checkpoint.snapshot_every_steps needs about {needed / 1e9:.1f} GB of memory on the driver's node, and on"
+            f" one other"
+            f" node; {free_bytes / 1e9:.1f} GB are free here. Leave it out, or start the driver where there is more"
+            f" memory."
         )
 
 
 def copies_doubts(model: nn.Module, train: TrainSection, workers: int, total_bytes: int) -> list[str]:
-    """What is to be said if the copies of the state that workers with GPUs keep for checkpoints, page-locked, do not fit into a machine.
+    """What is to be said if the copies of the state that workers with GPUs keep for checkpoints, page-locked, do not
+    fit into a machine.
 
     Args:
         model: What is trained; the optimizer is taken to keep two values per parameter.
@@ -89,13 +92,17 @@ def copies_doubts(model: nn.Module, train: TrainSection, workers: int, total_byt
         total_bytes: Its memory.
     """
     averages = sum(p.numel() * p.element_size() for p in model.parameters()) if train.ema_decay is not None else 0
-    copies = 3 if train.strategy in ("fsdp", "central_storage") else 2  # those of two checkpoints, and the one that is being made
+    copies = (
+        3 if train.strategy in ("fsdp", "central_storage") else 2
+    )  # those of two checkpoints, and the one that is being made
     each = copies * (_state_bytes(model) + averages)
     if workers * each <= total_bytes:
         return []
     return [
-        f"Each worker keeps {copies} copies of the state for checkpoints in page-locked host memory, about {each / 1e9:.1f} GB, and"
-        f" {workers} of them on a machine like this {workers * each / 1e9:.1f} GB; it has {total_bytes / 1e9:.1f} GB. Use machines with"
+        f"Each worker keeps {copies} copies of the state for checkpoints in page-locked host memory, about"
+        f" {each / 1e9:.1f} GB, and"
+        f" {workers} of them on a machine like this {workers * each / 1e9:.1f} GB; it has {total_bytes / 1e9:.1f} GB."
+        f" Use machines with"
         " more memory, or fewer workers on each (scaling.max_workers), or the kernel may end them."
     ]
 
@@ -160,7 +167,9 @@ class SnapshotSender:
 
     def _send(self, snapshot: Snapshot, records: list[StepRecord]) -> None:
         files = pack(snapshot)
-        kept = Kept(snapshot.step, files, {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}, records)
+        kept = Kept(
+            snapshot.step, files, {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}, records
+        )
         sent = [keeper.keep.remote(kept) for keeper in self._keepers]
         done, _ = ray.wait(sent, num_returns=len(sent), timeout=_SEND_TIMEOUT_S)
         for reference in done:

@@ -2,10 +2,11 @@
 
 What is written while a run trains: metrics, progress, checkpoints, snapshots.
 
-Every rank keeps what is not yet known to be on storage, rank 0 writes it. So when rank 0 is lost, the next one goes on where it stopped,
-and neither the record of a step nor a planned checkpoint depends on who died when.
+Every rank keeps what is not yet known to be on storage, rank 0 writes it. So when rank 0 is lost, the next one goes on
+where it stopped, and neither the record of a step nor a planned checkpoint depends on who died when.
 
-The list of the rows that a run skipped because they cannot be decoded: a file each, so that whoever meets one first may write it.
+The list of the rows that a run skipped because they cannot be decoded: a file each, so that whoever meets one first may
+write it.
 """
 
 from __future__ import annotations
@@ -102,7 +103,13 @@ class StepLog:
     """
 
     def __init__(
-        self, job: Job, state: TrainingState, membership: Membership, sender: SnapshotSender, device: torch.device, hooks: Hooks
+        self,
+        job: Job,
+        state: TrainingState,
+        membership: Membership,
+        sender: SnapshotSender,
+        device: torch.device,
+        hooks: Hooks,
     ) -> None:
         self._job, self._state, self._membership, self._sender = job, state, membership, sender
         self._environment = environment.describe(device)
@@ -118,7 +125,8 @@ class StepLog:
         self._previous_s = time.perf_counter()
 
     def collect(self, world: World) -> None:
-        """Gives every rank the records that any has; a collective, before the state is shared: who has a state has its records, too.
+        """Gives every rank the records that any has; a collective, before the state is shared: who has a state has its
+        records, too.
 
         Raises:
             PeerLostError: A peer left meanwhile.
@@ -190,7 +198,9 @@ class StepLog:
         self._forget()
 
     def checkpoint(self, cursor: Cursor, why: Literal["cadence", "extra"], alone: bool = False) -> None:
-        """Makes a checkpoint of the state of now; `cursor` is the next step. `alone`: without rank 0, which may be lost."""
+        """Makes a checkpoint of the state of now; `cursor` is the next step. `alone`: without rank 0, which may be
+        lost.
+        """
         job, step = self._job, self._state.step
         writes = alone or self._world.rank == 0
         if alone:
@@ -226,9 +236,15 @@ class StepLog:
             take()
 
     def _make_up(self, committed: set[int]) -> None:
-        """Makes the checkpoint that is due now: all were lost before it was written, or rank 0 while all took their copies for it."""
+        """Makes the checkpoint that is due now: all were lost before it was written, or rank 0 while all took their
+        copies for it.
+        """
         step = self._state.step
-        if step and self._job.is_checkpoint_due(step) and step not in committed | {commit.step for commit, _ in self._held}:
+        if (
+            step
+            and self._job.is_checkpoint_due(step)
+            and step not in committed | {commit.step for commit, _ in self._held}
+        ):
             self.checkpoint(Cursor.at(step, self._job.plan.steps_per_epoch), "cadence")
 
     def snapshot(self) -> None:
@@ -244,7 +260,9 @@ class StepLog:
             self._sender.send(take, list(self._kept))
 
     def suspect(self, after: int, reason: str) -> None:
-        """Marks the checkpoints of more finished steps, that of now included if it is being written; see `CheckpointStore.mark_suspect`."""
+        """Marks the checkpoints of more finished steps, that of now included if it is being written; see
+        `CheckpointStore.mark_suspect`.
+        """
         self._wait_for_storage("forming")
         try:
             steps = CheckpointStore(self._job.paths).mark_suspect(after, reason)
@@ -305,11 +323,15 @@ class StepLog:
             self._hook(commit)
 
     def _committed(self) -> set[tuple[int, int]]:
-        """Step and fence of every checkpoint that is known to be on storage; one that is there and not known of is not written again."""
+        """Step and fence of every checkpoint that is known to be on storage; one that is there and not known of is not
+        written again.
+        """
         try:
             return {(commit.step, commit.fence) for commit in CheckpointStore(self._job.paths).commits()}
         except OSError as error:
-            logger.warning("The checkpoints could not be listed, so those at hand are offered to the storage again: %s", error)
+            logger.warning(
+                "The checkpoints could not be listed, so those at hand are offered to the storage again: %s", error
+            )
             return set()
 
     def _wait_for_storage(self, then: Phase) -> None:
@@ -338,7 +360,8 @@ class BadRows:
         self._listed: set[int] = set()
 
     def note(self, batches: list[MicroBatch]) -> None:
-        """Lists the bad rows of a step that is about to be done; what cannot be written now is tried again at the next step.
+        """Lists the bad rows of a step that is about to be done; what cannot be written now is tried again at the next
+        step.
 
         Raises:
             DataError: The run has met more of them than `data.max_bad_rows`.
@@ -359,7 +382,8 @@ class BadRows:
             return
         if found > most:
             raise DataError(
-                f"{found} rows cannot be decoded, more than data.max_bad_rows = {most}; {folder} lists them with the reasons. Start the run"
+                f"{found} rows cannot be decoded, more than data.max_bad_rows = {most}; {folder} lists them with the"
+                f" reasons. Start the run"
                 " again with a higher limit, and it goes on where it was, or mend the data for a new run."
             )
 

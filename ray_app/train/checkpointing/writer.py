@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.5
-"""Doubles with each attempt: up to 16 s in all, besides what the storage takes to refuse. The next checkpoint waits as long."""
+"""Doubles with each attempt: up to 16 s in all, besides what the storage takes to refuse. The next checkpoint waits as
+long.
+"""
 
 
 class CheckpointWriter:
@@ -99,7 +101,9 @@ class CheckpointWriter:
         self.wait()
         self.raise_if_lost()
         if self._failed is not None:
-            raise CheckpointError(f"The last checkpoint could not be written: {self._failed}. Free or repair the storage and start again.")
+            raise CheckpointError(
+                f"The last checkpoint could not be written: {self._failed}. Free or repair the storage and start again."
+            )
 
     def _write(self, snapshot: Snapshot, commit: Commit) -> None:
         reason: str | None = None
@@ -107,7 +111,9 @@ class CheckpointWriter:
             try:
                 self._write_once(snapshot, commit)
                 if reason is not None:
-                    put_event(self._paths, "write_retried", commit.fence, step=commit.step, attempts=attempt, reason=reason)
+                    put_event(
+                        self._paths, "write_retried", commit.fence, step=commit.step, attempts=attempt, reason=reason
+                    )
                 self._failed = None
                 return
             except LeaseLostError as error:
@@ -116,13 +122,17 @@ class CheckpointWriter:
                 return
             except Exception as error:
                 self._failed = reason = f"{type(error).__name__}: {error}"
-                logger.warning("Checkpoint of step %d, attempt %d of %d failed: %s", commit.step, attempt, _ATTEMPTS, reason)
+                logger.warning(
+                    "Checkpoint of step %d, attempt %d of %d failed: %s", commit.step, attempt, _ATTEMPTS, reason
+                )
                 if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                     self._tidy(commit.fence)  # followers may need less by now
             if attempt < _ATTEMPTS:
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
         self._abandoned.append(commit)
-        self._untold.append(("write_failed", commit.fence, {"step": commit.step, "attempts": _ATTEMPTS, "reason": reason}))
+        self._untold.append(
+            ("write_failed", commit.fence, {"step": commit.step, "attempts": _ATTEMPTS, "reason": reason})
+        )
         self._tidy(commit.fence)
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
@@ -136,7 +146,9 @@ class CheckpointWriter:
         self._tidy(commit.fence)
 
     def tell(self) -> None:
-        """Records what could not be written or will not be evaluated, as soon as the storage takes that: early stopping waits for it."""
+        """Records what could not be written or will not be evaluated, as soon as the storage takes that: early stopping
+        waits for it.
+        """
         while self._untold:
             kind, fence, details = self._untold[0]
             if not put_event(self._paths, kind, fence, **details):
@@ -144,7 +156,9 @@ class CheckpointWriter:
             self._untold.pop(0)
 
     def _skip(self, fence: int, holds: list[Hold], gone: list[int]) -> None:
-        """Records which of the checkpoints that are about to go nobody has evaluated; once, also if they go later only."""
+        """Records which of the checkpoints that are about to go nobody has evaluated; once, also if they go
+        later only.
+        """
         for step, name in sorted(skipped(gone, holds, time.time()) - self._skipped, key=lambda one: one[0]):
             if step not in evaluated_steps(self._paths, name):
                 details = {"step": step, "reason": "the evaluator lags too far behind"} | ({"by": name} if name else {})
@@ -153,13 +167,17 @@ class CheckpointWriter:
         self.tell()
 
     def _tidy(self, fence: int) -> None:
-        """Removes what nobody needs or what failed writes left; what goes wrong here is no failed write, and is tried again later."""
+        """Removes what nobody needs or what failed writes left; what goes wrong here is no failed write, and is tried
+        again later.
+        """
         self.tell()
         try:
             while self._abandoned:
                 self._store.discard(self._abandoned[-1])
                 self._abandoned.pop()
-            holds = self._store.holds()  # before the best steps: what is evaluated and let go meanwhile is in one of the two
+            holds = (
+                self._store.holds()
+            )  # before the best steps: what is evaluated and let go meanwhile is in one of the two
             self._store.retain(self._section.keep_last, self._best_steps(), holds, partial(self._skip, fence, holds))
         except Exception as error:
             logger.warning("Old checkpoints could not be removed, will try again: %s", error)

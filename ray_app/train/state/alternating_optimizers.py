@@ -1,4 +1,6 @@
-"""Several optimizers that take turns: which one moves its parameters in a step follows from the number of the step alone."""
+"""Several optimizers that take turns: which one moves its parameters in a step follows from the number of the step
+alone.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Turns(Optimizer):
             names = {name for pattern in spec.parameters for name in matching(named, pattern, field)}
             own = {name: p for name, p in trained.items() if name in names}
             if twice := [name for name in own if name in owners]:
-                raise ConfigError(f"{field} names {some(twice)}, which optimizers.{owners[twice[0]]} has, too; each belongs to one.")
+                raise ConfigError(
+                    f"{field} names {some(twice)}, which optimizers.{owners[twice[0]]} has, too; each belongs to one."
+                )
             if not own:
                 raise ConfigError(f"{field} names nothing that is trained.")
             owners |= dict.fromkeys(own, turn)
@@ -95,7 +99,9 @@ class Turns(Optimizer):
         for optimizer in self.optimizers.values():
             own = optimizer.state_dict()
             state |= {first + number: values for number, values in own["state"].items()}
-            groups += [{**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]]
+            groups += [
+                {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
+            ]
             first += sum(len(group["params"]) for group in own["param_groups"])
         return {"state": state, "param_groups": groups}
 
@@ -130,9 +136,13 @@ class TurnSchedules:
         make: Callable[[ClassSpec, Optimizer, int], LRScheduler],
     ) -> None:
         self._specs = specs
-        self.moves = {turn: steps_of(specs, turn, total_steps) for turn, spec in specs.items() if spec.schedule is not None}
+        self.moves = {
+            turn: steps_of(specs, turn, total_steps) for turn, spec in specs.items() if spec.schedule is not None
+        }
         self.schedules = {
-            turn: make(spec.schedule, turns.optimizers[turn], self.moves[turn]) for turn, spec in specs.items() if spec.schedule is not None
+            turn: make(spec.schedule, turns.optimizers[turn], self.moves[turn])
+            for turn, spec in specs.items()
+            if spec.schedule is not None
         }
 
     def step(self, step: int) -> None:

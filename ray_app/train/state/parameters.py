@@ -51,13 +51,17 @@ def matching(names: Iterable[str], pattern: str, field: str) -> list[str]:
 
 def some(names: list[str]) -> str:
     """The first of them, and how many more there are."""
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else "")
+    return ", ".join(names[:_MOST_NAMED]) + (
+        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    )
 
 
 NAMES, NORMS_AND_BIASES = "names", "norms_and_biases"
 
 
-def grouped(named: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]], field: str = "optimizer.groups") -> list[dict[str, Any]]:
+def grouped(
+    named: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]], field: str = "optimizer.groups"
+) -> list[dict[str, Any]]:
     """The trained parameters in the groups that an optimizer is made with: the rest, then those that are asked for.
 
     Args:
@@ -76,18 +80,24 @@ def grouped(named: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]],
     for group in groups:
         patterns = group.get(NAMES) or []
         if not isinstance(patterns, list) or not (patterns or group.get(NORMS_AND_BIASES)):
-            raise ConfigError(f"{field} has {group}; say whose options these are by {NAMES}, a list, or by {NORMS_AND_BIASES}: true.")
+            raise ConfigError(
+                f"{field} has {group}; say whose options these are by {NAMES}, a list, or by {NORMS_AND_BIASES}: true."
+            )
         wanted = {name for pattern in patterns for name in matching(named, pattern, field)}
         if group.get(NORMS_AND_BIASES):
             wanted |= {name for name, p in named.items() if p.ndim <= 1}
         taken = [left.pop(name) for name in list(left) if name in wanted]
-        made.append({**{key: value for key, value in group.items() if key not in (NAMES, NORMS_AND_BIASES)}, "params": taken})
+        made.append(
+            {**{key: value for key, value in group.items() if key not in (NAMES, NORMS_AND_BIASES)}, "params": taken}
+        )
     found = [{"params": list(left.values())}, *made]
     trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in found]
     return [group for group in trained if group["params"]]
 
 
-def refuse_unknown_options(optimizer: Optimizer, groups: Sequence[dict[str, Any]], field: str = "optimizer.groups") -> None:
+def refuse_unknown_options(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], field: str = "optimizer.groups"
+) -> None:
     """Refuses options of groups that the optimizer does not have, or that are no number where it has one.
 
     Raises:
@@ -120,9 +130,13 @@ def numbers(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[int]:
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Takes over a state with the dtypes that it has; PyTorch alone makes them those of the parameters (NAdam, own optimizers in bf16)."""
+    """Takes over a state with the dtypes that it has; PyTorch alone makes them those of the parameters (NAdam, own
+    optimizers in bf16).
+    """
     optimizer.load_state_dict(saved)
-    for p, number in zip(in_order(optimizer), (n for group in saved["param_groups"] for n in group["params"]), strict=True):
+    for p, number in zip(
+        in_order(optimizer), (n for group in saved["param_groups"] for n in group["params"]), strict=True
+    ):
         for name, value in saved["state"].get(number, {}).items():
             if isinstance(value, Tensor) and (loaded := optimizer.state[p][name]).dtype != value.dtype:
                 optimizer.state[p][name] = value.to(loaded.device, copy=True)
@@ -147,7 +161,11 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
             named[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):
         raise ConfigError(f"train.freeze {patterns} leaves nothing to train; the model has {some(list(named))}.")
-    layers = [(m, [p.requires_grad for p in m.parameters()]) for m in model.modules() if isinstance(m, _BatchNorm)] if patterns else []
+    layers = (
+        [(m, [p.requires_grad for p in m.parameters()]) for m in model.modules() if isinstance(m, _BatchNorm)]
+        if patterns
+        else []
+    )
     return [layer for layer, trained in layers if trained and not any(trained)]
 
 
@@ -155,8 +173,8 @@ _MAX_SHARED_NAMED = 5
 
 
 def contiguous(model: nn.Module) -> nn.Module:
-    """A model whose parameters lie in memory as their shapes say: fused optimizers pair a parameter's values with those of gradient and
-    state by their places in memory, and what is exchanged, saved or sent lies as the shape says.
+    """A model whose parameters lie in memory as their shapes say: fused optimizers pair a parameter's values with those
+    of gradient and state by their places in memory, and what is exchanged, saved or sent lies as the shape says.
 
     Raises:
         ConfigError: Values of a parameter share their memory, which its copy would not do.
@@ -166,12 +184,16 @@ def contiguous(model: nn.Module) -> nn.Module:
             continue
         if any(size > 1 and not step for size, step in zip(p.shape, p.stride(), strict=True)):
             raise ConfigError(
-                f"Values of the parameter {name}, of shape {tuple(p.shape)}, share their memory (expand): an optimizer would move one value"
-                " several times in a step. Make it with .clone(), so that each has its own, or make the parameter small and expand it in"
+                f"Values of the parameter {name}, of shape {tuple(p.shape)}, share their memory (expand): an optimizer"
+                f" would move one value"
+                " several times in a step. Make it with .clone(), so that each has its own, or make the parameter small"
+                " and expand it in"
                 " forward."
             )
         if p.stride() != torch.empty(p.shape, device="meta").stride():
-            p.data = p.data.clone(memory_format=torch.contiguous_format)  # also where a size is 1, and PyTorch calls it contiguous
+            p.data = p.data.clone(
+                memory_format=torch.contiguous_format
+            )  # also where a size is 1, and PyTorch calls it contiguous
     return model
 
 
@@ -195,7 +217,9 @@ def read(place: str, digest: str | None) -> dict[str, Tensor]:
     except Exception as error:  # an exception of the library's own
         foreign = name_foreign_file(data[:HEAD_BYTES])
         reason = f"it is {foreign}" if foreign else str(error)
-        raise ConfigError(f"train.init_from {place!r} is no safetensors file: {reason}. Save parameters with safetensors.torch.") from error
+        raise ConfigError(
+            f"train.init_from {place!r} is no safetensors file: {reason}. Save parameters with safetensors.torch."
+        ) from error
     refuse_others(found, place, digest)
     return found
 
@@ -203,7 +227,8 @@ def read(place: str, digest: str | None) -> dict[str, Tensor]:
 def unreadable(place: str, error: OSError) -> ConfigError:
     """How a file of parameters that cannot be read is refused."""
     return ConfigError(
-        f"train.init_from {place!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or models:/NAME@ALIAS."
+        f"train.init_from {place!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or"
+        f" models:/NAME@ALIAS."
     )
 
 
@@ -215,7 +240,8 @@ def refuse_others(found: dict[str, Tensor], place: str, digest: str | None) -> N
     """
     if digest is not None and params_digest(found) != digest:
         raise ConfigError(
-            f"train.init_from {place!r} holds parameters with the digest {params_digest(found)}, but the run begins with {digest}. Give"
+            f"train.init_from {place!r} holds parameters with the digest {params_digest(found)}, but the run begins"
+            f" with {digest}. Give"
             " those of before, or start a new run."
         )
 
@@ -234,7 +260,8 @@ def begin_with(model: nn.Module, found: dict[str, Tensor], called: str | None) -
     problems = _differences(model.state_dict(), found)
     if problems:
         raise ConfigError(
-            f"train.init_from {called!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same model, or set"
+            f"train.init_from {called!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same"
+            f" model, or set"
             " task.init_args to what they were trained with."
         )
     model.load_state_dict(found)
@@ -246,7 +273,8 @@ def _differences(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[st
         "missing": sorted(wanted.keys() - found.keys()),
         "unexpected": sorted(found.keys() - wanted.keys()),
         "of another shape or type": [
-            f"{name} {found[name].dtype} {tuple(found[name].shape)}, wanted {wanted[name].dtype} {tuple(wanted[name].shape)}"
+            f"{name} {found[name].dtype} {tuple(found[name].shape)}, wanted {wanted[name].dtype}"
+            f" {tuple(wanted[name].shape)}"
             for name in sorted(wanted.keys() & found.keys())
             if (wanted[name].dtype, wanted[name].shape) != (found[name].dtype, found[name].shape)
         ],

@@ -2,11 +2,13 @@
 
 The scale of the loss in half precision: found while training, the same on all workers, part of the checkpoint.
 
-Small gradients vanish in float16, so the loss is multiplied by a scale and the gradient divided by it again, see Micikevicius et al.,
-"Mixed Precision Training", ICLR 2018. All scales are powers of two, so both change no bit of a number that neither over- nor underflows.
-Whether a gradient overflowed is seen in the sum over all logical workers, so every worker decides alike.
+Small gradients vanish in float16, so the loss is multiplied by a scale and the gradient divided by it again, see
+Micikevicius et al., "Mixed Precision Training", ICLR 2018. All scales are powers of two, so both change no bit of a
+number that neither over- nor underflows. Whether a gradient overflowed is seen in the sum over all logical workers, so
+every worker decides alike.
 
-What torch's generators are seeded with: one number for making the model, and one for each logical worker's share of each step.
+What torch's generators are seeded with: one number for making the model, and one for each logical worker's share of
+each step.
 
 An exponential moving average of the parameters, which is the model that a run returns where `train.ema_decay` is set.
 
@@ -14,9 +16,9 @@ Learning-rate schedules of the configuration.
 
 Optimizers without PyTorch's compiler, and without marks for a profiler that does not listen (torch 2.15).
 
-They import the compiler when they are made and at every step, only to be left out of what is compiled: two seconds of every process that
-trains. Each step tells the profiler when it begins and ends, which takes 30 us of a small one. Both are undone here for a run that compiles
-nothing. Where another version does it in another way, it is left as it is.
+They import the compiler when they are made and at every step, only to be left out of what is compiled: two seconds of
+every process that trains. Each step tells the profiler when it begins and ends, which takes 30 us of a small one. Both
+are undone here for a run that compiles nothing. Where another version does it in another way, it is left as it is.
 """
 
 from __future__ import annotations
@@ -46,7 +48,14 @@ from ray_app.reduction.base import World, gather
 from ray_app.task.base import Task
 from ray_app.task.user_code import user_code
 from ray_app.train.state.alternating_optimizers import Turns, TurnSchedules
-from ray_app.train.state.parameters import begin_with, contiguous, freeze, grouped, load_optimizer, refuse_unknown_options
+from ray_app.train.state.parameters import (
+    begin_with,
+    contiguous,
+    freeze,
+    grouped,
+    load_optimizer,
+    refuse_unknown_options,
+)
 from ray_app.train.state.transfer import copied, lacking, odd_ones, transfer
 
 FIRST, MOST = 2.0**16, 2.0**24
@@ -109,8 +118,8 @@ def _of_epoch(seed: int, epoch: int) -> int:
 class Average:
     """The average of a model's parameters over the steps, one more copy of them.
 
-    The decay of step t is min(decay, (1 + t) / (10 + t)), so that the first steps do not weigh for ever, as in TensorFlow's
-    `ExponentialMovingAverage` with `num_updates`.
+    The decay of step t is min(decay, (1 + t) / (10 + t)), so that the first steps do not weigh for ever, as in
+    TensorFlow's `ExponentialMovingAverage` with `num_updates`.
 
     Args:
         model: Whose parameters.
@@ -132,7 +141,9 @@ class Average:
 
     def over(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A model's state with the average in place of the parameters."""
-        return {name: self._values[self._names[name]] if name in self._names else value for name, value in state.items()}
+        return {
+            name: self._values[self._names[name]] if name in self._names else value for name, value in state.items()
+        }
 
     def parameters(self) -> dict[str, Tensor]:
         """The trained parameters by name."""
@@ -191,7 +202,8 @@ def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LR
     rates = [group["lr"] for group in optimizer.param_groups]
     if len(set(rates)) > 1 and isinstance(args.get("max_lr"), float | int):
         raise ConfigError(
-            f"schedule {made.__name__} has max_lr {args['max_lr']} for all {len(rates)} groups of parameters, whose own rates {rates} it"
+            f"schedule {made.__name__} has max_lr {args['max_lr']} for all {len(rates)} groups of parameters, whose own"
+            f" rates {rates} it"
             " would replace; give max_lr as a list, one for each of these."
         )
     if "total_steps" in parameters and not _LENGTHS & args.keys():
@@ -203,7 +215,9 @@ def counts_total_steps(spec: ClassSpec) -> bool:
     """Whether a schedule, or one that it is made of, is told the steps of the whole run."""
     parts = [part for value in spec.init_args.values() for part in (value if isinstance(value, list) else [value])]
     inner = [
-        ClassSpec(part["class_path"], part.get("init_args") or {}) for part in parts if isinstance(part, dict) and "class_path" in part
+        ClassSpec(part["class_path"], part.get("init_args") or {})
+        for part in parts
+        if isinstance(part, dict) and "class_path" in part
     ]
     takes = "total_steps" in inspect.signature(load_class(spec)).parameters
     return (takes and not _LENGTHS & spec.init_args.keys()) or any(map(counts_total_steps, inner))
@@ -214,7 +228,9 @@ _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def without_compiler(optimizer: type[Optimizer]) -> None:
-    """Changes the methods of a class of optimizers, before the first is made, so that they do not import the compiler."""
+    """Changes the methods of a class of optimizers, before the first is made, so that they do not import the
+    compiler.
+    """
     if "torch._dynamo" in sys.modules:  # nothing to save
         return
     for method in filter(inspect.isfunction, vars(Optimizer).values()):
@@ -222,7 +238,9 @@ def without_compiler(optimizer: type[Optimizer]) -> None:
         plain.__dynamo_disable = plain  # what `torch._disable_dynamo` keeps of its first call
     step = optimizer.step
     if getattr(step, "__code__", _with_grad.__code__).co_name == "_use_grad":
-        if not torch.accelerator.is_available():  # it would be looked for at each step, to ask whether it captures a graph
+        if (
+            not torch.accelerator.is_available()
+        ):  # it would be looked for at each step, to ask whether it captures a graph
             optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
         optimizer.step = _hooked(_with_grad(vars(step)["__wrapped__"]))  # type: ignore[method-assign]
 
@@ -244,7 +262,13 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        is_told = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _of_all[0] or _of_all[1] or _is_profiled()
+        is_told = (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _of_all[0]
+            or _of_all[1]
+            or _is_profiled()
+        )
         return (told if is_told else step)(self, *args, **kwargs)
 
     stepped.hooked = True  # type: ignore[attr-defined]  # or the first optimizer that is made would wrap it again
@@ -254,7 +278,8 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
 NOTHING = -1
 """The step of a worker that has no state yet."""
 _ALL_IN_DOUBT = (
-    "After a failure the workers that are left have different states of the same step, and there is neither a checkpoint nor a snapshot to"
+    "After a failure the workers that are left have different states of the same step, and there is neither a"
+    " checkpoint nor a snapshot to"
     " go on from. Start again, and set checkpoint.every_steps so that there is one."
 )
 
@@ -322,7 +347,8 @@ class TrainingState:
         if config.schedule is not None:
             if self.schedule is not None:
                 raise ConfigError(
-                    f"schedule is {config.schedule.class_path}, and the task brings a {type(self.schedule).__name__} with its optimizer; a"
+                    f"schedule is {config.schedule.class_path}, and the task brings a {type(self.schedule).__name__}"
+                    f" with its optimizer; a"
                     " run has one. Leave schedule out, or let the task bring the optimizer alone."
                 )
             self.schedule = make_schedule(config.schedule, self.optimizer, self._total_steps)
@@ -363,7 +389,9 @@ class TrainingState:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group: the one that is not asked for, unless every parameter is in another."""
+        """Learning rate of the first parameter group: the one that is not asked for, unless every parameter is in
+        another.
+        """
         return float(self._moving.param_groups[0]["lr"])
 
     @property
@@ -405,8 +433,8 @@ class TrainingState:
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         """Copies the state to memory of its own.
 
-        Args:
-            into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times the copying.
+        Args: into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times
+            the copying.
         """
         return Snapshot(**copied(vars(self._live()), vars(into) if into is not None else None))
 
@@ -437,19 +465,20 @@ class TrainingState:
 
     @contextmanager
     def among(self, world: World) -> Iterator[World]:
-        """The time of a generation, from before the state is shared; yields its workers as they play in this strategy."""
+        """The time of a generation, from before the state is shared; yields its workers as they play in this
+        strategy.
+        """
         yield world
 
     def refresh(self) -> None:
         """Makes the model on this rank that of the present step, if it is not; a collective of all ranks."""
 
     def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
-        """Gives the ranks that lack it the state of the highest step; a collective of all ranks, after which all states are equal.
+        """Gives the ranks that lack it the state of the highest step; a collective of all ranks, after which all states
+        are equal.
 
-        Args:
-            world: The workers of now.
-            restore: Gives rank 0 a state; called if nobody has one.
-            was_broken: Whether the generation before broke for this rank; then those who claim the highest step compare what they have.
+        Args: world: The workers of now. restore: Gives rank 0 a state; called if nobody has one. was_broken: Whether
+            the generation before broke for this rank; then those who claim the highest step compare what they have.
 
         Returns:
             The ranks whose state was not that of most others of their step, and has been replaced.
@@ -472,7 +501,9 @@ class TrainingState:
         return odd
 
     def _trusted(self, world: World, was_broken: bool) -> tuple[list[int], list[int]]:
-        """Every rank's step, that of a state in doubt being NOTHING, and whose are; what is in doubt takes a digest of the parameters."""
+        """Every rank's step, that of a state in doubt being NOTHING, and whose are; what is in doubt takes a digest of
+        the parameters.
+        """
         claims = gather((self.step, was_broken), world)
         steps, doubted = [step for step, _ in claims], list[int]()
         if any(broken for _, broken in claims) and steps.count(max(steps)) > 1 and max(steps) > NOTHING:

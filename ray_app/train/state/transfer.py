@@ -1,21 +1,25 @@
-"""How a training state gets to those that lack it: tensor by tensor, along a tree of them, in pieces that nobody has to wait long for.
+"""How a training state gets to those that lack it: tensor by tensor, along a tree of them, in pieces that nobody has to
+wait long for.
 
-Nothing big is pickled or copied while Python's lock is held, so heartbeats go on however large the state is. A tensor leaves from the
-memory that it has and arrives in the memory that it stays in; from a device it goes through the host piece by piece.
+Nothing big is pickled or copied while Python's lock is held, so heartbeats go on however large the state is. A tensor
+leaves from the memory that it has and arrives in the memory that it stays in; from a device it goes through the host
+piece by piece.
 
 Page-locked host memory, from and to which a device copies by itself while the host goes on.
 
-PyTorch's own (`pin_memory=True`) rounds each tensor up to a power of two and never gives memory back: what a snapshot of a big model takes
-would be up to twice the model for each copy, and grow with each kind of copy. Here a copy is one piece of exactly its size. When no tensor
-uses it any more, the next copy takes it, or gives it back if it is of another size: to lock memory takes a second for some gigabytes.
+PyTorch's own (`pin_memory=True`) rounds each tensor up to a power of two and never gives memory back: what a snapshot
+of a big model takes would be up to twice the model for each copy, and grow with each kind of copy. Here a copy is one
+piece of exactly its size. When no tensor uses it any more, the next copy takes it, or gives it back if it is of another
+size: to lock memory takes a second for some gigabytes.
 
-Each tensor has a storage of its own, which is its part of the piece: `torch.save` writes the whole storage of a tensor, and refuses tensors
-of different types in one storage.
+Each tensor has a storage of its own, which is its part of the piece: `torch.save` writes the whole storage of a tensor,
+and refuses tensors of different types in one storage.
 
-Copies of a state in host memory: those of a device are all given to it, through page-locked memory, before any is waited for.
+Copies of a state in host memory: those of a device are all given to it, through page-locked memory, before any is
+waited for.
 
-All ranks copy like this, also those that only hold a copy: the next step waits for the slowest of them. Of this the CPU's part has run, not
-that of a GPU; tests look at the order of its calls.
+All ranks copy like this, also those that only hold a copy: the next step waits for the slowest of them. Of this the
+CPU's part has run, not that of a GPU; tests look at the order of its calls.
 """
 
 from __future__ import annotations
@@ -59,7 +63,9 @@ def lacking(steps: Sequence[int], source: int) -> list[int]:
 
 
 def odd_ones(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
-    """The ranks with the highest step that are not of one mind with more than half of those that have it, by every rank's digest."""
+    """The ranks with the highest step that are not of one mind with more than half of those that have it, by every
+    rank's digest.
+    """
     newest = [rank for rank, step in enumerate(steps) if step == max(steps)]
     digest, count = Counter(digests[rank] for rank in newest).most_common(1)[0]
     return [rank for rank in newest if digests[rank] != digest or 2 * count <= len(newest)]
@@ -89,7 +95,9 @@ def transfer(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int
     with collective():
         if me == 0:
             assert snapshot is not None
-            line.pass_head(pickle.dumps(without_tensors([getattr(snapshot, part.name) for part in fields(Snapshot)], tensors)))
+            line.pass_head(
+                pickle.dumps(without_tensors([getattr(snapshot, part.name) for part in fields(Snapshot)], tensors))
+            )
         else:
             snapshot = Snapshot(*with_tensors(pickle.loads(line.pass_head(b"")), tensors))
         for tensor in tensors:
@@ -174,12 +182,15 @@ _is_refused = False
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Returns the bytes of a piece that a tensor takes: a multiple of the alignment, and never 0, so that no two tensors begin alike."""
+    """Returns the bytes of a piece that a tensor takes: a multiple of the alignment, and never 0, so that no two
+    tensors begin alike.
+    """
     return max(1, -(-tensor.nbytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
 
 
 def views_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous tensors of the shapes and dtypes of others, in one new piece of page-locked memory; their values are not set.
+    """Contiguous tensors of the shapes and dtypes of others, in one new piece of page-locked memory; their values are
+    not set.
 
     Where the driver locks no more memory it is pageable, which makes copies slower, and no others.
     """
@@ -214,7 +225,8 @@ def _piece(size: int) -> NDArray[np.uint8]:
 def _keep(memory: mmap.mmap) -> None:
     """Keeps a piece that nothing uses for the next that is asked for.
 
-    Not unlocked here: the thread that drops a piece last may be one whose present device is another, which that would open.
+    Not unlocked here: the thread that drops a piece last may be one whose present device is another, which that would
+    open.
     """
     with _lock:
         _spare.append(memory)
@@ -227,7 +239,11 @@ def _locked(memory: mmap.mmap) -> bool:
         if not error:
             return True
         _is_refused = True
-        logger.warning("The driver locks no %d bytes of host memory (CUDA error %d); copies of the state take longer", len(memory), error)
+        logger.warning(
+            "The driver locks no %d bytes of host memory (CUDA error %d); copies of the state take longer",
+            len(memory),
+            error,
+        )
         with suppress(RuntimeError):  # the runtime reports the error once more, at the next kernel
             torch.ones(1, device="cuda")
     return False
@@ -237,7 +253,9 @@ def _address(memory: mmap.mmap) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
-def copied(value: dict[str, Any], into: dict[str, Any] | None = None, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, Any]:
+def copied(
+    value: dict[str, Any], into: dict[str, Any] | None = None, whole: Callable[[Tensor], Tensor] = Tensor.detach
+) -> dict[str, Any]:
     """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike.
 
     Args:
@@ -270,7 +288,9 @@ def _is_alike(value: Tensor, into: Any) -> bool:
     return isinstance(into, Tensor) and (into.dtype, into.shape) == (value.dtype, value.shape)
 
 
-def _copied(value: Any, into: Any, whole: Callable[[Tensor], Tensor], devices: set[torch.device], memory: Iterator[Tensor]) -> Any:
+def _copied(
+    value: Any, into: Any, whole: Callable[[Tensor], Tensor], devices: set[torch.device], memory: Iterator[Tensor]
+) -> Any:
     """The copy, which is not to be read before what these devices were given is done."""
     if isinstance(value, Tensor):
         room = next(memory) if value.device.type != "cpu" and not _is_alike(value, into) else into
@@ -278,11 +298,15 @@ def _copied(value: Any, into: Any, whole: Callable[[Tensor], Tensor], devices: s
         if value.device.type == "cpu":
             return into.copy_(value) if _is_alike(value, into) else value.to("cpu", copy=True).contiguous()
         devices.add(value.device)
-        return (room if _is_alike(value, room) else torch.empty(value.shape, dtype=value.dtype)).copy_(value, non_blocking=True)
+        return (room if _is_alike(value, room) else torch.empty(value.shape, dtype=value.dtype)).copy_(
+            value, non_blocking=True
+        )
     if isinstance(value, dict):
         known = into if isinstance(into, dict) else {}
         return {k: _copied(v, known.get(k), whole, devices, memory) for k, v in value.items()}
-    if isinstance(value, np.float64 | np.integer | np.bool_):  # as NumPy's functions make them, which no checkpoint is read with
+    if isinstance(
+        value, np.float64 | np.integer | np.bool_
+    ):  # as NumPy's functions make them, which no checkpoint is read with
         return value.item()
     if isinstance(value, list | tuple):
         return type(value)(_copied(v, None, whole, devices, memory) for v in value)

@@ -1,11 +1,14 @@
-"""Forward and backward of a micro-batch as a CUDA graph: one launch in the place of hundreds, which a small step waits for.
+"""Forward and backward of a micro-batch as a CUDA graph: one launch in the place of hundreds, which a small step waits
+for.
 
-A graph is captured for every kind of micro-batch: its shapes, dtypes and layouts. Each replay reads the rows and weights from the memory of
-the capture and leaves gradients and sums in the memory of the capture; seeds and the offsets of the generator are those of the replay, so
-that dropout draws what it would have drawn. The bits are those of an eager step, which each graph is held against before it is used, and
-now and then: the number of workers, which decides who captures what and when, is not in them.
+A graph is captured for every kind of micro-batch: its shapes, dtypes and layouts. Each replay reads the rows and
+weights from the memory of the capture and leaves gradients and sums in the memory of the capture; seeds and the offsets
+of the generator are those of the replay, so that dropout draws what it would have drawn. The bits are those of an eager
+step, which each graph is held against before it is used, and now and then: the number of workers, which decides who
+captures what and when, is not in them.
 
-CUDA graphs in PyTorch: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog, 2021, and the notes on CUDA semantics.
+CUDA graphs in PyTorch: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog, 2021, and the notes on CUDA
+semantics.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ from ray_app.task.base import Batch, DeviceSums
 from ray_app.train.step.micro_batch import TensorGroup
 
 Compute = Callable[[Batch, Tensor], DeviceSums]
-"""Forward and backward of rows and their weights: leaves gradients in `.grad`, which is None before, and returns the sums."""
+"""Forward and backward of rows and their weights: leaves gradients in `.grad`, which is None before, and returns the
+sums.
+"""
 _MOST_KINDS = 16
 _EVERY = 1000
-"""When a graph is held against an eager step: after 0, 1, 2, 4, ... uses, and every so many. The first is with the rows that it was
-captured with, the others show what the capture has read or drawn on the host, if that changes."""
+"""When a graph is held against an eager step: after 0, 1, 2, 4, ... uses, and every so many. The first is with the rows
+that it was captured with, the others show what the capture has read or drawn on the host, if that changes.
+"""
 _OUT_OF_MEMORY = ("out of memory", "allocate memory")
 
 
@@ -51,7 +57,8 @@ def graphs_of(device: torch.device) -> Graphs:
     """
     if device.type != "cuda":
         raise ConfigError(
-            f"train.capture is set, and a worker computes on its {device.type.upper()}, which has no CUDA graphs. Give the workers GPUs"
+            f"train.capture is set, and a worker computes on its {device.type.upper()}, which has no CUDA graphs. Give"
+            f" the workers GPUs"
             " (scaling.gpus_per_worker), or leave it out: the bits are the same without."
         )
     return CudaGraphs(device)
@@ -61,9 +68,10 @@ class CudaGraphs:
     """CUDA's: graphs that share one pool of memory, of which one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        # The "nccl" of torch 2.15 registers each segment of this pool with its communicator when it is allocated, so also in a capture.
-        # Whether that matters only two GPUs show; to allocate before a capture would take private calls, and TORCH_DIST_USE_NCCL2=0 in
-        # the workers' environment chooses the older class, which registers nothing.
+        # The "nccl" of torch 2.15 registers each segment of this pool with its communicator when it is allocated, so
+        # also in a capture. Whether that matters only two GPUs show; to allocate before a capture would take private
+        # calls, and TORCH_DIST_USE_NCCL2=0 in the workers' environment chooses the older class, which registers
+        # nothing.
         self._stream, self._pool = stream_of(device, "capture"), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
@@ -83,7 +91,9 @@ class CudaGraphs:
 
 @dataclass
 class _Kind:
-    """A graph, the memory that it reads and that it leaves its results in, what else it reads, which it keeps alive, and its uses."""
+    """A graph, the memory that it reads and that it leaves its results in, what else it reads, which it keeps alive,
+    and its uses.
+    """
 
     fields: Batch
     weights: Tensor
@@ -111,7 +121,8 @@ class Captured:
         self._kinds: dict[tuple[object, ...], _Kind] = {}
 
     def run(self, fields: Batch, weights: Tensor) -> DeviceSums:
-        """As `Compute`, of the values that the generators have now; waits for the device only where it captures or compares.
+        """As `Compute`, of the values that the generators have now; waits for the device only where it captures or
+        compares.
 
         Raises:
             ConfigError: It cannot be captured, or a replay has other bits.
@@ -120,7 +131,9 @@ class Captured:
         key = (weights.shape, *((name, v.shape, v.dtype, v.stride()) for name, v in named))
         kind = self._kinds.get(key)
         if kind is None:
-            if len(self._kinds) == _MOST_KINDS:  # each keeps memory of the device: what is rarer is computed, with the same bits
+            if (
+                len(self._kinds) == _MOST_KINDS
+            ):  # each keeps memory of the device: what is rarer is computed, with the same bits
                 return self._compute(fields, weights)
             kind = self._kinds[key] = self._captured(fields, weights)
         torch._foreach_copy_([*kind.fields.values(), kind.weights], [*(fields[name] for name in kind.fields), weights])
@@ -145,7 +158,9 @@ class Captured:
         buffers, drawn, inputs = self._kept(), self._drawn(), _Inputs()
         self._graphs.warm_up(work)
         if self._device.type != "cpu" and not torch.equal(torch.default_generator.get_state(), drawn[0]):
-            raise _cannot("it draws random numbers on the host, which each replay would repeat; draw them on the device")
+            raise _cannot(
+                "it draws random numbers on the host, which each replay would repeat; draw them on the device"
+            )
         self._put_back(buffers, drawn)
         self._forget()  # what the warm-up has left is not in the memory of the graph
 
@@ -165,7 +180,9 @@ class Captured:
     def _copy(self, name: str, field: Tensor) -> Tensor:
         """Memory for a field of every replay, in its layout."""
         if field.device.type != self._device.type:
-            raise _cannot(f"the field {name} is on the {field.device.type}, where each replay would find that of the capture")
+            raise _cannot(
+                f"the field {name} is on the {field.device.type}, where each replay would find that of the capture"
+            )
         if any(stride == 0 and size > 1 for size, stride in zip(field.shape, field.stride(), strict=True)):
             raise _cannot(f"the field {name} was expanded, and has no memory of its own; let augment call contiguous()")
         return torch.empty_strided(field.shape, field.stride(), dtype=field.dtype, device=field.device).copy_(field)
@@ -187,7 +204,10 @@ class Captured:
         ]
         for name, several in zip(names, pairs, strict=True):
             if not all(_same_bits(a, b) for a, b in several):
-                raise _cannot(f"{name} of a replay is not that of the same rows computed without; it depends on what changes on the host")
+                raise _cannot(
+                    f"{name} of a replay is not that of the same rows computed without; it depends on what changes on"
+                    f" the host"
+                )
 
     def _forget(self) -> None:
         for p in self._parameters:
@@ -212,9 +232,11 @@ class Captured:
 
 
 class _Inputs(TorchDispatchMode):
-    """What operators read that none of them made: parameters, buffers, and what a model keeps beside them (a table of positions).
+    """What operators read that none of them made: parameters, buffers, and what a model keeps beside them (a table of
+    positions).
 
-    A graph knows the memory alone: where a model gives itself another table, for longer rows, replays would read what was there.
+    A graph knows the memory alone: where a model gives itself another table, for longer rows, replays would read what
+    was there.
     """
 
     def __init__(self) -> None:
@@ -226,7 +248,9 @@ class _Inputs(TorchDispatchMode):
         """They."""
         return list(self._read.values())
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         del types
         for tensor in _tensors((args, kwargs)):
             if (place := tensor.untyped_storage().data_ptr()) not in self._made:
@@ -263,7 +287,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _cannot(why: str) -> ConfigError:
     return ConfigError(
-        f"train.capture is set, and a micro-batch cannot be captured: {why}. What forward and loss do has to be the same for all rows of"
-        " one shape, without waiting for the device (.item(), boolean masks, nonzero, print). Change it, or leave train.capture out: the"
+        f"train.capture is set, and a micro-batch cannot be captured: {why}. What forward and loss do has to be the"
+        f" same for all rows of"
+        " one shape, without waiting for the device (.item(), boolean masks, nonzero, print). Change it, or leave"
+        " train.capture out: the"
         " bits are the same without."
     )

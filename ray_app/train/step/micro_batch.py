@@ -29,8 +29,8 @@ _ALIGNED_BYTES = 16
 
 
 class ReplicaBuffers:
-    """The model's buffers (batch-norm statistics) during a step: every logical worker starts from the same ones, and those of logical
-    worker 0 are kept, which is what DDP does with one process per logical worker.
+    """The model's buffers (batch-norm statistics) during a step: every logical worker starts from the same ones, and
+    those of logical worker 0 are kept, which is what DDP does with one process per logical worker.
 
     Args:
         model: Whose buffers.
@@ -41,7 +41,9 @@ class ReplicaBuffers:
         self._world = world
         shared = world.logical_workers > 1
         self._buffers = TensorGroup(list(model.buffers()) if shared else [])
-        self._owners = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if shared and b is not None]
+        self._owners = [
+            (m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if shared and b is not None
+        ]
         self._start, self._kept, self._sent = (self._buffers.like() for _ in range(3))
         self._is_kept, self._sends = False, world.size > 1 and self._sent.memory.numel() > 0
         self._pending: dist.Work | None = None
@@ -125,8 +127,10 @@ def restore(modes: Modes) -> None:
 def replaced(name: str) -> ConfigError:
     """The refusal of a model that has another tensor for a parameter or a buffer after a forward."""
     return ConfigError(
-        f"Training gives the model another tensor for {name} (self.{name.rpartition('.')[2]} = ...), which the other workers, the optimizer"
-        f" and a step that is undone do not see. Write into the one that it has: self.{name.rpartition('.')[2]}.copy_(...)."
+        f"Training gives the model another tensor for {name} (self.{name.rpartition('.')[2]} = ...), which the other"
+        f" workers, the optimizer"
+        f" and a step that is undone do not see. Write into the one that it has:"
+        f" self.{name.rpartition('.')[2]}.copy_(...)."
     )
 
 
@@ -146,8 +150,13 @@ class TensorGroup:
     def like(self) -> TensorGroup:
         """As many of the same shapes and dtypes, in one piece of memory."""
         ends = list(accumulate(-(-t.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for t in self._tensors))
-        memory = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=self._tensors[0].device if ends else None)
-        parts = [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip([0, *ends], self._tensors, strict=False)]
+        memory = torch.zeros(
+            ends[-1] if ends else 0, dtype=torch.uint8, device=self._tensors[0].device if ends else None
+        )
+        parts = [
+            memory[at : at + t.nbytes].view(t.dtype).view(t.shape)
+            for at, t in zip([0, *ends], self._tensors, strict=False)
+        ]
         return TensorGroup(parts, memory)
 
     def bits(self) -> int:
@@ -165,7 +174,8 @@ class TensorGroup:
 def single_values(model: nn.Module) -> Iterator[None]:
     """Lets batch-norm layers that see one value per channel use their running statistics and leave them alone.
 
-    In training such a layer raises, since one value has no variance. It can happen only in a micro-batch of one row, forward or backward.
+    In training such a layer raises, since one value has no variance. It can happen only in a micro-batch of one row,
+    forward or backward.
     """
 
     def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -198,7 +208,9 @@ class Forward:
         loss: A model and rows to what the task says of them.
     """
 
-    def __init__(self, config: Config, task: Task, device: torch.device, loss: Callable[[nn.Module, Batch], Tensor | Losses]) -> None:
+    def __init__(
+        self, config: Config, task: Task, device: torch.device, loss: Callable[[nn.Module, Batch], Tensor | Losses]
+    ) -> None:
         self._task, self._device, self._loss, self._seed, train = task, device, loss, config.seed, config.train
         self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(train.precision)
         self._compiles, self._channels_last = train.compile, train.channels_last
@@ -213,8 +225,13 @@ class Forward:
         """The rows as the model takes them; the generators are then where its forward begins."""
         seed_step(self._seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
         fields = self._task.augment(batch.fields, batch.keys)
-        if self._channels_last:  # not the parameters: fused optimizers take a gradient's values for ones in their layout
-            fields = {name: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v for name, v in fields.items()}
+        if (
+            self._channels_last
+        ):  # not the parameters: fused optimizers take a gradient's values for ones in their layout
+            fields = {
+                name: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v
+                for name, v in fields.items()
+            }
         return fields
 
     def losses(self, model: nn.Module, fields: Batch, rows: int) -> Losses:
@@ -225,7 +242,9 @@ class Forward:
         return of_rows(self._task, found, rows).float()
 
     def weights(self, rows: int, over: float, scale: float) -> Tensor:
-        """One over what the mean is over, scaled, for every row of a micro-batch, shape (rows,); made once for those that are alike."""
+        """One over what the mean is over, scaled, for every row of a micro-batch, shape (rows,); made once for those
+        that are alike.
+        """
         value = scale / over
         held = self._constants.get((rows, value))
         if held is None or held._version:  # a task's backward may have written into it
@@ -235,7 +254,9 @@ class Forward:
         return held
 
     def _compiled(self, model: nn.Module) -> Any:
-        """A model compiled for every shape that comes, each on its own: what a shape gives must not depend on those before it."""
+        """A model compiled for every shape that comes, each on its own: what a shape gives must not depend on those
+        before it.
+        """
         if model not in self._compiled_models:
             self._compiled_models[model] = torch.compile(model, dynamic=False)
         return self._compiled_models[model]

@@ -1,11 +1,14 @@
 """Which shares of a step are computed twice, and by whom, as a pure function: all ranks know it alike.
 
-So that nobody waits for one who does more, each rank computes one share of another rank again in the same step, and nobody in most others.
+So that nobody waits for one who does more, each rank computes one share of another rank again in the same step, and
+nobody in most others.
 
-Shares of a step that another worker computes again, before the update: a worker whose hardware errs is found by the bits that differ.
+Shares of a step that another worker computes again, before the update: a worker whose hardware errs is found by the
+bits that differ.
 
-Hardware that computes wrongly without saying so is met at scale: Dixit et al., "Silent Data Corruptions at Scale", 2021; Hochschild et al.,
-"Cores that don't count", 2021. Here a share of a step has the same bits wherever it is computed, so a comparison is one of numbers.
+Hardware that computes wrongly without saying so is met at scale: Dixit et al., "Silent Data Corruptions at Scale",
+2021; Hochschild et al., "Cores that don't count", 2021. Here a share of a step has the same bits wherever it is
+computed, so a comparison is one of numbers.
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ def due(step: int, seed: int, rate: float, blocks: Sequence[range], groups: Sequ
 
 
 def judges(again: Again, groups: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks that compute a share once more, of which two results differ: a third one, or, where there are only two, both."""
+    """The ranks that compute a share once more, of which two results differ: a third one, or, where there are only two,
+    both.
+    """
     [group] = [group for group in groups if again.by in group]
     others = [rank for rank in group if rank not in (again.owner, again.by)]
     return others[:1] or [again.owner, again.by]
@@ -141,7 +146,9 @@ class SdcChecker:
         tell: Told of a wrong share on all ranks, before it is acted upon.
     """
 
-    def __init__(self, rate: float, seed: int, places: Sequence[Place], clean: dict[str, int], tell: Callable[[SdcFinding], None]) -> None:
+    def __init__(
+        self, rate: float, seed: int, places: Sequence[Place], clean: dict[str, int], tell: Callable[[SdcFinding], None]
+    ) -> None:
         self._rate, self._seed, self.places, self.clean, self.tell = rate, seed, places, clean, tell
         by_environment: dict[tuple[tuple[str, str], ...], list[int]] = {}
         for rank, place in enumerate(places):
@@ -180,7 +187,12 @@ class RecomputedShares:
     """
 
     def __init__(
-        self, replays: SdcChecker, step: int, shares: Sequence[Again], batches: Sequence[MicroBatch], exchange: BucketedReducer
+        self,
+        replays: SdcChecker,
+        step: int,
+        shares: Sequence[Again],
+        batches: Sequence[MicroBatch],
+        exchange: BucketedReducer,
     ) -> None:
         self._replays, self._step, self.shares = replays, step, shares
         self._world, self._exchange = replays.world, exchange
@@ -211,8 +223,8 @@ class RecomputedShares:
     def compute(self, compute: Compute) -> None:
         """Computes what this rank has to compute again.
 
-        Args:
-            compute: Leaves the gradient of a micro-batch in `.grad`, and no other trace; returns the bits of the buffers that come of it.
+        Args: compute: Leaves the gradient of a micro-batch in `.grad`, and no other trace; returns the bits of the
+            buffers that come of it.
         """
         self._compute = compute
         self._bits = {batch.logical_worker: self._bits_of(batch) for batch in self._theirs}
@@ -251,17 +263,27 @@ class RecomputedShares:
         rank = guilty(share, bits, list(zip(ranks, summed(told, self._world).tolist(), strict=True)))
         if rank is None:
             raise IrreproducibleError(
-                f"Step {self._step}: ranks {sorted({share.owner, share.by, *ranks})} computed the gradient of logical worker"
-                f" {share.logical_worker} and do not agree. Either the task draws random numbers that the seed does not decide, or uses"
-                " operations that are not deterministic (ray-app check finds both), or a device errs, and there are too few workers to tell"
+                f"Step {self._step}: ranks {sorted({share.owner, share.by, *ranks})} computed the gradient of logical"
+                f" worker"
+                f" {share.logical_worker} and do not agree. Either the task draws random numbers that the seed does not"
+                f" decide, or uses"
+                " operations that are not deterministic (ray-app check finds both), or a device errs, and there are too"
+                " few workers to tell"
                 " which."
             )
         place = self._replays.places[rank]
         teller = next(r for r in range(self._world.size) if r != rank)
-        self._replays.tell(SdcFinding(rank, place, self._step, share.logical_worker, self._replays.clean.get(place.name, -1), teller))
-        said = f"rank {rank} on {place.name} ({place.device}) computed logical worker {share.logical_worker} of step {self._step} wrongly"
+        self._replays.tell(
+            SdcFinding(rank, place, self._step, share.logical_worker, self._replays.clean.get(place.name, -1), teller)
+        )
+        said = (
+            f"rank {rank} on {place.name} ({place.device}) computed logical worker {share.logical_worker} of step"
+            f" {self._step} wrongly"
+        )
         if rank == me:
-            raise WrongResultError(f"This worker, {said}: others agree on another result. It ends, so that nothing of it is kept.")
+            raise WrongResultError(
+                f"This worker, {said}: others agree on another result. It ends, so that nothing of it is kept."
+            )
         raise PeerLostError(f"{said}, and ends")
 
 
@@ -272,7 +294,9 @@ def _signed(bits: int) -> int:
 
 def _packed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """How many bytes, and these; of a part of a tensor pickle would send the whole."""
-    held = batch._replace(fields={name: values.cpu().clone() for name, values in batch.fields.items()}, keys=batch.keys.clone())
+    held = batch._replace(
+        fields={name: values.cpu().clone() for name, values in batch.fields.items()}, keys=batch.keys.clone()
+    )
     data = torch.frombuffer(bytearray(pickle.dumps(held)), dtype=torch.uint8)
     return torch.tensor([len(data)]), data
 

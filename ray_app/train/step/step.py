@@ -1,6 +1,7 @@
 """One optimizer step over all logical workers: the arithmetic that does not know how many workers there are.
 
-The norm of a gradient: taken where the gradient is, read by the host, which then says what the gradient is multiplied by.
+The norm of a gradient: taken where the gradient is, read by the host, which then says what the gradient is multiplied
+by.
 
 A step in which one of several optimizers has its turn: only its parameters get gradients, an exchange and an update.
 """
@@ -21,13 +22,13 @@ from ray_app.data.windows import MicroBatch
 from ray_app.errors import DataError, NonFiniteError, PeerLostError, TaskError, WrongResultError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, backward_of, gather
-from ray_app.task.base import Batch, Losses, LossSums, Task, DeviceSums, read, sums_of
+from ray_app.task.base import Batch, DeviceSums, Losses, LossSums, Task, read, sums_of
 from ray_app.task.user_code import user_code
 from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.alternating_optimizers import Turns
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.cuda_graphs import Captured, graphs_of
-from ray_app.train.step.micro_batch import ReplicaBuffers, Forward, modes_of, restore, single_values
+from ray_app.train.step.micro_batch import Forward, ReplicaBuffers, modes_of, restore, single_values
 from ray_app.train.step.sdc import SdcChecker
 from ray_app.train.step.step_stats import ReplicaStats, StepResult, StepStats
 from ray_app.train.step.timing import UNTOLD, Spent, Timer
@@ -49,7 +50,8 @@ def norm_of(norms: Iterable[float], factor: float = 1.0) -> float:
 def correct(gradients: list[Tensor], factor: float, norm: float, most: float | None) -> None:
     """Multiplies gradients by a number, and where their norm then is more than `most` by what makes it that.
 
-    By the numbers of `torch.nn.utils.clip_grads_with_norm_`, which sends them from the host to the device and waits for that.
+    By the numbers of `torch.nn.utils.clip_grads_with_norm_`, which sends them from the host to the device and waits for
+    that.
     """
     if factor != 1:
         torch._foreach_mul_(gradients, factor)
@@ -92,7 +94,9 @@ class Step:
         self._exchange, self._world, self._device = exchange, world, device
         self._buffers, self._table = ReplicaBuffers(state.model, world), StepStats(world)
         self._forward = Forward(config, task, device, self._loss())
-        self._captured = Captured(state.model, device, self._computed, graphs_of(device)) if config.train.capture else None
+        self._captured = (
+            Captured(state.model, device, self._computed, graphs_of(device)) if config.train.capture else None
+        )
         self._scale = state.scale
         self._timer, self.waited_s = Timer(device) if world.size > 1 else None, 0.0
         self._replays: SdcChecker | None = None
@@ -119,12 +123,10 @@ class Step:
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Does one step.
 
-        Args:
-            cursor: Which.
-            batches: One micro-batch per logical worker of this rank, in their order.
-            global_rows: Rows that the plan has for the step over all logical workers. Losses and gradients are means over the weight of
-                those of them that can be decoded, which is known only after the exchange: they are made with this number and then
-                corrected. A row's weight is 1 unless its task says otherwise.
+        Args: cursor: Which. batches: One micro-batch per logical worker of this rank, in their order. global_rows: Rows
+            that the plan has for the step over all logical workers. Losses and gradients are means over the weight of
+                those of them that can be decoded, which is known only after the exchange: they are made with this
+                number and then corrected. A row's weight is 1 unless its task says otherwise.
             flags: What this rank has to say to all.
 
         Raises:
@@ -156,8 +158,11 @@ class Step:
             self._scale.update(math.isfinite(norm))
         return result
 
-    def _gather(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> tuple[StepResult, float]:
-        """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of the step.
+    def _gather(
+        self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags
+    ) -> tuple[StepResult, float]:
+        """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of
+        the step.
 
         Returns:
             What all know then, and what the gradient has to be multiplied by; 0: nothing counts.
@@ -181,7 +186,9 @@ class Step:
         if twice is not None:
             twice.compute(lambda batch: self._again(cursor, batch, global_rows))
         result = None
-        if self._world.settle is None and self._world.size > 1:  # the host carries the gradients, and beside them the table
+        if (
+            self._world.settle is None and self._world.size > 1
+        ):  # the host carries the gradients, and beside them the table
             told, _ = self._meet(found, [])
             result = self._table.exchange(self._lines(batches, told, global_rows, flags))
         self._exchange.finish()
@@ -199,7 +206,9 @@ class Step:
         return (result._replace(grad_norm=norm_of(norms, factor)) if factor else result), factor
 
     def _again(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> int:
-        """Computes the gradient of a micro-batch, which is in `.grad` then; returns the bits of the buffers that come of it."""
+        """Computes the gradient of a micro-batch, which is in `.grad` then; returns the bits of the buffers that come
+        of it.
+        """
         fields = {name: values.to(self._device) for name, values in batch.fields.items()}
         with self._buffers.from_start(), self._blaming(batch):
             if not batch.rows:
@@ -209,7 +218,9 @@ class Step:
             return self._buffers.bits()
 
     def _meet(self, found: list[DeviceSums | None], norms: list[Tensor]) -> tuple[list[LossSums], list[float]]:
-        """Here the host meets the device, nowhere else in a step: it waits for what the device was given, and reads what it found."""
+        """Here the host meets the device, nowhere else in a step: it waits for what the device was given, and reads
+        what it found.
+        """
         if self._world.settle is not None:
             self._world.settle()
         return read(self._task, found, norms)
@@ -218,17 +229,24 @@ class Step:
         """Holds the rows against the plan, and makes of means over the planned rows means over what counts."""
         rows, skipped = sum(result.rows), sum(result.skipped)
         if rows + skipped != global_rows:
-            raise DataError(f"Step {cursor} consumed {rows} rows and skipped {skipped}, {global_rows} were planned; please report this.")
+            raise DataError(
+                f"Step {cursor} consumed {rows} rows and skipped {skipped}, {global_rows} were planned; please report"
+                f" this."
+            )
         return result.over_weight(global_rows)
 
     def _blaming(self, batch: MicroBatch) -> AbstractContextManager[None]:
-        """The context of forward and backward of a micro-batch: what is raised is told with the logical worker and the rows."""
+        """The context of forward and backward of a micro-batch: what is raised is told with the logical worker and the
+        rows.
+        """
         blamed = user_code(lambda: f"logical worker {batch.logical_worker}", batch.positions.tolist)
         return self._alone(batch, blamed) if batch.rows == 1 else blamed
 
     @contextmanager
     def _alone(self, batch: MicroBatch, blamed: AbstractContextManager[None]) -> Iterator[None]:
-        """That of a micro-batch of one row; backward is in it, which may compute parts of the forward again (activation checkpointing)."""
+        """That of a micro-batch of one row; backward is in it, which may compute parts of the forward again (activation
+        checkpointing).
+        """
         with single_values(self._trained_by(batch)), blamed:
             yield
 
@@ -236,10 +254,14 @@ class Step:
         """The model that a micro-batch goes through."""
         return self._state.model
 
-    def _lines(self, batches: list[MicroBatch], told: list[LossSums], global_rows: int, flags: Flags) -> list[ReplicaStats]:
+    def _lines(
+        self, batches: list[MicroBatch], told: list[LossSums], global_rows: int, flags: Flags
+    ) -> list[ReplicaStats]:
         """What this rank's logical workers have to say."""
         spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else UNTOLD
-        return [line(batch, sums, sums.loss / global_rows, flags, spent) for batch, sums in zip(batches, told, strict=True)]
+        return [
+            line(batch, sums, sums.loss / global_rows, flags, spent) for batch, sums in zip(batches, told, strict=True)
+        ]
 
     def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
         """Forward and backward of one logical worker, of which nothing is waited for."""
@@ -281,7 +303,9 @@ class Step:
         return norms_of(self._gradients())
 
     def _factor(self, weight: float, global_rows: int) -> float:
-        """What a gradient is multiplied by to be the mean over what counts, without the scale of the loss; 0: nothing counts."""
+        """What a gradient is multiplied by to be the mean over what counts, without the scale of the loss; 0: nothing
+        counts.
+        """
         return global_rows / weight / (self._scale.value if self._scale is not None else 1.0) if weight else 0.0
 
     def _refuse(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, result: StepResult) -> None:
@@ -294,15 +318,21 @@ class Step:
                 if not self._is_finite(cursor, batch, global_rows):
                     found.append((batch.logical_worker, self._rows_to_blame(cursor, batch)))
         everyone = gather(found, self._world)
-        culprits = "; ".join(f"logical worker {v}, rows at manifest positions {p}" for part in everyone for v, p in part)
+        culprits = "; ".join(
+            f"logical worker {v}, rows at manifest positions {p}" for part in everyone for v, p in part
+        )
         raise NonFiniteError(
-            f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the loss ({result.loss}) or the gradient is not finite, from"
-            f" {culprits or self.unknown_culprit}. The optimizer did not move. Look at these rows, lower the learning rate, or set"
+            f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the loss ({result.loss}) or the gradient is not"
+            f" finite, from"
+            f" {culprits or self.unknown_culprit}. The optimizer did not move. Look at these rows, lower the learning"
+            f" rate, or set"
             " train.grad_clip_norm."
         )
 
     def _rows_to_blame(self, cursor: Cursor, batch: MicroBatch) -> list[int]:
-        """The manifest positions of the rows whose fields, losses or gradients are not finite; of all rows if none is so by itself."""
+        """The manifest positions of the rows whose fields, losses or gradients are not finite; of all rows if none is
+        so by itself.
+        """
         positions, bad = batch.positions.tolist(), _rows_with_nan(batch.fields)
         if not bad:
             losses = self._losses(cursor, batch, self._trained_by(batch)).values
@@ -323,7 +353,11 @@ class Step:
 
 def _rows_with_nan(fields: Batch) -> list[int]:
     """The rows of which a field has a number that is not finite."""
-    bad = [~values.isfinite().flatten(1).all(1) if values.ndim > 1 else ~values.isfinite() for values in fields.values() if values.ndim]
+    bad = [
+        ~values.isfinite().flatten(1).all(1) if values.ndim > 1 else ~values.isfinite()
+        for values in fields.values()
+        if values.ndim
+    ]
     return torch.stack([each.cpu() for each in bad]).any(0).nonzero()[:, 0].tolist() if bad else []
 
 
@@ -334,7 +368,9 @@ def line(batch: MicroBatch, sums: LossSums, loss: float, flags: Flags, spent: Sp
 
 
 class TurnStep(Step):
-    """See the module and `Step`; there is an exchange for each turn, made while only its parameters may have gradients."""
+    """See the module and `Step`; there is an exchange for each turn, made while only its parameters may have
+    gradients.
+    """
 
     def __init__(
         self,
@@ -348,7 +384,10 @@ class TurnStep(Step):
         enter: Callable[[Phase], None],
     ) -> None:
         self._turns, self._turn = turns, ""
-        self._exchanges, self._tables = dict[str, GradientReducer](), {turn: StepStats(world) for turn in turns.optimizers}
+        self._exchanges, self._tables = (
+            dict[str, GradientReducer](),
+            {turn: StepStats(world) for turn in turns.optimizers},
+        )
         for turn in turns.optimizers:
             turns.take(turn)
             self._exchanges[turn] = make_exchange()
@@ -357,7 +396,11 @@ class TurnStep(Step):
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """See `Step.run`."""
         turn = self._turn = self._turns.begin(self._state.step)
-        self._exchange, self._table, self._parameters = self._exchanges[turn], self._tables[turn], self._turns.parameters[turn]
+        self._exchange, self._table, self._parameters = (
+            self._exchanges[turn],
+            self._tables[turn],
+            self._turns.parameters[turn],
+        )
         return super().run(cursor, batches, global_rows, flags)
 
     def _loss(self) -> Callable[[nn.Module, Batch], Tensor | Losses]:

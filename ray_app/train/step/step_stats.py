@@ -1,4 +1,6 @@
-"""The table of a step, a line from each logical worker: exchanged between all ranks, and added up in the order of the logical workers."""
+"""The table of a step, a line from each logical worker: exchanged between all ranks, and added up in the order of the
+logical workers.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +58,12 @@ class ReplicaStats(NamedTuple):
 class StepResult(NamedTuple):
     """What all ranks know after a step.
 
-    Args:
-        loss: Mean loss of the global batch.
-        grad_norm: L2 norm of the global gradient before clipping.
-        rows: Rows of every logical worker.
-        row_hash: Sum of row hashes of every logical worker, modulo 2**64.
-        flags: Every flag that any rank set.
-        skipped: Planned rows of every logical worker that cannot be decoded.
-        weights: The sum of the rows' weights of every logical worker; a row's weight is 1 unless its task says otherwise.
-        metrics: Mean of each metric of the task's own over the global batch.
-        spent: For every logical worker, the time of its rank, see `Spent`.
-        replayed: Shares that were computed twice, with the same bits.
+    Args: loss: Mean loss of the global batch. grad_norm: L2 norm of the global gradient before clipping. rows: Rows of
+        every logical worker. row_hash: Sum of row hashes of every logical worker, modulo 2**64. flags: Every flag that
+        any rank set. skipped: Planned rows of every logical worker that cannot be decoded. weights: The sum of the
+        rows' weights of every logical worker; a row's weight is 1 unless its task says otherwise. metrics: Mean of each
+        metric of the task's own over the global batch. spent: For every logical worker, the time of its rank, see
+        `Spent`. replayed: Shares that were computed twice, with the same bits.
     """
 
     loss: float
@@ -124,7 +121,12 @@ class StepStats:
         packed = summed(packed, self._world)
         fixed = len(ReplicaStats._fields) - 2
         lines = self._line.iter_unpack(packed.numpy().tobytes())
-        return added([ReplicaStats._make((v, *line[:fixed], dict(zip(names, line[fixed:], strict=True)))) for v, line in enumerate(lines)])
+        return added(
+            [
+                ReplicaStats._make((v, *line[:fixed], dict(zip(names, line[fixed:], strict=True))))
+                for v, line in enumerate(lines)
+            ]
+        )
 
     def _agree(self, mine: list[ReplicaStats]) -> None:
         """Learns the names of the metrics in the first step that has rows, then holds all later ones against them."""
@@ -149,7 +151,8 @@ def refuse_different(names: Iterable[tuple[str, ...]]) -> None:
     if len(several) > 1:
         said = " and ".join(", ".join(each) or "none" for each in several)
         raise ConfigError(
-            f"The losses of some rows came with other metrics than those of others: {said}. Return the same names for every batch, with"
+            f"The losses of some rows came with other metrics than those of others: {said}. Return the same names for"
+            f" every batch, with"
             " zeros where there is nothing to say."
         )
 
@@ -160,7 +163,9 @@ def added(table: list[ReplicaStats]) -> StepResult:
     metrics = {name: total([each.get(name, 0.0) for each in sums]) for name in next(filter(None, sums), ())}
     said = Flags(reduce(or_, flags))
     times = list(zip(*spent, strict=True))
-    return StepResult(total(losses), math.sqrt(sum(norms)), list(rows), list(row_hash), said, skipped, weights, metrics, times)
+    return StepResult(
+        total(losses), math.sqrt(sum(norms)), list(rows), list(row_hash), said, skipped, weights, metrics, times
+    )
 
 
 def total(shares: Sequence[float]) -> float:

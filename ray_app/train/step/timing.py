@@ -1,4 +1,5 @@
-"""Where the time of a worker's steps goes: by the device's clock where a device computes, which the host does not wait for.
+"""Where the time of a worker's steps goes: by the device's clock where a device computes, which the host does not wait
+for.
 
 A trace of some steps of rank 0 by `torch.profiler`, in the run's directory.
 """
@@ -22,11 +23,10 @@ from ray_app.train.job import Job
 class Spent(NamedTuple):
     """Seconds of one worker.
 
-    Args:
-        compute_s: Of forward and backward, for each logical worker that it plays.
-        data_s: That it waited for data before the step.
-        other_s: Of anything else since it had the gradient of the step before: the update, what is recorded and kept, hooks.
-        step_s: From the beginning of the step before to that of this one; 0 where there was none.
+    Args: compute_s: Of forward and backward, for each logical worker that it plays. data_s: That it waited for data
+        before the step. other_s: Of anything else since it had the gradient of the step before: the update, what is
+        recorded and kept, hooks. step_s: From the beginning of the step before to that of this one; 0 where there was
+        none.
     """
 
     compute_s: float
@@ -110,7 +110,9 @@ class StepProfile:
         """Begins before the first of the steps, counted from 1, if this is rank 0."""
         if not self._last:
             first = step + _WARM_UP_STEPS
-            self._first, self._last = self._wanted if isinstance(self._wanted, list) else (first, first + self._wanted - 1)
+            self._first, self._last = (
+                self._wanted if isinstance(self._wanted, list) else (first, first + self._wanted - 1)
+            )
         if rank == 0 and self._running is None and self._first <= step <= self._last:
             self._first = step
             self._running = torch.profiler.profile(activities=self._activities)

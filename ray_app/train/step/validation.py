@@ -1,6 +1,8 @@
-"""Evaluation by the training workers themselves, together, at every planned checkpoint: every row once, each its share of the chunks.
+"""Evaluation by the training workers themselves, together, at every planned checkpoint: every row once, each its share
+of the chunks.
 
-A run that goes on from such a checkpoint evaluates it first, if that was not done before: whatever stopped it, no evaluation is lost.
+A run that goes on from such a checkpoint evaluates it first, if that was not done before: whatever stopped it, no
+evaluation is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ class Validation:
         moved: Called after every chunk: a sign that something goes on.
     """
 
-    def __init__(self, job: Job, state: TrainingState, load: Callable[[], Arrays], device: torch.device, moved: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        state: TrainingState,
+        load: Callable[[], Arrays],
+        device: torch.device,
+        moved: Callable[[], None],
+    ) -> None:
         self._job, self._state, self._load, self._device, self._moved = job, state, load, device, moved
         self._arrays: Arrays | None = None
         self._untold: list[tuple[int, str]] = []
@@ -95,17 +104,25 @@ class Validation:
             return False
 
     def _put(self, made: Evaluation) -> None:
-        """Writes an evaluation; if the storage refuses for as long as a checkpoint is tried, training goes on without it."""
+        """Writes an evaluation; if the storage refuses for as long as a checkpoint is tried, training goes on without
+        it.
+        """
         paths, fence, reason = self._job.paths, self._job.fence, ""
         for attempt in range(_ATTEMPTS):
             try:
                 if put_evaluation(paths, made):
-                    put_event(paths, "evaluated", fence, step=made.step, metrics=made.metrics, duration_s=made.duration_s)
+                    put_event(
+                        paths, "evaluated", fence, step=made.step, metrics=made.metrics, duration_s=made.duration_s
+                    )
                 return
             except OSError as error:
                 reason = f"{type(error).__name__}: {error}"
                 logger.warning(
-                    "The evaluation of step %d, attempt %d of %d to write it failed: %s", made.step, attempt + 1, _ATTEMPTS, reason
+                    "The evaluation of step %d, attempt %d of %d to write it failed: %s",
+                    made.step,
+                    attempt + 1,
+                    _ATTEMPTS,
+                    reason,
                 )
             self._moved()
             time.sleep(_FIRST_PAUSE_S * 2**attempt)

@@ -1,8 +1,10 @@
-"""Central storage: parameters and optimizer state in the host memory of rank 0, computation on the devices of all ranks.
+"""Central storage: parameters and optimizer state in the host memory of rank 0, computation on the devices of all
+ranks.
 
-What `tf.distribute.experimental.CentralStorageStrategy` does on one machine. In each step every rank takes the parameters, computes, the
-gradients are added as with `ddp`, and rank 0 alone moves the parameters, in host memory. So a device holds parameters and gradients, but no
-optimizer state, and the bits are those of `ddp` where the optimizer runs on the CPU there, too.
+What `tf.distribute.experimental.CentralStorageStrategy` does on one machine. In each step every rank takes the
+parameters, computes, the gradients are added as with `ddp`, and rank 0 alone moves the parameters, in host memory. So a
+device holds parameters and gradients, but no optimizer state, and the bits are those of `ddp` where the optimizer runs
+on the CPU there, too.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class CentralState(PartitionedState):
             self.pass_over()
 
     def _fetch_gradients(self) -> None:
-        """Gives the master the gradients of the model, or none where there is none; on a GPU through page-locked memory."""
+        """Gives the master the gradients of the model, or none where there is none; on a GPU through page-locked
+        memory.
+        """
         on_gpu = self._device.type == "cuda"
         for m, p in zip(self.master.parameters(), self.model.parameters(), strict=True):
             if not on_gpu or p.grad is None:
@@ -80,7 +84,9 @@ class CentralState(PartitionedState):
             torch.cuda.current_stream(self._device).synchronize()
 
     def _lock_pages(self) -> None:
-        """Lets copies of parameters and gradients not wait for each other; only rank 0 makes some, so only its memory is page-locked."""
+        """Lets copies of parameters and gradients not wait for each other; only rank 0 makes some, so only its memory
+        is page-locked.
+        """
         parameters = list(self.master.parameters())
         if self._device.type == "cpu" or self._gradients or not self._holds:
             return

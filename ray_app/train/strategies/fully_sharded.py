@@ -2,10 +2,11 @@
 
 Optimizers that move a rank's shards as plain tensors, with the bits that they give on whole ones.
 
-Fully sharded state: every rank has its share of each parameter and of its optimizer state (FSDP2, `torch.distributed.fsdp`).
+Fully sharded state: every rank has its share of each parameter and of its optimizer state (FSDP2,
+`torch.distributed.fsdp`).
 
-A generation builds the model anew, shards it over its ranks and fills it from a whole copy, which knows nothing of shards: a checkpoint is
-that of any other strategy, and loads on any number of workers.
+A generation builds the model anew, shards it over its ranks and fills it from a whole copy, which knows nothing of
+shards: a checkpoint is that of any other strategy, and loads on any number of workers.
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ from ray_app.data.windows import MicroBatch
 from ray_app.plan.assignment import micro_batches
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, collective
-from ray_app.reduction.sharded import DeterministicShardedReducer, FsdpReducer, as_sharded, shard_like, shard_model, whole
-from ray_app.task.base import Losses, LossSums, Task, DeviceSums
+from ray_app.reduction.sharded import (
+    DeterministicShardedReducer,
+    FsdpReducer,
+    as_sharded,
+    shard_like,
+    shard_model,
+    whole,
+)
+from ray_app.task.base import DeviceSums, Losses, LossSums, Task
 from ray_app.train.membership import Flags
 from ray_app.train.process_group import backend_of, form_group
 from ray_app.train.state.parameters import in_order
@@ -48,8 +56,8 @@ from ray_app.train.strategies.partitioned import PartitionedState
 class ShardedStep(Step):
     """See the module.
 
-    A rank that plays fewer logical workers than another, or one without rows, makes a pass that counts for nothing: on rows that it had
-    before, with weights of zero and without a trace in the buffers.
+    A rank that plays fewer logical workers than another, or one without rows, makes a pass that counts for nothing: on
+    rows that it had before, with weights of zero and without a trace in the buffers.
     """
 
     unknown_culprit = "gradients of finite losses, which are sharded, so whose is not known"
@@ -78,7 +86,9 @@ class ShardedStep(Step):
                 self._pass_idly(cursor)
         return sums
 
-    def _lines(self, batches: list[MicroBatch], told: list[LossSums], global_rows: int, flags: Flags) -> list[ReplicaStats]:
+    def _lines(
+        self, batches: list[MicroBatch], told: list[LossSums], global_rows: int, flags: Flags
+    ) -> list[ReplicaStats]:
         lines = super()._lines(batches, told, global_rows, flags)
         self._bad = {row.logical_worker for row in lines if not math.isfinite(row.loss)}
         return lines
@@ -123,7 +133,10 @@ class ShardedStep(Step):
 
 def _blank(batch: MicroBatch) -> MicroBatch:
     """One row of zeros in the shape of a micro-batch without rows."""
-    fields = {name: torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device) for name, value in batch.fields.items()}
+    fields = {
+        name: torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)
+        for name, value in batch.fields.items()
+    }
     return MicroBatch(batch.logical_worker, 1, fields, torch.zeros(1, dtype=torch.int64), 0, batch.positions)
 
 
@@ -154,7 +167,9 @@ class StateShards:
     """
 
     def __init__(self, parameters: Sequence[DTensor]) -> None:
-        self._sharded: dict[Tensor, DTensor] = {nn.Parameter(p.to_local().detach(), p.requires_grad): p for p in parameters}
+        self._sharded: dict[Tensor, DTensor] = {
+            nn.Parameter(p.to_local().detach(), p.requires_grad): p for p in parameters
+        }
         self.of: dict[Tensor, Any] = {p: shard for shard, p in self._sharded.items()}
         self._pieces = {shard: _pieces_of(p, shard.numel()) for shard, p in self._sharded.items()}
 
@@ -183,11 +198,15 @@ class StateShards:
 
 
 Piece = tuple[int, int, int, int]
-"""Values [low, high) of a shard; where they stand in their block of the whole parameter, and its size, or 0 for whole blocks."""
+"""Values [low, high) of a shard; where they stand in their block of the whole parameter, and its size, or 0 for whole
+blocks.
+"""
 
 
 def pieces(start: int, count: int, total: int) -> list[Piece]:
-    """Cuts a shard, `count` values from `start` of `total`, where blocks of the whole parameter begin; the last of these is shorter."""
+    """Cuts a shard, `count` values from `start` of `total`, where blocks of the whole parameter begin; the last of
+    these is shorter.
+    """
     found, at, stop = list[Piece](), start, start + count
     while at < stop:
         block = at // _BLOCK * _BLOCK
@@ -209,8 +228,8 @@ def _pieces_of(p: DTensor, count: int) -> list[Piece]:
 class InPieces(TorchFunctionMode):
     """See `StateShards.as_whole`.
 
-    On a CPU a fused kernel takes the values that are left behind its last vector one by one, with other roundings. A piece that is no
-    whole blocks goes through it in the place that it has in its block, in memory of its own.
+    On a CPU a fused kernel takes the values that are left behind its last vector one by one, with other roundings. A
+    piece that is no whole blocks goes through it in the place that it has in its block, in memory of its own.
     """
 
     def __init__(self, of: Mapping[Tensor, list[Piece]]) -> None:
@@ -258,7 +277,9 @@ class ShardedState(PartitionedState):
         self._units, self._mesh_device = task.shard_units, device
 
     def _optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
-        """One of plain shards if it treats each value on its own, otherwise of sharded parameters, which know what a whole is."""
+        """One of plain shards if it treats each value on its own, otherwise of sharded parameters, which know what a
+        whole is.
+        """
         sharded = [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in BY_VALUE else []
         self._shards = StateShards(sharded)
         optimizer = super()._optimizer(spec, {name: self._shards.of.get(p, p) for name, p in named.items()})
@@ -299,8 +320,9 @@ class ShardedState(PartitionedState):
         return Snapshot(**copied(vars(self._live()), whole=whole))
 
     def _drop(self) -> None:
-        """Frees the shards of the last generation and what belongs to them, before those of the next are made: a device that has room for
-        a step need not have room for both. They are in circles (`fully_shard`, optimizers), so it takes the garbage collector.
+        """Frees the shards of the last generation and what belongs to them, before those of the next are made: a device
+        that has room for a step need not have room for both. They are in circles (`fully_shard`, optimizers), so it
+        takes the garbage collector.
         """
         self.model = self.master = nn.Module()
         for name in ("optimizer", "schedule", "turns", "average", "_shards", "_frozen"):
@@ -317,22 +339,31 @@ class ShardedState(PartitionedState):
         trained = self._shards.in_order(self.optimizer)
         moved = {
             **whole.optimizer,
-            "state": {i: _like(values, trained[i], trained[i] in self._shards.of) for i, values in whole.optimizer["state"].items()},
+            "state": {
+                i: _like(values, trained[i], trained[i] in self._shards.of)
+                for i, values in whole.optimizer["state"].items()
+            },
         }
         more = dict(whole.more)
         if "parameters" in more:
             more["parameters"] = _by_name(more["parameters"], parameters)
         model = _by_name(whole.model, parameters)
-        TrainingState.load(self, replace(whole, model=model, optimizer=moved, schedule=copy.deepcopy(whole.schedule), more=more))
+        TrainingState.load(
+            self, replace(whole, model=model, optimizer=moved, schedule=copy.deepcopy(whole.schedule), more=more)
+        )
 
 
 def _by_name(values: dict[str, Tensor], parameters: dict[str, Any]) -> dict[str, Tensor]:
     """A model's values with those of its parameters as shards."""
-    return {name: shard_like(value, parameters[name]) if name in parameters else value for name, value in values.items()}
+    return {
+        name: shard_like(value, parameters[name]) if name in parameters else value for name, value in values.items()
+    }
 
 
 def _like(values: dict[str, Any], parameter: DTensor, plain: bool) -> dict[str, Any]:
-    """A parameter's optimizer state with (plain) shards of what is one value per value of the parameter, in memory of its own."""
+    """A parameter's optimizer state with (plain) shards of what is one value per value of the parameter, in memory of
+    its own.
+    """
     found = copy.copy(values)
     for name, value in values.items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -348,5 +379,7 @@ def _sharded(values: dict[str, Any], parameter: Any) -> dict[str, Any]:
     if not isinstance(parameter, DTensor):
         return values
     shape = parameter.to_local().shape
-    is_shard = {name: isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == shape for name, v in values.items()}
+    is_shard = {
+        name: isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == shape for name, v in values.items()
+    }
     return {name: as_sharded(v, parameter) if is_shard[name] else v for name, v in values.items()}

@@ -1,14 +1,17 @@
-"""The states of local SGD: what all hold at an average, and the replica that each logical worker trains on its own until the next.
+"""The states of local SGD: what all hold at an average, and the replica that each logical worker trains on its own
+until the next.
 
 Local SGD: every logical worker goes some steps on its own, then all take the average.
 
-Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. A replica moves by the mean over its own rows, or over their weight
-where the task gives rows weights. The average is weighted by the same, summed over the round (McMahan et al., AISTATS 2017), and takes in
-the optimizer's state (Yu et al., ICML 2019), so after it there is one state for all: workers may come and go between two averages, and what
-one loses of a round is done again from its beginning, with the same bits. The change of the parameters is applied by an outer optimizer;
-with Nesterov momentum that is DiLoCo (Douillard et al., 2023).
+Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. A replica moves by the mean over its own rows, or
+over their weight where the task gives rows weights. The average is weighted by the same, summed over the round (McMahan
+et al., AISTATS 2017), and takes in the optimizer's state (Yu et al., ICML 2019), so after it there is one state for
+all: workers may come and go between two averages, and what one loses of a round is done again from its beginning, with
+the same bits. The change of the parameters is applied by an outer optimizer; with Nesterov momentum that is DiLoCo
+(Douillard et al., 2023).
 
-A replica belongs to a logical worker, not to a worker, so the number of workers changes nothing; a worker holds one for each that it plays.
+A replica belongs to a logical worker, not to a worker, so the number of workers changes nothing; a worker holds one for
+each that it plays.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, backward_of, gather, settled
 from ray_app.reduction.bucketed import BucketedReducer
-from ray_app.task.base import Task, DeviceSums, read, sums_of
+from ray_app.task.base import DeviceSums, Task, read, sums_of
 from ray_app.task.user_code import user_code
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, Phase
@@ -115,7 +118,9 @@ class Replica(TrainingState):
         self.pass_over()
 
     def averaged(self) -> list[str]:
-        """What of the optimizer's state is averaged: the values that are one per value of every parameter that has them."""
+        """What of the optimizer's state is averaged: the values that are one per value of every parameter that has
+        them.
+        """
         held = [(name, v, p) for p in self.trained for name, v in self.optimizer.state[p].items()]
         others = {name for name, v, p in held if not isinstance(v, Tensor) or v.shape != p.shape}
         return sorted({name for name, _, _ in held} - others)
@@ -129,8 +134,8 @@ class Replica(TrainingState):
         return [start - p.detach() for start, p in zip(starts, self.trained, strict=True)]
 
     def numbers(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
-        """The rest of the optimizer's state, such as its number of steps, by the number of the parameter, and what its groups have found,
-        as Prodigy's step size; on the CPU, since it is sent.
+        """The rest of the optimizer's state, such as its number of steps, by the number of the parameter, and what its
+        groups have found, as Prodigy's step size; on the CPU, since it is sent.
         """
         averaged, found = self.averaged(), dict[int, dict[str, Any]]()
         for i, p in enumerate(in_order(self.optimizer)):
@@ -139,7 +144,9 @@ class Replica(TrainingState):
 
 
 def _on_cpu(values: Mapping[str, Any], but: list[str]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items() if name not in but}
+    return {
+        name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items() if name not in but
+    }
 
 
 def beside(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +171,13 @@ class LocalStep(Step):
     """
 
     def __init__(
-        self, job: Job, state: LocalState, exchange: BucketedReducer, world: World, device: torch.device, enter: Callable[[Phase], None]
+        self,
+        job: Job,
+        state: LocalState,
+        exchange: BucketedReducer,
+        world: World,
+        device: torch.device,
+        enter: Callable[[Phase], None],
     ) -> None:
         super().__init__(job.config, job.task, state, exchange, world, device, enter)
         self._job, self._common, self._sums = job, state, exchange
@@ -222,7 +235,9 @@ class LocalStep(Step):
         return result._replace(flags=flags)
 
     def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[DeviceSums | None, list[Tensor]]:
-        """Forward and backward of one logical worker on its own replica, of its own mean; what comes of it and norms of the gradient."""
+        """Forward and backward of one logical worker on its own replica, of its own mean; what comes of it and norms of
+        the gradient.
+        """
         replica = self._replicas[batch.logical_worker]
         replica.forget()
         if not batch.rows:
@@ -238,7 +253,9 @@ class LocalStep(Step):
         return sums, norms_of(replica.gradients)
 
     def _shares(self, sums: DeviceSums) -> Tensor:
-        """One over the weight of a micro-batch, which only the device knows where its task gives weights, or 0; shape (rows,)."""
+        """One over the weight of a micro-batch, which only the device knows where its task gives weights, or 0; shape
+        (rows,).
+        """
         if sums.metrics is None:
             return self._forward.weights(sums.rows, sums.rows, 1.0)
         weight = sums.values[1]
@@ -273,7 +290,9 @@ class LocalStep(Step):
             for i, value in enumerate(self._mean({v: replica.values(name) for v, replica in self._replicas.items()})):
                 held["state"].setdefault(places[i], {})[name] = value
         most = self._consumed.index(max(self._consumed))  # logical worker 0, unless rows were skipped
-        for found, groups in gather(self._replicas[most].numbers() if most in self._replicas else ({}, []), self._world):
+        for found, groups in gather(
+            self._replicas[most].numbers() if most in self._replicas else ({}, []), self._world
+        ):
             for i, rest in found.items():
                 held["state"].setdefault(i, {}).update(rest)
             for group, rest in zip(held["param_groups"], groups, strict=False):
@@ -298,7 +317,9 @@ class LocalStep(Step):
         try:
             if 0 in self._replicas:
                 with torch.no_grad():
-                    for mine, theirs in zip(self._state.model.buffers(), self._replicas[0].model.buffers(), strict=True):
+                    for mine, theirs in zip(
+                        self._state.model.buffers(), self._replicas[0].model.buffers(), strict=True
+                    ):
                         mine.copy_(theirs)
             self._buffers.launch()
             self._buffers.finish()

@@ -31,7 +31,9 @@ _SHARD = "a shard"
 
 
 class ShardReplica(NamedTuple):
-    """What one rank has of the state of a step: everything but tensors, pickled, and their bytes one after the other, on the CPU."""
+    """What one rank has of the state of a step: everything but tensors, pickled, and their bytes one after the other,
+    on the CPU.
+    """
 
     head: Tensor
     data: Tensor
@@ -40,7 +42,8 @@ class ShardReplica(NamedTuple):
 class PeerReplicas:
     """The parts that this rank keeps, its own and that of the rank before it, of the newest two steps.
 
-    Two, since some may have finished a step which others have not: nobody begins the next one before all have the parts of this.
+    Two, since some may have finished a step which others have not: nobody begins the next one before all have the parts
+    of this.
     """
 
     def __init__(self) -> None:
@@ -52,7 +55,8 @@ class PeerReplicas:
         self._cuts.clear()
 
     def keep(self, step: int, mine: Any, world: World, owners: int) -> None:
-        """Copies this rank's part of a step and exchanges it with the neighbours; a collective, which raises nothing if a peer is lost.
+        """Copies this rank's part of a step and exchanges it with the neighbours; a collective, which raises nothing if
+        a peer is lost.
 
         Args:
             step: Finished steps.
@@ -95,14 +99,19 @@ class PeerReplicas:
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        mine = [(at, owners, {owner: [v.numel() for v in part] for owner, part in parts.items()}) for at, owners, parts in self._cuts]
+        mine = [
+            (at, owners, {owner: [v.numel() for v in part] for owner, part in parts.items()})
+            for at, owners, parts in self._cuts
+        ]
         offers = gather((step, mine), world)
         held: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = {}
         for rank, (_, cuts) in enumerate(offers):
             for at, owners, parts in cuts:
                 for owner, sizes in parts.items():
                     held.setdefault((at, owners), {}).setdefault(owner, (rank, sizes))
-        whole = [key for key, holders in held.items() if len(holders) == key[1] and key[0] > max(at for at, _ in offers)]
+        whole = [
+            key for key, holders in held.items() if len(holders) == key[1] and key[0] > max(at for at, _ in offers)
+        ]
         if not whole:
             return None
         at, owners = max(whole)
@@ -112,7 +121,11 @@ class PeerReplicas:
         with collective():
             for owner in range(owners):
                 rank, sizes = holders[owner]
-                part = own[owner] if rank == world.rank else ShardReplica(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
+                part = (
+                    own[owner]
+                    if rank == world.rank
+                    else ShardReplica(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
+                )
                 for value in part if rank != to else ():
                     if world.rank == rank:
                         send(value, to)
@@ -170,9 +183,10 @@ def _joined(parts: Sequence[Any]) -> Any:
 class PartitionedState(TrainingState):
     """See the module.
 
-    Every snapshot is a collective and leaves a whole copy in the host memory of every rank. One is made at each checkpoint and snapshot,
-    and at the end of a generation that ends as planned. When a peer is lost, the ranks go on from the newest copy that one of them has, or
-    from what they keep of each other after every step (`train.peer_replica`).
+    Every snapshot is a collective and leaves a whole copy in the host memory of every rank. One is made at each
+    checkpoint and snapshot, and at the end of a generation that ends as planned. When a peer is lost, the ranks go on
+    from the newest copy that one of them has, or from what they keep of each other after every step
+    (`train.peer_replica`).
     """
 
     is_spread: ClassVar[bool] = True

@@ -30,14 +30,18 @@ def own_cluster() -> dict[str, str]:
 
 
 def test_help_explains_the_fields_with_units_and_defaults() -> None:
-    done = subprocess.run([sys.executable, str(TRAIN), "--help"], capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+    done = subprocess.run(
+        [sys.executable, str(TRAIN), "--help"], capture_output=True, text=True, timeout=_PROCESS_S, check=False
+    )
     shown = " ".join(done.stdout.split())
     assert done.returncode == 0
     assert not done.stderr
     for expected in (
-        "--data.global_batch_size GLOBAL_BATCH_SIZE Rows of one optimizer step over all workers; divisible by the number of logical"
+        "--data.global_batch_size GLOBAL_BATCH_SIZE Rows of one optimizer step over all workers; divisible by the"
+        " number of logical"
         " workers. (type: int, default: 32)",
-        "--failure.heartbeat_timeout_s HEARTBEAT_TIMEOUT_S Seconds without a sign of life after which the others go on without a worker."
+        "--failure.heartbeat_timeout_s HEARTBEAT_TIMEOUT_S Seconds without a sign of life after which the others go on"
+        " without a worker."
         " (type: float, default: 5.0)",
         "--data.read_task_mb READ_TASK_MB Most decoded megabytes of one read task. (type: float, default: 64.0)",
         "--train.reduction {exact,overlapped}",
@@ -158,7 +162,11 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(
 def test_sigterm_before_the_first_step_ends_in_order(
     command: Callable[..., list[str]], start: Callable[[list[str]], Started], gate: Path, tmp_path: Path
 ) -> None:
-    gated = ["--task.class_path=tests.support.gated_task.Gated", "--task.init_args", json.dumps({"gate": str(gate), "wait_before": 1})]
+    gated = [
+        "--task.class_path=tests.support.gated_task.Gated",
+        "--task.init_args",
+        json.dumps({"gate": str(gate), "wait_before": 1}),
+    ]
     rehearsing = start(command(*gated))
     started = start(command("--run.name=started", "--scaling.max_workers=1", "--data.eval_path=null"))
 

@@ -1,4 +1,6 @@
-"""A cluster that scales from zero: Ray's own autoscaler, its nodes processes of this machine; a run waits for them and trains on them."""
+"""A cluster that scales from zero: Ray's own autoscaler, its nodes processes of this machine; a run waits for them and
+trains on them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ summary = run_training(config).summary
 assert summary["status"] == "finished", summary
 assert summary["world_sizes"] == [[0, 2]] or summary["world_sizes"] == [(0, 2)], summary["world_sizes"]
 print("all well", sum(node["Resources"].get("CPU", 0) for node in ray.nodes()))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -63,15 +65,34 @@ def from_zero(tmp_path: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     address = f"{ray.util.get_node_ip_address()}:{port}"
     file = tmp_path / "cluster.yaml"
-    file.write_text(json.dumps(CONFIG | {"provider": {"type": "fake_multinode", "gcs_address": address, "launch_multiple": True}}))
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}", "--num-cpus=0"]
-    command += ["--object-store-memory=200000000", "--include-dashboard=false", "--disable-usage-stats", f"--autoscaling-config={file}"]
+    file.write_text(
+        json.dumps(CONFIG | {"provider": {"type": "fake_multinode", "gcs_address": address, "launch_multiple": True}})
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        f"--port={port}",
+        "--num-cpus=0",
+    ]
+    command += [
+        "--object-store-memory=200000000",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+        f"--autoscaling-config={file}",
+    ]
     environment = os.environ | {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
     with open(tmp_path / "head.log", "wb") as log:
         head = subprocess.Popen(command, env=environment, start_new_session=True, stdout=log, stderr=log)
     try:
-        until(lambda: "will now block" in (tmp_path / "head.log").read_text() or head.poll() is not None, "the head does not start")
+        until(
+            lambda: "will now block" in (tmp_path / "head.log").read_text() or head.poll() is not None,
+            "the head does not start",
+        )
         assert head.poll() is None, (tmp_path / "head.log").read_text()
         yield address
     finally:
@@ -83,7 +104,9 @@ def from_zero(tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_run_waits_for_the_nodes_that_an_autoscaler_starts(from_zero: str, digits: Path, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     command = [sys.executable, "-c", SCRIPT, from_zero, str(digits / "train"), str(tmp_path / "runs")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

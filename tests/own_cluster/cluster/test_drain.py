@@ -1,4 +1,6 @@
-"""A node that is announced to go away, on a cluster of several nodes: its worker leaves it, the other goes on, and no bit changes."""
+"""A node that is announced to go away, on a cluster of several nodes: its worker leaves it, the other goes on, and no
+bit changes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ with local_nodes(2, evaluates=False) as nodes:
     drain = Drain()
     run_training(config, faults=Faults(train=Hooks(after_step=Linger(run, "preempted", {}, after=3, each_s=3))), observe=drain)
     assert drain.node is not None
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.guarantee
@@ -57,14 +59,18 @@ def test_a_drained_node_is_left_in_place_and_nothing_is_lost(short_run: Callable
     train_here(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())
     config = short_run(scaling__min_workers=1, scaling__max_workers=2)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "config.yaml")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     paths = RunPaths(tmp_path / "runs" / "run")
     summary, undisturbed = read_json(paths.summary), newest_commit(alone)
     assert [event.details["workers"] for event in read_events(paths, "formed")] == [2, 1]
-    assert (summary["restarts"]["preemptions"], summary["restarts"]["failures"]) == (1, 0), "what is announced is no failure"
+    assert (summary["restarts"]["preemptions"], summary["restarts"]["failures"]) == (1, 0), (
+        "what is announced is no failure"
+    )
     assert summary["redone_steps"] == 0
     assert undisturbed is not None
     assert summary["params_digest"] == undisturbed.params_digest

@@ -52,7 +52,12 @@ def drive(hosts: Hosts, folder: Path, config: Any, each_s: float) -> subprocess.
 
 
 def test_a_host_that_is_cut_off(hosts: Hosts, short_run: Any, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"train__max_steps": STEPS, "train__epochs": 3, "scaling__max_workers": 3, "failure__heartbeat_timeout_s": 3.0}
+    fields: dict[str, Any] = {
+        "train__max_steps": STEPS,
+        "train__epochs": 3,
+        "scaling__max_workers": 3,
+        "failure__heartbeat_timeout_s": 3.0,
+    }
     alone = drive(hosts, tmp_path, short_run(run__name="alone", **fields), each_s=0.0)
     assert alone.wait(200) == 0
     paths = RunPaths(tmp_path / "runs" / "run")
@@ -62,13 +67,17 @@ def test_a_host_that_is_cut_off(hosts: Hosts, short_run: Any, tmp_path: Path) ->
         cut = 2
         hosts.cut(cut)
         assert not hosts.is_reachable(cut)
-        wait_until(lambda: any("no sign of life" in str(e.details["errors"]) for e in read_events(paths, "failed")), 60, driver)
+        wait_until(
+            lambda: any("no sign of life" in str(e.details["errors"]) for e in read_events(paths, "failed")), 60, driver
+        )
         hosts.mend(cut)
         wait_until(lambda: hosts.is_reachable(cut), 20, driver)
         assert driver.wait(200) == 0
     finally:
         driver.kill()
-    summary, undisturbed = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("run", "alone"))
+    summary, undisturbed = (
+        json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("run", "alone")
+    )
     assert summary["params_digest"] == undisturbed["params_digest"]
     assert record_of(paths.root) == record_of(tmp_path / "runs" / "alone")
     assert summary["redone_steps"] == 0

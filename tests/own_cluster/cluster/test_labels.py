@@ -1,4 +1,6 @@
-"""Workers, evaluator and parameter servers on labelled nodes only: real clusters of several raylets, a head with room and no label."""
+"""Workers, evaluator and parameter servers on labelled nodes only: real clusters of several raylets, a head with room
+and no label.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ assert {path.name for path in (out / "evaluators").iterdir()} == {third.node_id}
 ray.shutdown()
 cluster.shutdown()
 print("all well")
-"""
+"""  # noqa: E501
 
 SERVERS = """
 import sys

@@ -1,4 +1,6 @@
-"""Ray itself dies under a run: the driver ends, or raises, within minutes, and the same command goes on from the newest checkpoint."""
+"""Ray itself dies under a run: the driver ends, or raises, within minutes, and the same command goes on from the newest
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("process", ["raylet", "gcs_server"])
-def test_the_same_command_goes_on_after_ray_has_died(digits: Path, undisturbed: dict[str, str], tmp_path: Path, process: str) -> None:
+def test_the_same_command_goes_on_after_ray_has_died(
+    digits: Path, undisturbed: dict[str, str], tmp_path: Path, process: str
+) -> None:
     died = run(digits, tmp_path / "runs", process)
     assert (tmp_path / "runs" / "killed").read_text() == process
     assert died.returncode != 0, "the run does not go on without Ray"
@@ -65,7 +69,9 @@ def test_the_same_command_goes_on_after_ray_has_died(digits: Path, undisturbed: 
 def run(digits: Path, out: Path, kills: str) -> subprocess.CompletedProcess[str]:
     """The run in a process of its own, with a cluster of its own."""
     out.mkdir(exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     command = [sys.executable, "-c", SCRIPT, str(digits / "train"), str(out), kills]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 

@@ -28,7 +28,10 @@ TRY = """
 import os, subprocess, sys
 import ray
 
-CLIENT = "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('in', len(ray.nodes()) > 0)"
+CLIENT = (
+    "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('in',"
+    " len(ray.nodes()) > 0)"
+)
 
 def trying(address, **environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -1,4 +1,6 @@
-"""A run whose workers become fewer than `scaling.min_workers` waits, says so, and goes on when a node comes: on real raylets."""
+"""A run whose workers become fewer than `scaling.min_workers` waits, says so, and goes on when a node comes: on real
+raylets.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,19 @@ assert result.summary["world_sizes"][-1][1] == 2, "it did not end before others 
 assert result.summary["redone_steps"] == 0
 assert result.summary["params_digest"] == undisturbed.summary["params_digest"]
 print("all well")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("ddp", 1500), ("fsdp", 40)])
-def test_a_run_below_its_least_number_of_workers_waits_and_goes_on(digits: Path, tmp_path: Path, strategy: str, steps: int) -> None:
-    """Of `ddp` the others go on until it is known that nobody can come, some hundred steps; of `fsdp` they have not the memory."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+def test_a_run_below_its_least_number_of_workers_waits_and_goes_on(
+    digits: Path, tmp_path: Path, strategy: str, steps: int
+) -> None:
+    """Of `ddp` the others go on until it is known that nobody can come, some hundred steps; of `fsdp` they have not the
+    memory.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     command = [sys.executable, "-c", SCRIPT, str(digits / "train"), str(tmp_path / "runs"), strategy, str(steps)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""Readers on a cluster: losing a worker's node holds none up, and one that is cancelled leaves a process that can still decode."""
+"""Readers on a cluster: losing a worker's node holds none up, and one that is cancelled leaves a process that can still
+decode.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ for name, namespace in ((STATS_ACTOR_NAME, STATS_ACTOR_NAMESPACE), ("Autoscaling
 print("all here")
 ray.shutdown()
 cluster.shutdown()
-"""
+"""  # noqa: E501
 
 ONCE_PER_PROCESS = """
 import os, sys, time
@@ -101,9 +103,17 @@ ray.shutdown()
 
 
 def output_of(script: str, folder: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": f"{ROOT}:{folder}"}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": f"{ROOT}:{folder}"
+    }
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout

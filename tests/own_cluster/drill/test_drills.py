@@ -19,7 +19,12 @@ _DRILL_S = 280
 
 
 def arguments(digits: Path, out: Path, **drill: Any) -> list[str]:
-    fields = {"config": ROOT / "conf" / "digits.yaml", "data.path": digits / "train", "data.eval_path": digits / "eval", "drill.out": out}
+    fields = {
+        "config": ROOT / "conf" / "digits.yaml",
+        "data.path": digits / "train",
+        "data.eval_path": digits / "eval",
+        "drill.out": out,
+    }
     return [f"--{name}={value}" for name, value in (fields | {f"drill.{k}": v for k, v in drill.items()}).items()]
 
 
@@ -35,7 +40,10 @@ def test_a_drill_on_a_cluster_of_its_own(digits: Path, tmp_path: Path) -> None:
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
     digest = certificate["undisturbed"]["params_digest"]
     assert certificate["complete"]
-    assert certificate["verdict"] == f"2 of 2 scenarios ended with the parameters of the undisturbed run: sha256 {digest} (1 left out)"
+    assert (
+        certificate["verdict"]
+        == f"2 of 2 scenarios ended with the parameters of the undisturbed run: sha256 {digest} (1 left out)"
+    )
     assert certificate["verdict"] in done.stdout
     killed, two, node = certificate["scenarios"]
     assert [s["outcome"] for s in (killed, two, node)] == ["equal", "left out", "equal"]
@@ -59,18 +67,30 @@ def test_a_drill_on_a_cluster_of_its_own(digits: Path, tmp_path: Path) -> None:
 def test_every_scenario(digits: Path, tmp_path: Path) -> None:
     command = [*arguments(digits, tmp_path / "out"), "--scaling.max_workers=3"]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "jobs" / "drill.py"), *command], capture_output=True, text=True, timeout=1780, check=False
+        [sys.executable, str(ROOT / "jobs" / "drill.py"), *command],
+        capture_output=True,
+        text=True,
+        timeout=1780,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
     impossible = {
-        name: reason for name, reason in (("memory", memory_faults.why_not()), ("clock_jump", process_scenarios.why_not())) if reason
+        name: reason
+        for name, reason in (("memory", memory_faults.why_not()), ("clock_jump", process_scenarios.why_not()))
+        if reason
     }
     print(impossible or "all are possible here")
     expected = dict.fromkeys(SCENARIOS, "equal") | dict.fromkeys(impossible, "left out")
     assert {s["scenario"]: s["outcome"] for s in certificate["scenarios"]} == expected
     redone = {s["scenario"]: s["redone_steps"] for s in certificate["scenarios"]}
-    assert {name for name, steps in redone.items() if steps} <= {"kill_all", "damage", "torn_write", "driver", "evaluator_and_driver"}
+    assert {name for name, steps in redone.items() if steps} <= {
+        "kill_all",
+        "damage",
+        "torn_write",
+        "driver",
+        "evaluator_and_driver",
+    }
 
 
 HANGS = """
@@ -94,9 +114,16 @@ if __name__ == "__main__":
 
 def test_a_scenario_that_hangs_is_cleared_away_and_the_next_one_goes_well(digits: Path, tmp_path: Path) -> None:
     command = arguments(digits, tmp_path / "out", scenarios="hangs,kill", max_steps=40, limit_s=90)
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     done = subprocess.run(
-        [sys.executable, "-c", HANGS, *command], env=environment, capture_output=True, text=True, timeout=580, check=False
+        [sys.executable, "-c", HANGS, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())

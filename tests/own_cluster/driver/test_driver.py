@@ -35,14 +35,21 @@ run_training(from_yaml(open(sys.argv[1]).read()), faults=Faults(train=Hooks(afte
 def start(folder: Path, config: Config, go_on: Path) -> subprocess.Popen[bytes]:
     path = folder / f"{config.run.name}.yaml"
     path.write_text(config.to_yaml())
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     return subprocess.Popen([sys.executable, "-c", DRIVER, str(path), str(go_on)], cwd=ROOT, env=environment)
 
 
 def test_the_driver_and_the_head_are_killed(short_run: Callable[..., Config], tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    fields: dict[str, Any] = {"scaling__min_workers": 2, "scaling__max_workers": 2, "tracking__enabled": True, "tracking__every_steps": 1}
+    fields: dict[str, Any] = {
+        "scaling__min_workers": 2,
+        "scaling__max_workers": 2,
+        "tracking__enabled": True,
+        "tracking__every_steps": 1,
+    }
     go_on = tmp_path / "go-on"
     config = short_run(**fields)
     paths = RunPaths(tmp_path / "runs" / "run")

@@ -1,4 +1,6 @@
-"""Interrupting a cell, and closing a notebook, while a run trains: in a real kernel, on a cluster of its own and on one that lives on."""
+"""Interrupting a cell, and closing a notebook, while a run trains: in a real kernel, on a cluster of its own and on one
+that lives on.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def summary_of(config: Config) -> dict[str, Any]:
 def begin(kernel: Kernel, config: Config, folder: Path) -> Evidence:
     """The first cell; the run that it prepares waits after step 10 until the test lets it go on."""
     (folder / "config.yaml").write_text(config.to_yaml())
-    kernel.run(_BEGIN.format(root=str(ROOT), config=str(folder / "config.yaml"), proofs=str(folder / "proofs")), _CELL_S)
+    kernel.run(
+        _BEGIN.format(root=str(ROOT), config=str(folder / "config.yaml"), proofs=str(folder / "proofs")), _CELL_S
+    )
     return Evidence(str(folder / "proofs"))
 
 
@@ -86,7 +90,9 @@ def test_an_interrupted_cell_frees_a_cluster_that_lives_on(
         assert "True" in kernel.run("signal.getsignal(signal.SIGINT) == before", _CELL_S)
         until(lambda: ray.available_resources().get("CPU") == cpus, "the workers' CPUs were not given back")
         assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
-        assert not [actor for actor in ray.util.list_named_actors(all_namespaces=True) if config.run.name in actor["name"]]
+        assert not [
+            actor for actor in ray.util.list_named_actors(all_namespaces=True) if config.run.name in actor["name"]
+        ]
 
         kernel.run("result = run_training(config)", _CELL_S)
         assert "finished" in kernel.run("result.status", _CELL_S)

@@ -1,4 +1,6 @@
-"""What a run leaves to the process that it ran in, which is a notebook's: its settings, its cluster, and no part of another run's."""
+"""What a run leaves to the process that it ran in, which is a notebook's: its settings, its cluster, and no part of
+another run's.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def trained(name, **fields):
 
 def children():
     return sorted(each.name() for each in me.children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE)
-"""
+"""  # noqa: E501
 _SETTINGS = """
 signal.signal(signal.SIGTERM, lambda *_: None)
 
@@ -50,7 +52,7 @@ for name, fields in {"single": {"train__strategy": "single"}, "workers": {"data_
     status = trained(name, tracking__enabled=True, **fields)
     found[name] = [status, *(a == b for a, b in zip(before, settings()))]
 print(json.dumps(found))
-"""
+"""  # noqa: E501
 _TWO = """
 first = start_training(config("first"))
 second = start_training(config("second", train__epochs=12))
@@ -94,7 +96,7 @@ print(json.dumps(said))
 """
 _OTHER_MODE = """
 print(json.dumps([trained("joined", run__ray_address=ADDRESS), trained("own"), trained("again", run__ray_address=ADDRESS)]))
-"""
+"""  # noqa: E501
 _HEAD = """
 import sys
 from ray.cluster_utils import Cluster
@@ -143,7 +145,9 @@ def test_a_cluster_without_tokens_is_joined_again_after_one_of_its_own(
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with monkeypatch.context() as theirs:
         theirs.setenv("RAY_AUTH_MODE", "disabled")
-        head = subprocess.Popen([sys.executable, "-c", _HEAD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        head = subprocess.Popen(
+            [sys.executable, "-c", _HEAD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
     try:
         assert head.stdout is not None
         address = head.stdout.readline().strip()

@@ -1,4 +1,6 @@
-"""Ray jobs on a real head node with token authentication, as users of a cluster submit them: plainly, over REST, by `ray-app submit`."""
+"""Ray jobs on a real head node with token authentication, as users of a cluster submit them: plainly, over REST, by
+`ray-app submit`.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,19 @@ class Ground:
 
     def submit(self, name: str, *more: str) -> subprocess.Popen[str]:
         """Starts `ray-app submit` in the user's project."""
-        command = [sys.executable, "-m", "ray_app", "submit", *self.options(name), f"--submit.address={self.head.url}", *more]
+        command = [
+            sys.executable,
+            "-m",
+            "ray_app",
+            "submit",
+            *self.options(name),
+            f"--submit.address={self.head.url}",
+            *more,
+        ]
         both = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.project, env=self.head.environment, stdout=both, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, cwd=self.project, env=self.head.environment, stdout=both, stderr=subprocess.STDOUT, text=True
+        )
 
     def wait_for_checkpoint(self, name: str, lives: Callable[[], bool]) -> None:
         def happened() -> bool:
@@ -107,7 +119,13 @@ def ground(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
 @pytest.fixture(scope="module")
 def flows(ground: Ground) -> Iterator[dict[str, Future[Any]]]:
     """What goes on at the same time, since most of it is waiting for processes to start."""
-    made: dict[str, Callable[[Ground], Any]] = {"stopped": stopped, "killed": killed, "rest": over_rest, "tail": tail, "dry": dry}
+    made: dict[str, Callable[[Ground], Any]] = {
+        "stopped": stopped,
+        "killed": killed,
+        "rest": over_rest,
+        "tail": tail,
+        "dry": dry,
+    }
     pool = ThreadPoolExecutor(2)
     yield {name: pool.submit(flow, ground) for name, flow in made.items()}
     pool.shutdown(cancel_futures=True)
@@ -122,7 +140,9 @@ def undisturbed(ground: Ground, flows: dict[str, Future[Any]]) -> tuple[dict[str
     options = ["--config", "conf/plain.yaml", *ground.options("plain")[2:]]
     command = [str(RAY), "job", "submit", "--address", ground.head.url, "--working-dir", str(ground.project)]
     command += ["--submission-id", "plain", "--", "python", "-m", "ray_app", "train", *options]
-    done = subprocess.run(command, env=ground.head.environment, capture_output=True, text=True, timeout=_JOB_S, check=False)
+    done = subprocess.run(
+        command, env=ground.head.environment, capture_output=True, text=True, timeout=_JOB_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return ground.summary("plain"), done.stdout
 
@@ -186,14 +206,18 @@ def stopped(ground: Ground) -> dict[str, Any]:
     return seen | {"code again": again.returncode, "job again": ground.head.job("stopped-2")}
 
 
-def test_a_stopped_job_of_ours_is_closed_and_continues(ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any) -> None:
+def test_a_stopped_job_of_ours_is_closed_and_continues(
+    ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any
+) -> None:
     seen = flows["stopped"].result(_JOB_S)
     assert (seen["code"], seen["job"]["status"]) == (75, "STOPPED"), seen["output"]
     assert "Stopping after this step, with a checkpoint ..." in seen["output"]
     assert "somebody stopped the job; submitting the same run.name again continues it" in seen["output"]
     summary = seen["summary"]
     assert (summary["status"], seen["ended"], seen["mlflow"]) == ("interrupted", ["interrupted"], "KILLED")
-    steps = [event.details["step"] for event in read_events(ground.paths("stopped"), "checkpointed") if event.fence == 1]
+    steps = [
+        event.details["step"] for event in read_events(ground.paths("stopped"), "checkpointed") if event.fence == 1
+    ]
     assert 0 < steps[-1] == summary["steps"] < _STEPS
     assert any("epoch " in line and "1 of 1 workers" in line for line in seen["output"].splitlines())
 
@@ -219,7 +243,9 @@ def killed(ground: Ground) -> dict[str, Any]:
     return {"output": output, "code": submitted.returncode}
 
 
-def test_a_run_whose_driver_is_killed_is_submitted_again(ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any) -> None:
+def test_a_run_whose_driver_is_killed_is_submitted_again(
+    ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any
+) -> None:
     seen = flows["killed"].result(_JOB_S)
     output = seen["output"]
     assert seen["code"] == 0, output
@@ -257,7 +283,9 @@ def over_rest(ground: Ground) -> dict[str, Any]:
     return seen | {"log": ground.head.ask("/api/jobs/rest-2/logs")["logs"]}
 
 
-def test_a_job_over_rest_is_stopped_in_three_seconds_and_continues(ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any) -> None:
+def test_a_job_over_rest_is_stopped_in_three_seconds_and_continues(
+    ground: Ground, flows: dict[str, Future[Any]], undisturbed: Any
+) -> None:
     seen = flows["rest"].result(_JOB_S)
     assert seen["summary"]["status"] == "interrupted"
     assert 0 < seen["summary"]["steps"] < _STEPS
@@ -313,10 +341,16 @@ def test_following_survives_a_broken_connection_and_tells_the_true_exit_code(flo
 
 def dry(ground: Ground) -> dict[str, Any]:
     """A dry run, and the jobs that there were after it."""
-    with ground.submit("dry", "--submit.dry_run=true", f"--run.storage_path={ground.folder / 'new' / 'runs'}") as submitted:
+    with ground.submit(
+        "dry", "--submit.dry_run=true", f"--run.storage_path={ground.folder / 'new' / 'runs'}"
+    ) as submitted:
         output = submitted.communicate(timeout=_JOB_S)[0]
     jobs = [job["submission_id"] for job in ground.head.ask("/api/jobs/")]
-    return {"output": output, "code": submitted.returncode, "jobs": [job for job in jobs if job and job.startswith("dry")]}
+    return {
+        "output": output,
+        "code": submitted.returncode,
+        "jobs": [job for job in jobs if job and job.startswith("dry")],
+    }
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(ground: Ground, flows: dict[str, Future[Any]]) -> None:
@@ -348,7 +382,11 @@ def test_what_cannot_work_is_refused_all_at_once(ground: Ground) -> None:
         outputs = [process.communicate(timeout=_JOB_S)[0] for process in asked]
     assert [process.returncode for process in asked] == [2, 2, 2], outputs
     refused, unreachable, unknown = outputs
-    found = {tuple(line.split(maxsplit=2)[:2]): line for line in refused.splitlines() if line.startswith(("ok ", "warning ", "refused "))}
+    found = {
+        tuple(line.split(maxsplit=2)[:2]): line
+        for line in refused.splitlines()
+        if line.startswith(("ok ", "warning ", "refused "))
+    }
     assert "127.0.0.3: a file that the head node wrote is not there" in found["refused", "storage"]
     assert "'/missing/data' does not exist" in found["refused", "training"]
     assert "scaling.min_workers = 1 workers of 64 CPU" in found["refused", "resources"]
@@ -357,6 +395,10 @@ def test_what_cannot_work_is_refused_all_at_once(ground: Ground) -> None:
     assert "no job server answers at http://127.0.0.1:1" in unreachable
     assert "RAY_AUTH_TOKEN" in unknown
     assert "0" * 64 not in unknown
-    started = [job["submission_id"] for job in ground.head.ask("/api/jobs/") if job["submission_id"].startswith(("refused", "stranger"))]
+    started = [
+        job["submission_id"]
+        for job in ground.head.ask("/api/jobs/")
+        if job["submission_id"].startswith(("refused", "stranger"))
+    ]
     assert started == ["refused-preflight-1"]
     assert not list(private.iterdir())

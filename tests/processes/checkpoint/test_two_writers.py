@@ -1,4 +1,6 @@
-"""Two workers write the same checkpoint at once: one that leaves its node and the next rank 0. One checkpoint comes of it, intact."""
+"""Two workers write the same checkpoint at once: one that leaves its node and the next rank 0. One checkpoint comes of
+it, intact.
+"""
 
 from __future__ import annotations
 
@@ -109,14 +111,19 @@ def test_the_files_of_the_two_differ_but_not_in_what_they_say() -> None:
 FILES = (MODEL, TRAINING, COMMIT)
 
 
-@pytest.mark.parametrize("stops", [{"old": one, "new": other} for one in FILES for other in FILES], ids=str, indirect=True)
+@pytest.mark.parametrize(
+    "stops", [{"old": one, "new": other} for one in FILES for other in FILES], ids=str, indirect=True
+)
 @pytest.mark.parametrize("first", ["old", pytest.param("new", marks=pytest.mark.rest)])
 def test_two_that_are_stopped_anywhere_leave_one_intact_checkpoint(paths: RunPaths, stops: Stops, first: str) -> None:
     savers = {}
     for writer in ("old", "new"):
         savers[writer] = begin(writer, paths, stops)
         stopped = stops.reached[writer]
-        until(lambda stopped=stopped: stopped.is_set() or read_events(paths, "checkpointed"), "it neither gets there nor past it")
+        until(
+            lambda stopped=stopped: stopped.is_set() or read_events(paths, "checkpointed"),
+            "it neither gets there nor past it",
+        )
     for writer in sorted(savers, key=lambda name: name != first):
         stops.may_go[writer].set()
         savers[writer].check()
@@ -152,8 +159,12 @@ def test_one_that_gives_up_just_before_the_other_commits_leaves_no_commit_withou
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_who_finds_the_other_one_done_leaves_its_commit_alone(paths: RunPaths, monkeypatch: pytest.MonkeyPatch, is_gone: bool) -> None:
-    """The other has told of it, and what is older may be gone by then; neither a listing that fails nor one that lacks a file undoes it."""
+def test_who_finds_the_other_one_done_leaves_its_commit_alone(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    """The other has told of it, and what is older may be gone by then; neither a listing that fails nor one that lacks
+    a file undoes it.
+    """
     folder, real = paths.checkpoint(20, 1), store_module.names
     asked: list[Location] = []
 
@@ -177,7 +188,9 @@ def test_who_finds_the_other_one_done_leaves_its_commit_alone(paths: RunPaths, m
 
 
 @pytest.mark.parametrize("stops", [{"new": TRAINING}], indirect=True)
-def test_one_that_gives_up_does_not_make_the_other_fail(paths: RunPaths, stops: Stops, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_gives_up_does_not_make_the_other_fail(
+    paths: RunPaths, stops: Stops, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It removes what it holds for its own, and the other writes that again."""
     monkeypatch.setattr(saver_module, "_ATTEMPTS", 2)
 
@@ -218,10 +231,14 @@ def test_what_a_killed_writer_left_is_used_if_it_is_of_the_same_steps(paths: Run
 
 @pytest.mark.parametrize("model_too", [True, False])
 @pytest.mark.parametrize("damaged", [True, False])
-def test_what_a_killed_writer_left_of_the_training_is_not_used_unseen(paths: RunPaths, model_too: bool, damaged: bool) -> None:
+def test_what_a_killed_writer_left_of_the_training_is_not_used_unseen(
+    paths: RunPaths, model_too: bool, damaged: bool
+) -> None:
     """One that the storage has damaged, or one of other steps whose model is gone."""
     folder, files = paths.checkpoint(20, 1), pack(snapshot_of(20))
-    content = bytearray(pack(replace(snapshot_of(20), optimizer=snapshot_of(20 if damaged else 21).optimizer))[TRAINING])
+    content = bytearray(
+        pack(replace(snapshot_of(20), optimizer=snapshot_of(20 if damaged else 21).optimizer))[TRAINING]
+    )
     if damaged:
         place = content.index(snapshot_of(20).optimizer["state"][0]["m"].numpy().tobytes())
         content[place + 2] ^= 1

@@ -16,7 +16,9 @@ _PROCESS_S = 240
 
 
 @pytest.mark.rest
-def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "surface"
     folder.mkdir()
     assert main([str(folder)]) == 0
@@ -30,7 +32,9 @@ def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(tmp_path: Path
 
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     tested = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(tested, cwd=folder, env=environment, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+    done = subprocess.run(
+        tested, cwd=folder, env=environment, capture_output=True, text=True, timeout=_PROCESS_S, check=False
+    )
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
@@ -47,14 +51,20 @@ def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(tmp_path: Path
     ],
 )
 def test_what_would_not_work_is_refused(
-    arguments: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / ".hidden").touch()
     (tmp_path / "file").touch()
     assert main(arguments) == 2
-    assert f"ConfigError: {expected}" in capsys.readouterr().err.replace(f"{tmp_path}/", "").replace("The package would be ", "")
+    assert f"ConfigError: {expected}" in capsys.readouterr().err.replace(f"{tmp_path}/", "").replace(
+        "The package would be ", ""
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"full", "file"}
 
 

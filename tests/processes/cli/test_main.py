@@ -29,13 +29,22 @@ _PROCESS_S = 120
 def test_help_and_version_import_nothing_big() -> None:
     code = "import sys; from ray_app.cli.main import main; main([sys.argv[1]]); print(*sys.modules, file=sys.stderr)"
     for asked, expected in (("--help", "train a configuration"), ("--version", f"ray-app {ray_app.__version__}\n")):
-        done = subprocess.run([sys.executable, "-c", code, asked], cwd=ROOT, capture_output=True, text=True, timeout=_PROCESS_S, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, asked],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=_PROCESS_S,
+            check=True,
+        )
         assert expected in done.stdout
         assert not {"torch", "ray", "numpy", "jsonargparse", "yaml"} & set(done.stderr.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_there_and_is_called_as_the_user_typed_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_there_and_is_called_as_the_user_typed_it(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--no-such-option"], "python -m ray_app")
     assert ended.value.code == 2
@@ -52,7 +61,9 @@ def test_every_command_is_there_and_is_called_as_the_user_typed_it(name: str, ca
 def test_a_command_that_there_is_not_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert [main(given) for given in (["trian"], [], ["--help"])] == [2, 2, 0]
     shown = capsys.readouterr()
-    assert "ray-app: 'trian' is no command. Did you mean train? There are init, ingest, check, train, submit" in shown.err
+    assert (
+        "ray-app: 'trian' is no command. Did you mean train? There are init, ingest, check, train, submit" in shown.err
+    )
     assert all(f"\n  {name} " in shown.out for name in COMMANDS)
 
 
@@ -63,7 +74,8 @@ def test_every_job_is_a_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "started"), [([], "runpy.run_path('jobs/report.py', run_name='__main__')"), (["report"], "sys.exit(run())")]
+    ("arguments", "started"),
+    [([], "runpy.run_path('jobs/report.py', run_name='__main__')"), (["report"], "sys.exit(run())")],
 )
 def test_a_process_ends_before_python_is_taken_apart(arguments: list[str], started: str) -> None:
     """A thread that is at work in C++ then can abort the process, whose exit code is no longer that of the command."""
@@ -77,7 +89,9 @@ sys.argv[:] = {["ray-app", *arguments, "--run", "missing"]}
 print("begun")
 {started}
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=_PROCESS_S, check=False
+    )
     assert (done.returncode, done.stdout) == (2, "begun\n"), done.stderr
     assert "missing" in done.stderr
 
@@ -87,7 +101,13 @@ def test_where_nobody_takes_what_it_prints(redirected: str, code: int) -> None:
     command = f"{shlex.quote(sys.executable)} -m ray_app --version {redirected}"
     environment = os.environ | {"PYTHONUNBUFFERED": ""}  # what is printed is written at the end
     done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, timeout=_PROCESS_S, check=False
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=_PROCESS_S,
+        check=False,
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -97,7 +117,11 @@ NAMED = re.compile(r"\bjobs/\w+\.py")
 
 
 def test_no_message_names_a_job_that_an_installation_lacks() -> None:
-    named = {path.name for path in (ROOT / "ray_app").rglob("*.*") if path.suffix in (".py", ".j2") and NAMED.search(path.read_text())}
+    named = {
+        path.name
+        for path in (ROOT / "ray_app").rglob("*.*")
+        if path.suffix in (".py", ".j2") and NAMED.search(path.read_text())
+    }
     assert named == set()
 
 
@@ -124,16 +148,28 @@ def test_workers_look_where_the_driver_found_something(tmp_path: Path) -> None:
     libraries.mkdir(parents=True)
     project.mkdir()
     code = "from ray_app.cluster.ray_private import search_path; print(*search_path(), sep='\\n')"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(project), str(libraries), str(tmp_path / "missing")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(project), str(libraries), str(tmp_path / "missing")])
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=_PROCESS_S, check=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_PROCESS_S,
+        check=True,
     )
-    found = [path for path in done.stdout.splitlines() if path != str(ROOT)]  # an editable installation finds that by itself
+    found = [
+        path for path in done.stdout.splitlines() if path != str(ROOT)
+    ]  # an editable installation finds that by itself
     assert found == [str(tmp_path), str(project), str(libraries)]
     assert not any(path.startswith(sys.prefix) for path in search_path())
 
 
-def test_commands_that_are_printed_can_be_pasted_whatever_the_folder_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_commands_that_are_printed_can_be_pasted_whatever_the_folder_is_called(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run, uri = tmp_path / "my runs" / "one", "sqlite:////my runs/mlflow.db"
     report_end(RunPaths(run))
     (command,) = re.findall(r"ray-app report .*(?= tries again)", caplog.text)

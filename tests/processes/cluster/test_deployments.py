@@ -40,7 +40,11 @@ def pods_of(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The specifications of the three kinds of pods."""
     cluster = job["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
-    templates = {"head": cluster["headGroupSpec"]["template"], "worker": workers["template"], "submitter": job["submitterPodTemplate"]}
+    templates = {
+        "head": cluster["headGroupSpec"]["template"],
+        "worker": workers["template"],
+        "submitter": job["submitterPodTemplate"],
+    }
     return {name: template["spec"] for name, template in templates.items()}
 
 
@@ -64,7 +68,11 @@ def cron_command() -> str:
 def commands() -> Iterator[tuple[str, str, list[str]]]:
     """Every command in deploy/: where it stands, the job that it starts, the arguments."""
     texts = {manifest.name: job_of(manifest)["entrypoint"] for manifest in MANIFESTS}
-    texts |= {"crontab": cron_command(), "retrain_dag.py": dag_constants()["COMMAND"], "README.md": (DEPLOY / "README.md").read_text()}
+    texts |= {
+        "crontab": cron_command(),
+        "retrain_dag.py": dag_constants()["COMMAND"],
+        "README.md": (DEPLOY / "README.md").read_text(),
+    }
     for where, text in texts.items():
         found = re.findall(r"python -m ray_app (\w+) ([^>;|\n]*)", text)
         assert found, where
@@ -81,13 +89,22 @@ def understood(
     printed = capsys.readouterr()
     assert ended.value.code == 0, printed.err
     values = yaml.safe_load(printed.out)
-    (folder / "printed.yaml").write_text(yaml.safe_dump({k: v for k, v in values.items() if k not in ("retrain", "submit")}))
+    (folder / "printed.yaml").write_text(
+        yaml.safe_dump({k: v for k, v in values.items() if k not in ("retrain", "submit")})
+    )
     return load_config(folder / "printed.yaml")
 
 
-@pytest.mark.parametrize(("where", "script", "arguments"), list(commands()), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("where", "script", "arguments"), list(commands()), ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_a_command_is_understood_by_its_job(
-    where: str, script: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: str,
+    script: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = understood(script, arguments, tmp_path, monkeypatch, capsys)
     for path in (config.data.path, config.data.eval_path):
@@ -120,12 +137,16 @@ def test_a_manifest_offers_what_the_run_reserves(
     scaling = config.scaling
     assert (workers["minReplicas"], workers["maxReplicas"]) == (scaling.min_workers, scaling.max_workers)
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
-    assert [workers_that_fit(config, {"CPU": head + each * pods}, []) for pods in (scaling.min_workers, scaling.max_workers)] == [
+    assert [
+        workers_that_fit(config, {"CPU": head + each * pods}, []) for pods in (scaling.min_workers, scaling.max_workers)
+    ] == [
         scaling.min_workers,
         scaling.max_workers,
     ]
     assert each == scaling.cpus_per_worker == scaling.threads_per_worker
-    assert head == reserved_cpus(config) < scaling.cpus_per_worker  # else the autoscaler sees room for workers on the head
+    assert (
+        head == reserved_cpus(config) < scaling.cpus_per_worker
+    )  # else the autoscaler sees room for workers on the head
     assert int(pods["head"]["containers"][0]["resources"]["limits"]["cpu"]) > head  # the driver and Ray itself
 
 
@@ -143,7 +164,9 @@ def test_a_manifest_is_safe_and_stops_and_notices_as_documented(manifest: Path) 
             assert container["volumeMounts"] == [{"name": "shared", "mountPath": "/shared"}]
             assert container["envFrom"] == [{"secretRef": {"name": "ray-app", "optional": True}}]
     named = {variable["name"] for pod in pods.values() for variable in pod["containers"][0].get("env", [])}
-    assert not [name for name in named if re.search("token|secret|password|key", name, re.IGNORECASE)], "secrets come from the Secret"
+    assert not [name for name in named if re.search("token|secret|password|key", name, re.IGNORECASE)], (
+        "secrets come from the Secret"
+    )
     claim = yaml.safe_load((DEPLOY / "kuberay" / "storage.yaml").read_text())
     assert pods["head"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     wait_s = float(yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
@@ -151,13 +174,19 @@ def test_a_manifest_is_safe_and_stops_and_notices_as_documented(manifest: Path) 
     assert all(pods[name]["terminationGracePeriodSeconds"] > wait_s for name in ("head", "worker"))
     documented = dict(re.findall(r"(RAY_health_check\w+)=(\d+)", (ROOT / "docs" / "failures.md").read_text()))
     assert {variable["name"]: variable["value"] for variable in pods["head"]["containers"][0]["env"]} == documented
-    assert (job["backoffLimit"] > 0, job["shutdownAfterJobFinishes"], cluster["enableInTreeAutoscaling"]) == (True, True, True)
+    assert (job["backoffLimit"] > 0, job["shutdownAfterJobFinishes"], cluster["enableInTreeAutoscaling"]) == (
+        True,
+        True,
+        True,
+    )
 
 
 def test_both_manifests_ask_for_the_same_cluster() -> None:
     first, second = (job_of(manifest) for manifest in MANIFESTS)
     for part in ("rayClusterSpec", "submitterPodTemplate", "runtimeEnvYAML"):
-        without_comments = [yaml.safe_load(job[part]) if isinstance(job[part], str) else job[part] for job in (first, second)]
+        without_comments = [
+            yaml.safe_load(job[part]) if isinstance(job[part], str) else job[part] for job in (first, second)
+        ]
         assert without_comments[0] == without_comments[1], part
 
 
@@ -172,7 +201,9 @@ def test_the_image_has_the_versions_of_the_requirements() -> None:
     minor = int(re.search(r"python:3\.(\d+)-", base)[1])  # type: ignore[index]
     assert int(lowest) <= minor < int(above)
     image = f"registry.example.com/ray_app:{__version__}-ray{ray}-py3{minor}"
-    assert {c["image"] for manifest in MANIFESTS for pod in pods_of(job_of(manifest)).values() for c in pod["containers"]} == {image}
+    assert {
+        c["image"] for manifest in MANIFESTS for pod in pods_of(job_of(manifest)).values() for c in pod["containers"]
+    } == {image}
     for file in ("Containerfile", "README.md"):
         assert set(re.findall(r"registry\S+", (DEPLOY / file).read_text())) == {image}
     assert {job_of(manifest)["rayClusterSpec"]["rayVersion"] for manifest in MANIFESTS} == {ray}
@@ -219,7 +250,9 @@ def test_the_crontab_mails_failures_only(code: int, mails: bool, tmp_path: Path)
     (tmp_path / "environment").write_text("export FROM_FILE=read\n")
     command = cron_command().replace(INSTALLED, str(tmp_path)).replace("/var/log/ray_app", str(tmp_path))
     settings = {"BASH_ENV": str(tmp_path / "environment"), "PATH": os.environ["PATH"]}
-    done = subprocess.run(["bash", "-c", command], env=settings, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", "-c", command], env=settings, capture_output=True, text=True, timeout=60, check=False
+    )
     assert bool(done.stdout + done.stderr) == mails
     assert (tmp_path / "retrain.log").read_text().startswith("said -m ray_app retrain --config")
     assert (tmp_path / "retrain.log").read_text().endswith("read\n")
@@ -235,9 +268,13 @@ def test_the_crontab_is_one_that_cron_reads() -> None:
 
 
 def test_the_dag_tries_again_after_75_only() -> None:
-    """Airflow is too big for the tests' environment: what decides is read from the syntax tree. Imported and run it was by hand."""
+    """Airflow is too big for the tests' environment: what decides is read from the syntax tree. Imported and run it was
+    by hand.
+    """
     tree = ast.parse((DEPLOY / "airflow" / "retrain_dag.py").read_text())
-    calls = {node.func.id: node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    calls = {
+        node.func.id: node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     options = {name: {k.arg: k.value for k in calls[name].keywords} for name in ("DAG", "Retrain")}
     assert ast.literal_eval(options["DAG"]["catchup"]) is False
     assert ast.literal_eval(options["DAG"]["max_active_runs"]) == 1

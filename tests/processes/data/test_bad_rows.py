@@ -1,4 +1,6 @@
-"""Rows that cannot be decoded: skipped, listed and counted, with the same bits on any number of workers and across a resume."""
+"""Rows that cannot be decoded: skipped, listed and counted, with the same bits on any number of workers and across a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,10 @@ def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data:
                     assert batch.rows + len(batch.bad) == plan.rows_of_step(step)[batch.logical_worker]
                     consumed.update(batch.positions.tolist())
                     skipped.update(list(batch.bad))
-                    assert all(f"ValueError: row {row} is unreadable (bad_rows.py, line" in reason for row, reason in batch.bad.items())
+                    assert all(
+                        f"ValueError: row {row} is unreadable (bad_rows.py, line" in reason
+                        for row, reason in batch.bad.items()
+                    )
             feed.close()
         assert skipped == Counter(BAD)
         assert consumed == Counter(set(range(plan.manifest.num_rows)) - set(BAD))
@@ -122,7 +127,12 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Poo
 
 
 def test_local_steps_go_around_bad_rows_too(pool: Pool, data: Path, tmp_path: Path) -> None:
-    fields = {"train__strategy": "local_sgd", "train__local_steps": 3, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
+    fields = {
+        "train__strategy": "local_sgd",
+        "train__local_steps": 3,
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 3,
+    }
     job = job_of(tmp_path / "run", data, Picky(), train__epochs=1, **fields)
     alone, several = pool.trained(job, 1, cached), pool.trained(job, 3, cached)
     assert several.bits == alone.bits
@@ -185,7 +195,9 @@ def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: Pool, da
     assert [(e.snapshot.step, (e.snapshot.schedule or {})["last_epoch"]) for e in (before, after)] == [(3, 3), (6, 6)]
 
 
-def test_more_bad_rows_than_allowed_end_the_run_which_then_goes_on_with_a_higher_limit(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_more_bad_rows_than_allowed_end_the_run_which_then_goes_on_with_a_higher_limit(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
     refused = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1, train__epochs=1)
     outcomes = pool.train(refused, 1, windows=cached)
     assert isinstance(outcomes[0].error, DataError)
@@ -212,7 +224,10 @@ def test_of_workers_that_meet_the_limit_together_one_says_so(data: Path, tmp_pat
     with ThreadPoolExecutor(len(BAD)) as workers:
         errors = [error for error in workers.map(meet, BAD) if error]
     assert errors
-    assert all(f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(error) for error in errors)
+    assert all(
+        f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(error)
+        for error in errors
+    )
     assert sorted(int(path.stem) for path in job.paths.bad_rows.iterdir()) == list(BAD)
 
 

@@ -1,4 +1,6 @@
-"""`data.by_length` with every other option of the plan: each row as often as without it, the same micro-batches however they are read."""
+"""`data.by_length` with every other option of the plan: each row as often as without it, the same micro-batches however
+they are read.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts_job(folder: Path, data: Path, bad: tuple[int, ...] = BAD, **fields: Any) -> Job:
-    more = {"data__by_length": "text", "data__shuffle_window_rows": 12, "data__cache": "disk", "data__cache_dir": str(folder / "cache")}
+    more = {
+        "data__by_length": "text",
+        "data__shuffle_window_rows": 12,
+        "data__cache": "disk",
+        "data__cache_dir": str(folder / "cache"),
+    }
     return job_of(folder / "run", data, PickyTexts(bad), **(more | fields))
 
 
@@ -58,7 +65,11 @@ def planned(job: Job, epoch: int) -> Counter[int]:
 
 def keys(batches: dict[Place, MicroBatch]) -> Counter[tuple[int, int, int]]:
     """What each row is augmented with in each epoch."""
-    return Counter((place[0], *pair) for place, b in batches.items() for pair in zip(b.positions.tolist(), b.keys.tolist(), strict=True))
+    return Counter(
+        (place[0], *pair)
+        for place, b in batches.items()
+        for pair in zip(b.positions.tolist(), b.keys.tolist(), strict=True)
+    )
 
 
 def padded(batches: dict[Place, MicroBatch]) -> int:
@@ -73,7 +84,9 @@ def starts(job: Job) -> Iterator[Cursor]:
 
 @pytest.mark.parametrize("last", ["keep", pytest.param("drop", marks=pytest.mark.rest)])
 @pytest.mark.parametrize(("shard", "sampling"), ORDERS)
-def test_the_same_micro_batches_however_they_are_read(tmp_path: Path, data: Path, shard: str, sampling: str, last: str) -> None:
+def test_the_same_micro_batches_however_they_are_read(
+    tmp_path: Path, data: Path, shard: str, sampling: str, last: str
+) -> None:
     options = {"data__shard": shard, "data__sampling": sampling, "data__last_batch": last}
     job = texts_job(tmp_path, data, **options)
     first = delivered(job, 1, streamed)
@@ -100,12 +113,21 @@ def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Pa
 
 @pytest.mark.parametrize(
     ("shard", "sampling"),
-    [("file", "none"), pytest.param("row", "balanced", marks=pytest.mark.rest), pytest.param("off", "none", marks=pytest.mark.rest)],
+    [
+        ("file", "none"),
+        pytest.param("row", "balanced", marks=pytest.mark.rest),
+        pytest.param("off", "none", marks=pytest.mark.rest),
+    ],
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool: Pool, tmp_path: Path, data: Path, shard: str, sampling: str
 ) -> None:
-    fields = {"data__shard": shard, "data__sampling": sampling, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
+    fields = {
+        "data__shard": shard,
+        "data__sampling": sampling,
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 4,
+    }
     job = texts_job(tmp_path, data, **fields)
     alone = pool.trained(job, 1, cached)
     for size, windows in ((2, streamed), (4, disk_cached)):

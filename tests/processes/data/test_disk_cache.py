@@ -21,7 +21,16 @@ from ray_app.storage.object_stores import S3Path
 from ray_app.train.job import Hooks, Job
 from tests.support.bad_rows import BAD, Picky, job_of
 from tests.support.disk_caches import Counting, TinyTexts, assert_as_read, cached_job, epoch_of, opened
-from tests.support.local_world import DieAfter, Pool, TinyImages, disk_cached, make_job, result_of, streamed, write_images
+from tests.support.local_world import (
+    DieAfter,
+    Pool,
+    TinyImages,
+    disk_cached,
+    make_job,
+    result_of,
+    streamed,
+    write_images,
+)
 from tests.support.s3_server import S3Server
 
 ROWS = [[50, 1], [46]]
@@ -106,7 +115,9 @@ def test_bad_rows_are_held_as_such(tmp_path: Path, data: Path) -> None:
 # --- whose rows they are
 
 
-def test_other_data_settings_or_code_have_another_cache(job: Job, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_data_settings_or_code_have_another_cache(
+    job: Job, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = {identity(job.source, "")}
 
     def is_new(source: Any, settings: str = "") -> bool:
@@ -137,7 +148,9 @@ def test_other_data_settings_or_code_have_another_cache(job: Job, data: Path, tm
     assert is_new(job.source), "a file that was written again"
 
 
-def test_data_on_s3_is_cached_until_an_object_changes(job: Job, data: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
+def test_data_on_s3_is_cached_until_an_object_changes(
+    job: Job, data: Path, s3_folder: S3Path, s3_server: S3Server
+) -> None:
     def upload() -> None:
         for path in data.iterdir():
             put_atomic(s3_folder / path.name, path.read_bytes())
@@ -217,7 +230,12 @@ def test_unused_caches_make_room_oldest_first_and_used_ones_stay(job: Job) -> No
 def test_what_is_no_cache_of_ours_is_left_alone(job: Job) -> None:
     """However little room there is: `data.cache_dir` may be a folder that others use, too."""
     root = Path(str(job.config.data.cache_dir))
-    foreign = [root / "thesis" / "chapter.tex", root / ("a" * 32) / "notes.txt", root / ("b" * 31) / SUMS, root / "file"]
+    foreign = [
+        root / "thesis" / "chapter.tex",
+        root / ("a" * 32) / "notes.txt",
+        root / ("b" * 31) / SUMS,
+        root / "file",
+    ]
     for file in foreign:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"not to be lost")
@@ -236,7 +254,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk with room for some of 2000 rows."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     yield folder
@@ -244,10 +264,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "leave_free", [pytest.param(0.25, id="a share must stay free", marks=pytest.mark.rest), pytest.param(0.0, id="to the last byte")]
+    "leave_free",
+    [pytest.param(0.25, id="a share must stay free", marks=pytest.mark.rest), pytest.param(0.0, id="to the last byte")],
 )
 def test_on_a_full_disk_the_rest_is_read(
-    tmp_path: Path, small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, leave_free: float
+    tmp_path: Path,
+    small_disk: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    leave_free: float,
 ) -> None:
     monkeypatch.setattr("ray_app.data.disk_cache._LEAVE_FREE", leave_free)
     folder = write_images(tmp_path / "data", [[50] * 40])
@@ -267,7 +292,9 @@ def test_on_a_full_disk_the_rest_is_read(
 def test_a_cache_of_another_user_is_not_used(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_given: bool
 ) -> None:
-    """A folder that is given may be another's, as a mounted one is to root in a container; only the user's own caches in it count."""
+    """A folder that is given may be another's, as a mounted one is to root in a container; only the user's own caches
+    in it count.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     root = tmp_path / "given" if is_given else tmp_path / f"ray_app-{os.getuid()}" / "cache"
     root.mkdir(parents=True)
@@ -302,7 +329,9 @@ def test_the_same_bits_as_without_also_after_a_worker_was_killed(pool: Pool, job
         found = pool.trained(job, size, disk_cached)
         assert found.bits == without.bits
         assert found.steps == without.steps
-    cold = replace(job, config=job.config.replace(data__cache_dir=str(job.config.data.cache_dir) + "-2", checkpoint__every_steps=3))
+    cold = replace(
+        job, config=job.config.replace(data__cache_dir=str(job.config.data.cache_dir) + "-2", checkpoint__every_steps=3)
+    )
     outcomes = pool.train(cold, 2, Hooks(after_step=DieAfter(4, killed=1)), disk_cached)
     assert all(outcome.error is not None for outcome in outcomes)
     pool.run_job(cold, 3, disk_cached)

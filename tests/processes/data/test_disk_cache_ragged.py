@@ -48,7 +48,9 @@ def job(tmp_path: Path) -> Job:
         "too much is taken",
     ],
 )
-def test_a_row_of_its_own_length_that_the_disk_has_spoilt_is_read_anew(job: Job, file: str, at: int, new: bytes) -> None:
+def test_a_row_of_its_own_length_that_the_disk_has_spoilt_is_read_anew(
+    job: Job, file: str, at: int, new: bytes
+) -> None:
     cache, counting = opened(job), Counting()
     epoch_of(job, 0, cache.around(counting))
     assert list(job.fields)[3] == "text"
@@ -68,12 +70,19 @@ def test_rows_of_zeros_are_told_apart_by_their_lengths(tmp_path: Path) -> None:
     rows.close()
 
 
-def test_rows_that_are_longer_than_the_first_ones_are_read_where_there_is_no_room(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_are_longer_than_the_first_ones_are_read_where_there_is_no_room(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     job = replace(job, fields={**job.fields, "text": replace(job.fields["text"], length=0)})
     cache, counting = opened(job), Counting()
     for epoch in range(3):
         assert_as_read(job, epoch, epoch_of(job, epoch, cache.around(counting)))
-    assert caplog.text.count("takes no more rows, they are read in every epoch: [Errno 28] rows are longer than the first ones were") == 1
+    assert (
+        caplog.text.count(
+            "takes no more rows, they are read in every epoch: [Errno 28] rows are longer than the first ones were"
+        )
+        == 1
+    )
     assert 97 < counting.rows < 3 * 97
     [folder] = Path(str(job.config.data.cache_dir)).glob("*/")
     assert (folder / "field-003").stat().st_size == 8 + 97 * 16

@@ -49,7 +49,10 @@ def test_the_wall_clock_of_a_process_jumps_for_all_of_its_code_and_other_clocks_
 
 def test_the_record_must_have_been_written_by_the_wrong_clock_and_is_measured_by_the_right_one(tmp_path: Path) -> None:
     hour = 3600
-    proofs = {f"clock-{i}": {"time_s": 100.5 + n, "step": n, "clock_s": off} for i, (n, off) in enumerate([(2, hour), (4, -hour), (6, 0)])}
+    proofs = {
+        f"clock-{i}": {"time_s": 100.5 + n, "step": n, "clock_s": off}
+        for i, (n, off) in enumerate([(2, hour), (4, -hour), (6, 0)])
+    }
     off_s = {3: hour, 4: hour, 5: -hour, 6: -hour}
     records = [record(n, time_s=100.0 + n + off_s.get(n, 0)) for n in range(1, 9)]
     run = ended(tmp_path / "run", proofs, records)

@@ -22,11 +22,22 @@ from ray_app import load_config
 from ray_app.cli.drill import DrillSection, chosen, drilled, main
 from ray_app.config.config import Config
 from ray_app.drill import process_scenarios
-from ray_app.drill.certificate import RunStart, Trace, conclusion, difference, judge, measures, restart, start_since, table, without
+from ray_app.drill.certificate import (
+    RunStart,
+    Trace,
+    conclusion,
+    difference,
+    judge,
+    measures,
+    restart,
+    start_since,
+    table,
+    without,
+)
 from ray_app.drill.delays import Slow
-from ray_app.drill.faults import Kill, KillNewcomer, Evidence
+from ray_app.drill.faults import Evidence, Kill, KillNewcomer
 from ray_app.drill.process_scenarios import evaluator, kill
-from ray_app.drill.scenario import Scenario, ScenarioResult, ScenarioContext
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
@@ -35,11 +46,26 @@ from ray_app.runlog.paths import RunPaths
 from tests.support.drilled import ground
 from tests.support.places import ROOT
 
-SUMMARY = {"status": "finished", "params_digest": "d", "rows": 8, "world_sizes": [[0, 2]], "redone_steps": 0, "recovery_s": [0.1]}
+SUMMARY = {
+    "status": "finished",
+    "params_digest": "d",
+    "rows": 8,
+    "world_sizes": [[0, 2]],
+    "redone_steps": 0,
+    "recovery_s": [0.1],
+}
 
 
 def record(step: int, **fields: Any) -> StepRecord:
-    values = {"step": step, "epoch": 0, "time_s": 100.0 + step, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "step_ms": 1000.0}
+    values = {
+        "step": step,
+        "epoch": 0,
+        "time_s": 100.0 + step,
+        "loss": 1.0,
+        "lr": 0.1,
+        "grad_norm": 1.0,
+        "step_ms": 1000.0,
+    }
     more = {"data_wait_ms": 0.0, "workers": 2, "rows": [1, 1], "row_hash": [5, 6], "generation": "1.1"}
     return StepRecord(**(values | more | fields))
 
@@ -54,7 +80,9 @@ def written(root: Path, records: list[StepRecord]) -> RunPaths:
 
 
 def trace(**fields: Any) -> Trace:
-    return Trace(**({"digest": "d", "rows": 8, "steps": {step: (1.0, [1, 1], [5, 6]) for step in (1, 2, 3, 4)}} | fields))
+    return Trace(
+        **({"digest": "d", "rows": 8, "steps": {step: (1.0, [1, 1], [5, 6]) for step in (1, 2, 3, 4)}} | fields)
+    )
 
 
 @pytest.fixture
@@ -71,7 +99,9 @@ def killed(tmp_path: Path) -> tuple[Scenario, RunPaths]:
     """A kill at step 2, and the record of a run in which nothing is other than in `trace()`."""
     config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(tmp_path), run__name="kill")
     proofs = Evidence(str(tmp_path / "proofs"))
-    ground = ScenarioContext(config, 2, 6, 3, 1, proofs, random.Random(0), None, lambda *_: pytest.fail("it runs nothing"))
+    ground = ScenarioContext(
+        config, 2, 6, 3, 1, proofs, random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
+    )
     made = kill(ground)
     assert isinstance(made, Scenario)
     return made, written(tmp_path / "kill", [record(step) for step in (1, 2, 3, 4)])
@@ -83,7 +113,9 @@ def ended(paths: RunPaths, process: dict[str, Any] | None, **summary: Any) -> Sc
     return ScenarioResult(paths, SUMMARY | summary, proofs)
 
 
-def test_a_scenario_that_happened_and_changed_nothing_is_equal(killed: tuple[Scenario, RunPaths], gone: dict[str, Any]) -> None:
+def test_a_scenario_that_happened_and_changed_nothing_is_equal(
+    killed: tuple[Scenario, RunPaths], gone: dict[str, Any]
+) -> None:
     disturbance, paths = killed
     put_event(paths, "failed", 1, errors={})
     assert judge(disturbance, ended(paths, gone), trace()) == ("equal", None)
@@ -93,7 +125,10 @@ def test_a_scenario_that_happened_and_changed_nothing_is_equal(killed: tuple[Sce
 
 def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPaths], gone: dict[str, Any]) -> None:
     disturbance, paths = killed
-    assert judge(disturbance, ended(paths, None), trace()) == ("failed", "it did not happen: there is no proof 'killed-0'")
+    assert judge(disturbance, ended(paths, None), trace()) == (
+        "failed",
+        "it did not happen: there is no proof 'killed-0'",
+    )
     outcome, reason = judge(disturbance, ended(paths, asdict(Holder.here())), trace())
     assert (outcome, reason) == (
         "failed",
@@ -101,7 +136,10 @@ def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPa
     )
     assert judge(disturbance, ended(paths, gone), trace())[0] == "failed", "the run must have noticed it"
     put_event(paths, "failed", 1, errors={})
-    assert judge(disturbance, ended(paths, gone, status="interrupted"), trace()) == ("failed", "the run ended as interrupted")
+    assert judge(disturbance, ended(paths, gone, status="interrupted"), trace()) == (
+        "failed",
+        "the run ended as interrupted",
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +149,10 @@ def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPa
         (trace(digest="x"), "its parameters are others, after the same rows and losses"),
         (trace(rows=7), "it consumed 7 rows instead of 8"),
         (trace(steps=trace().steps | {3: (1.0, [1, 1], [5, 7])}), "from step 3 on it saw other rows"),
-        (trace(steps=trace().steps | {2: (1.5, [1, 1], [5, 6])}), "from step 2 on its losses are others, on the same rows"),
+        (
+            trace(steps=trace().steps | {2: (1.5, [1, 1], [5, 6])}),
+            "from step 2 on its losses are others, on the same rows",
+        ),
         (trace(steps=trace().steps | {5: (1.0, [1, 1], [5, 6])}), "step 5 is recorded in only one of the runs"),
     ],
 )
@@ -126,12 +167,19 @@ def test_differences_are_named(other: Trace, said: str | None) -> None:
         (116.5, 1, "back after 1.35 of a first start, more than 1.3, on 1 of 2 workers"),
     ],
 )
-def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(tmp_path: Path, next_s: float, workers: int, said: str) -> None:
+def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(
+    tmp_path: Path, next_s: float, workers: int, said: str
+) -> None:
     first = start_since(written(tmp_path / "undisturbed", [record(1), record(2)]), 91.0)
     assert first == RunStart(10.0, 2)
-    again = [record(3, time_s=next_s, workers=workers, generation="2.1"), record(4, time_s=next_s + 1, generation="2.1")]
+    again = [
+        record(3, time_s=next_s, workers=workers, generation="2.1"),
+        record(4, time_s=next_s + 1, generation="2.1"),
+    ]
     paths = written(tmp_path / "driver", [record(1), record(2), record(3), *again])
-    run = ScenarioResult(paths, SUMMARY, {"held": {"time_s": 102.5, "step": 3}, "driver_killed": {"time_s": 103.0, "step": 3}})
+    run = ScenarioResult(
+        paths, SUMMARY, {"held": {"time_s": 102.5, "step": 3}, "driver_killed": {"time_s": 103.0, "step": 3}}
+    )
     found = restart(run, first)
     assert found["restart"] == {
         "first": {"seconds": 10.0, "workers": 2},
@@ -181,11 +229,15 @@ def test_only_who_comes_later_is_a_newcomer(tmp_path: Path, monkeypatch: pytest.
     assert struck == [signal.SIGKILL], "only one of them"
 
 
-def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     places = iter([1, 1, 1, 2])
     actor = SimpleNamespace(lifeline=SimpleNamespace(remote=lambda: (("host", next(places)), "secret")))
     killed: list[Any] = []
-    fake = SimpleNamespace(get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one))
+    fake = SimpleNamespace(
+        get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one)
+    )
     monkeypatch.setattr(process_scenarios, "ray", fake)
     made = process_scenarios.rendezvous(ground(tmp_path))
     assert isinstance(made, Scenario)
@@ -216,7 +268,8 @@ def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
 def test_the_conclusion_counts_what_is_left_out_and_what_is_not_reached() -> None:
     results = [{"outcome": outcome} for outcome in ("equal", "left out", "failed")]
     assert conclusion(results, "abc", 4) == (
-        "1 of 3 scenarios ended with the parameters of the undisturbed run: sha256 abc (1 failed, 1 left out, 1 not reached)"
+        "1 of 3 scenarios ended with the parameters of the undisturbed run: sha256 abc (1 failed, 1 left out, 1 not"
+        " reached)"
     )
 
 
@@ -231,7 +284,11 @@ def test_names_of_scenarios() -> None:
 @pytest.fixture
 def digits_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
     def make(**fields: Any) -> Config:
-        paths = {"data__path": str(digits / "train"), "data__eval_path": str(digits / "eval"), "run__storage_path": str(tmp_path / "runs")}
+        paths = {
+            "data__path": str(digits / "train"),
+            "data__eval_path": str(digits / "eval"),
+            "run__storage_path": str(tmp_path / "runs"),
+        }
         return load_config(ROOT / "conf" / "digits.yaml", **paths, **fields)
 
     return make
@@ -259,11 +316,16 @@ def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Confi
     ("fields", "problem"),
     [
         ({"train__reduction": "overlapped"}, "train.reduction is 'overlapped', which does not promise the same bits"),
-        ({"train__strategy": "parameter_server", "train__staleness": 2}, "train.staleness is 2, which does not promise the same bits"),
+        (
+            {"train__strategy": "parameter_server", "train__staleness": 2},
+            "train.staleness is 2, which does not promise the same bits",
+        ),
         ({"train__strategy": "single"}, "train.strategy is single: its only worker is the driver"),
     ],
 )
-def test_what_cannot_be_drilled_is_refused(digits_config: Callable[..., Config], fields: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_drilled_is_refused(
+    digits_config: Callable[..., Config], fields: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         drilled(digits_config(**fields), DrillSection(), own=True)
 
@@ -271,7 +333,15 @@ def test_what_cannot_be_drilled_is_refused(digits_config: Callable[..., Config],
 def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[..., Config], tmp_path: Path) -> None:
     config = digits_config(evaluate__where="workers")
     ground = ScenarioContext(
-        config, 2, 40, 20, 5, Evidence(str(tmp_path / "proofs")), random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
+        config,
+        2,
+        40,
+        20,
+        5,
+        Evidence(str(tmp_path / "proofs")),
+        random.Random(0),
+        None,
+        lambda *_: pytest.fail("it runs nothing"),
     )
     assert evaluator(ground) == "there is no evaluator with evaluate.where workers"
 

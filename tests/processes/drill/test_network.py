@@ -42,7 +42,9 @@ def has_nothing(end: socket.socket) -> bool:
         end.settimeout(30)
 
 
-def test_a_wire_that_is_cut_is_silent_in_both_directions_and_comes_back(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_a_wire_that_is_cut_is_silent_in_both_directions_and_comes_back(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
     one, other = ends
     wire = wire_of(one)
     with wire.socket:
@@ -74,7 +76,10 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
     one, other = ends
     proofs = Evidence(str(tmp_path))
     victim, peer = (Severed(proofs, 4, 1, [0], mends, mends) for _ in range(2))
-    with socket.create_server(("127.0.0.1", 0)) as rendezvous, socket.create_connection(rendezvous.getsockname()) as line:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as rendezvous,
+        socket.create_connection(rendezvous.getsockname()) as line,
+    ):
         proofs.put("listening", address=rendezvous.getsockname())
         for step in (3, 4):
             peer(0, step)
@@ -115,10 +120,16 @@ def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) 
     }
     run = ended(tmp_path / "run", proofs, [])
     assert made.confirm(run) == []
-    assert made.confirm(replace(run, proofs=proofs | {"mended": {"thrown_away": [0, 0]}})) == ["nothing was thrown away"]
-    assert made.confirm(replace(run, proofs=proofs | {"went_on": {"workers": 2}})) == ["the others went on as 2 workers"]
+    assert made.confirm(replace(run, proofs=proofs | {"mended": {"thrown_away": [0, 0]}})) == [
+        "nothing was thrown away"
+    ]
+    assert made.confirm(replace(run, proofs=proofs | {"went_on": {"workers": 2}})) == [
+        "the others went on as 2 workers"
+    ]
     lone = {"connections": ["a"], "of_the_rendezvous": 1, "process": asdict(Holder.here())}
-    assert made.confirm(replace(run, proofs=proofs | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})) == [
+    assert made.confirm(
+        replace(run, proofs=proofs | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})
+    ) == [
         "no connection to another worker was cut",
         "the worker still lives and is not one of them again",
     ]

@@ -28,7 +28,11 @@ from tests.support.places import ROOT
 
 @pytest.fixture
 def short_drill(digits: Path, tmp_path: Path) -> Config:
-    paths = {"data__path": str(digits / "train"), "data__eval_path": str(digits / "eval"), "run__storage_path": str(tmp_path / "runs")}
+    paths = {
+        "data__path": str(digits / "train"),
+        "data__eval_path": str(digits / "eval"),
+        "run__storage_path": str(tmp_path / "runs"),
+    }
     return drilled(load_config(ROOT / "conf" / "digits.yaml", **paths), DrillSection(max_steps=40), own=True)
 
 
@@ -37,11 +41,15 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0}, nodes=list))
     monkeypatch.setattr(session, "most_resources", lambda: None)
     monkeypatch.setattr(session, "facts", dict)
-    monkeypatch.setattr(session.Drill, "_undisturbed", lambda self: (Trace("d", 8, {1: (1.0, [1, 1], [5, 6])}), RunStart(1.0, 2)))
+    monkeypatch.setattr(
+        session.Drill, "_undisturbed", lambda self: (Trace("d", 8, {1: (1.0, [1, 1], [5, 6])}), RunStart(1.0, 2))
+    )
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_what_is_around_a_scenario_is_there_until_it_is_judged(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_around_a_scenario_is_there_until_it_is_judged(
+    short_drill: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
 
     @contextmanager
@@ -53,7 +61,9 @@ def test_what_is_around_a_scenario_is_there_until_it_is_judged(short_drill: Conf
     def runs(config: Config, *_: Any) -> Any:
         said.append(config.tracking.uri or "")
         return SimpleNamespace(
-            status="finished", path=Path(config.run.storage_path) / "around", summary=SUMMARY | {"world_sizes": [[0, 2]]}
+            status="finished",
+            path=Path(config.run.storage_path) / "around",
+            summary=SUMMARY | {"world_sizes": [[0, 2]]},
         )
 
     def confirm(run: ScenarioResult) -> list[str]:
@@ -96,11 +106,21 @@ def test_a_drill_goes_on_after_a_scenario_that_does_not_come_to_its_end(
     said = StringIO()
     names = ["kill", "rendezvous"]
     drill = session.Drill(
-        short_drill, short_drill, names, 0, 0.25, None, Console(file=said, width=200), lambda: renewed.append("another cluster")
+        short_drill,
+        short_drill,
+        names,
+        0,
+        0.25,
+        None,
+        Console(file=said, width=200),
+        lambda: renewed.append("another cluster"),
     )
     assert drill.go() == 1
     certificate = read_json(drill.certificate)
-    assert [(found["scenario"], found["outcome"]) for found in certificate["scenarios"]] == [("kill", "failed"), ("rendezvous", "failed")]
+    assert [(found["scenario"], found["outcome"]) for found in certificate["scenarios"]] == [
+        ("kill", "failed"),
+        ("rendezvous", "failed"),
+    ]
     assert certificate["scenarios"][0]["reason"] == reason
     assert renewed == ["another cluster"], "what a scenario leaves is cleared away before the next"
     assert certificate["complete"]
@@ -108,25 +128,33 @@ def test_a_drill_goes_on_after_a_scenario_that_does_not_come_to_its_end(
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_scenario_that_fails_leaves_the_next_one_as_it_would_be(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scenario_that_fails_leaves_the_next_one_as_it_would_be(
+    short_drill: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def runs(config: Config, *_: Any) -> Any:
         if config.run.name == "first":
             raise RuntimeError("lost")
         return SimpleNamespace(
-            status="finished", path=Path(config.run.storage_path) / "second", summary=SUMMARY | {"world_sizes": [[0, 2]]}
+            status="finished",
+            path=Path(config.run.storage_path) / "second",
+            summary=SUMMARY | {"world_sizes": [[0, 2]]},
         )
 
     for name in ("first", "second"):
         monkeypatch.setitem(SCENARIOS, name, lambda ground: Scenario([1], [], lambda run: ["nothing happened"]))
     monkeypatch.setattr(session, "run_training", runs)
-    drill = session.Drill(short_drill, short_drill, ["first", "second"], 0, 60.0, None, Console(quiet=True), lambda: None)
+    drill = session.Drill(
+        short_drill, short_drill, ["first", "second"], 0, 60.0, None, Console(quiet=True), lambda: None
+    )
     assert drill.go() == 1
     reasons = [found["reason"] for found in read_json(drill.certificate)["scenarios"]]
     assert reasons == ["RuntimeError: lost", "it did not happen: nothing happened"]
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(
+    short_drill: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost() -> None:
         raise ConnectionError("no head")
 
@@ -143,7 +171,10 @@ def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(short_drill: Co
 def test_a_cluster_that_scales_from_zero_is_waited_for(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list))
     monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 8.0})
-    assert session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)._workers == 2
+    assert (
+        session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)._workers
+        == 2
+    )
     monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 2.0})
     with pytest.raises(ConfigError, match="the cluster grows to at most 2 CPU"):
         session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)

@@ -46,7 +46,9 @@ def test_mlflow_must_have_each_point_once_and_have_been_away(tmp_path: Path, ser
     log(client, run_id, range(1, 6))
     [status, *lost] = tracking.lacks(run, uri)
     assert status == "MLflow says that the run is RUNNING"
-    assert [said.split(" MLflow has ")[1] for said in lost] == ["5 points, 5 of them different, instead of the 6 recorded"] * 3
+    assert [said.split(" MLflow has ")[1] for said in lost] == [
+        "5 points, 5 of them different, instead of the 6 recorded"
+    ] * 3
     log(client, run_id, range(6, 7))
     client.set_terminated(run_id)
     assert tracking.lacks(run, uri) == []
@@ -60,7 +62,10 @@ def test_steps_must_have_gone_on_without_mlflow(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(tracking, "_differences", lambda *_: [])
     assert tracking.lacks(outage(tmp_path), "") == []
     answered = outage(tmp_path, answers=True, sent_step=4)
-    assert tracking.lacks(answered, "") == ["the server answered while it was away", "step 4 was sent while the server was away"]
+    assert tracking.lacks(answered, "") == [
+        "the server answered while it was away",
+        "step 4 was sent while the server was away",
+    ]
     answered.proofs["server_back"]["step"] = 6
     assert "only the steps [3, 4, 5] were finished while the server was away" in tracking.lacks(answered, "")
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)

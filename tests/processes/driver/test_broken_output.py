@@ -1,4 +1,6 @@
-"""A run whose standard output or standard error takes nothing ends as any other, and says once in its record what happened."""
+"""A run whose standard output or standard error takes nothing ends as any other, and says once in its record what
+happened.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ _PROCESS_S = 240
         pytest.param("> /dev/null", {"PYTHONIOENCODING": "ascii"}, 0, id="ascii", marks=pytest.mark.rest),
     ],
 )
-def test_a_run_ends_as_it_should(command: Callable[..., list[str]], redirected: str, settings: dict[str, str], failures: int) -> None:
-    arguments = command("--train.strategy=single", "--scaling.max_workers=1", "--train.max_steps=6", "--data.eval_path=null")
+def test_a_run_ends_as_it_should(
+    command: Callable[..., list[str]], redirected: str, settings: dict[str, str], failures: int
+) -> None:
+    arguments = command(
+        "--train.strategy=single", "--scaling.max_workers=1", "--train.max_steps=6", "--data.eval_path=null"
+    )
     storage = next(part.partition("=")[2] for part in arguments if part.startswith("--run.storage_path"))
     arguments = [*arguments, f"--run.storage_path={storage}/Läufe ✓"]
     line = f"exec {shlex.join([sys.executable, '-m', 'ray_app', 'train', *arguments])} {redirected}"

@@ -1,4 +1,6 @@
-"""A thousand workers killed, in every phase and at any moment: what is promised holds for each run. See `tests/support/campaign.py`."""
+"""A thousand workers killed, in every phase and at any moment: what is promised holds for each run. See
+`tests/support/campaign.py`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def injected(case: str, folder: Path, deaths: int) -> Counter[str]:
     data = write_images(folder / "data", [[50, 1], [46]])
 
     def run(name: str, seed: int, faults: int) -> tuple[Job, Counter[str]]:
-        fields = {"train__epochs": 12, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3, "train__strategy": strategy}
+        fields = {
+            "train__epochs": 12,
+            "checkpoint__every_epochs": None,
+            "checkpoint__every_steps": 3,
+            "train__strategy": strategy,
+        }
         job = make_job(folder / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields, **settings)
         campaign = Campaign(folder / f"{name}-groups", seed, job, workers, windows)
         campaign.run(faults)
@@ -85,7 +92,9 @@ def test_whoever_is_lost_with_parameter_servers_the_result_is_that_of_the_undist
         assert rows_of(job) == rows_of(undisturbed), f"seed {runs}"
         assert result_of(job).bits == result_of(undisturbed).bits, f"seed {runs}"
         assert result_of(job).steps == result_of(undisturbed).steps, f"seed {runs}"
-    assert set(fired) == {(who, when) for who, moments in MOMENTS.items() for when in moments}, "a moment at which nobody was lost"
+    assert set(fired) == {(who, when) for who, moments in MOMENTS.items() for when in moments}, (
+        "a moment at which nobody was lost"
+    )
     with capsys.disabled():
         print(f" {fired.total()} lost: {dict(Counter(who for who, _ in fired.elements()))}")
 

@@ -1,4 +1,6 @@
-"""A driver that was killed: whoever notices says in the record, in the summary and in MLflow what became of the run; once."""
+"""A driver that was killed: whoever notices says in the record, in the summary and in MLflow what became of the run;
+once.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def mlflow_run(config: Config) -> Any:
     return run
 
 
-def test_a_killed_driver_is_noticed_once(driver: subprocess.Popen[str], config: Config, paths: RunPaths, tmp_path: Path) -> None:
+def test_a_killed_driver_is_noticed_once(
+    driver: subprocess.Popen[str], config: Config, paths: RunPaths, tmp_path: Path
+) -> None:
     root = str(paths.root)
     with pytest.raises(RunHeldError):  # its driver lives
         close_orphan(root)

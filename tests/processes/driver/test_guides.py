@@ -30,7 +30,8 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "least"), [("mnist_dense", 269_322, 0.9), pytest.param("mnist_cnn", 2_770_634, 0.2, marks=pytest.mark.rest)]
+    ("name", "parameters", "least"),
+    [("mnist_dense", 269_322, 0.9), pytest.param("mnist_cnn", 2_770_634, 0.2, marks=pytest.mark.rest)],
 )
 def test_a_guides_network_learns(mnist: Path, tmp_path: Path, name: str, parameters: int, least: float) -> None:
     """In the calling process: the bits of any number of workers, as other tests show."""

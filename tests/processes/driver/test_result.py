@@ -18,16 +18,31 @@ from tests.support.places import ROOT
 
 @pytest.fixture(scope="module")
 def result(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    fields = {"train__strategy": "single", "evaluate__where": "workers", "tracking__enabled": False, "schedule": None, "train__epochs": 2}
-    paths = {"data__path": str(digits / "train"), "data__eval_path": str(digits / "eval"), "checkpoint__every_epochs": 1}
+    fields = {
+        "train__strategy": "single",
+        "evaluate__where": "workers",
+        "tracking__enabled": False,
+        "schedule": None,
+        "train__epochs": 2,
+    }
+    paths = {
+        "data__path": str(digits / "train"),
+        "data__eval_path": str(digits / "eval"),
+        "checkpoint__every_epochs": 1,
+    }
     storage = str(tmp_path_factory.mktemp("runs"))
-    return run_training(load_config(ROOT / "conf" / "digits.yaml", **fields, **paths, run__storage_path=storage), Console(file=StringIO()))
+    return run_training(
+        load_config(ROOT / "conf" / "digits.yaml", **fields, **paths, run__storage_path=storage),
+        Console(file=StringIO()),
+    )
 
 
 def test_a_result_is_evaluated_as_its_evaluator_did(digits: Path, result: Result) -> None:
     before = set(Path(str(result.path)).rglob("*"))
     for evaluation in result.evaluations():
-        assert result.evaluate(str(digits / "eval"), f"step-{evaluation.step}") == pytest.approx(evaluation.metrics, rel=1e-5)
+        assert result.evaluate(str(digits / "eval"), f"step-{evaluation.step}") == pytest.approx(
+            evaluation.metrics, rel=1e-5
+        )
     best = result.summary["best"]
     assert result.evaluate(str(digits / "eval"))[best["metric"]] == pytest.approx(best["value"])
     assert set(Path(str(result.path)).rglob("*")) == before, "nothing is recorded"
@@ -35,7 +50,9 @@ def test_a_result_is_evaluated_as_its_evaluator_did(digits: Path, result: Result
         result.evaluate(str(digits / "eval"), "step-1")
 
 
-def test_rows_without_labels_are_predicted_from_a_path_and_from_arrays(digits: Path, result: Result, tmp_path: Path) -> None:
+def test_rows_without_labels_are_predicted_from_a_path_and_from_arrays(
+    digits: Path, result: Result, tmp_path: Path
+) -> None:
     images = read(digits / "eval", as_stored=True)["image"]
     found = result.predict(images)
     with torch.inference_mode():
@@ -46,6 +63,8 @@ def test_rows_without_labels_are_predicted_from_a_path_and_from_arrays(digits: P
     stored = read(tmp_path / "out", as_stored=True)
     order = [int(row_id) for row_id in stored["row_id"]]
     assert result.predict(str(tmp_path / "out"))["predicted_index"].tolist() == found["predicted_index"][order].tolist()
-    assert result.predict({"image": images[:3]})["confidence"].tolist() == pytest.approx(found["confidence"][:3].tolist())
+    assert result.predict({"image": images[:3]})["confidence"].tolist() == pytest.approx(
+        found["confidence"][:3].tolist()
+    )
     with pytest.raises(DataError, match=r"No column 'image' is given; the task reads \['image'\]"):
         result.predict({"x": images})

@@ -54,9 +54,14 @@ def config(tmp_path: Path) -> Config:
     images = [encode(Image.fromarray(smooth(8, 8, seed=row)), "png") for row in range(8)]
     images[3] = png((8, 8, 8, 0, 0, 0, 0), zlib.compress(bytes(9) * 3))
     (tmp_path / "data").mkdir()
-    pq.write_table(pa.table({"image": pa.array(images, pa.binary()), "label": [0, 1] * 4}), tmp_path / "data" / "part-0.parquet")
+    pq.write_table(
+        pa.table({"image": pa.array(images, pa.binary()), "label": [0, 1] * 4}), tmp_path / "data" / "part-0.parquet"
+    )
     return Config().replace(
-        task={"class_path": "ray_app.task.image.ImageClassification", "init_args": {"size": 8, "model_args": {"channels": 2}}},
+        task={
+            "class_path": "ray_app.task.image.ImageClassification",
+            "init_args": {"size": 8, "model_args": {"channels": 2}},
+        },
         run__storage_path=str(tmp_path / "runs"),
         run__name="short",
         scaling__max_workers=1,
@@ -70,7 +75,9 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_a_png_with_too_little_image_data_is_a_bad_row_of_training(config: Config, tmp_path: Path) -> None:
-    with pytest.raises((BadRowError, DataError), match=r"part-0.parquet, row group 0, row 3: its image data ends 45 bytes too early"):
+    with pytest.raises(
+        (BadRowError, DataError), match=r"part-0.parquet, row group 0, row 3: its image data ends 45 bytes too early"
+    ):
         run_training(config)
     summary = run_training(config.replace(run__name="skipped", data__on_bad_row="skip")).summary
     assert (summary["status"], summary["rows"], summary["bad_rows"]) == ("finished", 7, {"skipped": 1, "distinct": 1})

@@ -36,7 +36,9 @@ def test_a_split_keeps_every_row_once_and_does_not_depend_on_order(tmp_path: Pat
     np.savez(tmp_path / "d.npz", x=RNG.random((2000, 2)), y=np.arange(2000) % 2)
     sides = []
     for out, shard_rows in (("a", 100), ("b", 1000)):
-        options = IngestOptions("numpy", str(tmp_path / out), str(tmp_path / "d.npz"), eval_fraction=0.25, shard_rows=shard_rows)
+        options = IngestOptions(
+            "numpy", str(tmp_path / out), str(tmp_path / "d.npz"), eval_fraction=0.25, shard_rows=shard_rows
+        )
         assert list(ingest(options).parts) == ["train", "eval"]
         sides.append({name: read(tmp_path / out / name)["row_id"] for name in ("train", "eval")})
     assert sides[0] == sides[1]
@@ -175,7 +177,9 @@ def test_a_target_with_something_else_is_refused_and_left_alone(tmp_path: Path, 
     assert not list(tmp_path.glob("*.partial-*"))
 
 
-def test_a_failure_midway_leaves_no_target_and_the_next_time_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_midway_leaves_no_target_and_the_next_time_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(raw, "BLOCK_BYTES", 100)
     files = write_images(tmp_path / "in")
     good = files["dog/z.WEBP"]
@@ -225,7 +229,10 @@ def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"source": "tar", "input": "a"}, "allowed are images, csv, jsonl, numpy, idx, cifar, webdataset, tfrecord, hf, digits, parquet"),
+        (
+            {"source": "tar", "input": "a"},
+            "allowed are images, csv, jsonl, numpy, idx, cifar, webdataset, tfrecord, hf, digits, parquet",
+        ),
         ({"source": "csv"}, "needs an input"),
         ({"source": "csv", "input": ""}, "needs an input"),
         ({"source": "digits", "input": "a"}, "reads no input"),
@@ -234,7 +241,10 @@ def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch:
         ({"source": "csv", "input": "a", "out": ""}, "needs a folder to create"),
         ({"source": "parquet", "input": "a"}, "trained on as it is"),
         ({"source": "csv", "input": "a", "columns": ["b"]}, "only jsonl, hf, tfrecord, webdataset have it"),
-        ({"source": "csv", "input": "a", "max_bad_rows": -1}, "max_bad_rows -1; allowed are fail or skip, and 0 or more"),
+        (
+            {"source": "csv", "input": "a", "max_bad_rows": -1},
+            "max_bad_rows -1; allowed are fail or skip, and 0 or more",
+        ),
         ({"source": "csv", "input": "a", "out": "a/b"}, "lies in the input"),
         ({"source": "numpy", "input": "a", "label": "y"}, "only csv, jsonl, hf, webdataset, tfrecord have it"),
         ({"source": "csv", "input": "a", "check": False}, "only images, webdataset, tfrecord, hf have it"),
@@ -258,7 +268,9 @@ def test_a_source_with_other_data_sets_than_train_and_test_is_not_split_again(tm
 
 
 def job(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "jobs/ingest.py", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "jobs/ingest.py", *args], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.rest

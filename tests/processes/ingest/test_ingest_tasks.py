@@ -1,4 +1,6 @@
-"""Ingest as tasks: the same files whoever does them, again after a kill, rows in = rows out + rows refused, and S3 on both ends."""
+"""Ingest as tasks: the same files whoever does them, again after a kill, rows in = rows out + rows refused, and S3 on
+both ends.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def deadly(task):
 mixing.BUCKET_BYTES = 1000
 setattr(ingest, sys.argv[3], deadly)
 ingest.ingest(IngestOptions("csv", sys.argv[2], sys.argv[1], label="y", piece_bytes=1), partial(run_in_threads, threads=1))
-"""
+"""  # noqa: E501
 
 
 def kill_midway(folder: Path, out: Any, at: str = "write_piece") -> None:
@@ -108,7 +110,9 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in (left / RUNS).iterdir()}
     assert sorted(before) == ["-00000-000.arrow", "-00001-000.arrow", "-00002-000.arrow"]
     (left / ".dataset.json.0123.tmp").write_bytes(b"half")  # as a kill while it is written leaves it
-    (left / RUNS / "-00001-000.arrow").write_bytes(b"damaged")  # a finished piece whose file is not as it was is done again
+    (left / RUNS / "-00001-000.arrow").write_bytes(
+        b"damaged"
+    )  # a finished piece whose file is not as it was is done again
     after: dict[str, int] = {}
 
     def run(work: Any, tasks: Any) -> Any:
@@ -136,7 +140,10 @@ def test_after_a_kill_the_finished_buckets_are_kept(tmp_path: Path, monkeypatch:
     (left / "part-00001.parquet").write_bytes(b"damaged")
     ingest(options_for(folder, out))
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
-    assert sorted(name for name in before if before[name] == after[name]) == ["part-00000.parquet", "part-00002.parquet"]
+    assert sorted(name for name in before if before[name] == after[name]) == [
+        "part-00000.parquet",
+        "part-00002.parquet",
+    ]
     ingest(options_for(folder, tmp_path / "undisturbed"))
     assert content(out) == content(tmp_path / "undisturbed")
     assert Counter(read(out)["a"]) == Counter(range(240))
@@ -163,7 +170,9 @@ def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monk
     assert ingest(options_for(folder, out)).reused, "what is complete is the same data set"
 
 
-def test_links_are_followed_and_the_order_is_that_of_s3(tmp_path: Path, s3_folder: S3Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_followed_and_the_order_is_that_of_s3(
+    tmp_path: Path, s3_folder: S3Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["a-b/x.parquet", "a/x.parquet", "a/z.parquet", "linked/x.parquet", "tables.parquet/part.parquet"]
     for i, name in enumerate(names):
         place = (tmp_path / "elsewhere" / "x.parquet") if name.startswith("linked") else tmp_path / "in" / name
@@ -224,7 +233,11 @@ def test_more_bad_rows_than_allowed_end_an_ingest(tmp_path: Path, piece_bytes: i
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     summary = ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), max_bad_rows=2, **options))
     assert (summary.rows, sum(part.refused for part in summary.parts.values())) == (8, 2)
-    listed = [json.loads(line)["row_id"] for path in (tmp_path / "out").rglob("refused.jsonl") for line in path.read_text().splitlines()]
+    listed = [
+        json.loads(line)["row_id"]
+        for path in (tmp_path / "out").rglob("refused.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     assert sorted(listed) == ["cat/1.png", "dog/2.png"]
 
 
@@ -256,7 +269,9 @@ def write_tars(folder: Path) -> None:
         write_tar(folder / f"{i}.{end}", members, "w:gz" if end.endswith("gz") else "w")
 
 
-SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {  # what writes a folder, what is given of it, options
+SOURCES: dict[
+    str, tuple[Callable[[Path], Any], str, dict[str, Any]]
+] = {  # what writes a folder, what is given of it, options
     "images": (write_images, "in", {}),
     "csv": (partial(write_csvs, files=2, rows=4), "in", {"label": "y"}),
     "numpy": (write_numpy, "in", {}),
@@ -272,7 +287,9 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {  # wha
 QUICK = ("images", "hf", "webdataset, braces")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in SOURCES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in SOURCES]
+)
 def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, name: str) -> None:
     source: Any = name.partition(",")[0]
     write, given, more = SOURCES[name]
@@ -296,7 +313,9 @@ def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, s3
 
 
 @pytest.mark.rest
-def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server) -> None:
+def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(
+    tmp_path: Path, s3_folder: S3Path, s3_server: S3Server
+) -> None:
     folder, out = write_csvs(tmp_path / "in"), s3_folder / "out"
     kill_midway(folder, out)
     with pytest.raises(DataError, match="is being written by an ingest, or one was interrupted there"):
@@ -310,7 +329,9 @@ def test_an_interrupted_ingest_to_s3_is_no_data_set_and_goes_on(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("target", ["disk", "s3"])
-def test_what_is_finished_outlives_an_error_of_the_storage(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, target: str) -> None:
+def test_what_is_finished_outlives_an_error_of_the_storage(
+    tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, target: str
+) -> None:
     upload(write_csvs(tmp_path / "in"), s3_folder / "in")
     out = tmp_path / "out" if target == "disk" else s3_folder / "out"
     options = IngestOptions("csv", str(out), str(s3_folder / "in"), label="y", piece_bytes=1)
@@ -329,7 +350,9 @@ def test_what_is_finished_outlives_an_error_of_the_storage(tmp_path: Path, s3_fo
     reads = [len(s3_server.requests(rf"GET .*/in/{i}\.csv")) for i in range(6)]
     once = reads[1]
     expected = [2 * once, *[once] * 4, 2 * once]
-    assert reads == expected, "the first file tells the delimiter, the first pass reads all files, the second only what is left"
+    assert reads == expected, (
+        "the first file tells the delimiter, the first pass reads all files, the second only what is left"
+    )
     ingest(options_for(tmp_path / "in", tmp_path / "undisturbed"))
     assert read_all([out / "part-00000.parquet"]) == read_all([tmp_path / "undisturbed" / "part-00000.parquet"])
 
@@ -338,7 +361,12 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) ->
     folder = write_csvs(tmp_path / "in")
     ingest(options_for(folder, tmp_path / "out", row_group_rows=7, shard_rows=40))
     upload(tmp_path / "out", s3_folder / "data")
-    for hidden in ("._part-00000.parquet", ".ipynb_checkpoints/part-00000.parquet", "_temporary/0/part-00000.parquet", "_part.parquet"):
+    for hidden in (
+        "._part-00000.parquet",
+        ".ipynb_checkpoints/part-00000.parquet",
+        "_temporary/0/part-00000.parquet",
+        "_part.parquet",
+    ):
         put_atomic(tmp_path / "out" / hidden, b"no Parquet")
         put_atomic(s3_folder / "data" / hidden, b"no Parquet")
     here, there = open_dataset(str(tmp_path / "out")), open_dataset(str(s3_folder / "data"))
@@ -347,7 +375,10 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) ->
     assert there.facts.classes == ("u", "v", "w")
     columns = ["a", "label"]
     [local, remote] = [
-        [table.to_pydict() for table in fetch_here(Reader(d.root, columns, dict, probe(d, columns, dict)), whole(d.manifest, 50))]
+        [
+            table.to_pydict()
+            for table in fetch_here(Reader(d.root, columns, dict, probe(d, columns, dict)), whole(d.manifest, 50))
+        ]
         for d in (here, there)
     ]
     assert local == remote
@@ -380,5 +411,7 @@ def test_footers_on_s3_cost_two_requests_each_or_none(tmp_path: Path, s3_folder:
 
 def test_s3_that_refuses_is_a_data_error(s3_folder: S3Path, s3_server: S3Server) -> None:
     s3_server.fail(".*", times=-1, status=403)
-    with pytest.raises(DataError, match=r"s3://runs/.* cannot be read: .*Check the address, the bucket and the credentials"):
+    with pytest.raises(
+        DataError, match=r"s3://runs/.* cannot be read: .*Check the address, the bucket and the credentials"
+    ):
         open_dataset(str(s3_folder / "data"))

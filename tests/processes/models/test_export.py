@@ -62,7 +62,7 @@ second = run_training(config.replace(run__name="on", train__init_from=place, tra
 assert not ray.is_initialized()
 losses = [record.loss for record in second.metrics()]
 print(json.dumps({"summary": first.summary, "said": said, "first": first.metrics()[0].loss, "on": second.summary, "losses": losses}))
-"""
+"""  # noqa: E501
 
 USE = """
 import numpy, torch
@@ -79,10 +79,17 @@ assert not {"ray", "mlflow"} & {name.partition(".")[0] for name in sys.modules}
 
 def python(code: str, absent: tuple[str, ...], *arguments: object, folder: Path = ROOT) -> str:
     """Runs a program where some modules cannot be imported; returns the last line that it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     whole = ABSENT.replace("ABSENT", repr(absent), 1) + code
     done = subprocess.run(
-        [sys.executable, "-c", whole, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", whole, *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return (done.stdout.splitlines() or [""])[-1]
@@ -90,12 +97,16 @@ def python(code: str, absent: tuple[str, ...], *arguments: object, folder: Path 
 
 @pytest.fixture(scope="module")
 def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with a run of two epochs and its export, made where MLflow is missing and Ray must not start; and what was said of them."""
+    """A folder with a run of two epochs and its export, made where MLflow is missing and Ray must not start; and what
+    was said of them.
+    """
     folder = tmp_path_factory.mktemp("trained")
     return folder, json.loads(python(TRAIN, ("mlflow",), digits, folder))
 
 
-def test_a_run_in_the_calling_process_starts_no_ray_and_goes_on_from_an_export(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_a_run_in_the_calling_process_starts_no_ray_and_goes_on_from_an_export(
+    trained: tuple[Path, dict[str, Any]],
+) -> None:
     folder, said = trained
     best = said["summary"]["best"]
     assert (said["said"]["step"], said["said"]["metrics"]["accuracy"]) == (best["step"], best["value"])
@@ -128,7 +139,9 @@ def test_an_export_predicts_and_trains_on_without_ray_and_mlflow(
     predicted = np.load(tmp_path / "predicted.npy")
     assert np.array_equal(predicted, scores.numpy()), "the program computes something else than the model"
     accuracy = float((predicted.argmax(1) == rows["label"].numpy()).mean())
-    assert accuracy == pytest.approx(trained[1]["said"]["metrics"]["accuracy"], abs=1e-6), "the evaluation found something else"
+    assert accuracy == pytest.approx(trained[1]["said"]["metrics"]["accuracy"], abs=1e-6), (
+        "the evaluation found something else"
+    )
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "trained.safetensors"))
     with torch.inference_mode():
         after = task.forward(model.eval(), rows).argmax(1)
@@ -156,8 +169,14 @@ def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
     (tmp_path / "taken").mkdir()
     capsys.readouterr()
     for wrong, message in (
-        (["--run", str(run), "--out", str(tmp_path / "new"), "--checkpoint", "step-7"], f"newest or one of step-{commits[0].step:08d}-"),
-        (["--run", str(run), "--out", str(tmp_path / "taken"), "--overwrite", "true"], "is no export, and is not replaced"),
+        (
+            ["--run", str(run), "--out", str(tmp_path / "new"), "--checkpoint", "step-7"],
+            f"newest or one of step-{commits[0].step:08d}-",
+        ),
+        (
+            ["--run", str(run), "--out", str(tmp_path / "taken"), "--overwrite", "true"],
+            "is no export, and is not replaced",
+        ),
         (["--run", str(tmp_path), "--out", str(tmp_path / "new")], "is no run: it has no config.yaml"),
         (["--run", str(run), "--out", str(s3_folder / "new")], "in a folder of this machine"),
     ):
@@ -172,7 +191,9 @@ def tabular(kind: type[TabularClassification]) -> tuple[Any, nn.Module, dict[str
     return task, task.build_model(), {"features": np.ones((2, 3), np.float32), "label": np.zeros(2, np.int64)}
 
 
-def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = {"run": "run", "step": 1, "params_digest": "0" * 64}
     out = tmp_path / "out"
 

@@ -1,4 +1,6 @@
-"""The registry against real MLflow: served is what was trained, without Ray and pickle; versions come once, the champion moves last."""
+"""The registry against real MLflow: served is what was trained, without Ray and pickle; versions come once, the
+champion moves last.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ print(json.dumps({"modules": ours, "places": list(places), "folder": folder}))
 
 
 def load_elsewhere(uri: str, model: str, folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Loads a model where there is no Ray and nothing of this repository; returns its predictions of `IMAGES`, and what was imported."""
+    """Loads a model where there is no Ray and nothing of this repository; returns its predictions of `IMAGES`, and what
+    was imported.
+    """
     folder.mkdir()
     np.save(folder / "images.npy", IMAGES)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -135,7 +139,11 @@ def pickles_in(folder: Path) -> list[str]:
             found.append(file.name)
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
-                found += [n for n in archive.namelist() if archive.read(n)[:2] in (b"\x80\x02", b"\x80\x04", b"PK") and "/weight" not in n]
+                found += [
+                    n
+                    for n in archive.namelist()
+                    if archive.read(n)[:2] in (b"\x80\x02", b"\x80\x04", b"PK") and "/weight" not in n
+                ]
     return found
 
 
@@ -166,12 +174,18 @@ def check_version(run: Finished, name: str, form: str) -> None:
 
 
 @pytest.mark.rest
-def test_the_command_makes_a_version_that_serves_without_ray(store: str, digits: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_makes_a_version_that_serves_without_ray(
+    store: str, digits: Path, tmp_path: Path, capsys: Any
+) -> None:
     run = Finished(tmp_path, digits, store)
     assert main(["--run", str(tmp_path / "run"), "--name", "digits"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "digits version 1 @challenger @champion"
     check_version(run, "digits", "torch.export")
-    assert read_json(run.job.paths.summary)["model"] == {"name": "digits", "version": "1", "aliases": ["challenger", "champion"]}
+    assert read_json(run.job.paths.summary)["model"] == {
+        "name": "digits",
+        "version": "1",
+        "aliases": ["challenger", "champion"],
+    }
     predicted, where = load_elsewhere(store, "models:/digits@champion", tmp_path / "elsewhere")
     assert np.array_equal(predicted["pyfunc"], run.predictions(IMAGES))
     assert np.array_equal(predicted["torch"], run.predictions(IMAGES))
@@ -249,12 +263,20 @@ def test_several_inputs_and_outputs_have_names(tmp_path: Path) -> None:
     batch = {name: np.concatenate([FIELDS[name]] * 3) for name in ("features", "scale")}
     with torch.no_grad():
         expected = task.forward(model, {name: torch.from_numpy(values) for name, values in batch.items()})
-    for predicted in (loaded.predict(batch), loader.load(package.folder / "data" / "model")(*map(torch.from_numpy, batch.values()))):
-        assert {name: np.array_equal(np.asarray(predicted[name]), expected[name]) for name in predicted} == {"scores": True, "scaled": True}
+    for predicted in (
+        loaded.predict(batch),
+        loader.load(package.folder / "data" / "model")(*map(torch.from_numpy, batch.values())),
+    ):
+        assert {name: np.array_equal(np.asarray(predicted[name]), expected[name]) for name in predicted} == {
+            "scores": True,
+            "scaled": True,
+        }
     with pytest.raises(Exception, match="scale"):
         loaded.predict({"features": batch["features"]})
     table = pd.DataFrame({"features": list(batch["features"]), "scale": batch["scale"]})
-    assert np.array_equal(loader._load_pyfunc(str(package.folder / "data" / "model")).predict(table)["scaled"], expected["scaled"])
+    assert np.array_equal(
+        loader._load_pyfunc(str(package.folder / "data" / "model")).predict(table)["scaled"], expected["scaled"]
+    )
 
 
 def test_one_table_of_features_and_values_that_do_not_fit(tmp_path: Path) -> None:
@@ -365,7 +387,9 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def new_run(client: Any) -> str:
     experiment = client.get_experiment_by_name("versions")
-    return client.create_run(experiment.experiment_id if experiment else client.create_experiment("versions")).info.run_id
+    return client.create_run(
+        experiment.experiment_id if experiment else client.create_experiment("versions")
+    ).info.run_id
 
 
 def versions(client: Any, name: str) -> list[Any]:
@@ -393,8 +417,16 @@ def test_wherever_it_was_stopped_the_next_try_makes_one_whole_version(
         assert register(client, name, run_id, "uuid", "p" * 64, tags, packaged, "me") == done
         [version] = versions(client, name)
         assert (done.version, done.aliases) == ("1", ("challenger", "champion"))
-        assert {"ray_app.run_name", "ray_app.format", "ray_app.promoted_because", "ray_app.registered_at"} <= version.tags.keys()
-        files = {f.path.rpartition("/")[2] for f in client.list_artifacts(run_id, "models/" + version.source.rpartition("/")[2])}
+        assert {
+            "ray_app.run_name",
+            "ray_app.format",
+            "ray_app.promoted_because",
+            "ray_app.registered_at",
+        } <= version.tags.keys()
+        files = {
+            f.path.rpartition("/")[2]
+            for f in client.list_artifacts(run_id, "models/" + version.source.rpartition("/")[2])
+        }
         assert {"MLmodel", "data", "code", "requirements.txt"} <= files
     assert {"log_artifacts", "create_model_version", "set_registered_model_alias"} <= set(sequence)
     assert number == len(sequence) + 1
@@ -424,7 +456,11 @@ def test_a_promotion_that_is_stopped_leaves_the_old_champion(server: str, packag
     assert champion.tags["ray_app.promoted_at"].endswith("+00:00")
     assert not promote(client, "promoted", "2", "once more", "me")
     assert versions(client, "promoted")[1].tags["ray_app.promoted_because"] == "better on the new data"
-    for version, reason, message in (("1", " ", "needs a reason"), ("7", "x", "has no version"), ("x", "x", "has no version")):
+    for version, reason, message in (
+        ("1", " ", "needs a reason"),
+        ("7", "x", "has no version"),
+        ("x", "x", "has no version"),
+    ):
         with pytest.raises(RegistryError, match=message):
             promote(client, "promoted", version, reason, "me")
     assert champion_of(client, "promoted") == "2"
@@ -445,7 +481,11 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
         assert (found.source, found.params_digest) == ({"name": "fetched", "version": "1"}, "p" * 64)
         (tmp_path / "to").mkdir()
         folder = fetch(place, named(place, model), tmp_path / "to")
-        assert {file.name for file in (tmp_path / "to").rglob("*.*")} == {"model.pt2", "model.safetensors", "package.json"}
+        assert {file.name for file in (tmp_path / "to").rglob("*.*")} == {
+            "model.pt2",
+            "model.safetensors",
+            "package.json",
+        }
         assert folder == next((tmp_path / "to").rglob("package.json")).parent
         shutil.rmtree(tmp_path / "to")
     with pytest.raises(RegistryError, match="was not packaged by ray_app"):
@@ -458,12 +498,16 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
 
 
 @pytest.mark.parametrize("uri", ["server", "store"])
-def test_a_run_begins_with_a_version_that_is_looked_up_once(request: pytest.FixtureRequest, digits: Path, uri: str, tmp_path: Path) -> None:
+def test_a_run_begins_with_a_version_that_is_looked_up_once(
+    request: pytest.FixtureRequest, digits: Path, uri: str, tmp_path: Path
+) -> None:
     place, name = request.getfixturevalue(uri), f"begun-{uri}"
     before = Finished(tmp_path, digits, place, tracking__registered_model=name)
     register_best(before.job, name, place)
     first, second = CheckpointStore(before.job.paths).commits()
-    config = before.config.replace(run__name="on", tracking__registered_model=None, train__init_from=f"models:/{name}@champion")
+    config = before.config.replace(
+        run__name="on", tracking__registered_model=None, train__init_from=f"models:/{name}@champion"
+    )
     prepared = prepare(config)
     assert not prepared.job.paths.root.exists()
     job = claim(prepared, 1).job
@@ -476,12 +520,18 @@ def test_a_run_begins_with_a_version_that_is_looked_up_once(request: pytest.Fixt
         prepare(gone.replace(run__name="other"))
     with pytest.raises(ConfigError, match=r"MLflow has no models:/begun-\w+/9"):
         prepare(config.replace(run__name="other", train__init_from=f"models:/{name}/9"))
-    with pytest.raises(ConfigError, match=f"holds parameters with the digest {first.params_digest}, but the run begins with {'d' * 64}"):
+    with pytest.raises(
+        ConfigError, match=f"holds parameters with the digest {first.params_digest}, but the run begins with {'d' * 64}"
+    ):
         prepare(config.replace(run__name="other", train__init_digest="d" * 64))
     with pytest.raises(ConfigError, match="models:/NAME@ALIAS"):
         prepare(config.replace(run__name="other", train__init_from="models:/"))
     with pytest.raises(RunExistsError, match=r"\+ train.init_digest"):
-        prepare(config.replace(train__init_from=str(before.job.paths.checkpoint(second.step, second.fence) / "model.safetensors")))
+        prepare(
+            config.replace(
+                train__init_from=str(before.job.paths.checkpoint(second.step, second.fence) / "model.safetensors")
+            )
+        )
 
 
 def test_files_that_arrived_otherwise_make_no_version(server: str, packaged: Any, tmp_path: Path) -> None:

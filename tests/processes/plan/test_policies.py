@@ -30,9 +30,22 @@ from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification
 from ray_app.train.job import Hooks, Job
 from tests.support.bad_rows import Picky, job_of
-from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, feed_of, make_job, result_of, streamed, write_images
+from tests.support.local_world import (
+    CPU,
+    DieAfter,
+    Pool,
+    TinyImages,
+    cached,
+    feed_of,
+    make_job,
+    result_of,
+    streamed,
+    write_images,
+)
 
-files = st.lists(st.lists(st.integers(0, 25), max_size=4), min_size=1, max_size=7).filter(lambda f: sum(map(sum, f)) > 0)
+files = st.lists(st.lists(st.integers(0, 25), max_size=4), min_size=1, max_size=7).filter(
+    lambda f: sum(map(sum, f)) > 0
+)
 
 
 @st.composite
@@ -42,7 +55,9 @@ def plans(draw: st.DrawFn, *shards: str, balanced: bool = False) -> Plan:
     classes = None
     if balanced:
         skew = draw(st.sampled_from([1, 3]))
-        labels = np.array(draw(st.lists(st.integers(0, 4), min_size=manifest.num_rows, max_size=manifest.num_rows))) // skew
+        labels = (
+            np.array(draw(st.lists(st.integers(0, 4), min_size=manifest.num_rows, max_size=manifest.num_rows))) // skew
+        )
         classes = Classes.of(manifest, np.unique(labels, return_inverse=True)[1].astype(np.uint8))
     return Plan(
         manifest=manifest,
@@ -89,11 +104,21 @@ def test_whole_files_every_row_once_and_the_same_files_in_every_epoch(plan: Plan
     largest = max(int(manifest.rows[manifest.file_of == i].sum()) for i in range(len(manifest.paths)))
     assert max(held) - min(held) <= largest, "the files are not spread evenly"
     other = Plan(manifest, plan.seed + 1, plan.logical_workers, plan.global_batch_size, 5, True, "file")
-    assert sorted(other.stream_rows(v) for v in range(plan.logical_workers)) == sorted(held), "equal files change places, no more"
+    assert sorted(other.stream_rows(v) for v in range(plan.logical_workers)) == sorted(held), (
+        "equal files change places, no more"
+    )
 
 
 def test_files_are_spread_by_their_rows() -> None:
-    plan = Plan(Manifest.from_files((f"part-{i}.parquet", [rows]) for i, rows in enumerate([3, 9, 4, 5, 3])), 1, 2, 4, 5, True, "file")
+    plan = Plan(
+        Manifest.from_files((f"part-{i}.parquet", [rows]) for i, rows in enumerate([3, 9, 4, 5, 3])),
+        1,
+        2,
+        4,
+        5,
+        True,
+        "file",
+    )
     assert [plan.stream_rows(v) for v in range(2)] == [12, 12]
 
 
@@ -155,7 +180,11 @@ GOLDEN: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
 def test_the_order_is_the_same_for_ever(name: str) -> None:
     fields, expected = GOLDEN[name]
     manifest = Manifest.from_files((f"part-{i}.parquet", groups) for i, groups in enumerate([[4, 3], [3], [5]]))
-    classes = Classes.of(manifest, np.array([0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 0, 2, 1, 0, 0], np.uint8)) if "balanced" in fields else None
+    classes = (
+        Classes.of(manifest, np.array([0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 0, 2, 1, 0, 0], np.uint8))
+        if "balanced" in fields
+        else None
+    )
     plan = Plan(manifest, 7, 2, 6, 6, True, fields.get("shard", "row"), classes)
     assert [plan.epoch(1).rows_at(v, step).tolist() for v in range(2) for step in range(2)] == expected
 
@@ -189,7 +218,13 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def policy_job(folder: Path, data: Path, name: str, **fields: Any) -> Job:
-    fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4, **POLICIES[name], **fields}
+    fields = {
+        "train__epochs": 2,
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 4,
+        **POLICIES[name],
+        **fields,
+    }
     return make_job(folder, data, logical_workers=4, batch=24, task=TinyImages(), **fields)
 
 
@@ -217,8 +252,12 @@ def test_the_feed_meets_the_plan(tmp_path: Path, data: Path, name: str) -> None:
 # --- training
 
 
-@pytest.mark.parametrize("name", [pytest.param("file", marks=pytest.mark.rest), pytest.param("off", marks=pytest.mark.rest), "balanced"])
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param("file", marks=pytest.mark.rest), pytest.param("off", marks=pytest.mark.rest), "balanced"]
+)
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path, name: str
+) -> None:
     job = policy_job(tmp_path / "run", data, name)
     alone = pool.trained(job, 1, cached)
     several = pool.trained(job, 3, streamed)
@@ -276,7 +315,9 @@ def test_classes_may_be_text(tmp_path: Path, kind: pa.DataType) -> None:
 
 def test_a_balanced_run_is_known_without_its_data_and_refuses_other_classes(tmp_path: Path) -> None:
     data = skewed(tmp_path / "data")
-    config = policy_job(tmp_path / "x", data, "balanced").config.replace(run__storage_path=str(tmp_path), run__name="run")
+    config = policy_job(tmp_path / "x", data, "balanced").config.replace(
+        run__storage_path=str(tmp_path), run__name="run"
+    )
     made = claim(prepare(config), 1).job
     assert made.plan.classes is not None
     assert prepare(config).resumes

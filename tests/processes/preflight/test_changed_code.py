@@ -51,10 +51,16 @@ def test_a_changed_task_is_told_or_refused(digits: Path, tmp_path: Path, monkeyp
     with pytest.raises(RunExistsError, match="- changing_task has another content"):
         run_training(config.replace(run__changed_code="refuse"), Console(file=said))
     result = run_training(config, Console(file=said, width=200))
-    assert "Warning: one goes on with other code than at its last start: changing_task has another content." in said.getvalue()
+    assert (
+        "Warning: one goes on with other code than at its last start: changing_task has another content."
+        in said.getvalue()
+    )
     [event] = read_events(RunPaths(tmp_path / "runs" / "one"), "code_changed")
     assert event.details == {"changed": ["changing_task has another content"]}
-    assert "went on with other code: changing_task has another content" in (tmp_path / "runs" / "one" / "report.html").read_text()
+    assert (
+        "went on with other code: changing_task has another content"
+        in (tmp_path / "runs" / "one" / "report.html").read_text()
+    )
     run_training(config.replace(run__changed_code="refuse"), Console(file=said))  # as at its last start
 
     values = yaml.safe_load((tmp_path / "runs" / "one" / "config.yaml").read_text())

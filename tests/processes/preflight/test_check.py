@@ -1,4 +1,6 @@
-"""`check_task` and `ray-app check`: what a run would show much later is found on some rows, in processes without Ray."""
+"""`check_task` and `ray-app check`: what a run would show much later is found on some rows, in processes
+without Ray.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def test_nothing_is_wrong_with_the_digits(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "init", pytest.fail)
-    arguments = [f"--data.path={digits}/train", f"--data.eval_path={digits}/eval", f"--run.storage_path={tmp_path}/runs"]
+    arguments = [
+        f"--data.path={digits}/train",
+        f"--data.eval_path={digits}/eval",
+        f"--run.storage_path={tmp_path}/runs",
+    ]
     assert main([f"--config={ROOT}/conf/digits.yaml", *arguments]) == 0
     shown = capfd.readouterr().out.splitlines()
     assert [line.split()[:2] for line in shown] == [
@@ -59,7 +65,9 @@ def test_nothing_is_wrong_with_the_digits(
         ("dies", "training", "Its process ended by exit status 9"),
     ],
 )
-def test_what_is_wrong_is_said(what: str, topic: str, expected: str, checked: Callable[[str], dict[str, tuple[str, str]]]) -> None:
+def test_what_is_wrong_is_said(
+    what: str, topic: str, expected: str, checked: Callable[[str], dict[str, tuple[str, str]]]
+) -> None:
     found = checked(what)
     level, text = found[topic]
     assert level == "failed"

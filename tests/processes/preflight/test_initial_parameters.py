@@ -1,4 +1,6 @@
-"""A run that begins with the parameters of a file: the same bits for every worker, part of the digest, and what is refused."""
+"""A run that begins with the parameters of a file: the same bits for every worker, part of the digest, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ from tests.support.places import ROOT
 
 @pytest.fixture
 def given(digits: Path, tmp_path: Path) -> Config:
-    fields: dict[str, Any] = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path / "runs")}
+    fields: dict[str, Any] = {
+        "data__path": str(digits / "train"),
+        "data__eval_path": None,
+        "run__storage_path": str(tmp_path / "runs"),
+    }
     return load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)
 
 
@@ -67,7 +73,16 @@ def test_workers_need_the_parameters_only_to_begin(pool: Pool, tmp_path: Path, f
     parameters(task, place)
     fields = {"train__init_from": str(place), "train__ema_decay": 0.9, "checkpoint__every_epochs": None, **fields}
     data = write_images(tmp_path / "data", [[20]])
-    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=task, checkpoint__every_steps=2, train__epochs=2, **fields)
+    job = make_job(
+        tmp_path / "run",
+        data,
+        logical_workers=2,
+        batch=4,
+        task=task,
+        checkpoint__every_steps=2,
+        train__epochs=2,
+        **fields,
+    )
     whole = pool.trained(job, 1, cached)
     seeded = dataclasses.replace(job, initial=None)
     assert pool.trained(seeded, 1, cached).steps[0] != whole.steps[0]

@@ -1,4 +1,6 @@
-"""A run that is told to go on for longer has the bits of one that was as long from the beginning, or is refused with the reason."""
+"""A run that is told to go on for longer has the bits of one that was as long from the beginning, or is refused with
+the reason.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,25 @@ def train(config: Config, **fields: Any) -> Result:
 
 
 def test_one_epoch_and_then_a_second_are_two_at_once(digits: Path, tmp_path: Path) -> None:
-    """As the guide's example of fault tolerance, which calls `run_training(epochs=1)` twice; then a third stretch by `max_steps`."""
+    """As the guide's example of fault tolerance, which calls `run_training(epochs=1)` twice; then a third stretch by
+    `max_steps`.
+    """
     config = config_of(digits, tmp_path)
     grown = [
-        train(config, run__name="grown", train__epochs=epochs, train__max_steps=most) for epochs, most in ((1, None), (2, None), (5, 8))
+        train(config, run__name="grown", train__epochs=epochs, train__max_steps=most)
+        for epochs, most in ((1, None), (2, None), (5, 8))
     ]
     at_once = [
-        train(config, run__name=f"{n}", train__epochs=epochs, train__max_steps=most) for n, epochs, most in ((1, 2, None), (2, 5, 8))
+        train(config, run__name=f"{n}", train__epochs=epochs, train__max_steps=most)
+        for n, epochs, most in ((1, 2, None), (2, 5, 8))
     ]
     digests = [result.summary["params_digest"] for result in grown]
     assert digests[1:] == [result.summary["params_digest"] for result in at_once]
     assert len(set(digests)) == 3
     assert [result.summary["steps"] for result in grown] == [3, 6, 8]
-    assert [(r.step, r.loss, r.lr) for r in grown[-1].metrics()] == [(r.step, r.loss, r.lr) for r in at_once[-1].metrics()]
+    assert [(r.step, r.loss, r.lr) for r in grown[-1].metrics()] == [
+        (r.step, r.loss, r.lr) for r in at_once[-1].metrics()
+    ]
     assert train(config, run__name="grown", train__epochs=5, train__max_steps=8).summary["params_digest"] == digests[-1]
 
 
@@ -78,7 +86,9 @@ DEFAULT = vars(Config().optimizer)
 def test_what_moves_the_parameters_is_stored_with_a_run(digits: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     config = config_of(digits, tmp_path, schedule=None).replace(**fields)
     train(config, run__name="grown", train__epochs=1)
-    grown, at_once = (train(config, run__name=name, train__epochs=2).summary["params_digest"] for name in ("grown", "at-once"))
+    grown, at_once = (
+        train(config, run__name=name, train__epochs=2).summary["params_digest"] for name in ("grown", "at-once")
+    )
     assert grown == at_once
 
 
@@ -97,7 +107,10 @@ def test_what_moves_the_parameters_is_stored_with_a_run(digits: Path, tmp_path: 
                 "schedule": {
                     "class_path": "torch.optim.lr_scheduler.ChainedScheduler",
                     "init_args": {
-                        "schedulers": [STEPLR, {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1}}]
+                        "schedulers": [
+                            STEPLR,
+                            {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1}},
+                        ]
                     },
                 }
             },
@@ -105,13 +118,27 @@ def test_what_moves_the_parameters_is_stored_with_a_run(digits: Path, tmp_path: 
             "ChainedScheduler spreads over all",
         ),
         (
-            {"schedule": {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 5}}},
+            {
+                "schedule": {
+                    "class_path": "torch.optim.lr_scheduler.OneCycleLR",
+                    "init_args": {"max_lr": 0.1, "total_steps": 5},
+                }
+            },
             {},
             "OneCycleLR has total_steps 5, but is moved at 6",
         ),
-        ({"train__strategy": "local_sgd", "train__local_steps": 2, "checkpoint__every_epochs": None}, {}, "in the middle of a round"),
         (
-            {"evaluate__patience": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 2, "evaluate__where": "workers"},
+            {"train__strategy": "local_sgd", "train__local_steps": 2, "checkpoint__every_epochs": None},
+            {},
+            "in the middle of a round",
+        ),
+        (
+            {
+                "evaluate__patience": 2,
+                "checkpoint__every_epochs": None,
+                "checkpoint__every_steps": 2,
+                "evaluate__where": "workers",
+            },
             {},
             "plan none there",
         ),

@@ -38,7 +38,9 @@ def test_the_bits_of_exact_do_not_depend_on_the_size_of_the_buckets(pool: Pool, 
     parameters = list(TinyImages().build_model().parameters())
     assert len(_bucketed(parameters, 8 << 20)) == 1 < len(_bucketed(parameters, int(SMALL_MB * (1 << 20))))
     found = [
-        pool.trained(make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__bucket_mb=mb), size)
+        pool.trained(
+            make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__bucket_mb=mb), size
+        )
         for mb, size in ((8.0, 1), (SMALL_MB, 3))
     ]
     assert found[0].bits == found[1].bits
@@ -110,7 +112,9 @@ def test_layers_that_are_checkpointed_and_shared_have_the_same_bits_on_any_numbe
 
 
 def sent_by_this_process() -> int:
-    """Bytes that were sent through the TCP connections that are open: `tcpi_bytes_acked` of Linux's `struct tcp_info`."""
+    """Bytes that were sent through the TCP connections that are open: `tcpi_bytes_acked` of Linux's `struct
+    tcp_info`.
+    """
     total = 0
     for number, _ in _sockets():
         with suppress(OSError), socket.socket(fileno=socket.dup(number)) as found:
@@ -124,7 +128,9 @@ def test_compression_halves_what_travels_and_changes_little(pool: Pool) -> None:
     packed = TrainSection(reduction="overlapped", bucket_mb=0.3, gradient_compression="bf16")
     fp32, bf16 = (pool.run(2, exchange, 2, train) for train in (plain, packed))
     for ranks in (fp32, bf16):
-        assert all(torch.equal(a, b) for a, b in zip(ranks[0].gradients, ranks[1].gradients, strict=True)), "all ranks have the same"
+        assert all(torch.equal(a, b) for a, b in zip(ranks[0].gradients, ranks[1].gradients, strict=True)), (
+            "all ranks have the same"
+        )
     numel = sum(g.numel() for g in fp32[0].gradients)
     for a, b in zip(fp32, bf16, strict=True):
         assert a.sent_bytes >= 4 * numel, "what is counted is what travels"
@@ -181,7 +187,9 @@ def test_a_rank_that_failed_to_form_a_group_meets_the_others_in_the_next(pool: P
 
 
 def bystanders_of_an_abort(rank: int, store: Path, port: int) -> list[bytes]:
-    """What goes through other connections of a process whose group, which never gets complete, is aborted before and while it opens."""
+    """What goes through other connections of a process whose group, which never gets complete, is aborted before and
+    while it opens.
+    """
     del store
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -217,8 +225,11 @@ def test_an_abort_while_a_group_forms_breaks_nothing_else(pool: Pool) -> None:
     assert pool.run(1, bystanders_of_an_abort, server.port) == [[b"hello", b"hello"]]
 
 
-def bystander_of_a_group(rank: int, store: Path, port: int, size: int, aborts: tuple[int, ...]) -> tuple[bytes, list[str]]:
-    """What goes through a connection that was made while a group opened, when that was aborted, and what its members but rank 0 are told.
+def bystander_of_a_group(
+    rank: int, store: Path, port: int, size: int, aborts: tuple[int, ...]
+) -> tuple[bytes, list[str]]:
+    """What goes through a connection that was made while a group opened, when that was aborted, and what its members
+    but rank 0 are told.
 
     They wait in an exchange for rank 0. The last rank opens when the others have made their connections.
     """
@@ -227,7 +238,10 @@ def bystander_of_a_group(rank: int, store: Path, port: int, size: int, aborts: t
     opening = threading.Thread(target=group.open, args=(GenerationInfo(1, rank, size, "127.0.0.1", port), CPU, "auto"))
     meeting.wait([f"made-{before}" for before in range(rank)])
     opening.start()
-    until(lambda: any(group._is_store(number) for number, _ in _sockets()) or not opening.is_alive(), "it has not begun to open")
+    until(
+        lambda: any(group._is_store(number) for number, _ in _sockets()) or not opening.is_alive(),
+        "it has not begun to open",
+    )
     assert group._sockets is None or rank == size - 1, "it opened without the others"
     mine = socket.create_connection(server.getsockname())
     meeting.set(f"made-{rank}", "")
@@ -269,7 +283,9 @@ def test_an_abort_frees_those_who_wait_and_breaks_nothing_else(pool: Pool, size:
 @pytest.mark.parametrize("mb", [8.0, SMALL_MB, SMALL_MB / 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_gradient_is_aligned_whatever_lies_before_it(mb: float, dtype: torch.dtype) -> None:
-    """What a GPU adds up of memory that is not aligned, as a norm, it adds in another order; no CPU does, so the places are looked at."""
+    """What a GPU adds up of memory that is not aligned, as a norm, it adds in another order; no CPU does, so the places
+    are looked at.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5), nn.Linear(5, 1)).to(dtype)
     exchange = BucketedReducer(model, World(0, 1, 3), "exact", mb, "none")

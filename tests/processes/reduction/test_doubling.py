@@ -1,4 +1,6 @@
-"""What goes by doubling, and whose records travel, on real connections; the limit for a ring is lowered, not the number of ranks raised."""
+"""What goes by doubling, and whose records travel, on real connections; the limit for a ring is lowered, not the number
+of ranks raised.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from tests.support.local_world import LocalMembership, Pool
 
 def _rows(world: World) -> list[ReplicaStats]:
     spent = 0.25, 0.5, 0.75, 1.0
-    return [ReplicaStats(v, v + 1, 2**64 - 1 - v, 0.1 * v, v % 3, 1.0 / (v + 1), v, float(v), *spent, {"a": v / 7}) for v in world.played]
+    return [
+        ReplicaStats(v, v + 1, 2**64 - 1 - v, 0.1 * v, v % 3, 1.0 / (v + 1), v, float(v), *spent, {"a": v / 7})
+        for v in world.played
+    ]
 
 
 def _tables(rank: int, store: Path, size: int) -> tuple[StepResult, StepResult]:

@@ -1,4 +1,6 @@
-"""Fully sharded training: the bits of `ddp`, or its rows and weights if the network adds; checkpoints that know nothing of shards."""
+"""Fully sharded training: the bits of `ddp`, or its rows and weights if the network adds; checkpoints that know nothing
+of shards.
+"""
 
 from __future__ import annotations
 
@@ -81,9 +83,13 @@ def test_overlapped_it_has_nearly_the_values_of_ddp_for_every_number_of_workers_
     pool.run_job(job, 2, cached)
     assert_close(result_of(job), plain)
 
-    state = TrainingState(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields).config, job.task, CPU, job.total_steps)
+    state = TrainingState(
+        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields).config, job.task, CPU, job.total_steps
+    )
     state.load(at_six.snapshot)
-    assert params_digest(state.snapshot().model) == at_six.commit.params_digest, "a checkpoint of shards is any strategy's"
+    assert params_digest(state.snapshot().model) == at_six.commit.params_digest, (
+        "a checkpoint of shards is any strategy's"
+    )
     trained = [p for p in state.model.parameters() if p.requires_grad]
     assert [state.optimizer.state[p]["momentum_buffer"].shape for p in trained] == [p.shape for p in trained]
 
@@ -100,10 +106,14 @@ def test_adam_and_whole_layers_and_half_precision(pool: Pool, data: Path, tmp_pa
 
 
 def test_a_tasks_own_step(pool: Pool, data: Path, tmp_path: Path) -> None:
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, OwnUnits(), train__strategy="ddp", train__max_steps=9), 2, cached)
+    plain = pool.trained(
+        fsdp_job(tmp_path / "plain", data, OwnUnits(), train__strategy="ddp", train__max_steps=9), 2, cached
+    )
     found = pool.trained(fsdp_job(tmp_path / "run", data, OwnUnits(), train__max_steps=9), 3, cached)
     assert_bits(found, plain)
-    assert max(float(v.abs().max()) for name, v in found.snapshot.model.items() if name.endswith("weight")) <= 0.2 + 1e-6
+    assert (
+        max(float(v.abs().max()) for name, v in found.snapshot.model.items() if name.endswith("weight")) <= 0.2 + 1e-6
+    )
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -124,7 +134,9 @@ def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int) -> Non
 
 @pytest.mark.rest
 def test_a_restart_after_a_worker_was_killed(pool: Pool, data: Path, tmp_path: Path) -> None:
-    """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer workers."""
+    """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer
+    workers.
+    """
     job = fsdp_job(tmp_path / "run", data)
     plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
     outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cached)
@@ -230,7 +242,10 @@ def test_what_uses_no_parameter_and_what_is_frozen(pool: Pool, data: Path, tmp_p
     ("fields", "said"),
     [
         ({"train__precision": "fp16"}, "use bf16"),
-        ({"optimizer": {"class_path": "torch.optim.Adafactor"}}, "looks at whole parameters.*train.reduction to overlapped"),
+        (
+            {"optimizer": {"class_path": "torch.optim.Adafactor"}},
+            "looks at whole parameters.*train.reduction to overlapped",
+        ),
         ({"train__compile": True}, "train.compile"),
         ({"evaluate__where": "workers"}, "use actor"),
         ({"train__cpu_offload": True}, "host memory already"),
@@ -253,7 +268,8 @@ def sizes_by_step(job: Job) -> dict[int, set[int]]:
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"), [(torch.device("cuda", 1), ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))), (CPU, ("gloo", None))]
+    ("device", "expected"),
+    [(torch.device("cuda", 1), ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))), (CPU, ("gloo", None))],
 )
 def test_the_group_of_a_lone_worker_is_made_for_its_device(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path, device: torch.device, expected: tuple[Any, ...]
@@ -290,11 +306,17 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
 
         return noted
 
-    state, membership = build_state(job.config, job.task, CPU, job.total_steps), LocalMembership(World(rank, 2, 4), store)
+    state, membership = (
+        build_state(job.config, job.task, CPU, job.total_steps),
+        LocalMembership(World(rank, 2, 4), store),
+    )
     with membership.generation(0, False) as (met, _), state.among(replace(met, settle=lambda: None)) as world:
         state.share(world, lambda: state.begin(None))
         cursor = Cursor.at(0, job.plan.steps_per_epoch)
-        with closing(build_step(job, state, world, CPU, lambda phase: None)) as step, pytest.MonkeyPatch.context() as patch:
+        with (
+            closing(build_step(job, state, world, CPU, lambda phase: None)) as step,
+            pytest.MonkeyPatch.context() as patch,
+        ):
             for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
                 patch.setattr(dist, name, noting(name, getattr(dist, name)))
             feed = feed_of(job.plan, cursor, world.played, cached(job, cursor, world.played))
@@ -302,7 +324,11 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
     return held
 
 
-@pytest.mark.parametrize(("reduction", "scatters"), [("exact", "all_to_all_single"), ("overlapped", "reduce_scatter_single")])
-def test_an_abort_waits_for_the_exchanges_that_fsdp_begins(pool: Pool, data: Path, tmp_path: Path, reduction: str, scatters: str) -> None:
+@pytest.mark.parametrize(
+    ("reduction", "scatters"), [("exact", "all_to_all_single"), ("overlapped", "reduce_scatter_single")]
+)
+def test_an_abort_waits_for_the_exchanges_that_fsdp_begins(
+    pool: Pool, data: Path, tmp_path: Path, reduction: str, scatters: str
+) -> None:
     job = fsdp_job(tmp_path / "run", data, train__reduction=reduction)
     assert pool.run(2, exchanges_of_a_step, job) == [{"all_gather_single": {True}, scatters: {True}}] * 2

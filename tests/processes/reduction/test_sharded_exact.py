@@ -27,14 +27,18 @@ def optimizer(name: str, **args: Any) -> dict[str, Any]:
     return {"class_path": name if "." in name else f"torch.optim.{name}", "init_args": args}
 
 
-def assert_those_of_ddp(pool: Pool, folder: Path, data: Path, sizes: tuple[int, ...], task: Any = None, **fields: Any) -> None:
+def assert_those_of_ddp(
+    pool: Pool, folder: Path, data: Path, sizes: tuple[int, ...], task: Any = None, **fields: Any
+) -> None:
     plain = pool.trained(fsdp_job(folder / "plain", data, task, train__strategy="ddp", **fields), 2, cached)
     for size in sizes:
         assert_bits(pool.trained(fsdp_job(folder / "run", data, task, **fields), size, cached), plain)
 
 
 @pytest.mark.parametrize("fields", [{}, pytest.param(AVERAGED, marks=pytest.mark.rest)])
-def test_on_any_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_on_any_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     """Shapes that no number divides; the last step of an epoch has a row for one logical worker."""
     job = fsdp_job(tmp_path / "run", data, **fields)
     plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cached)
@@ -60,7 +64,9 @@ def test_on_any_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tm
         pytest.param({**SGD, "groups": [{"norms_and_biases": True, "lr": 0.01}]}, marks=pytest.mark.rest),
     ],
 )
-def test_with_optimizers_that_treat_each_value_on_its_own(pool: Pool, data: Path, tmp_path: Path, chosen: dict[str, Any]) -> None:
+def test_with_optimizers_that_treat_each_value_on_its_own(
+    pool: Pool, data: Path, tmp_path: Path, chosen: dict[str, Any]
+) -> None:
     assert_those_of_ddp(pool, tmp_path, data, (3,), optimizer=chosen, train__epochs=1, train__grad_clip_norm=0.5)
 
 
@@ -81,8 +87,9 @@ class Signs(Optimizer):
 
 
 class OddModel(nn.Module):
-    """Weights that are tied, an embedding with padding, a unit in a unit, one that is called twice, and parameters that nobody uses, or
-    only the rows of some logical workers."""
+    """Weights that are tied, an embedding with padding, a unit in a unit, one that is called twice, and parameters that
+    nobody uses, or only the rows of some logical workers.
+    """
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
@@ -162,7 +169,9 @@ def test_half_precision_on_any_number_of_workers(pool: Pool, data: Path, tmp_pat
 @pytest.mark.rest
 def test_whoever_is_killed_or_comes(pool: Pool, data: Path, tmp_path: Path) -> None:
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", checkpoint__every_steps=None), 2, cached)
+    plain = pool.trained(
+        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", checkpoint__every_steps=None), 2, cached
+    )
     kill = KillOnce(tmp_path / "killed", step=8, rank=1)
     train_shifting(pool, job, [[0, 1, 2], [0, 2], [0, 2, 3]], [0, 4], Hooks(after_step=kill), streamed)
     assert kill.proof.exists()

@@ -53,7 +53,12 @@ class Summed:
 
 
 def summed_on(
-    rank: int, store: Path, hosts: tuple[str, ...], logical_workers: int, backend: str = "gloo", train: TrainSection = TrainSection()
+    rank: int,
+    store: Path,
+    hosts: tuple[str, ...],
+    logical_workers: int,
+    backend: str = "gloo",
+    train: TrainSection = TrainSection(),
 ) -> Summed:
     order: list[tuple[str, int]] = []
     peers: set[int] = set()
@@ -95,7 +100,9 @@ def summed_on(
 
 @pytest.mark.parametrize("backend", ["gloo", BACKEND])
 @pytest.mark.parametrize("logical_workers", [4, 7])
-def test_hosts_add_among_themselves_first_and_the_bits_are_the_same(pool: Pool, logical_workers: int, backend: str) -> None:
+def test_hosts_add_among_themselves_first_and_the_bits_are_the_same(
+    pool: Pool, logical_workers: int, backend: str
+) -> None:
     plain, staged = (pool.run(4, summed_on, tuple(hosts), logical_workers, backend) for hosts in ("abcd", "aabb"))
     if backend == "gloo":
         assert [rank.peers for rank in plain] == [{1, 2, 3}, {0, 2, 3}, {0, 1, 3}, {0, 1, 2}]
@@ -119,12 +126,18 @@ def test_what_a_device_exchanges_of_a_bucket_comes_back_before_the_last_is_sent(
 
 
 @pytest.mark.parametrize(
-    "train", [TrainSection(), TrainSection(reduction="overlapped", gradient_compression="bf16")], ids=["exact", "overlapped"]
+    "train",
+    [TrainSection(), TrainSection(reduction="overlapped", gradient_compression="bf16")],
+    ids=["exact", "overlapped"],
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abc"])
 def test_an_exchange_on_a_device_makes_its_memory_once(pool: Pool, hosts: str, train: TrainSection) -> None:
     for rank in pool.run(len(hosts), summed_on, tuple(hosts), 7, BACKEND, train):
         assert "copy_" in rank.made or "cat.out" in rank.made, "what is counted is what is done"
-        assert not rank.made & {"empty.memory_format", "zeros.default", "zeros_like.default", "stack.default", "_to_copy.default"}, (
-            rank.made
-        )
+        assert not rank.made & {
+            "empty.memory_format",
+            "zeros.default",
+            "zeros_like.default",
+            "stack.default",
+            "_to_copy.default",
+        }, rank.made

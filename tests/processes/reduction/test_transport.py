@@ -1,4 +1,6 @@
-"""What ranks send each other directly: beside backward, in whatever order, however late one of them is, and until one of them is lost."""
+"""What ranks send each other directly: beside backward, in whatever order, however late one of them is, and until one
+of them is lost.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], w
         exchange = BucketedReducer(model, world, "exact", EACH_MB, "none")
 
         def there() -> int:
-            views = {p: view for bucket in exchange._buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)}
+            views = {
+                p: view for bucket in exchange._buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)
+            }
             return sum(torch.equal(views[p], value) for p, value in zip(model.parameters(), expected, strict=True))
 
         def before_first() -> None:
@@ -89,7 +93,11 @@ def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], w
             model.before_first = before_first
         begin(exchange, model, world)
         exchange.finish()
-        assert all(torch.equal(p.grad, value) for p, value in zip(model.parameters(), expected, strict=True) if p.grad is not None)
+        assert all(
+            torch.equal(p.grad, value)
+            for p, value in zip(model.parameters(), expected, strict=True)
+            if p.grad is not None
+        )
         assert all(p.grad is not None for p in model.parameters())
         exchange.close()
         dist.barrier()
@@ -101,7 +109,9 @@ def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], w
     [(2, (), (0, 1)), (2, (), (1,)), (3, (), (0, 1, 2)), (4, ("a", "a", "b", "b"), (0, 1, 2, 3))],
     ids=["both wait", "one waits", "uneven", "two stages"],
 )
-def test_sums_are_there_while_backward_is_not_done(pool: Pool, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]) -> None:
+def test_sums_are_there_while_backward_is_not_done(
+    pool: Pool, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]
+) -> None:
     """So the ranks come to the buckets in different orders, where not all of them wait."""
     found = pool.run(size, gathered_beside, size, hosts, waits)
     assert all((number >= 4) == (rank in waits) for rank, number in enumerate(found)), found
@@ -182,7 +192,9 @@ def lost_beside(rank: int, store: Path, port: int) -> list[str]:
         return []
 
     def thread_waits() -> bool:
-        return any(thread.name.startswith("exchange") for thread in threading.enumerate()) and exchange._thread is not None
+        return (
+            any(thread.name.startswith("exchange") for thread in threading.enumerate()) and exchange._thread is not None
+        )
 
     exchange = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", EACH_MB, "none")
 

@@ -1,4 +1,6 @@
-"""The report in a real headless Chromium: nothing is fetched, nothing runs, nothing sticks out, light and dark differ."""
+"""The report in a real headless Chromium: nothing is fetched, nothing runs, nothing sticks out, light and dark
+differ.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ OVERLAPPING = """(() => {
     }));
   }
   return found;
-})()"""
+})()"""  # noqa: E501
 
 
 class Site:
@@ -67,13 +69,17 @@ def full(tmp_path: Path) -> MadeRun:
     return run
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (800, "light"), (390, "light"), (390, "dark")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1200, "light"), (1200, "dark"), (800, "light"), (390, "light"), (390, "dark")]
+)
 def test_on_every_screen(browser: Browser, site: Site, full: MadeRun, width: int, scheme: str) -> None:
     page = f"{site.address}/run/report.html"
     browser.show(page, width=width, scheme=scheme)
     assert browser.requested() == [page]
     assert site.asked == ["/run/report.html"], "only the page itself was asked for"
-    assert [event for event in browser.events if event.get("method") == "Log.entryAdded"] == [], "nothing was refused either"
+    assert [event for event in browser.events if event.get("method") == "Log.entryAdded"] == [], (
+        "nothing was refused either"
+    )
     for name in SECTIONS:
         assert browser.ask(f"document.getElementById({name!r}).getBoundingClientRect().height") > 40, name
     assert browser.ask("innerWidth") == width
@@ -91,18 +97,27 @@ def test_light_and_dark_differ_and_print_is_light(browser: Browser, site: Site, 
         seen[scheme] = browser.ask(BACKGROUND), browser.ask("getComputedStyle(document.body).color")
     assert seen["light"][0] != seen["dark"][0]
     assert seen["light"][1] != seen["dark"][1]
-    browser.call("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    browser.call(
+        "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
+    )
     assert browser.ask("getComputedStyle(document.body).color") == seen["light"][1]
-    assert browser.ask("document.querySelector('details .scroll').getBoundingClientRect().height") > 20, "what is folded is printed"
+    assert browser.ask("document.querySelector('details .scroll').getBoundingClientRect().height") > 20, (
+        "what is folded is printed"
+    )
     browser.print(tmp_path / "page.pdf")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_nothing_of_a_hostile_run_is_fetched_or_run(browser: Browser, site: Site, tmp_path: Path) -> None:
-    text = f"<script>document.title='run'</script><img src='{site.address}/stolen.png' onerror=\"document.title='run'\">"
+    text = (
+        f"<script>document.title='run'</script><img src='{site.address}/stolen.png' onerror=\"document.title='run'\">"
+    )
     run = full_run(tmp_path, text=text)
     run.evaluate(
-        390, 5000, {"accuracy": 2.0}, examples=[{"row": 1, "truth": text, "predicted": text, "image": f"{site.address}/stolen.png"}]
+        390,
+        5000,
+        {"accuracy": 2.0},
+        examples=[{"row": 1, "truth": text, "predicted": text, "image": f"{site.address}/stolen.png"}],
     )
     write_report(run.paths)
     browser.show(f"{site.address}/run/report.html")
@@ -116,7 +131,8 @@ def test_the_policy_stops_what_escaping_would_miss(browser: Browser, site: Site,
     """Should something ever slip through, the page's own policy still keeps it from fetching and running."""
     text = full.paths.report.read_text()
     slipped = (
-        f"<script>document.title='run'</script><img src='{site.address}/stolen.png'><link rel=stylesheet href='{site.address}/stolen.css'>"
+        f"<script>document.title='run'</script><img src='{site.address}/stolen.png'><link rel=stylesheet"
+        f" href='{site.address}/stolen.css'>"
     )
     full.paths.report.write_text(text.replace("<main>", f"<main>{slipped}"))
     browser.show(f"{site.address}/run/report.html")

@@ -113,7 +113,11 @@ def test_a_second_driver_is_refused_while_the_first_lives(paths: RunPaths, drive
     while time.monotonic() < began + 4.0:  # more than a life
         with pytest.raises(RunHeldError) as caught:
             acquire(paths)
-    for text in (f"The run 'run' is being written by process {first.process.pid} on", "UTC; its lease lasts until", "another run.name"):
+    for text in (
+        f"The run 'run' is being written by process {first.process.pid} on",
+        "UTC; its lease lasts until",
+        "another run.name",
+    ):
         assert text in str(caught.value)
     assert newest_fence(paths) == first.fence == 1
 
@@ -201,7 +205,9 @@ def test_another_machines_lease_is_taken_over_when_it_is_not_renewed(paths: RunP
 
 @pytest.mark.parametrize("clock_s", [-500.0, 500.0])
 @pytest.mark.parametrize("released", [False, True])
-def test_another_machines_lease_is_watched(paths: RunPaths, monkeypatch: pytest.MonkeyPatch, clock_s: float, released: bool) -> None:
+def test_another_machines_lease_is_watched(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, clock_s: float, released: bool
+) -> None:
     """It is renewed, or released, after the first look."""
     put_lease(paths, time.time() + clock_s, life_s=3.0)
     look = LeaseWatch.look

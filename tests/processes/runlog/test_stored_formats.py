@@ -1,4 +1,6 @@
-"""What earlier code has written can be read and continued: a data set, a run with checkpoints, an export, packages in both formats."""
+"""What earlier code has written can be read and continued: a data set, a run with checkpoints, an export, packages in
+both formats.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,18 @@ def opened(run: RunPaths) -> Result:
 
 def test_a_data_set(written: Path) -> None:
     assert [open_dataset(f"data/{part}").manifest.num_rows for part in ("train", "eval")] == [99, 29]
-    assert open_dataset("data/train").manifest.digest == read_json(written / "runs" / "digits" / "manifest.json")["digest"]
+    assert (
+        open_dataset("data/train").manifest.digest == read_json(written / "runs" / "digits" / "manifest.json")["digest"]
+    )
     for part in ingest(IngestOptions("numpy", "again", "digits.npz", eval_fraction=0.25, row_group_rows=16)).parts:
         before, now = (read_json(written / folder / part / "dataset.json") for folder in ("data", "again"))
         kept = before.keys() - {"made_from", "shards"}
-        assert {name: now[name] for name in kept} == {name: before[name] for name in kept}, "what was added since may be more"
-        old, new = (pq.read_table(f"{folder}/{part}/part-00000.parquet").sort_by("row_id") for folder in ("data", "again"))
+        assert {name: now[name] for name in kept} == {name: before[name] for name in kept}, (
+            "what was added since may be more"
+        )
+        old, new = (
+            pq.read_table(f"{folder}/{part}/part-00000.parquet").sort_by("row_id") for folder in ("data", "again")
+        )
         assert old.equals(new), "the same rows, whose order is mixed now"
 
 
@@ -119,7 +127,9 @@ def test_a_run_goes_on_to_the_same_bits(run: RunPaths, pool: Pool) -> None:
     assert [r.row_hash for r in again_done] == [r.row_hash for r in first_done]
     if again.environment != newest.environment:
         warnings.warn(
-            f"no bits compared: they were made on another kind of device, {newest.environment}, not {again.environment}", stacklevel=1
+            f"no bits compared: they were made on another kind of device, {newest.environment}, not"
+            f" {again.environment}",
+            stacklevel=1,
         )
         return
     assert [(r.loss, r.grad_norm) for r in again_done] == [(r.loss, r.grad_norm) for r in first_done]
@@ -146,7 +156,10 @@ def test_a_package_is_served_by_mlflow(form: str, written: Path, run: RunPaths) 
         scores = result.task.forward(result.load_model("newest"), {"image": images}).numpy()
     np.save("images.npy", images.numpy())
     done = subprocess.run(
-        [sys.executable, "-I", "-c", SERVE, f"packages/{form}", "images.npy", "scores.npy"], capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-c", SERVE, f"packages/{form}", "images.npy", "scores.npy"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     predicted = np.load("scores.npy")
@@ -156,7 +169,9 @@ def test_a_package_is_served_by_mlflow(form: str, written: Path, run: RunPaths) 
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_package_is_what_predictions_and_training_read(form: str, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_what_predictions_and_training_read(
+    form: str, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = read_export(f"packages/{form}")
     assert (package.format, package.params_digest) == (form, DIGEST)
     monkeypatch.syspath_prepend(str(written))

@@ -80,7 +80,10 @@ def test_folders_of_keys_and_values_are_columns_in_a_bucket(cloud: Server, tmp_p
         pq.write_table(pa.table({"x": [float(x)] * 2}), tmp_path / folder / "a.parquet")
         cloud.put(f"hive/{folder}/a.parquet", (tmp_path / folder / "a.parquet").read_bytes())
     here, there = open_dataset(str(tmp_path)), open_dataset(str(cloud.path("hive")))
-    assert (there.manifest.digest, there.manifest.partitions) == (here.manifest.digest, {"kind": "string", "day": "string"})
+    assert (there.manifest.digest, there.manifest.partitions) == (
+        here.manifest.digest,
+        {"kind": "string", "day": "string"},
+    )
     assert (there.facts.columns["day"].nulls, there.facts.columns["kind"].nulls) == (2, 0)
     values = {}
     for path in there.manifest.paths:
@@ -128,7 +131,9 @@ def test_a_wrong_key_of_azure_and_a_server_that_is_gone_are_said(monkeypatch: py
     place = server.path("rows")
     monkeypatch.setenv("AZURE_STORAGE_KEY", KEY.replace("E", "F"))
     other = replace(place, query="&".join(reversed(place.query.split("&"))))  # a client of its own
-    with pytest.raises(StorageError, match=r"403 Server failed to authenticate(?s:.*)credentials \(AZURE_STORAGE_KEY, "):
+    with pytest.raises(
+        StorageError, match=r"403 Server failed to authenticate(?s:.*)credentials \(AZURE_STORAGE_KEY, "
+    ):
         open_dataset(str(other))
     server.close()
     with pytest.raises(StorageError, match=r"Could not connect(?s:.*)Check the address"):
@@ -167,6 +172,9 @@ def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(place, AzurePath)
     with pytest.raises(StorageError, match="needs the name of the storage account"):
         find(place)
-    assert str(place_of("az://container/rows?account_name=mine") / "a.parquet") == "az://container/rows/a.parquet?account_name=mine"
+    assert (
+        str(place_of("az://container/rows?account_name=mine") / "a.parquet")
+        == "az://container/rows/a.parquet?account_name=mine"
+    )
     assert is_within(place / "a" / "b", place / "a")
     assert not is_within(place / "a", place_of("gs://container/rows"))

@@ -1,4 +1,6 @@
-"""A disk that is really full: the newest checkpoint stays usable, nothing half-written stays, and what follows works."""
+"""A disk that is really full: the newest checkpoint stays usable, nothing half-written stays, and what follows
+works.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 8 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     yield folder
@@ -43,7 +47,9 @@ def free_bytes(disk: Path) -> int:
     return facts.f_bavail * facts.f_bsize
 
 
-def test_a_full_disk_leaves_the_newest_checkpoint(disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_leaves_the_newest_checkpoint(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
     paths = RunPaths(disk / "run")
     store, saver = CheckpointStore(paths), CheckpointWriter(paths, CheckpointSection(keep_last=2), list)

@@ -36,7 +36,17 @@ from ray_app.runlog.lease import acquire
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import object_stores
 from ray_app.storage.data_files import is_within
-from ray_app.storage.files import Location, folders, listing, location, names, put_atomic, put_json, read_json, remove_tree
+from ray_app.storage.files import (
+    Location,
+    folders,
+    listing,
+    location,
+    names,
+    put_atomic,
+    put_json,
+    read_json,
+    remove_tree,
+)
 from ray_app.storage.object_stores import S3Path
 from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.writer import CheckpointWriter
@@ -108,7 +118,9 @@ def test_folders_of_keys_and_values_are_columns_of_data(folder: Location) -> Non
     dataset = open_dataset(str(folder))
     assert dataset.manifest.partitions == {"kind": "string", "year": "int64"}
     columns = ["x", "kind", "year"]
-    first = first_row(dataset, columns, lambda rows: {"x": rows["x"], "year": rows["year"], "length": np.char.str_len(rows["kind"])})
+    first = first_row(
+        dataset, columns, lambda rows: {"x": rows["x"], "year": rows["year"], "length": np.char.str_len(rows["kind"])}
+    )
     assert {name: values.tolist() for name, values in first.items()} == {"x": [1.0], "year": [2023], "length": [3]}
 
 
@@ -366,14 +378,18 @@ def test_a_writer_that_is_killed_in_the_middle_commits_nothing(
     left = {**listing(paths.checkpoint(4, 1)), **listing(paths.checkpoint(4, 1), temporary=True)}
     assert left
     store.clean(fence=1)
-    assert {**listing(paths.checkpoint(4, 1)), **listing(paths.checkpoint(4, 1), temporary=True)} == left, "may still be written"
+    assert {**listing(paths.checkpoint(4, 1)), **listing(paths.checkpoint(4, 1), temporary=True)} == left, (
+        "may still be written"
+    )
     store.clean(fence=2)
     assert listing(paths.checkpoint(4, 1)) == listing(paths.checkpoint(4, 1), temporary=True) == {}
     assert load(store) == (3, [])
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_outage_fails_a_checkpoint_and_not_the_next(paths: RunPaths, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_fails_a_checkpoint_and_not_the_next(
+    paths: RunPaths, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saver_module, "_ATTEMPTS", 2)
     saver = CheckpointWriter(paths, CheckpointSection(), list)
     s3_server.fail("PUT .*step-00000001.*/training.pt", times=3)  # as often as botocore tries

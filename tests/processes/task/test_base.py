@@ -1,4 +1,6 @@
-"""Tasks that leave most methods out: what these then do, and that such a task trains with the bits that are promised."""
+"""Tasks that leave most methods out: what these then do, and that such a task trains with the bits that are
+promised.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ def test_the_task_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(tmp_path))
     random = np.random.default_rng(0)
     data = table_data(
-        tmp_path / "data", {"reader": random.integers(0, 1000, 64), "book": random.integers(0, 500, 64), "stars": random.random(64)}
+        tmp_path / "data",
+        {"reader": random.integers(0, 1000, 64), "book": random.integers(0, 500, 64), "stars": random.random(64)},
     )
     config = load_config(
         task={"class_path": "stars.Stars", "init_args": {}},
@@ -136,14 +139,19 @@ def test_metrics_without_one_target_need_an_update(compared: tuple[str, ...]) ->
 
 
 def test_fields_of_other_names_need_a_forward() -> None:
-    with pytest.raises(ConfigError, match="columns number, values; decoded fields are both, total, without number, values"):
+    with pytest.raises(
+        ConfigError, match="columns number, values; decoded fields are both, total, without number, values"
+    ):
         Adding().forward(Sums(), {"both": torch.zeros(1), "total": torch.zeros(1)})
 
 
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        (ColumnFacts("text"), "holds text; the task Adding, which leaves `decode` out, needs number or integer or array or list"),
+        (
+            ColumnFacts("text"),
+            "holds text; the task Adding, which leaves `decode` out, needs number or integer or array or list",
+        ),
         (ColumnFacts("bytes"), "holds bytes; the task Adding"),
         (ColumnFacts("number", "float32", nulls=3), "has 3 missing values"),
         (None, "has no column 'values'"),

@@ -20,16 +20,21 @@ def test_the_page_shows_the_shipped_configuration_in_twenty_lines() -> None:
 
 @pytest.mark.rest
 def test_a_detector_trains_with_the_same_bits_for_any_number_of_workers(tmp_path: Path) -> None:
-    """One worker against four, a resume in the middle of an epoch, mean average precision, and an export with the task's code."""
+    """One worker against four, a resume in the middle of an epoch, mean average precision, and an export with the
+    task's code.
+    """
     config = load_config(ROOT / "conf" / "detection.yaml", run__storage_path=str(tmp_path / "runs"))
     # so small that torchvision's pooling finds other scales in other batches, which it must not keep
-    small = {"class_path": "tests.support.small_models.detector", "init_args": {"num_classes": 3, "min_size": 64, "max_size": 96}}
+    small = {
+        "class_path": "tests.support.small_models.detector",
+        "init_args": {"num_classes": 3, "min_size": 64, "max_size": 96},
+    }
     data = {f"data__{name}": value for name, value in write_shapes(tmp_path / "shapes").items()}
     found = check_task(config.replace(task__init_args=config.task.init_args | {"detector": small}, **data))
     levels = {finding.topic: finding.level for finding in found.findings}
-    assert levels == dict.fromkeys(("data", "one row", "randomness", "workers", "resume", "evaluation"), "ok") | {"export": "warning"}, (
-        found
-    )
+    assert levels == dict.fromkeys(("data", "one row", "randomness", "workers", "resume", "evaluation"), "ok") | {
+        "export": "warning"
+    }, found
     said = {finding.topic: finding.text for finding in found.findings}
     assert "map_50 " in said["evaluation"]
     assert "loss" not in said["evaluation"]

@@ -1,4 +1,6 @@
-"""Causal language models of `transformers`: the bits that are promised, adapters, shards, and folders that `transformers` loads."""
+"""Causal language models of `transformers`: the bits that are promised, adapters, shards, and folders that
+`transformers` loads.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def spec(vocab_size: int = WORDS) -> dict[str, Any]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Texts of different length that count up."""
     root, random = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
-    texts = [[int(t) % WORDS for t in range(first, first + random.integers(1, 24))] for first in random.integers(0, WORDS, ROWS)]
+    texts = [
+        [int(t) % WORDS for t in range(first, first + random.integers(1, 24))]
+        for first in random.integers(0, WORDS, ROWS)
+    ]
     texts[0] = [WORDS - 1, 0]
     pq.write_table(pa.table({"tokens": pa.array(texts, pa.list_(pa.int32()))}), root / "0.parquet", row_group_size=20)
     return root
@@ -77,7 +82,9 @@ def test_adapters_alone_are_trained(pool: Pool, data: Path, tmp_path: Path) -> N
     job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), lora=LORA), checkpoint__every_steps=1)
     pool.run_job(job, 1, cached)
     last = result_of(job).snapshot.model
-    pool.run_job(begun := job_of(tmp_path / "begun", data, CausalLanguageModel(spec(), lora=LORA), train__max_steps=1), 1, cached)
+    pool.run_job(
+        begun := job_of(tmp_path / "begun", data, CausalLanguageModel(spec(), lora=LORA), train__max_steps=1), 1, cached
+    )
     moved = {name for name, value in result_of(begun).snapshot.model.items() if not torch.equal(value, last[name])}
     assert moved
     assert moved == {name for name in last if ".lora_" in name}
@@ -157,7 +164,9 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "half")
     for folder, tolerance in (("export", 1e-5), ("half", 0.05)):
         init_args = {"pretrained_model_name_or_path": str(tmp_path / folder)}
-        again = CausalLanguageModel({"class_path": "transformers.AutoModelForCausalLM.from_pretrained", "init_args": init_args})
+        again = CausalLanguageModel(
+            {"class_path": "transformers.AutoModelForCausalLM.from_pretrained", "init_args": init_args}
+        )
         begun = again.build_model().eval()
         assert {parameter.dtype for parameter in begun.parameters()} == {torch.float32}
         assert torch.allclose(again.forward(begun, batch)["logits"], expected, atol=tolerance)
@@ -166,10 +175,19 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        (CausalLanguageModel(spec(40)), "has tokens up to 49, the model knows 40, 0 to 39. Set the config's vocab_size"),
-        (CausalLanguageModel({"class_path": "torch.nn.ReLU"}), "makes a ReLU; it must make a causal language model of transformers"),
+        (
+            CausalLanguageModel(spec(40)),
+            "has tokens up to 49, the model knows 40, 0 to 39. Set the config's vocab_size",
+        ),
+        (
+            CausalLanguageModel({"class_path": "torch.nn.ReLU"}),
+            "makes a ReLU; it must make a causal language model of transformers",
+        ),
         (CausalLanguageModel(spec(), lora={"r": 2, "layers": ["c_attn"]}), "unexpected keyword argument 'layers'"),
-        (CausalLanguageModel(spec(), lora={"r": 2, "target_modules": ["qkv"]}), r"task.init_args.lora is .*qkv.* not found"),
+        (
+            CausalLanguageModel(spec(), lora={"r": 2, "target_modules": ["qkv"]}),
+            r"task.init_args.lora is .*qkv.* not found",
+        ),
         (CausalLanguageModel(spec(), tokens="ids"), "has no column 'ids' for the tokens"),
     ],
 )

@@ -37,7 +37,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def task_of(module: str = "Good", **init_args: Any) -> LightningTask:
     made = {"class_path": MODULES + module, "init_args": init_args}
-    return LightningTask(made, {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"], "label")
+    return LightningTask(
+        made, {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"], "label"
+    )
 
 
 def job_of(folder: Path, data: Path, task: LightningTask, **fields: Any) -> Job:
@@ -81,7 +83,9 @@ def test_the_optimizer_of_the_configuration_goes_before_the_modules(pool: Pool, 
     assert [step[2] for step in trained.steps] == [0.01] * 9
 
 
-def test_a_module_without_lightning_trains_by_the_optimizer_of_the_configuration(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_module_without_lightning_trains_by_the_optimizer_of_the_configuration(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
     assert not task_of("Unvalidated").has_own_optimizer
     job = job_of(tmp_path / "run", data, task_of("Unvalidated"), train__epochs=1, **adam)
@@ -186,9 +190,20 @@ def test_every_form_of_one_optimizer_is_taken(does: str) -> None:
         ("manual", "sets automatic_optimization to False"),
         ("by epoch", "returned StepLR, interval 'epoch'; a schedule here"),
         ("asks for steps", "configure_optimizers asks the trainer for estimated_stepping_batches"),
-        ("every second step", "returned StepLR, interval 'step', frequency 2 (leave it out: let the schedule count 2 times as many steps)"),
-        ("by a loss", "returned ReduceLROnPlateau, interval 'epoch', monitor 'val_loss', a value that no step has; a schedule here"),
-        ("by a loss every step", "returned ReduceLROnPlateau, interval 'step', monitor 'val_loss', a value that no step has"),
+        (
+            "every second step",
+            "returned StepLR, interval 'step', frequency 2 (leave it out: let the schedule count 2 times as many"
+            " steps)",
+        ),
+        (
+            "by a loss",
+            "returned ReduceLROnPlateau, interval 'epoch', monitor 'val_loss', a value that no step has; a schedule"
+            " here",
+        ),
+        (
+            "by a loss every step",
+            "returned ReduceLROnPlateau, interval 'step', monitor 'val_loss', a value that no step has",
+        ),
         ("by a value", "returned StepLR, interval 'step', monitor None, a value that no step has"),
         ("misspells the schedule", "a dictionary with lr_schedule; its fields are optimizer, lr_scheduler, monitor"),
         ("misspells the interval", "a dictionary with intervall; its fields are scheduler, interval, frequency"),
@@ -196,7 +211,8 @@ def test_every_form_of_one_optimizer_is_taken(does: str) -> None:
         ("several", "returned 2 optimizers and 0 schedulers"),
         (
             "counts rows",
-            "'rows', as the evaluation of LightningTask gives it, is not a mean over rows: of a batch of 16 rows it is 16, and",
+            "'rows', as the evaluation of LightningTask gives it, is not a mean over rows: of a batch of 16 rows it is"
+            " 16, and",
         ),
     ],
 )
@@ -207,7 +223,11 @@ def test_what_does_not_fit_is_refused_before_the_start(does: str, said: str, dat
 
 
 def test_a_number_that_is_drawn_in_an_evaluation_is_said_and_taken(data: Path, tmp_path: Path) -> None:
-    said = [each for each in prepare(config_of(data, tmp_path, "Good", does="draws")).doubts if "each time that the same rows" in each]
+    said = [
+        each
+        for each in prepare(config_of(data, tmp_path, "Good", does="draws")).doubts
+        if "each time that the same rows" in each
+    ]
     assert len(said) == 1
     assert said[0].startswith("'noise', as the evaluation of LightningTask gives it, is another number each time")
 
@@ -221,13 +241,17 @@ def test_a_number_that_is_drawn_in_an_evaluation_is_said_and_taken(data: Path, t
         ("Good", {"train__strategy": "local_sgd"}, "and train.strategy local_sgd makes several"),
     ],
 )
-def test_modules_that_cannot_be_are_refused(module: str, fields: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
+def test_modules_that_cannot_be_are_refused(
+    module: str, fields: dict[str, Any], said: str, data: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as found:
         prepare(config_of(data, tmp_path, module, fields))
     assert said in str(found.value)
 
 
-def config_of(data: Path, tmp_path: Path, module: str, fields: dict[str, Any] | None = None, **init_args: Any) -> Config:
+def config_of(
+    data: Path, tmp_path: Path, module: str, fields: dict[str, Any] | None = None, **init_args: Any
+) -> Config:
     batch = {"images": "image", "labels": "label"} if module == "Unvalidated" else ["image", "label"]
     task = {"module": {"class_path": MODULES + module, "init_args": init_args}, "batch": batch, "target": "label"}
     return load_config(
@@ -240,8 +264,12 @@ def config_of(data: Path, tmp_path: Path, module: str, fields: dict[str, Any] | 
 
 
 @pytest.mark.rest
-def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, text = (block.text for block in blocks(ROOT / "docs" / "lightning.md") if block.language in ("python", "yaml"))
+def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, text = (
+        block.text for block in blocks(ROOT / "docs" / "lightning.md") if block.language in ("python", "yaml")
+    )
     assert len(code.splitlines() + text.splitlines()) < 60
     (tmp_path / "net.py").write_text(code)
     shutil.copytree(ROOT / "datasets", tmp_path / "datasets")
@@ -253,4 +281,6 @@ def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_pa
     assert prepare(config).job.config.optimizer.class_path == OWN_OPTIMIZER
     check = check_task(config)
     topics = ("one row", "randomness", "workers", "resume", "evaluation", "export")
-    assert [(f.level, f.topic) for f in check.findings if f.topic != "data"] == [("ok", name) for name in topics], str(check)
+    assert [(f.level, f.topic) for f in check.findings if f.topic != "data"] == [("ok", name) for name in topics], str(
+        check
+    )

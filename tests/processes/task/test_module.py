@@ -40,7 +40,9 @@ def config_of(data: dict[str, Any], tmp_path: Path, **init_args: Any) -> Config:
 def assert_trains(config: Config, but: str = "") -> None:
     """One worker against four, a resume in the middle, evaluation and export; see `check_task`."""
     found = check_task(config)
-    assert [(f.level, f.topic) for f in found.findings if f.topic not in ("data", but)] == [one for one in NAMES if one[1] != but], found
+    assert [(f.level, f.topic) for f in found.findings if f.topic not in ("data", but)] == [
+        one for one in NAMES if one[1] != but
+    ], found
 
 
 RESIZE = [{"class_path": V2 + "Resize", "init_args": {"size": [16, 16]}}]
@@ -64,7 +66,12 @@ def test_images_are_classified_with_random_crops_and_augmentations(pictures: dic
         inputs=["image"],
         target="large",
         loss={"class_path": "torch.nn.CrossEntropyLoss", "init_args": {"label_smoothing": 0.1}},
-        metrics={"accuracy": {"class_path": "torchmetrics.classification.MulticlassAccuracy", "init_args": {"num_classes": 2}}},
+        metrics={
+            "accuracy": {
+                "class_path": "torchmetrics.classification.MulticlassAccuracy",
+                "init_args": {"num_classes": 2},
+            }
+        },
         transforms=[*RANDOM, {"class_path": V2 + "RandAugment"}],
         evaluate_transforms=RESIZE,
         mean=[0.5],
@@ -103,7 +110,13 @@ def test_texts_are_classified_by_a_transformer(tmp_path: Path) -> None:
     labels = random.integers(0, 2, 64)
     tokens = [random.integers(1 + 40 * label, 41 + 40 * label, random.integers(3, 30)).tolist() for label in labels]
     data = table_data(tmp_path / "texts", {"tokens": pa.array(tokens, pa.list_(pa.int32())), "label": labels})
-    bert = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = {
+        "vocab_size": 100,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     config = config_of(
         {**data, "by_length": "tokens"},
         tmp_path,
@@ -115,7 +128,12 @@ def test_texts_are_classified_by_a_transformer(tmp_path: Path) -> None:
         target="label",
         output="logits",
         loss={"class_path": "torch.nn.CrossEntropyLoss"},
-        metrics={"accuracy": {"class_path": "torchmetrics.classification.MulticlassAccuracy", "init_args": {"num_classes": 2}}},
+        metrics={
+            "accuracy": {
+                "class_path": "torchmetrics.classification.MulticlassAccuracy",
+                "init_args": {"num_classes": 2},
+            }
+        },
         pad_to=8,
     )
     assert_trains(config)
@@ -148,7 +166,10 @@ def test_the_trial_decodes_its_rows_as_training_does(pictures: dict[str, str], t
             {"model": {"class_path": "torchvision.models.resnet81"}},
             "torchvision.models has no 'resnet81'. Did you mean torchvision.models.resnet",
         ),
-        ({"model": {"class_path": "torch.nn.Linear", "init_args": {"inputs": 3}}}, "torch.nn.Linear cannot be made with"),
+        (
+            {"model": {"class_path": "torch.nn.Linear", "init_args": {"inputs": 3}}},
+            "torch.nn.Linear cannot be made with",
+        ),
         ({"model": {"class_path": "builtins.dict"}}, "makes a dict; it must make an nn.Module"),
         ({"inputs": ["picture"]}, "has no column 'picture'"),
         ({"inputs": []}, "inputs is empty"),
@@ -156,19 +177,29 @@ def test_the_trial_decodes_its_rows_as_training_does(pictures: dict[str, str], t
         ({"loss": {"class_path": "torch.nn.CrossEntropyLoss", "arguments": {}}}, "has arguments beside class_path"),
         (
             {"transforms": [{"class_path": V2 + "RandomResizedCrop", "init_args": {"size": [24, 24]}}]},
-            "ModuleTask decodes 'image' of a row to train on to uint8 of shape (3, 24, 24), of one to evaluate on to uint8 of shape"
-            " (3, 16, 16); both must be alike, in every epoch. Let task.init_args.transforms and evaluate_transforms give the same size",
+            "ModuleTask decodes 'image' of a row to train on to uint8 of shape (3, 24, 24), of one to evaluate on to"
+            " uint8 of shape"
+            " (3, 16, 16); both must be alike, in every epoch. Let task.init_args.transforms and evaluate_transforms"
+            " give the same size",
         ),
         (
             {"transforms": [*RANDOM, {"class_path": V2 + "Normalize", "init_args": {"mean": [0.5], "std": [0.5]}}]},
             "A row to train on cannot be decoded: TypeError: Input tensor should be a float tensor. Got torch.uint8.",
         ),
-        ({"transforms": [*RANDOM, TO_FLOAT]}, "make float32 of the image 'image'; leave that out (ToDtype), the model gets images from 0"),
-        ({"transforms": [*RESIZE, TO_FLOAT], "evaluate_transforms": [*RESIZE, TO_FLOAT]}, "make float32 of the image 'image'; leave"),
+        (
+            {"transforms": [*RANDOM, TO_FLOAT]},
+            "make float32 of the image 'image'; leave that out (ToDtype), the model gets images from 0",
+        ),
+        (
+            {"transforms": [*RESIZE, TO_FLOAT], "evaluate_transforms": [*RESIZE, TO_FLOAT]},
+            "make float32 of the image 'image'; leave",
+        ),
         ({"transforms": [{"class_path": V2 + "RandomHorizontalFlip"}]}, "to train on to uint8 of shape (3, "),
     ],
 )
-def test_what_cannot_be_is_refused_with_words(changed: dict[str, Any], said: str, pictures: dict[str, str], tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_with_words(
+    changed: dict[str, Any], said: str, pictures: dict[str, str], tmp_path: Path
+) -> None:
     arguments: dict[str, Any] = {
         "model": {"class_path": "tests.support.small_models.per_image", "init_args": {"outputs": 2}},
         "inputs": ["image"],

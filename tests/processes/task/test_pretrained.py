@@ -1,4 +1,6 @@
-"""A model of `transformers` from a folder of weights, by configuration: it begins with them, and trains to the promised bits."""
+"""A model of `transformers` from a folder of weights, by configuration: it begins with them, and trains to the promised
+bits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small BERT with weights that no seed of a run draws."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "vocab_size": 60,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(12345)
         model = BertForSequenceClassification(BertConfig(num_labels=LABELS, max_position_embeddings=32, **sizes))
@@ -41,7 +49,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     random = np.random.default_rng(0)
     labels = np.arange(ROWS) % LABELS
     tokens = [random.integers(1 + 19 * label, 20 + 19 * label, random.integers(3, 20)).tolist() for label in labels]
-    return table_data(tmp_path_factory.mktemp("pretrained") / "texts", {"tokens": pa.array(tokens, pa.list_(pa.int32())), "label": labels})
+    return table_data(
+        tmp_path_factory.mktemp("pretrained") / "texts",
+        {"tokens": pa.array(tokens, pa.list_(pa.int32())), "label": labels},
+    )
 
 
 def init_args(folder: Path) -> dict[str, Any]:
@@ -62,17 +73,23 @@ def job_of(folder: Path, data: dict[str, Any], weights: Path, **fields: Any) -> 
     return make_job(folder, data["path"], logical_workers=4, batch=12, task=task, data__by_length="tokens", **fields)
 
 
-def test_a_run_begins_with_the_weights_of_the_folder(pool: Pool, tmp_path: Path, data: dict[str, Any], weights: Path) -> None:
+def test_a_run_begins_with_the_weights_of_the_folder(
+    pool: Pool, tmp_path: Path, data: dict[str, Any], weights: Path
+) -> None:
     from safetensors.torch import load_file
 
     stored = load_file(weights / "model.safetensors")
-    kept = pool.trained(job_of(tmp_path / "still", data, weights, train__epochs=1, optimizer=STILL), 2, cached).snapshot.model
+    kept = pool.trained(
+        job_of(tmp_path / "still", data, weights, train__epochs=1, optimizer=STILL), 2, cached
+    ).snapshot.model
     trained = {name: values for name, values in kept.items() if name in stored}
     assert trained.keys() == stored.keys()
     assert all(torch.equal(values, stored[name]) for name, values in trained.items())
 
 
-def test_it_trains_to_the_same_bits_on_one_worker_and_on_two(pool: Pool, tmp_path: Path, data: dict[str, Any], weights: Path) -> None:
+def test_it_trains_to_the_same_bits_on_one_worker_and_on_two(
+    pool: Pool, tmp_path: Path, data: dict[str, Any], weights: Path
+) -> None:
     job = job_of(tmp_path / "run", data, weights, train__epochs=6)
     alone, two = pool.trained(job, 1, cached), pool.trained(job, 2, cached)
     assert (two.bits, two.steps) == (alone.bits, alone.steps)
@@ -81,7 +98,9 @@ def test_it_trains_to_the_same_bits_on_one_worker_and_on_two(pool: Pool, tmp_pat
 
 def test_a_folder_without_weights_is_refused_before_the_start(tmp_path: Path, data: dict[str, Any]) -> None:
     task = {"class_path": "ray_app.task.module.ModuleTask", "init_args": init_args(tmp_path / "nowhere")}
-    config = load_config(task=task, data__path=data["path"], data__global_batch_size=12, run__storage_path=str(tmp_path / "runs"))
+    config = load_config(
+        task=task, data__path=data["path"], data__global_batch_size=12, run__storage_path=str(tmp_path / "runs")
+    )
     with pytest.raises(ConfigError, match="nowhere"):
         prepare(config)
     assert not (tmp_path / "runs").exists()

@@ -44,7 +44,9 @@ def raised(pool: Pool, job: Job) -> TaskError:
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "fsdp", "central_storage", "single", "parameter_server"])
 def test_a_step_tells_rank_logical_worker_step_and_rows(pool: Pool, tmp_path: Path, strategy: str) -> None:
     data = write_images(tmp_path / "data", [[20, 12], [16]])
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=16, task=Raising(bad=(25,)), train__strategy=strategy)
+    job = make_job(
+        tmp_path / "run", data, logical_workers=4, batch=16, task=Raising(bad=(25,)), train__strategy=strategy
+    )
     told = str(raised(pool, job))
     assert "ValueError: not this one (test_task_errors.py, line " in told.splitlines()[0]
     assert told.splitlines()[0].endswith("in loss)")

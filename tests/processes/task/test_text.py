@@ -1,4 +1,6 @@
-"""docs/text.md and docs/language-model.md: texts become tokens, and configurations alone train on them, with the bits promised."""
+"""docs/text.md and docs/language-model.md: texts become tokens, and configurations alone train on them, with the bits
+promised.
+"""
 
 from __future__ import annotations
 

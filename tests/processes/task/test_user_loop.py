@@ -72,7 +72,10 @@ def test_survivors_go_on_in_their_loops_whoever_is_killed_whenever(data: Path, t
     campaign = Campaign(tmp_path / "groups", 3, disturbed, 3, cached)
     campaign.run(12)
     assert campaign.fired.total() >= 6, "nothing happened"
-    assert (result_of(disturbed).bits, result_of(disturbed).steps) == (result_of(undisturbed).bits, result_of(undisturbed).steps)
+    assert (result_of(disturbed).bits, result_of(disturbed).steps) == (
+        result_of(undisturbed).bits,
+        result_of(undisturbed).steps,
+    )
 
 
 @pytest.mark.parametrize("does", ["one for each", "as losses"])
@@ -92,7 +95,9 @@ def test_a_loss_of_each_row_is_taken(does: str, pool: Pool, data: Path, tmp_path
         ("moves the schedule", "the script moved the schedule that it keeps"),
     ],
 )
-def test_a_loop_that_does_not_fit_ends_the_run_with_words(does: str, said: str, pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_loop_that_does_not_fit_ends_the_run_with_words(
+    does: str, said: str, pool: Pool, data: Path, tmp_path: Path
+) -> None:
     [ended] = pool.train(job_of(tmp_path / "run", data, does), 1)
     assert isinstance(ended.error, TaskError)
     assert said in str(ended.error)
@@ -122,7 +127,9 @@ def test_an_optimizer_of_the_configuration_is_refused(pool: Pool, data: Path, tm
         ({**arguments(), "target": "depth"}, "name those of which it is made"),
     ],
 )
-def test_what_can_be_known_before_the_start_is_refused_there(changed: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
+def test_what_can_be_known_before_the_start_is_refused_there(
+    changed: dict[str, Any], said: str, data: Path, tmp_path: Path
+) -> None:
     before = threading.active_count()
     config = load_config(
         task={"class_path": "ray_app.task.user_loop.LoopTask", "init_args": changed},
@@ -137,7 +144,9 @@ def test_what_can_be_known_before_the_start_is_refused_there(changed: dict[str, 
 
 
 @pytest.mark.parametrize(("does", "said"), [("", 0), ("one for each", 0), ("as losses", 0), ("a loss between rows", 1)])
-def test_a_loss_that_is_no_mean_over_rows_is_said_at_the_start(does: str, said: int, data: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_mean_over_rows_is_said_at_the_start(
+    does: str, said: int, data: Path, tmp_path: Path
+) -> None:
     config = load_config(
         task={"class_path": "ray_app.task.user_loop.LoopTask", "init_args": arguments(does=does)},
         data__path=str(data),
@@ -150,7 +159,9 @@ def test_a_loss_that_is_no_mean_over_rows_is_said_at_the_start(does: str, said: 
 
 
 @pytest.mark.rest
-def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, text = (block.text for block in blocks(ROOT / "docs" / "loop.md") if block.language in ("python", "yaml"))
     assert len(code.splitlines() + text.splitlines()) < 60
     (tmp_path / "script.py").write_text(code)
@@ -164,7 +175,9 @@ def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(tmp_pa
     ).files.keys() == {"script"}, "the file of the functions is part of what the result depends on"
     check = check_task(config)
     topics = ("one row", "randomness", "workers", "resume", "evaluation", "export")
-    assert [(f.level, f.topic) for f in check.findings if f.topic != "data"] == [("ok", name) for name in topics], str(check)
+    assert [(f.level, f.topic) for f in check.findings if f.topic != "data"] == [("ok", name) for name in topics], str(
+        check
+    )
 
 
 @pytest.mark.rest
@@ -178,10 +191,17 @@ def test_a_run_of_the_page_goes_on_in_mid_epoch_when_it_is_started_again(
     shutil.copytree(ROOT / "datasets", tmp_path / "datasets")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    fields = {"train__strategy": "single", "scaling__logical_workers": 2, "evaluate__where": "workers", "tracking__enabled": False}
+    fields = {
+        "train__strategy": "single",
+        "scaling__logical_workers": 2,
+        "evaluate__where": "workers",
+        "tracking__enabled": False,
+    }
 
     def digest(name: str, steps: int) -> str:
-        return run_training(load_config("train.yaml", run__name=name, train__max_steps=steps, **fields)).summary["params_digest"]
+        return run_training(load_config("train.yaml", run__name=name, train__max_steps=steps, **fields)).summary[
+            "params_digest"
+        ]
 
     threads = threading.active_count()
     first = digest("parts", 30)

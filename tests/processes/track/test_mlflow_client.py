@@ -1,4 +1,6 @@
-"""The tracker against real MLflow: each point once, in order, from the record to the last bit, whatever happens to MLflow or the driver."""
+"""The tracker against real MLflow: each point once, in order, from the record to the last bit, whatever happens to
+MLflow or the driver.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,12 @@ def check_what_describes_it(run: Run) -> None:
     assert data.tags["kind"] == "test"
     assert data.tags["from"] == "http://***@git/x"
     assert data.tags["ray_app.run_root"] == str(run.paths.root)
-    assert [f.path for f in client.list_artifacts(found.info.run_id)] == ["config.yaml", "evaluations", "report.html", "summary.json"]
+    assert [f.path for f in client.list_artifacts(found.info.run_id)] == [
+        "config.yaml",
+        "evaluations",
+        "report.html",
+        "summary.json",
+    ]
     assert "secret" not in Path(client.download_artifacts(found.info.run_id, "config.yaml")).read_text()
 
 
@@ -124,12 +131,23 @@ def test_a_late_tracker_adds_what_is_missing_and_changes_nothing(run: Run) -> No
     run.record(13, 20)
     for path in ("s3://me:secret@bucket/digits/train", "/moved/digits/train"):
         data = DataSet("training", path, "d" * 64, 5)
-        late = Tracker(run.paths, run.config.replace(scaling__max_workers=1), {"commit": "b", "more": "c"}, EVERY, [data], is_over=True)
+        late = Tracker(
+            run.paths,
+            run.config.replace(scaling__max_workers=1),
+            {"commit": "b", "more": "c"},
+            EVERY,
+            [data],
+            is_over=True,
+        )
         late.send_all("KILLED")
     assert (late.sent_points, late.sent_evaluations) == (0, 0)
     assert_tracked(run, 20, "KILLED")
     found = only_mlflow_run(run)
-    assert (found.data.tags["commit"], found.data.tags["more"], found.data.params["scaling.max_workers"]) == ("a", "c", "2")
+    assert (found.data.tags["commit"], found.data.tags["more"], found.data.params["scaling.max_workers"]) == (
+        "a",
+        "c",
+        "2",
+    )
     assert not [name for name in found.data.tags if "resumed_with" in name]
     [logged] = found.inputs.dataset_inputs
     assert (logged.dataset.name, logged.dataset.digest) == ("digits/train", "d" * 36)
@@ -151,13 +169,18 @@ def test_the_newest_evaluation_of_each_evaluator_is_an_artifact(run: Run) -> Non
         "evaluations/robust",
         "evaluations/step-00000020.json",
     ]
-    assert [f.path for f in client.list_artifacts(found.info.run_id, "evaluations/robust")] == ["evaluations/robust/step-00000010.json"]
+    assert [f.path for f in client.list_artifacts(found.info.run_id, "evaluations/robust")] == [
+        "evaluations/robust/step-00000010.json"
+    ]
     assert Path(client.download_artifacts(found.info.run_id, "report.html")).read_text() == "<p>http://***@host</p>"
 
 
 def test_looks_at_the_nodes_arrive_once_also_after_a_crash_and_a_resume(run: Run) -> None:
     run.record(1, 10)
-    looks = [Look(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}}) for n in range(30)]
+    looks = [
+        Look(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}})
+        for n in range(30)
+    ]
     for n, look in enumerate(looks[:20]):
         put_look(run.paths, 1, n, look)
     assert run.tracker().close("KILLED", 20)
@@ -168,7 +191,9 @@ def test_looks_at_the_nodes_arrive_once_also_after_a_crash_and_a_resume(run: Run
     put_json(run.paths.tracking, older | {"look": "000001-000000007.json"})
     assert run.tracker().close("FINISHED", 20)
     got = histories(run, only_mlflow_run(run).info.run_id)
-    assert got["system/10.0.0.1/cpu_percent"] == [(x.step, int(x.time_s * 1e3), x.nodes["10.0.0.1"]["cpu_percent"]) for x in looks]
+    assert got["system/10.0.0.1/cpu_percent"] == [
+        (x.step, int(x.time_s * 1e3), x.nodes["10.0.0.1"]["cpu_percent"]) for x in looks
+    ]
     assert len(got["system/10.0.0.2/cpu_percent"]) == 30
 
 
@@ -235,7 +260,9 @@ def test_a_run_that_mlflow_lost_is_sent_whole_to_a_new_one(run: Run, caplog: pyt
     assert_tracked(run, 30, "FINISHED")
 
 
-def test_defaults_make_the_database_in_the_storage_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+def test_defaults_make_the_database_in_the_storage_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any
+) -> None:
     run = Run(tmp_path / "not yet" / "first", "")
     run.config = run.config.replace(tracking__uri=None)
     run.record(1, 10)
@@ -254,7 +281,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.rest
-def test_outages_of_a_server_lose_and_double_nothing(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_outages_of_a_server_lose_and_double_nothing(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path / "run", server.uri.replace("//", "//user:secret@"))
     run.record(1, 35, losses={5: math.nan})
     run.evaluate(20)
@@ -333,7 +362,9 @@ def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatc
     assert [point.step for point in backlog.points(Sent(), finished=False)] == [10, 20]
 
 
-def test_evaluations_and_failures_that_cannot_be_read_for_now_are_read_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_and_failures_that_cannot_be_read_for_now_are_read_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backlog, read = Backlog(run.paths, EVERY), Path.read_bytes
     run.record(1, 10)
     run.evaluate(10)
@@ -356,7 +387,16 @@ def test_evaluations_and_failures_that_cannot_be_read_for_now_are_read_again(run
 
 
 @pytest.mark.parametrize(
-    "uri", ["mlruns", "file:///tmp/mlruns", "ftp://host/x", "sqlite://", "sqlite:///:memory:", "http:///x", "htp://u:secret@h"]
+    "uri",
+    [
+        "mlruns",
+        "file:///tmp/mlruns",
+        "ftp://host/x",
+        "sqlite://",
+        "sqlite:///:memory:",
+        "http:///x",
+        "htp://u:secret@h",
+    ],
 )
 def test_bad_uris_are_refused(uri: str) -> None:
     config = Config().replace(tracking__uri=uri)
@@ -366,14 +406,18 @@ def test_bad_uris_are_refused(uri: str) -> None:
     check_available(config.replace(tracking__enabled=False))
 
 
-@pytest.mark.parametrize("uri", [None, "http://localhost:5000", "sqlite:///mlflow.db", "postgresql+psycopg2://user:pw@host/db"])
+@pytest.mark.parametrize(
+    "uri", [None, "http://localhost:5000", "sqlite:///mlflow.db", "postgresql+psycopg2://user:pw@host/db"]
+)
 def test_good_uris_pass(uri: str | None) -> None:
     check_available(Config().replace(tracking__uri=uri))
 
 
 def test_without_mlflow_only_tracking_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ConfigError, match=r"pip install \"PATH_TO_RAY_APP\[tracking\]\", or set tracking\.enabled to false"):
+    with pytest.raises(
+        ConfigError, match=r"pip install \"PATH_TO_RAY_APP\[tracking\]\", or set tracking\.enabled to false"
+    ):
         check_available(Config())
     check_available(Config().replace(tracking__enabled=False))
 

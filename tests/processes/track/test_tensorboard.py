@@ -53,7 +53,8 @@ def shown():
 
 def kill(rank, step):
     if step == 20:
-        while 15 not in shown() or newest_record(paths).step <= 16:  # of more than the last checkpoint, so that steps are done again
+        # Of more than the last checkpoint, so that steps are done again
+        while 15 not in shown() or newest_record(paths).step <= 16:
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -62,7 +63,11 @@ run_training(config, faults=Faults(train=Hooks(after_step=kill)))
 
 
 def full_files(paths: RunPaths) -> dict[str, bytes]:
-    return {name: data for name, data in ((name, file.read_bytes()) for name, file in listing(paths.tensorboard).items()) if data}
+    return {
+        name: data
+        for name, data in ((name, file.read_bytes()) for name, file in listing(paths.tensorboard).items())
+        if data
+    }
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
@@ -99,7 +104,9 @@ def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..
     fields = {"train__strategy": "single", "scaling__min_workers": 1, "scaling__max_workers": 1}
     config = short_run(tracking__tensorboard=True, tracking__every_steps=5, **fields)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     command = [sys.executable, "-c", KILLED, str(tmp_path / "config.yaml")]
     driver = subprocess.run(command, cwd=ROOT, env=environment, timeout=_DRIVER_S, check=False)
     assert driver.returncode == -signal.SIGKILL
@@ -111,7 +118,9 @@ def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..
     summary = run_training(config).summary
     assert summary["restarts"]["driver"] == 1
     assert summary["redone_steps"] > 0, "no step was done again"
-    assert summary["params_digest"] == run_training(short_run(run__name="undisturbed", **fields)).summary["params_digest"]
+    assert (
+        summary["params_digest"] == run_training(short_run(run__name="undisturbed", **fields)).summary["params_digest"]
+    )
     backlog = Backlog(paths, 5)
     backlog.read(Sent())
     blocks = [point for point in backlog.points(Sent(), finished=True) if point.look is None]  # Ray, if up, adds looks
@@ -120,7 +129,9 @@ def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..
     assert shown(folder)["loss"] == expected
     assert len(full_files(paths)) == 1
     stays_open.Reload()
-    assert [(p.step, p.wall_time, p.value) for p in stays_open.Scalars("loss")] == expected, "an open TensorBoard shows something twice"
+    assert [(p.step, p.wall_time, p.value) for p in stays_open.Scalars("loss")] == expected, (
+        "an open TensorBoard shows something twice"
+    )
 
 
 def test_a_run_on_s3_gets_one_whole_file(s3_server: S3Server, s3_folder: S3Path, tmp_path: Path) -> None:
@@ -143,7 +154,9 @@ def test_a_run_on_s3_gets_one_whole_file(s3_server: S3Server, s3_folder: S3Path,
     assert [step for step, *_ in shown(copy)["loss"]] == [10, 20]
 
 
-def test_a_storage_that_refuses_is_said_once_and_everything_is_there_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_storage_that_refuses_is_said_once_and_everything_is_there_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path / "run", "sqlite:///unused.db")
     run.record(1, 20)
     (run.paths.root / "tensorboard").write_text("in the way")

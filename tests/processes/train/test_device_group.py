@@ -38,7 +38,17 @@ from tests.support.device_group import (
     FullAt,
     SpinningGroup,
 )
-from tests.support.local_world import CPU, KilledError, LocalMembership, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.local_world import (
+    CPU,
+    KilledError,
+    LocalMembership,
+    Pool,
+    TinyImages,
+    cached,
+    make_job,
+    result_of,
+    write_images,
+)
 from tests.support.shifting_world import train_shifting
 from tests.support.waiting import until
 
@@ -47,7 +57,9 @@ STEP = ("all_to_all_single", "broadcast", "all_gather_single", "allreduce")
 OOM = [
     torch.OutOfMemoryError(OUT_OF_MEMORY),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error. Cuda failure 2 'out of memory'"),
+    dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error. Cuda failure 2 'out of memory'"
+    ),
     torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700),
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
     RuntimeError("Expected tensor on cuda:0 but found tensor on cuda:1"),
@@ -57,7 +69,9 @@ OOM = [
     dist.DistBackendError("NCCL error, invalid usage (run with NCCL_DEBUG=WARN for details): Duplicate GPU detected"),
 ]
 PEERS = [
-    RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"),
+    RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"
+    ),
     RuntimeError("Application timeout caused pair closure"),
     RuntimeError("Gloo connectFullMesh failed with [...] no error"),
     dist.DistNetworkError("The client socket has timed out after 60000ms"),
@@ -71,7 +85,9 @@ PEERS = [
     RuntimeError("ProcessGroupNCCL has been finalized"),
     RuntimeError("NCCL GroupEnd failed: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
     RuntimeError("NCCL User Rank failed: remote process exited or there was a network error"),
-    RuntimeError("Failed to initialize NCCL communicator: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
+    RuntimeError(
+        "Failed to initialize NCCL communicator: unhandled system error (run with NCCL_DEBUG=INFO for details)"
+    ),
     RuntimeError("Failed to get NCCL unique ID: internal error - please report this issue to the NCCL developers"),
 ]
 
@@ -158,7 +174,9 @@ def test_user_code_that_says_what_a_peer_would_keeps_its_words(error: RuntimeErr
 
 
 def exchanged_by_user_code(rank: int, store: Path) -> str:
-    """What rank 0 meets in a collective of user code, as an optimizer of sharded parameters has some, when rank 1 is killed."""
+    """What rank 0 meets in a collective of user code, as an optimizer of sharded parameters has some, when rank 1 is
+    killed.
+    """
     with LocalMembership(World(rank, 2, 2), store).generation(0, False):
         dist.barrier()
         if rank == 1:
@@ -181,7 +199,10 @@ def test_training_has_the_bits_of_gloo(pool: Pool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     for backend in ("gloo", BACKEND):
         (tmp_path / backend).mkdir()
-    jobs = [make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), train__epochs=1) for name in ("gloo", BACKEND)]
+    jobs = [
+        make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), train__epochs=1)
+        for name in ("gloo", BACKEND)
+    ]
     for job, backend in zip(jobs, ("gloo", BACKEND), strict=True):
         for outcome in pool.train(job, 2, Hooks(at=FullAt(9, 0)), backend=backend):
             assert outcome.error is None, outcome.trace
@@ -246,7 +267,9 @@ def store() -> TCPStore:
 
 
 def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, bool]:
-    """What rank 0 is told of an exchange in which rank 1 is killed, and whether it is still in a group when it has closed it."""
+    """What rank 0 is told of an exchange in which rank 1 is killed, and whether it is still in a group when it has
+    closed it.
+    """
     del store
     group = opened(rank, port)
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
@@ -269,8 +292,12 @@ def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, b
     return said, dist.is_initialized()
 
 
-@pytest.mark.parametrize("heartbeat", [True, False], ids=["aborted while the device spins", "left with an error of its own"])
-def test_a_group_whose_kernels_spin_is_aborted_before_it_is_destroyed(pool: Pool, store: TCPStore, heartbeat: bool) -> None:
+@pytest.mark.parametrize(
+    "heartbeat", [True, False], ids=["aborted while the device spins", "left with an error of its own"]
+)
+def test_a_group_whose_kernels_spin_is_aborted_before_it_is_destroyed(
+    pool: Pool, store: TCPStore, heartbeat: bool
+) -> None:
     first, second = pool.outcomes(2, survived, store.port, heartbeat)
     assert isinstance(second.error, KilledError)
     assert first.error is None, first.trace
@@ -296,7 +323,9 @@ def test_an_error_that_only_the_backend_knows_is_found(pool: Pool, store: TCPSto
 
 
 def asked_meanwhile(rank: int, store: Path, port: int) -> list[str]:
-    """What happens when an abort is ordered while the backend is asked for its error, and what the next step is told."""
+    """What happens when an abort is ordered while the backend is asked for its error, and what the next step is
+    told.
+    """
     del store
     group, happened, begun = opened(rank, port), list[str](), threading.Event()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
@@ -354,7 +383,9 @@ def open_given_up(group: ProcessGroup, formed: GenerationInfo) -> None:
 
 
 def stuck(rank: int, store: Path, port: int) -> list[bool]:
-    """Whether a group is stuck that waits for a peer's connection, which no time-out bounds: before, in and after the wait."""
+    """Whether a group is stuck that waits for a peer's connection, which no time-out bounds: before, in and after the
+    wait.
+    """
     del store
     group, listens, seen = SpinningGroup(), socket.create_server(("127.0.0.1", 0)), list[bool]()
     DeviceGroup2.connects_to, process_group._STUCK_S = listens, 0.0
@@ -382,7 +413,9 @@ def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_known_to_be_stuck(
 
 
 def launched(rank: int, store: Path, port: int) -> list[str]:
-    """What happens when an abort is ordered in the middle of a launch: first the end of the launch, then the abort, then no launch."""
+    """What happens when an abort is ordered in the middle of a launch: first the end of the launch, then the abort,
+    then no launch.
+    """
     del store
     group, happened = opened(rank, port), list[str]()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
@@ -449,11 +482,15 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[J
 def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
     pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str, backend: str
 ) -> None:
-    """It is lost at every exchange of a step in turn. What the device has of it then is garbage, and not all others know."""
+    """It is lost at every exchange of a step in turn. What the device has of it then is garbage, and not all others
+    know.
+    """
     job, expected = undisturbed
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, exchange)), backend=backend)
+    outcomes = train_shifting(
+        pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, exchange)), backend=backend
+    )
     assert isinstance(outcomes[2].error, KilledError)
     assert proof.read_text() == name
     assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
@@ -462,10 +499,16 @@ def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
-def test_a_worker_that_is_lost_during_backward_is_met_there_by_the_others(pool: Pool, tmp_path: Path, backend: str) -> None:
-    """With a bucket for each parameter: the error is raised in a hook of backward, by the exchange after the one that broke."""
+def test_a_worker_that_is_lost_during_backward_is_met_there_by_the_others(
+    pool: Pool, tmp_path: Path, backend: str
+) -> None:
+    """With a bucket for each parameter: the error is raised in a hook of backward, by the exchange after the one that
+    broke.
+    """
     data = write_images(tmp_path / "data", [[20, 13]])
-    job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, train__bucket_mb=1e-5)
+    job = make_job(
+        tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, train__bucket_mb=1e-5
+    )
     expected = pool.trained(job, 2, cached).commit.params_digest
     proof = tmp_path / "proof"
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, 2)), backend=backend)
@@ -483,7 +526,9 @@ def test_what_is_broken_on_a_device_alone_is_in_no_step(
     job, expected = undisturbed
     job = dataclasses.replace(job, run_root=str(tmp_path / "run"))
     proof = tmp_path / "proof"
-    outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailsAt(proof, 1, 2, exchange)), backend=backend)
+    outcomes = train_shifting(
+        pool, job, [[0, 1, 2], [0, 1, 2]], [], Hooks(at=FailsAt(proof, 1, 2, exchange)), backend=backend
+    )
     assert proof.exists(), name
     assert [each.value for each in outcomes] == ["done"] * 3, [each.trace for each in outcomes]
     assert result_of(job).commit.params_digest == expected
@@ -493,7 +538,8 @@ def test_what_is_broken_on_a_device_alone_is_in_no_step(
 @pytest.mark.rest
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
-    ("strategy", "exchange"), [("central_storage", 1), ("central_storage", 9), *(("local_sgd", exchange) for exchange in (1, 5, 7, 8))]
+    ("strategy", "exchange"),
+    [("central_storage", 1), ("central_storage", 9), *(("local_sgd", exchange) for exchange in (1, 5, 7, 8))],
 )
 def test_with_other_strategies_neither(pool: Pool, tmp_path: Path, strategy: str, exchange: int, rank: int) -> None:
     """A worker is lost after two steps; the eighth exchange of `local_sgd` is the last of an average.
@@ -507,7 +553,9 @@ def test_with_other_strategies_neither(pool: Pool, tmp_path: Path, strategy: str
     expected = pool.trained(job, 2, cached).commit.params_digest
     proof = tmp_path / "proof"
     stay = [each for each in (0, 1, 2) if each != rank]
-    outcomes = train_shifting(pool, job, [[0, 1, 2], stay], [], Hooks(at=DiesAt(proof, rank, 2, exchange)), backend=BACKEND)
+    outcomes = train_shifting(
+        pool, job, [[0, 1, 2], stay], [], Hooks(at=DiesAt(proof, rank, 2, exchange)), backend=BACKEND
+    )
     assert proof.exists()
     assert isinstance(outcomes[rank].error, KilledError)
     assert [outcomes[each].value for each in stay] == ["done", "done"], [each.trace for each in outcomes]

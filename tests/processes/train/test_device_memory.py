@@ -13,7 +13,9 @@ from tests.support.places import ROOT
 
 def printed(*command: str) -> str:
     """What a benchmark prints, in a process of its own as by hand."""
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -34,7 +34,8 @@ def test_all_leave_with_a_checkpoint_and_others_go_on_from_it(pool: Pool, tmp_pa
     data = write_images(tmp_path / "data", [[50, 1], [46]])
     fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 8}
     job, plain = (
-        make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields) for name in ("run", "undisturbed")
+        make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
+        for name in ("run", "undisturbed")
     )
     pool.run_job(plain, 1, cached)
     for outcome in pool.outcomes(2, _train, job):

@@ -1,4 +1,6 @@
-"""What a generation leaves behind is gone before the next one makes the same again: a device need not have room for both."""
+"""What a generation leaves behind is gone before the next one makes the same again: a device need not have room for
+both.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from tests.support.shifting_world import KillOnce, train_shifting
 
 @dataclasses.dataclass(frozen=True)
 class CountsAlive:
-    """A hook that writes what of a step is alive while a generation forms, in a file for each process, once for each generation."""
+    """A hook that writes what of a step is alive while a generation forms, in a file for each process, once for each
+    generation.
+    """
 
     folder: Path
 
@@ -52,7 +56,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fields", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize("loss", [True, False], ids=["lost peer", "planned"])
-def test_nothing_of_a_step_is_left_when_the_next_generation_forms(pool: Pool, tmp_path: Path, fields: dict[str, Any], loss: bool) -> None:
+def test_nothing_of_a_step_is_left_when_the_next_generation_forms(
+    pool: Pool, tmp_path: Path, fields: dict[str, Any], loss: bool
+) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, **fields)
     hooks = Hooks(at=CountsAlive(tmp_path), after_step=KillOnce(tmp_path / "proof", 2, 2) if loss else None)
@@ -69,7 +75,9 @@ def step_once(job: Job, state: ShardedState, world: World) -> list[Any]:
     with closing(build_step(job, state, world, CPU, lambda phase: None)) as step:
         feed = feed_of(job.plan, cursor, world.played, cached(job, cursor, world.played))
         step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
-    moments = [v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor) and v.ndim]
+    moments = [
+        v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor) and v.ndim
+    ]
     shards = [p._local_tensor for p in state.model.parameters()]  # type: ignore[attr-defined]
     assert len(moments) == 2 * len(shards)
     return [weakref.ref(each) for each in (*moments, *shards)]
@@ -100,7 +108,9 @@ def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("breaks", [True, False], ids=["lost peer", "planned"])
-def test_shards_of_a_generation_are_gone_before_those_of_the_next_are_made(pool: Pool, tmp_path: Path, breaks: bool) -> None:
+def test_shards_of_a_generation_are_gone_before_those_of_the_next_are_made(
+    pool: Pool, tmp_path: Path, breaks: bool
+) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, train__strategy="fsdp", train__epochs=1)
     assert pool.run(1, shards_left, job, breaks) == [[0, 0]]

@@ -23,8 +23,15 @@ KNOWN = {
 
 
 @pytest.mark.rest
-def test_the_digits_have_the_digest_of_the_picture(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path), "tracking__enabled": False}
+def test_the_digits_have_the_digest_of_the_picture(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {
+        "data__path": str(digits / "train"),
+        "data__eval_path": None,
+        "run__storage_path": str(tmp_path),
+        "tracking__enabled": False,
+    }
     job = claim(prepare(load_config(ROOT / "conf" / "digits.yaml", **fields)), 1).job
     train_here(job, SingleProcessMembership(job.config.logical_workers, lambda: False), Hooks())
     commit = newest_commit(job)
@@ -36,6 +43,9 @@ def test_the_digits_have_the_digest_of_the_picture(digits: Path, tmp_path: Path,
     else:
         with capsys.disabled():
             print(f"\n{here} is not known: {commit.params_digest}")
-        warnings.warn(f"the digest of conf/digits.yaml on {here} is in no table; add it to KNOWN: {commit.params_digest}", stacklevel=1)
+        warnings.warn(
+            f"the digest of conf/digits.yaml on {here} is in no table; add it to KNOWN: {commit.params_digest}",
+            stacklevel=1,
+        )
     [shown] = set(re.findall(r"[0-9a-f]{64}", (ROOT / "docs" / "pictures" / "terminal.svg").read_text()))
     assert shown in KNOWN.values(), "the picture shows another run"

@@ -1,4 +1,6 @@
-"""Tasks that are there, texts, objects and pixels: a worker that is killed costs no bit, and a killed run goes on in mid-epoch."""
+"""Tasks that are there, texts, objects and pixels: a worker that is killed costs no bit, and a killed run goes on in
+mid-epoch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ def texts(folder: Path) -> Made:
     labels = random.integers(0, 2, 48)
     tokens = [random.integers(1 + 40 * label, 41 + 40 * label, random.integers(3, 30)).tolist() for label in labels]
     data = table_data(folder, {"tokens": pa.array(tokens, pa.list_(pa.int32())), "label": labels})
-    bert = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = {
+        "vocab_size": 100,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     config = {"class_path": "transformers.BertConfig", "init_args": {**bert, "num_labels": 2}}
     model = {"class_path": "transformers.BertForSequenceClassification", "init_args": {"config": config}}
     task = ModuleTask(model, {"input_ids": "tokens", "attention_mask": "tokens.mask"}, "label", LOSS, output="logits")
@@ -38,13 +46,19 @@ def texts(folder: Path) -> Made:
 
 
 def objects(folder: Path) -> Made:
-    small = {"class_path": "tests.support.small_models.detector", "init_args": {"num_classes": 3, "min_size": 64, "max_size": 96}}
+    small = {
+        "class_path": "tests.support.small_models.detector",
+        "init_args": {"num_classes": 3, "min_size": 64, "max_size": 96},
+    }
     flip = [{"class_path": "torchvision.transforms.v2.RandomHorizontalFlip"}]
     return write_shapes(folder, 48)["path"], ObjectDetection(small, transforms=flip), {}
 
 
 def pixels(folder: Path) -> Made:
-    model = {"class_path": "torch.nn.Conv2d", "init_args": {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "padding": 1}}
+    model = {
+        "class_path": "torch.nn.Conv2d",
+        "init_args": {"in_channels": 3, "out_channels": 2, "kernel_size": 3, "padding": 1},
+    }
     resize = [{"class_path": "torchvision.transforms.v2.Resize", "init_args": {"size": [16, 16]}}]
     task = ModuleTask(model, ["image"], "mask", LOSS, transforms=CROPS, evaluate_transforms=resize)
     return write_pictures(folder)["path"], task, {}
@@ -59,7 +73,9 @@ def images(folder: Path) -> Made:
 
 
 @pytest.mark.parametrize("make", [texts, objects, pixels, images])
-def test_a_killed_worker_costs_no_bit_and_a_killed_run_goes_on(pool: Pool, tmp_path: Path, make: Callable[[Path], Made]) -> None:
+def test_a_killed_worker_costs_no_bit_and_a_killed_run_goes_on(
+    pool: Pool, tmp_path: Path, make: Callable[[Path], Made]
+) -> None:
     path, task, fields = make(tmp_path / "data")
 
     def job(name: str) -> Job:

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from ray_app.errors import ConfigError
 from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import CLASSES, CPU, DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.local_world import (
+    CLASSES,
+    CPU,
+    DieAfter,
+    Pool,
+    TinyImages,
+    cached,
+    make_job,
+    result_of,
+    write_images,
+)
 
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
 
@@ -57,7 +67,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("memory") / "data", [[13, 14]])
 
 
-@pytest.mark.parametrize("optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["SGD", "Adam"])
+@pytest.mark.parametrize(
+    "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["SGD", "Adam"]
+)
 def test_a_weight_that_lies_as_its_transpose_is_trained_as_any_other_and_across_a_resume(
     pool: Pool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
@@ -65,7 +77,9 @@ def test_a_weight_that_lies_as_its_transpose_is_trained_as_any_other_and_across_
         fields: dict[str, Any] = {"optimizer": optimizer, "train__epochs": 2, "checkpoint__every_steps": 3}
         job = make_job(tmp_path / name, data, logical_workers=3, batch=12, task=Turned(is_turned), **fields)
         if dies is not None:
-            assert [outcome.error for outcome in pool.train(job, 1, Hooks(after_step=DieAfter(dies)), cached)] != [None], "nobody died"
+            assert [outcome.error for outcome in pool.train(job, 1, Hooks(after_step=DieAfter(dies)), cached)] != [
+                None
+            ], "nobody died"
         pool.run_job(job, 1)
         return result_of(job).bits
 
@@ -74,10 +88,14 @@ def test_a_weight_that_lies_as_its_transpose_is_trained_as_any_other_and_across_
     assert run("resumed", True, 3) == plain
 
 
-def test_a_model_that_replaces_a_buffer_in_mid_training_ends_the_run_with_words(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_model_that_replaces_a_buffer_in_mid_training_ends_the_run_with_words(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=LateRebinding())
     for workers in (1, 2):
-        refused = [str(each.error) for each in pool.train(job, workers, Hooks(), cached) if isinstance(each.error, ConfigError)]
+        refused = [
+            str(each.error) for each in pool.train(job, workers, Hooks(), cached) if isinstance(each.error, ConfigError)
+        ]
         assert refused, "those who lose a peer by it may say so, who finds it says what it is"
         assert all("another tensor for mean" in said for said in refused)
 

@@ -1,4 +1,6 @@
-"""Models, losses and optimizers as users write them: the same bits for every number of workers, and those of `ddp` with every strategy."""
+"""Models, losses and optimizers as users write them: the same bits for every number of workers, and those of `ddp` with
+every strategy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.train.job import Hooks, Job
 from ray_app.train.strategies.central_storage import CentralState
-from tests.support.local_world import CLASSES, DieAfter, KilledError, Pool, TinyImages, Trained, cached, make_job, write_images
+from tests.support.local_world import (
+    CLASSES,
+    DieAfter,
+    KilledError,
+    Pool,
+    TinyImages,
+    Trained,
+    cached,
+    make_job,
+    write_images,
+)
 
 ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
@@ -240,7 +252,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job_of(folder: Path, data: Path, task: TinyImages, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {"optimizer": ADAM, "train__max_steps": 6, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
+    defaults: dict[str, Any] = {
+        "optimizer": ADAM,
+        "train__max_steps": 6,
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 4,
+    }
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
 
 
@@ -274,16 +291,26 @@ LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
     ids=lambda value: type(value).__name__ if isinstance(value, TinyImages) else "",
 )
 def test_the_bits_are_those_of_one_worker(
-    pool: Pool, data: Path, tmp_path: Path, task: TinyImages, fields: dict[str, Any], sides: list[tuple[int, dict[str, Any]]]
+    pool: Pool,
+    data: Path,
+    tmp_path: Path,
+    task: TinyImages,
+    fields: dict[str, Any],
+    sides: list[tuple[int, dict[str, Any]]],
 ) -> None:
     alone = trained(pool, tmp_path / "one", data, task, 1, **fields)
     for number, (workers, side) in enumerate(sides):
         found = trained(pool, tmp_path / f"{number}", data, task, workers, **(fields | side))
-        assert (found.bits, [loss for _, loss, *_ in found.steps]) == (alone.bits, [loss for _, loss, *_ in alone.steps]), side
+        assert (found.bits, [loss for _, loss, *_ in found.steps]) == (
+            alone.bits,
+            [loss for _, loss, *_ in alone.steps],
+        ), side
 
 
 @pytest.mark.parametrize("again", [0, 2])
-def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(data: Path, tmp_path: Path, again: int) -> None:
+def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
+    data: Path, tmp_path: Path, again: int
+) -> None:
     """A generation that ends as planned lies between an update and the next step."""
     job = job_of(tmp_path / "run", data, Averaging(), **CENTRAL)
     state = CentralState(job.config, job.task, torch.device("cpu"), job.total_steps)
@@ -311,7 +338,9 @@ def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(data:
 
 
 @pytest.mark.parametrize("task", [Routed(), RoutedByRow(), RoutedAgain()], ids=lambda task: type(task).__name__)
-def test_overlapped_shards_count_a_missing_gradient_as_zeros(pool: Pool, data: Path, tmp_path: Path, task: TinyImages) -> None:
+def test_overlapped_shards_count_a_missing_gradient_as_zeros(
+    pool: Pool, data: Path, tmp_path: Path, task: TinyImages
+) -> None:
     alone = trained(pool, tmp_path / "one", data, task, 1, optimizer=SGD)
     for workers in (1, 2, 3):
         found = trained(pool, tmp_path / f"{workers}", data, task, workers, optimizer=SGD, **OVERLAPPED)
@@ -334,14 +363,19 @@ def test_a_learning_rate_of_numpys_is_kept_and_read(pool: Pool, data: Path, tmp_
     }
     undisturbed = trained(pool, tmp_path / "undisturbed", data, Plain(), 1, schedule=schedule)
     job = job_of(tmp_path / "run", data, Plain(), schedule=schedule)
-    assert {type(outcome.error) for outcome in pool.train(job, 3, Hooks(after_step=DieAfter(5)), cached)} == {KilledError}
+    assert {type(outcome.error) for outcome in pool.train(job, 3, Hooks(after_step=DieAfter(5)), cached)} == {
+        KilledError
+    }
     resumed = pool.trained(job, 2, cached)
     assert (resumed.bits, resumed.steps) == (undisturbed.bits, undisturbed.steps)
 
 
 @pytest.mark.parametrize(
     ("task", "fields", "said"),
-    [(Cleaning(), OVERLAPPED, "changes the gradients of the parameters"), (Unfreezing(), FSDP, "changes requires_grad of a parameter")],
+    [
+        (Cleaning(), OVERLAPPED, "changes the gradients of the parameters"),
+        (Unfreezing(), FSDP, "changes requires_grad of a parameter"),
+    ],
     ids=["gradients", "requires_grad"],
 )
 def test_what_shards_cannot_do_is_refused_when_it_happens(

@@ -14,7 +14,17 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
 from ray_app.task.base import Batch
-from tests.support.local_world import OpenWindows, Pool, TinyImages, Trained, cached, make_job, result_of, streamed, write_images
+from tests.support.local_world import (
+    OpenWindows,
+    Pool,
+    TinyImages,
+    Trained,
+    cached,
+    make_job,
+    result_of,
+    streamed,
+    write_images,
+)
 
 L, STEPS, UNIT_S = 16, 70, 0.002
 
@@ -42,10 +52,17 @@ class Waiting(TinyImages):
         return super().loss(outputs, batch)
 
 
-def trained(pool: Pool, folder: Path, data: Path, workers: int, windows: OpenWindows, balance: str, slow: bool) -> tuple[Trained, RunPaths]:
+def trained(
+    pool: Pool, folder: Path, data: Path, workers: int, windows: OpenWindows, balance: str, slow: bool
+) -> tuple[Trained, RunPaths]:
     meet = folder / "meet"
     meet.mkdir(parents=True)
-    fields = {"train__max_steps": STEPS, "train__epochs": 30, "scaling__load_balancing": balance, "data__shuffle_window_rows": 64}
+    fields = {
+        "train__max_steps": STEPS,
+        "train__epochs": 30,
+        "scaling__load_balancing": balance,
+        "data__shuffle_window_rows": 64,
+    }
     job = make_job(folder / "run", data, logical_workers=L, batch=32, task=Waiting(str(meet) if slow else ""), **fields)
     for outcome in pool.train(job, workers, windows=windows):
         assert outcome.error is None, outcome.trace
@@ -53,7 +70,9 @@ def trained(pool: Pool, folder: Path, data: Path, workers: int, windows: OpenWin
 
 
 @pytest.mark.parametrize("windows", [cached, pytest.param(streamed, marks=pytest.mark.rest)])
-def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(pool: Pool, tmp_path: Path, windows: OpenWindows) -> None:
+def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(
+    pool: Pool, tmp_path: Path, windows: OpenWindows
+) -> None:
     data = write_images(tmp_path / "data", [[160]])
     alone, _ = trained(pool, tmp_path / "alone", data, 1, windows, "none", slow=False)
     moved, paths = trained(pool, tmp_path / "moved", data, 3, windows, "speed", slow=True)
@@ -86,4 +105,11 @@ def test_what_a_slow_worker_costs_is_recorded(pool: Pool, tmp_path: Path) -> Non
 def test_balance_is_refused_where_logical_workers_cannot_move(tmp_path: Path, field: str) -> None:
     data = write_images(tmp_path / "data", [[16]])
     with pytest.raises(ConfigError, match=r"scaling\.load_balancing is speed .*ddp or central_storage and exact only"):
-        make_job(tmp_path / "run", data, logical_workers=4, batch=8, scaling__load_balancing="speed", **dict([field.split("=")]))
+        make_job(
+            tmp_path / "run",
+            data,
+            logical_workers=4,
+            batch=8,
+            scaling__load_balancing="speed",
+            **dict([field.split("=")]),
+        )

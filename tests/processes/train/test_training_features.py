@@ -1,4 +1,6 @@
-"""What `train.*` and the image task offer besides plain training: the same bits for every number of workers, also across a resume."""
+"""What `train.*` and the image task offer besides plain training: the same bits for every number of workers, also
+across a resume.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from ray_app.task.classification import mix, smooth_targets
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import SingleProcessMembership, Flags
+from ray_app.train.membership import Flags, SingleProcessMembership
 from ray_app.train.state.parameters import freeze
 from ray_app.train.state.state import FIRST, TrainingState
 from ray_app.train.step.step import Step
@@ -103,7 +105,9 @@ def plain_digest(pool: Pool, data: Path, tmp_path_factory: pytest.TempPathFactor
 QUICK = ("fp16", "both", "own step")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in FEATURES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in FEATURES]
+)
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool: Pool, data: Path, tmp_path: Path, name: str, plain_digest: str
 ) -> None:
@@ -139,7 +143,10 @@ def run_steps(job: Job, state: TrainingState, store: Path, steps: int) -> list[f
         step = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, world), world, CPU)
         feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
         rows = job.plan.rows_of_step
-        return [step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)).grad_norm for i in range(steps)]
+        return [
+            step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)).grad_norm
+            for i in range(steps)
+        ]
 
 
 def test_an_overflow_halves_the_scale_and_moves_nothing_else(data: Path, tmp_path: Path) -> None:
@@ -178,7 +185,14 @@ def test_the_scale_grows_after_many_good_steps_and_is_kept() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(data: Path, tmp_path: Path) -> None:
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(bad=tuple(range(97))), train__precision="fp16")
+    job = make_job(
+        tmp_path / "run",
+        data,
+        logical_workers=4,
+        batch=12,
+        task=TinyImages(bad=tuple(range(97))),
+        train__precision="fp16",
+    )
     with pytest.raises(NonFiniteError):
         run_steps(job, state_of(job), tmp_path / "store", 1)
 
@@ -234,7 +248,8 @@ def test_what_is_frozen_stays_and_the_rest_moves(data: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"), [(["head.*"], "'head.*', which matches no parameter; the model has 0.weight"), (["*"], "nothing")]
+    ("patterns", "said"),
+    [(["head.*"], "'head.*', which matches no parameter; the model has 0.weight"), (["*"], "nothing")],
 )
 def test_freezing_nothing_or_all_is_refused(data: Path, tmp_path: Path, patterns: list[str], said: str) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, train__freeze=patterns)
@@ -267,14 +282,22 @@ def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Pa
     state.model.register_forward_pre_hook(lambda _, args: images.append(args[0]))
     run_steps(job, state, tmp_path / "store", 2)
     assert [x.is_contiguous(memory_format=torch.channels_last) for x in images] == [wanted] * 8
-    assert all(p.is_contiguous() for p in state.model.parameters()), "fused optimizers take its gradient's values for ones in its layout"
+    assert all(p.is_contiguous() for p in state.model.parameters()), (
+        "fused optimizers take its gradient's values for ones in its layout"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "central_storage", "fsdp", "local_sgd"])
 def test_channels_last_changes_nothing_but_rounding(pool: Pool, data: Path, tmp_path: Path, strategy: str) -> None:
     """As it would where a parameter has another layout than its gradient or its moments."""
-    fields: dict[str, Any] = {"task": ImageClassification(model_args={"channels": 4, "dropout": 0.0}), "train__strategy": strategy}
-    jobs = (make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, train__channels_last=last) for last in (False, True))
+    fields: dict[str, Any] = {
+        "task": ImageClassification(model_args={"channels": 4, "dropout": 0.0}),
+        "train__strategy": strategy,
+    }
+    jobs = (
+        make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, train__channels_last=last)
+        for last in (False, True)
+    )
     plain, last = (pool.trained(job, 2, cached) for job in jobs)
     assert [step[1] for step in last.steps] == pytest.approx([step[1] for step in plain.steps], rel=1e-3)
 
@@ -343,14 +366,20 @@ def test_a_compiled_model_gives_the_same_bits_for_every_number_of_workers_and_ac
 
 @pytest.mark.rest
 def test_every_size_of_a_micro_batch_is_compiled(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's limit is 8; a size that is not compiled has other bits, and which one that is depends on what came before."""
+    """PyTorch's limit is 8; a size that is not compiled has other bits, and which one that is depends on what came
+    before.
+    """
     from torch._dynamo.testing import CompileCounter
 
     counter, sizes = CompileCounter(), range(2, 15)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    job = make_job(tmp_path / "run", data, logical_workers=1, batch=16, task=ImageClassification(**CNN), train__compile=True)
+    job = make_job(
+        tmp_path / "run", data, logical_workers=1, batch=16, task=ImageClassification(**CNN), train__compile=True
+    )
     state = state_of(job)
-    step = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU)
+    step = Step(
+        job.config, job.task, state, build_exchange(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU
+    )
     for size in sizes:
         step._forward._compiled(state.model)(torch.zeros(size, 1, 8, 8))
     assert counter.frame_count == len(sizes)
@@ -365,7 +394,14 @@ def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, train__compile=True)
     state = state_of(job)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
-        Step(job.config, job.task, state, build_exchange(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU)
+        Step(
+            job.config,
+            job.task,
+            state,
+            build_exchange(job.config.train, state.model, World(0, 1, 1)),
+            World(0, 1, 1),
+            CPU,
+        )
 
 
 # --- in the calling process

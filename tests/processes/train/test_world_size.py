@@ -1,4 +1,6 @@
-"""The number of workers is not a hyperparameter: one result for every world size and every history of stops, on plain processes."""
+"""The number of workers is not a hyperparameter: one result for every world size and every history of stops, on plain
+processes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ import torch
 from ray_app.errors import PeerLostError
 from ray_app.runlog.journal import read_events
 from ray_app.train.job import Hooks, Job, OpenWindows
-from tests.support.local_world import DieAfter, KilledError, Pool, TinyImages, Trained, cached, make_job, result_of, streamed, write_images
+from tests.support.local_world import (
+    DieAfter,
+    KilledError,
+    Pool,
+    TinyImages,
+    Trained,
+    cached,
+    make_job,
+    result_of,
+    streamed,
+    write_images,
+)
 
 SHAPES = {  # rows of every row group of every file
     "103 rows": [[40, 1, 13], [], [29, 0], [20]],
@@ -35,7 +48,9 @@ def same(runs: list[Trained]) -> None:
 
 
 @pytest.mark.parametrize("windows", [streamed, cached])
-def test_one_result_for_every_world_size(pool: Pool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows) -> None:
+def test_one_result_for_every_world_size(
+    pool: Pool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows
+) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=4, batch=12, train__epochs=2, schedule=STEPLR)
     runs = [pool.trained(job, size, windows) for size in (1, 2, 3, 4)]
     same(runs)
@@ -54,19 +69,26 @@ def test_trees_that_do_not_split_evenly(
 
 
 def test_logical_workers_are_a_hyperparameter(pool: Pool, data: dict[str, Path], tmp_path: Path) -> None:
-    jobs = [make_job(tmp_path / f"run{n}", data["103 rows"], logical_workers=n, batch=12, train__max_steps=2) for n in (1, 2, 4)]
+    jobs = [
+        make_job(tmp_path / f"run{n}", data["103 rows"], logical_workers=n, batch=12, train__max_steps=2)
+        for n in (1, 2, 4)
+    ]
     assert len({pool.trained(job, 1).commit.params_digest for job in jobs}) == 3
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name.startswith("last step")])
 @pytest.mark.parametrize("tiny", [True, pytest.param(False, marks=pytest.mark.rest)])
-def test_a_last_step_with_one_row_or_none(pool: Pool, data: dict[str, Path], tmp_path: Path, shape: str, tiny: bool) -> None:
+def test_a_last_step_with_one_row_or_none(
+    pool: Pool, data: dict[str, Path], tmp_path: Path, shape: str, tiny: bool
+) -> None:
     """The dense network has batch-norm over one value per channel in that step."""
     task = TinyImages() if tiny else None
     job = make_job(tmp_path / "run", data[shape], logical_workers=4, batch=12, task=task, train__epochs=2)
     runs = [pool.trained(job, size) for size in (1, 2, 3, 4)]
     same(runs)
-    assert [sorted(rows, reverse=True) for *_, rows, _ in runs[0].steps[8::9]] == [[1, 1, 0, 0] if "1, 1" in shape else [1, 0, 0, 0]] * 2
+    assert [sorted(rows, reverse=True) for *_, rows, _ in runs[0].steps[8::9]] == [
+        [1, 1, 0, 0] if "1, 1" in shape else [1, 0, 0, 0]
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -75,7 +97,12 @@ def test_a_last_step_with_one_row_or_none(pool: Pool, data: dict[str, Path], tmp
         {"train__grad_clip_norm": 0.05},
         {"train__precision": "bf16"},
         pytest.param(
-            {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}}},
+            {
+                "optimizer": {
+                    "class_path": "torch.optim.SGD",
+                    "init_args": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+                }
+            },
             marks=pytest.mark.rest,
         ),
         pytest.param({"data__last_batch": "drop"}, marks=pytest.mark.rest),
@@ -97,14 +124,24 @@ def test_parameters_without_gradients(pool: Pool, data: dict[str, Path], tmp_pat
     runs = [pool.trained(job, size) for size in (1, 3, 4)]
     same(runs)
     short = pool.trained(
-        make_job(tmp_path / "short", data["103 rows"], logical_workers=4, batch=12, task=TinyImages(variant), train__max_steps=1), 1
+        make_job(
+            tmp_path / "short",
+            data["103 rows"],
+            logical_workers=4,
+            batch=12,
+            task=TinyImages(variant),
+            train__max_steps=1,
+        ),
+        1,
     )
     name = {"unused": "unused", "frozen": "1.weight"}[variant]
     assert torch.equal(runs[0].snapshot.model[name], short.snapshot.model[name]), "it moved"
     assert not torch.equal(runs[0].snapshot.model["5.weight"], short.snapshot.model["5.weight"])
 
 
-def test_overlapped_has_the_same_rows_and_nearly_the_same_parameters(pool: Pool, data: dict[str, Path], tmp_path: Path) -> None:
+def test_overlapped_has_the_same_rows_and_nearly_the_same_parameters(
+    pool: Pool, data: dict[str, Path], tmp_path: Path
+) -> None:
     fields = {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}, "train__epochs": 2}
     make = dict(logical_workers=5, batch=20, **fields)
     exact = pool.trained(make_job(tmp_path / "exact", data["103 rows"], **make), 2)
@@ -131,7 +168,7 @@ def resumed(pool: Pool, job: Job, deaths: list[int], sizes: list[int], new_fence
 def undisturbed(pool: Pool, data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Trained]:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     job = make_job(
-        folder, data["103 rows"], logical_workers=4, batch=20, train__epochs=2, schedule=STEPLR, data__shuffle_window_rows=10,
+        folder, data["103 rows"], logical_workers=4, batch=20, train__epochs=2, schedule=STEPLR, data__shuffle_window_rows=10,  # noqa: E501
         checkpoint__every_steps=2,
     )  # fmt: skip
     assert job.plan.steps_per_epoch == 6
@@ -141,7 +178,12 @@ def undisturbed(pool: Pool, data: dict[str, Path], tmp_path_factory: pytest.Temp
 @pytest.mark.parametrize(
     ("deaths", "sizes", "new_fence"),
     [
-        pytest.param([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [4, 1, 3, 2, 4, 3, 1, 2, 3, 4, 2, 1, 4], True, marks=pytest.mark.rest),
+        pytest.param(
+            [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12],
+            [4, 1, 3, 2, 4, 3, 1, 2, 3, 4, 2, 1, 4],
+            True,
+            marks=pytest.mark.rest,
+        ),
         ([5], [1, 4], False),
         ([6], [4, 3], False),  # at the end of the epoch
         ([9], [3, 2], True),
@@ -153,11 +195,16 @@ def test_a_resume_on_other_workers_changes_nothing(
     job, expected = undisturbed
     run = resumed(pool, dataclasses.replace(job, run_root=str(tmp_path / "run")), deaths, sizes, new_fence)
     same([expected, run])
-    resumes = [e.details["step"] for e in read_events(dataclasses.replace(job, run_root=str(tmp_path / "run")).paths, "resumed")]
+    resumes = [
+        e.details["step"]
+        for e in read_events(dataclasses.replace(job, run_root=str(tmp_path / "run")).paths, "resumed")
+    ]
     assert resumes == [death // 2 * 2 for death in deaths if death > 1], "it resumed from elsewhere"
 
 
-def test_the_death_of_one_worker_is_a_lost_peer_for_the_others(pool: Pool, undisturbed: tuple[Job, Trained], tmp_path: Path) -> None:
+def test_the_death_of_one_worker_is_a_lost_peer_for_the_others(
+    pool: Pool, undisturbed: tuple[Job, Trained], tmp_path: Path
+) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
     outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(5, killed=2)))
     assert [type(o.error) for o in outcomes] == [PeerLostError, PeerLostError, KilledError]
@@ -181,7 +228,9 @@ def test_one_worker_asks_to_stop_and_all_do_after_the_same_step(
     assert max(map(len, finished.workers)) == 1, "a step was done again"
 
 
-def test_a_finished_run_started_again_does_nothing(pool: Pool, undisturbed: tuple[Job, Trained], tmp_path: Path) -> None:
+def test_a_finished_run_started_again_does_nothing(
+    pool: Pool, undisturbed: tuple[Job, Trained], tmp_path: Path
+) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
     pool.run_job(job, 1)
     pool.run_job(job, 2)

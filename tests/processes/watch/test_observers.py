@@ -109,19 +109,27 @@ def test_they_are_told_what_the_record_says_and_what_they_raise_ends_nothing(dat
         )
     )
     events = read_events(RunPaths(result.path), "observer_failed")
-    assert [event.details["reason"] for event in events] == ["Noted.epoch_ended: RuntimeError: the receiver is away"] * 2
+    assert [event.details["reason"] for event in events] == [
+        "Noted.epoch_ended: RuntimeError: the receiver is away"
+    ] * 2
     TOLD.clear()
     trained(tmp_path, data, [spec], train__epochs=3)
-    assert [facts[1:3] for facts in TOLD if facts[0] in ("epoch", "ended")] == [(2, 12), ("finished", 12)], "of this start alone"
+    assert [facts[1:3] for facts in TOLD if facts[0] in ("epoch", "ended")] == [(2, 12), ("finished", 12)], (
+        "of this start alone"
+    )
 
 
 def test_the_page_posts_to_a_webhook(data: Path, tmp_path: Path) -> None:
     with receiver() as (url, got):
-        both = [{"class_path": name, "init_args": {"url": url}} for name in ("ray_app.Webhook", f"{__name__}.Evaluations")]
+        both = [
+            {"class_path": name, "init_args": {"url": url}} for name in ("ray_app.Webhook", f"{__name__}.Evaluations")
+        ]
         trained(tmp_path, data, both)
     run = "run: "
     assert all(text.startswith(run) for text in got)
-    told = Counter(text.removeprefix(run).partition(",")[0] for text in got if "accuracy 0" not in text.partition(",")[0])
+    told = Counter(
+        text.removeprefix(run).partition(",")[0] for text in got if "accuracy 0" not in text.partition(",")[0]
+    )
     assert told == {"epoch 1": 2, "epoch 2": 2, "finished after 8 steps": 2}
     assert sum(text.startswith(f"{run}accuracy ") for text in got) == 2, "the page's class is told of evaluations, too"
 
@@ -134,7 +142,9 @@ def test_the_page_posts_to_a_webhook(data: Path, tmp_path: Path) -> None:
         ([{"init_args": {}}], "one has no class_path"),
     ],
 )
-def test_who_cannot_be_told_is_refused_before_the_start(data: Path, tmp_path: Path, observers: list[dict[str, Any]], said: str) -> None:
+def test_who_cannot_be_told_is_refused_before_the_start(
+    data: Path, tmp_path: Path, observers: list[dict[str, Any]], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         trained(tmp_path, data, observers)
     assert not (tmp_path / "run").exists()
@@ -158,7 +168,10 @@ def test_the_steps_that_are_asked_for_are_traced_by_rank_0(
 
 @pytest.mark.parametrize("wanted", [[3], [0, 2], [5, 4], 0, -1])
 def test_steps_that_cannot_be_traced_are_refused(data: Path, tmp_path: Path, wanted: Any) -> None:
-    with pytest.raises(ConfigError, match=r"train.profile_steps is .*; it must be \[first, last\], counted from 1, or a number of steps"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.profile_steps is .*; it must be \[first, last\], counted from 1, or a number of steps",
+    ):
         make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=wanted)
 
 
@@ -167,7 +180,9 @@ def test_what_a_slower_clock_wrote_later_is_told_and_each_thing_once(tmp_path: P
     paths, now = RunPaths(tmp_path / "run"), time.time()
 
     def put(kind: str, time_s: float, **details: Any) -> None:
-        put_json(paths.events / f"{int(time_s * 1e9):020d}-{kind}-1.json", versioned(asdict(Event(kind, time_s, 1, details))))
+        put_json(
+            paths.events / f"{int(time_s * 1e9):020d}-{kind}-1.json", versioned(asdict(Event(kind, time_s, 1, details)))
+        )
 
     put("failed", now + 60, errors="before this start")
     made: Any = SimpleNamespace(paths=paths, steps_per_epoch=10, fence=1)

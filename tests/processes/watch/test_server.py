@@ -1,4 +1,6 @@
-"""The page of `ray-app watch` in a real headless Chromium: it follows its run, says when it cannot, and asks its own server alone."""
+"""The page of `ray-app watch` in a real headless Chromium: it follows its run, says when it cannot, and asks its own
+server alone.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,19 @@ def test_it_follows_its_run(browser: Browser, watched: tuple[PageServer, str], r
     server, site = watched
     browser.show(server.url)
     assert browser.ask("location.href") == f"{site}/", "the token is not left in the address"
-    assert browser.ask('[...document.querySelectorAll("nav a")].map(a => a.textContent.trim().split(/\\s+/)[0])') == ["live", "other"]
+    assert browser.ask('[...document.querySelectorAll("nav a")].map(a => a.textContent.trim().split(/\\s+/)[0])') == [
+        "live",
+        "other",
+    ]
     assert ">400<" in browser.ask("document.querySelector('#figures').innerHTML")
     browser.ask(f"{OPEN}.open = true")
     run.steps(401, 450, 6100, generation="3.1")
     until(lambda: ">450<" in browser.ask("document.querySelector('#figures').innerHTML"))
     assert browser.ask(f"{OPEN}.open"), "what was folded out stays so"
     assert all(url.startswith(f"{site}/") for url in browser.requested())
-    refused = [e for e in browser.events if e.get("method") == "Log.entryAdded" and "Content Security" in str(e["params"])]
+    refused = [
+        e for e in browser.events if e.get("method") == "Log.entryAdded" and "Content Security" in str(e["params"])
+    ]
     assert not refused
 
 

@@ -40,7 +40,17 @@ from ray_app.train.checkpointing.writer import CheckpointWriter
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
-from tests.support.local_world import CPU, DieAfter, KilledError, LocalMembership, Trained, cached, make_job, result_of, write_images
+from tests.support.local_world import (
+    CPU,
+    DieAfter,
+    KilledError,
+    LocalMembership,
+    Trained,
+    cached,
+    make_job,
+    result_of,
+    write_images,
+)
 
 
 @pytest.fixture
@@ -104,7 +114,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_marked_and_reported(store: CheckpointStore, paths: RunPaths, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_marked_and_reported(
+    store: CheckpointStore, paths: RunPaths, damage: str
+) -> None:
     hurt, reason = DAMAGES[damage]
     newest = paths.checkpoint(3, 1)
     hurt(newest)
@@ -131,7 +143,9 @@ def test_a_start_says_once_that_it_passes_over_what_an_evaluator_found_damaged(
         assert found[0].step == 2
     [told] = read_events(paths, "fallback")
     assert told.details == {"checkpoint": "step-00000003-0001", "reason": "training.pt differs"}
-    assert [record.getMessage() for record in caplog.records] == ["The checkpoint step-00000003-0001 is passed over: training.pt differs"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "The checkpoint step-00000003-0001 is passed over: training.pt differs"
+    ]
 
 
 @pytest.mark.parametrize("fence", [1, 2])
@@ -158,7 +172,11 @@ def test_a_checkpoint_of_a_later_version_is_passed_over_and_stays_good(store: Ch
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
 )
 @pytest.mark.parametrize("reader", ["torch.load", "safetensors.torch.load"])
 def test_a_checkpoint_that_there_is_no_room_for_is_not_condemned(
@@ -191,7 +209,14 @@ def test_none_intact_names_each_and_deletes_nothing(store: CheckpointStore, path
     for _ in range(2):
         with pytest.raises(CheckpointError) as caught:
             store.load_newest(lambda _: None)
-        for text in ("step-00000003-0001", "SHA-256", "step-00000002-0001", "is missing", "step-00000001-0001", "COMMIT.json"):
+        for text in (
+            "step-00000003-0001",
+            "SHA-256",
+            "step-00000002-0001",
+            "is missing",
+            "step-00000001-0001",
+            "COMMIT.json",
+        ):
             assert text in str(caught.value)
         assert "Nothing was deleted" in str(caught.value)
     assert {p for p in paths.checkpoints.rglob("*") if p.is_file() and p.name != "BAD.json"} == before
@@ -219,7 +244,9 @@ def test_a_crash_before_the_marker_leaves_the_checkpoint_before(
         return put_atomic(path, data, if_absent=if_absent)
 
     monkeypatch.setattr(put_module, "put_atomic", dying)
-    monkeypatch.setattr(store_module, "put_json", lambda path, value, if_absent: dying(path, json.dumps(value).encode(), if_absent))
+    monkeypatch.setattr(
+        store_module, "put_json", lambda path, value, if_absent: dying(path, json.dumps(value).encode(), if_absent)
+    )
     with pytest.raises(KilledError, match=[MODEL, TRAINING, "COMMIT.json"][written]):
         store.write(pack(snapshot_of(4)), commit_of(4))
     monkeypatch.undo()
@@ -289,7 +316,12 @@ def test_code_in_a_checkpoint_is_not_run(store: CheckpointStore, tmp_path: Path,
     if form == "plain pickle":
         data.write(pickle.dumps(Malicious(target), protocol=2))
     else:
-        torch.save(Malicious(target) if form == "zip" else {"step": 9, "optimizer": {"x": Malicious(target)}, "schedule": None}, data)
+        torch.save(
+            Malicious(target)
+            if form == "zip"
+            else {"step": 9, "optimizer": {"x": Malicious(target)}, "schedule": None},
+            data,
+        )
         assert zipfile.is_zipfile(data)
     store.write({MODEL: pack(snapshot_of(9))[MODEL], TRAINING: data.getvalue()}, commit_of(9))
     step, [fallback] = load(store)
@@ -297,15 +329,28 @@ def test_code_in_a_checkpoint_is_not_run(store: CheckpointStore, tmp_path: Path,
     assert re.search(r"training.pt is refused: .*[Ww]eights.only", fallback.reason, re.DOTALL)
     assert load(store) == (3, [fallback]), "it is what was committed, so another version may read it"
     assert not target.exists()
-    torch.load(io.BytesIO(data.getvalue()), weights_only=False) if form != "plain pickle" else pickle.loads(data.getvalue())
+    torch.load(io.BytesIO(data.getvalue()), weights_only=False) if form != "plain pickle" else pickle.loads(
+        data.getvalue()
+    )
     assert target.exists(), "the payload would not have worked anyway"
 
 
-@given(st.dictionaries(st.text("ab.", min_size=1), st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]), max_size=4))
+@given(
+    st.dictionaries(
+        st.text("ab.", min_size=1),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+        max_size=4,
+    )
+)
 def test_a_snapshot_survives_packing(dtypes: dict[str, torch.dtype]) -> None:
-    model = {name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in dtypes.items()} | {"scalar": torch.tensor(3.0)}
+    model = {name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in dtypes.items()} | {
+        "scalar": torch.tensor(3.0)
+    }
     snapshot = Snapshot(
-        7, model, {"state": {0: {"step": torch.tensor(3.0), "m": torch.randn(2)}}, "param_groups": [{"betas": (0.9, 1)}]}, None
+        7,
+        model,
+        {"state": {0: {"step": torch.tensor(3.0), "m": torch.randn(2)}}, "param_groups": [{"betas": (0.9, 1)}]},
+        None,
     )
     again = unpack(pack(snapshot))
     assert pack(snapshot)[MODEL] == safetensors.torch.save(model), "it is not what the library writes"
@@ -317,10 +362,20 @@ def test_a_snapshot_survives_packing(dtypes: dict[str, torch.dtype]) -> None:
 
 def test_the_parameters_digest_tells_names_types_shapes_and_bytes_apart() -> None:
     one = torch.tensor([1.0, 2.0])
-    others = [{"a": one}, {"b": one}, {"a": one.double()}, {"a": one[None]}, {"a": one.flip(0)}, {"a": one, "b": one}, {"a": -one}]
+    others = [
+        {"a": one},
+        {"b": one},
+        {"a": one.double()},
+        {"a": one[None]},
+        {"a": one.flip(0)},
+        {"a": one, "b": one},
+        {"a": -one},
+    ]
     assert len({params_digest(model) for model in others}) == len(others)
     assert params_digest({"a": one, "b": -one}) == params_digest({"b": -one, "a": one})
-    assert params_digest({"a": torch.ones(2, 3).t()}) == params_digest({"a": torch.ones(3, 2)}), "the layout in memory does not count"
+    assert params_digest({"a": torch.ones(2, 3).t()}) == params_digest({"a": torch.ones(3, 2)}), (
+        "the layout in memory does not count"
+    )
 
 
 # --- retention
@@ -341,7 +396,9 @@ def test_what_may_go(steps: list[int], keep_last: int, best: list[int], holds: l
     needed = sorted(step for step in set(steps) if live and step > min(live))
     assert set(needed[-Hold.most :]) <= kept, "a follower loses what it needs"
     assert len(kept) <= max(keep_last, 1) + len(set(best)) + min(len(needed), Hold.most), "more stay than needed"
-    assert removable(steps, keep_last, best, [h for h in holds if h.expires_s > now_s], now_s) == gone, "expired holds count"
+    assert removable(steps, keep_last, best, [h for h in holds if h.expires_s > now_s], now_s) == gone, (
+        "expired holds count"
+    )
     assert removable(kept, keep_last, best, holds, now_s) == set(), "a second look removes more"
 
 
@@ -364,7 +421,11 @@ def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) ->
     flip(paths.checkpoint(4, 2), MODEL)
     assert load(store) == (
         4,
-        [Fallback("step-00000004-0002", "step-00000004-0002/model.safetensors differs from what was committed (SHA-256)")],
+        [
+            Fallback(
+                "step-00000004-0002", "step-00000004-0002/model.safetensors differs from what was committed (SHA-256)"
+            )
+        ],
     )
     store.hold("eval", Hold(2, time.time() + 60))
     assert store.holds()[0].done_step == 2
@@ -376,7 +437,9 @@ def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) ->
     assert load(store)[0] == 4
 
 
-def test_a_hold_that_goes_while_it_is_looked_at_is_none(store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hold_that_goes_while_it_is_looked_at_is_none(
+    store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def listing(folder: Path) -> dict[str, Path]:
         found = files_module.listing(folder)
         store.release("b")
@@ -406,7 +469,9 @@ def test_a_checkpoint_that_is_being_removed_has_no_marker_first(
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_failure_in_the_middle_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     path = tmp_path / "a" / "file"
     assert put_atomic(path, b"old")
 
@@ -536,7 +601,9 @@ def run_alone(job: Job, **hooks: Any) -> Trained:
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     data = write_images(tmp_path / "data", [[20, 3]])
-    return make_job(tmp_path / "run", data, logical_workers=2, batch=4, checkpoint__every_steps=1, checkpoint__keep_last=10)
+    return make_job(
+        tmp_path / "run", data, logical_workers=2, batch=4, checkpoint__every_steps=1, checkpoint__keep_last=10
+    )
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -644,7 +711,7 @@ def test_events_come_back_in_order(paths: RunPaths) -> None:
     for i, kind in enumerate(("started", "checkpointed", "resumed", "checkpointed")):
         put_event(paths, kind, fence=i, step=10 * i)
     assert [(e.kind, e.fence, e.details) for e in read_events(paths)] == [
-        ("started", 0, {"step": 0}), ("checkpointed", 1, {"step": 10}), ("resumed", 2, {"step": 20}), ("checkpointed", 3, {"step": 30}),
+        ("started", 0, {"step": 0}), ("checkpointed", 1, {"step": 10}), ("resumed", 2, {"step": 20}), ("checkpointed", 3, {"step": 30}),  # noqa: E501
     ]  # fmt: skip
     assert [e.details["step"] for e in read_events(paths, "checkpointed", "started")] == [0, 10, 30]
 
@@ -678,9 +745,13 @@ def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths:
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
 
 
-def test_what_is_skipped_is_recorded_although_the_removal_breaks_off(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_skipped_is_recorded_although_the_removal_breaks_off(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(folder: Path) -> None:
-        assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3], "it would be lost if this process ended now"
+        assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3], (
+            "it would be lost if this process ended now"
+        )
         monkeypatch.undo()
         raise OSError(f"503 {folder}")
 
@@ -698,7 +769,9 @@ def test_what_is_skipped_is_recorded_although_the_removal_breaks_off(paths: RunP
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4]
 
 
-def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
         return kind != "evaluation_skipped" and put_event(paths, kind, fence, **details)
 
@@ -715,9 +788,13 @@ def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(paths: 
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [1, 2]
 
 
-def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_what_another_one_misses_as_its_own(paths: RunPaths) -> None:
+def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_what_another_one_misses_as_its_own(
+    paths: RunPaths,
+) -> None:
     store = CheckpointStore(paths)
-    store.hold("evaluator", Hold(1, time.time() - 1))  # waits for longer than its hold lasts; step 2 was its last evaluation
+    store.hold(
+        "evaluator", Hold(1, time.time() - 1)
+    )  # waits for longer than its hold lasts; step 2 was its last evaluation
     put_evaluation(paths, Evaluation(2, 0, "", {}, 1, 0.1, 0.0))
     store.hold("evaluator-august-attached", Hold(3, time.time() + 1000, most=1, evaluator="august"))
     store.hold("evaluator-gone-attached", Hold(-1, time.time() - 1, evaluator="gone"))
@@ -738,7 +815,9 @@ def test_an_evaluation_is_read_once_and_one_of_another_version_or_damaged_ends_n
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
     for step in (8, 16, 24, 32):
-        put_evaluation(paths, Evaluation(step, 0, "", {"accuracy": 0.5}, 10, 0.1, 0.0, examples=[{"image": "x" * 1000}]))
+        put_evaluation(
+            paths, Evaluation(step, 0, "", {"accuracy": 0.5}, 10, 0.1, 0.0, examples=[{"image": "x" * 1000}])
+        )
     newer = json.loads(paths.evaluation(16).read_text())
     assert newer["schema_version"] == 1
     paths.evaluation(16).write_text(json.dumps(newer | {"schema_version": 2, "of_a_later_version": [1]}))
@@ -763,7 +842,10 @@ def test_metrics_and_events_of_other_versions_are_read(paths: RunPaths) -> None:
     record = StepRecord(1, 0, 1.0, 0.5, 0.1, 1.0, 1.0, 1.0, 1, [1], [1], "1.1")
     columns = {name: [value] for name, value in asdict(record).items() if name != "skipped"}
     for fence, more in ((1, {}), (2, {"more": [1], "schema_version": 2})):
-        put_atomic(paths.metrics / f"{fence:010d}-{fence:04d}-{fence}.json", json.dumps(columns | more | {"step": [fence]}).encode())
+        put_atomic(
+            paths.metrics / f"{fence:010d}-{fence:04d}-{fence}.json",
+            json.dumps(columns | more | {"step": [fence]}).encode(),
+        )
     reader = MetricsReader(paths)
     assert reader.poll() == [record, replace(record, step=2)]
 

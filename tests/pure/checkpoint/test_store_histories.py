@@ -1,8 +1,10 @@
-"""Random histories of what happens to a run's directory, held against what must be true of any: checkpoints of two writers, and the lease.
+"""Random histories of what happens to a run's directory, held against what must be true of any: checkpoints of two
+writers, and the lease.
 
-Of checkpoints: what is committed is what was written, under its step and fence; who lost the run to a later start commits nothing; nothing
-that is held, best, or among the newest is removed; loading finds the newest that is intact, and tells of every one that it passes over.
-Of the lease: one holder at a time, fences only grow and are given once, and who was followed knows it before it commits.
+Of checkpoints: what is committed is what was written, under its step and fence; who lost the run to a later start
+commits nothing; nothing that is held, best, or among the newest is removed; loading finds the newest that is intact,
+and tells of every one that it passes over. Of the lease: one holder at a time, fences only grow and are given once, and
+who was followed knows it before it commits.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def content_of(key: Key) -> dict[str, Content]:
 
 
 class Checkpoints(RuleBasedStateMachine):
-    """The store, its fences, holds and retention; any fence may try to write at any time, and others act in the middle of that."""
+    """The store, its fences, holds and retention; any fence may try to write at any time, and others act in the middle
+    of that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +102,9 @@ class Checkpoints(RuleBasedStateMachine):
             "retain": lambda: self.retain(1, 1),
             "start before the commit": self.start,
             "discard before the commit": lambda: self.store.discard(commit),
-            "discard after the commit": lambda: remove_tree(self.paths.checkpoint(*key)),  # by one who has looked before it
+            "discard after the commit": lambda: remove_tree(
+                self.paths.checkpoint(*key)
+            ),  # by one who has looked before it
         }
 
         def acting(moment: str) -> Callable[[], object]:
@@ -289,8 +295,12 @@ def test_many_histories(machine: type[RuleBasedStateMachine]) -> None:
 
 
 @pytest.mark.search
-@pytest.mark.parametrize(("name", "broken"), [("removable", ignoring_holds), ("_refuse_if_gone", lambda folder, wanted: None)])
-def test_a_store_without_one_of_its_rules_would_be_found(name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "broken"), [("removable", ignoring_holds), ("_refuse_if_gone", lambda folder, wanted: None)]
+)
+def test_a_store_without_one_of_its_rules_would_be_found(
+    name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two that histories did not find before there were holds and removals in the middle of a commit."""
     monkeypatch.setattr(store_module, name, broken)
     with pytest.raises((AssertionError, CheckpointError)):

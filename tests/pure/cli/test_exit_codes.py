@@ -100,9 +100,16 @@ def test_another_exit_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("command", OF_A_RUN)
-@pytest.mark.parametrize(("written", "said"), [("task: [", "is no configuration of this version"), (None, "no config.yaml")])
+@pytest.mark.parametrize(
+    ("written", "said"), [("task: [", "is no configuration of this version"), (None, "no config.yaml")]
+)
 def test_a_run_without_a_readable_configuration_is_refused_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, written: str | None, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    written: str | None,
+    said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = MadeRun(tmp_path)
@@ -119,7 +126,11 @@ def test_a_task_that_cannot_be_made_does_not_tell_its_secret(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     secret = f"canary-of-{command}"
-    fields = {"task__class_path": "nowhere.Task", "task__init_args": {"api_key": secret}, "data__path": str(digits / "train")}
+    fields = {
+        "task__class_path": "nowhere.Task",
+        "task__init_args": {"api_key": secret},
+        "data__path": str(digits / "train"),
+    }
     run = MadeRun(tmp_path, **fields, data__eval_path=None, tracking__uri="sqlite:///mlflow.db")
     run.start()
     run.end(10)
@@ -136,7 +147,10 @@ def test_a_task_that_cannot_be_made_does_not_tell_its_secret(
 def test_a_mistyped_value_does_not_tell_the_secret_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int]
 ) -> None:
-    task = {"class_path": "ray_app.task.image.ImageClassification", "init_args": {"size": "abc", "hub_token": "canary-in-a-file"}}
+    task = {
+        "class_path": "ray_app.task.image.ImageClassification",
+        "init_args": {"size": "abc", "hub_token": "canary-in-a-file"},
+    }
     (tmp_path / "conf.yaml").write_text(yaml.safe_dump({"task": task}))
     for given in (["--config", str(tmp_path / "conf.yaml")], [f"--task={json.dumps(task)}"]):
         with pytest.raises(SystemExit, match="2"):
@@ -153,11 +167,20 @@ def test_a_mistyped_value_does_not_tell_the_secret_beside_it(
     assert "canary-in-a-file" not in str(caught.value)
 
 
-def test_a_resume_with_another_secret_tells_neither(tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_with_another_secret_tells_neither(
+    tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = MadeRun(tmp_path, task__class_path="nowhere.Task", task__init_args={"api_key": "canary-of-before"})
     old.start()
     given = ["--config", str(ROOT / "conf" / "digits.yaml"), "--run.storage_path", str(tmp_path), "--run.name", "run"]
-    data = ["--data.path", str(digits / "train"), "--data.eval_path", str(digits / "eval"), "--tracking.enabled", "false"]
+    data = [
+        "--data.path",
+        str(digits / "train"),
+        "--data.eval_path",
+        str(digits / "eval"),
+        "--tracking.enabled",
+        "false",
+    ]
     old.paths.manifest.write_text(open_dataset(str(digits / "train")).manifest.to_json())
     assert train([*given, *data]) == 2
     said = capsys.readouterr().err
@@ -248,7 +271,16 @@ BAD_ROW, AWAY, REFUSED = BadRowError("a.parquet", 0, 1, "cut"), StorageError("th
 def test_a_prediction_is_refused_only_for_what_stays_wrong(
     monkeypatch: pytest.MonkeyPatch, error: Exception, preparing: int, working: int
 ) -> None:
-    given = ["--config", str(ROOT / "conf" / "digits.yaml"), "--predict.data", "data", "--predict.out", "out", "--predict.run", "run"]
+    given = [
+        "--config",
+        str(ROOT / "conf" / "digits.yaml"),
+        "--predict.data",
+        "data",
+        "--predict.out",
+        "out",
+        "--predict.run",
+        "run",
+    ]
     monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: raising(error)())
     assert predict(given) == preparing
     monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: None)
@@ -256,17 +288,25 @@ def test_a_prediction_is_refused_only_for_what_stays_wrong(
     assert predict(given) == working
 
 
-def test_a_training_is_refused_only_for_what_stays_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_is_refused_only_for_what_stays_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for error, code in ((BAD_ROW, 2), (AWAY, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)):
         monkeypatch.setattr(training, "opened", lambda *_, error=error, **__: raising(error)())
         assert train(["--config", str(ROOT / "conf" / "digits.yaml")]) == code, error
-        assert capsys.readouterr().err.startswith(type(error).__name__ if code == 2 else f"The run failed: {type(error).__name__}")
+        assert capsys.readouterr().err.startswith(
+            type(error).__name__ if code == 2 else f"The run failed: {type(error).__name__}"
+        )
 
 
 @pytest.mark.parametrize(
-    ("error", "preparing"), [(BAD_ROW, 2), (AWAY, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)], ids=lambda value: type(value).__name__
+    ("error", "preparing"),
+    [(BAD_ROW, 2), (AWAY, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)],
+    ids=lambda value: type(value).__name__,
 )
-def test_a_drill_is_refused_only_before_its_first_run(monkeypatch: pytest.MonkeyPatch, error: Exception, preparing: int) -> None:
+def test_a_drill_is_refused_only_before_its_first_run(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, preparing: int
+) -> None:
     given = ["--config", str(ROOT / "conf" / "digits.yaml")]
     monkeypatch.setattr(drilling, "drilled", lambda config, *_: raising(error)())
     assert drill(given) == preparing
@@ -280,9 +320,17 @@ def test_a_drill_is_refused_only_before_its_first_run(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("main", "what"),
-    [(train, "Trains a model"), (predict, "Predicts"), (retrain, "Trains on new data"), (drill, "certifies"), (submit, "Submits a run")],
+    [
+        (train, "Trains a model"),
+        (predict, "Predicts"),
+        (retrain, "Trains on new data"),
+        (drill, "certifies"),
+        (submit, "Submits a run"),
+    ],
 )
-def test_the_help_says_what_the_command_does(main: Callable[[list[str]], int], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_says_what_the_command_does(
+    main: Callable[[list[str]], int], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     said = capsys.readouterr().out

@@ -25,14 +25,23 @@ from tests.support.train_command import Ended, of_images, write_images
         (["--train.epoch=3"], r"error: --train.epoch is no field. Did you mean train.epochs\? train has backend, "),
         (["--train.epochs=many"], "train.epochs is many; it must be an integer"),
         (["--data.last_batch=some"], "data.last_batch is some; it must be one of keep, drop"),
-        (["--data.global_batch_size=66"], "66, not divisible by the 4 logical workers; the nearest valid values are 64 or 68"),
-        (["--scaling.max_workers=5"], "max_workers is 5, above scaling.logical_workers = 4: .* Set max_workers to at most 4"),
+        (
+            ["--data.global_batch_size=66"],
+            "66, not divisible by the 4 logical workers; the nearest valid values are 64 or 68",
+        ),
+        (
+            ["--scaling.max_workers=5"],
+            "max_workers is 5, above scaling.logical_workers = 4: .* Set max_workers to at most 4",
+        ),
         (["--scaling.min_workers=3", "--train.epochs=0"], r"(?s)epochs is 0; it must be at least 1.*min_workers is 3"),
         (
             ["--run.storage_path=/proc/nothing"],
             r"run.storage_path is '/proc/nothing', where no run can be stored: No such file",
         ),
-        ([f"--run.storage_path={__file__}/runs"], r"where no run can be stored: .*test_train.py is a file. Give a folder"),
+        (
+            [f"--run.storage_path={__file__}/runs"],
+            r"where no run can be stored: .*test_train.py is a file. Give a folder",
+        ),
         (["--run.name=../there"], "run.name is '../there'; use"),
         (["--data.path=nowhere"], "'nowhere' does not exist .* ingest"),
         (["--task.init_args.image=label"], "Column 'label' .* holds integer int64; the image needs array or bytes"),
@@ -43,13 +52,22 @@ from tests.support.train_command import Ended, of_images, write_images
             ["--task.class_path=nowhere.Missing"],
             "'nowhere.Missing', but there is no module 'nowhere' where Python looks",
         ),
-        (["--task.class_path=ray_app.task.imag.Image"], "ray_app.task has no 'imag'. Did you mean ray_app.task.image.Image"),
-        (["--task.class_path=Image"], "task.class_path is 'Image', which is no import path of a class. Give module and class, such as"),
+        (
+            ["--task.class_path=ray_app.task.imag.Image"],
+            "ray_app.task has no 'imag'. Did you mean ray_app.task.image.Image",
+        ),
+        (
+            ["--task.class_path=Image"],
+            "task.class_path is 'Image', which is no import path of a class. Give module and class, such as",
+        ),
         (
             ["--optimizer.class_path=torch.optim.Adamm"],
             "optimizer.class_path .* has no 'Adamm'. Did you mean torch.optim.Adam",
         ),
-        (["--optimizer.init_args.lrr=1"], "torch.optim.AdamW has no argument 'lrr'. Did you mean lr\\? It has lr, betas"),
+        (
+            ["--optimizer.init_args.lrr=1"],
+            "torch.optim.AdamW has no argument 'lrr'. Did you mean lr\\? It has lr, betas",
+        ),
         (["--optimizer.init_args.lr=big"], "torch.optim.AdamW got lr = 'big'; it must be float"),
         (["--task.class_path=torch.nn.Linear"], "torch.nn.Linear', which is no subclass of ray_app.task.base.Task"),
         (["--evaluate.metric=recall"], "evaluate.metric is 'recall'; the task's metrics of one number are accuracy, "),
@@ -77,10 +95,16 @@ def test_an_unknown_field_in_a_file_is_refused(
     command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text("train:\n  epoch: 3\n")
-    refused(call(command(f"--config={tmp_path / 'mine.yaml'}")), r"error: train.epoch is no field. Did you mean train.epochs\?", tmp_path)
+    refused(
+        call(command(f"--config={tmp_path / 'mine.yaml'}")),
+        r"error: train.epoch is no field. Did you mean train.epochs\?",
+        tmp_path,
+    )
 
 
-def test_an_empty_folder_is_refused(command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(
+    command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     refused(call(command(f"--data.path={tmp_path / 'empty'}")), "empty' holds no .*parquet file; ingest", tmp_path)
 
@@ -115,7 +139,11 @@ def test_a_run_name_of_another_configuration_is_refused(
         ({"scaling__max_workers": 4, "evaluate__num_cpus": 0}, {"CPU": 5.0}, 4),
         ({"scaling__max_workers": 4, "scaling__cpus_per_worker": 2}, {"CPU": 7.0}, 2),
         ({"scaling__max_workers": 4, "scaling__gpus_per_worker": 1}, {"CPU": 9.0, "GPU": 2.0}, 2),
-        ({"scaling__max_workers": 4, "scaling__gpus_per_worker": 1, "evaluate__num_gpus": 1}, {"CPU": 9.0, "GPU": 2.0}, 1),
+        (
+            {"scaling__max_workers": 4, "scaling__gpus_per_worker": 1, "evaluate__num_gpus": 1},
+            {"CPU": 9.0, "GPU": 2.0},
+            1,
+        ),
     ],
 )
 def test_as_many_workers_as_fit(fields: dict[str, Any], resources: dict[str, float], expected: int) -> None:
@@ -125,7 +153,10 @@ def test_as_many_workers_as_fit(fields: dict[str, Any], resources: dict[str, flo
 @pytest.mark.parametrize("resources", [{"CPU": 3.0}, {}])
 def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(resources: dict[str, float]) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml", scaling__min_workers=2)
-    with pytest.raises(ConfigError, match=rf"need 4 CPU and 0 GPU; the cluster has {resources.get('CPU', 0):g} CPU and 0 GPU\. Add nodes"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"need 4 CPU and 0 GPU; the cluster has {resources.get('CPU', 0):g} CPU and 0 GPU\. Add nodes",
+    ):
         workers_that_fit(config, resources, [])
 
 

@@ -16,9 +16,13 @@ def node(memory: int) -> dict[str, object]:
     return {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"memory": memory, "CPU": 4.0}}
 
 
-def test_windows_that_no_node_can_hold_are_refused_with_the_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_windows_that_no_node_can_hold_are_refused_with_the_figures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = write_images(tmp_path / "data", [[400, 400]])
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=8, data__shuffle_window_rows=100, scaling__min_workers=1)
+    job = make_job(
+        tmp_path / "run", data, logical_workers=4, batch=8, data__shuffle_window_rows=100, scaling__min_workers=1
+    )
     row_bytes = sum(spec.row_bytes for spec in job.fields.values())
     one = 100 * row_bytes
     with caplog.at_level(logging.WARNING):
@@ -28,7 +32,10 @@ def test_windows_that_no_node_can_hold_are_refused_with_the_figures(tmp_path: Pa
         refuse_windows(job, 4, [node(3 * one)])
     assert "A worker of 1 would hold" in caplog.text
     assert "scaling.min_workers" in caplog.text
-    expected = rf"A worker of 2 would hold .*100 rows \(data.shuffle_window_rows\) x {row_bytes:,} bytes x 2 logical workers played"
+    expected = (
+        rf"A worker of 2 would hold .*100 rows \(data.shuffle_window_rows\) x {row_bytes:,} bytes x 2 logical workers"
+        rf" played"
+    )
     with pytest.raises(ConfigError, match=expected) as caught:
         refuse_windows(job, 2, [node(3 * one)])
     assert "Set data.shuffle_window_rows to 60 or fewer" in str(caught.value)

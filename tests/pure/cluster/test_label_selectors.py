@@ -12,7 +12,12 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 
 NODES: list[dict[str, Any]] = [
-    {"NodeID": "1", "Alive": True, "Labels": {"ray.io/node-id": "1", "zone": "a", "gpu": "h100"}, "Resources": {"CPU": 5.0}},
+    {
+        "NodeID": "1",
+        "Alive": True,
+        "Labels": {"ray.io/node-id": "1", "zone": "a", "gpu": "h100"},
+        "Resources": {"CPU": 5.0},
+    },
     {"NodeID": "2", "Alive": True, "Labels": {"ray.io/node-id": "2", "zone": "b"}, "Resources": {"CPU": 3.0}},
     {"NodeID": "3", "Alive": False, "Labels": {"ray.io/node-id": "3", "zone": "a"}, "Resources": {"CPU": 8.0}},
 ]
@@ -47,7 +52,12 @@ def test_only_labelled_nodes_count_when_the_run_must_fit() -> None:
     assert fit() == 8
     assert fit(scaling__label_selector={"zone": "a"}) == 2, "a worker is on one node, and the third is dead"
     assert fit(scaling__label_selector={"zone": "in(a,b)"}) == 3
-    with pytest.raises(ConfigError, match=r"labelled \{'zone': 'a'\} .* have room for 2 workers of 2 CPU .* below scaling.min_workers = 3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"labelled \{'zone': 'a'\} .* have room for 2 workers of 2 CPU .* below scaling.min_workers = 3",
+    ):
         fit(scaling__label_selector={"zone": "a"}, scaling__min_workers=3)
-    with pytest.raises(ConfigError, match=r"no node of the cluster is labelled so; its labels are gpu: h100, zone: a, zone: b\. Start"):
+    with pytest.raises(
+        ConfigError, match=r"no node of the cluster is labelled so; its labels are gpu: h100, zone: a, zone: b\. Start"
+    ):
         fit(scaling__label_selector={"zone": "c"})

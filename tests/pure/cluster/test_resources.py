@@ -1,4 +1,6 @@
-"""How many workers `scaling.max_workers: all` are, which GPUs stay idle, and where evaluator and parameter servers may be."""
+"""How many workers `scaling.max_workers: all` are, which GPUs stay idle, and where evaluator and parameter servers may
+be.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def node(name: str, cpus: float, gpus: float = 0, **labels: str) -> dict[str, An
 
 
 NODES = [node("1", 16, 4, zone="a"), node("2", 16, 4, zone="b")]
-ALL = Config().replace(task__class_path="x", data__path="x", data__eval_path="x", scaling__max_workers="all", data__global_batch_size=60)
+ALL = Config().replace(
+    task__class_path="x", data__path="x", data__eval_path="x", scaling__max_workers="all", data__global_batch_size=60
+)
 
 
 @pytest.fixture
@@ -70,12 +74,19 @@ def test_all_of_a_cluster_that_grows_are_what_it_may_become(joined: None, monkey
     assert counted(ALL).scaling.max_workers == 100
 
 
-def test_all_of_a_cluster_that_grows_nobody_knows_how_far_are_refused(joined: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_a_cluster_that_grows_nobody_knows_how_far_are_refused(
+    joined: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(place, "most_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
     with pytest.raises(ConfigError, match=r"does not tell how many nodes it may start; give a number"):
         counted(ALL)
     assert counted(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
-    assert place.workers_that_fit(ALL.replace(scaling__max_workers=4, scaling__min_workers=4), {}, [], place.most_resources()) == 4
+    assert (
+        place.workers_that_fit(
+            ALL.replace(scaling__max_workers=4, scaling__min_workers=4), {}, [], place.most_resources()
+        )
+        == 4
+    )
 
 
 def test_parts_of_a_gpu_add_up(joined: None) -> None:
@@ -103,7 +114,9 @@ def test_a_part_of_a_gpu_is_one_of_one_gpu(free: float, each: float, expected: f
     assert room_on_gpus(free, each) == expected
 
 
-def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(joined: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(
+    joined: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ALL.replace(scaling__max_workers=9, scaling__gpus_per_worker=0.6, train__backend="gloo")
     assert place.workers_that_fit(config, {"CPU": 32.0, "GPU": 2.0}, []) == 2
     assert place.workers_that_fit(config.replace(evaluate__num_gpus=0.4), {"CPU": 32.0, "GPU": 2.0}, []) == 2
@@ -125,7 +138,12 @@ def sizes(**fields: Any) -> ElasticPolicy:
 def test_a_running_job_counts_parts_of_gpus_on_each_node_as_ray_places_them() -> None:
     policy = sizes(scaling__gpus_per_worker=0.6, train__backend="gloo")
     assert policy._count_possible_workers({"1": {"CPU": 16.0, "GPU": 2.0}, "2": {"CPU": 16.0, "GPU": 1.0}}) == 3
-    assert sizes(scaling__gpus_per_worker=0.2, train__backend="gloo")._count_possible_workers({"1": {"CPU": 16.0, "GPU": 1.0}}) == 5
+    assert (
+        sizes(scaling__gpus_per_worker=0.2, train__backend="gloo")._count_possible_workers(
+            {"1": {"CPU": 16.0, "GPU": 1.0}}
+        )
+        == 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +161,9 @@ def test_no_worker_is_begun_on_the_gpu_of_the_evaluator(fields: dict[str, Any], 
 
 
 def test_several_gpus_for_a_worker_are_refused_since_it_uses_one() -> None:
-    with pytest.raises(ConfigError, match=r"scaling.gpus_per_worker is 2, but a worker computes on one GPU.* Set it to 1"):
+    with pytest.raises(
+        ConfigError, match=r"scaling.gpus_per_worker is 2, but a worker computes on one GPU.* Set it to 1"
+    ):
         check(ALL.replace(scaling__gpus_per_worker=2))
 
 
@@ -151,7 +171,9 @@ def test_all_of_a_run_that_exists_are_those_it_began_with(joined: None) -> None:
     assert counted(ALL, ALL.replace(scaling__max_workers=4)).scaling.max_workers == 4
 
 
-def test_a_submission_says_why_all_cannot_be_counted(joined: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_submission_says_why_all_cannot_be_counted(
+    joined: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(place, "most_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
     found = inspect(ALL.replace(run__storage_path=str(tmp_path), run__name="new"))
     assert [(one.level, one.topic) for one in found.findings] == [("refused", "resources")]
@@ -204,7 +226,8 @@ def test_other_words_and_numbers_are_refused(value: Any) -> None:
 def test_idle_gpus_are_told() -> None:
     four = ALL.replace(scaling__max_workers=4, scaling__gpus_per_worker=1, evaluate__num_gpus=1)
     assert idle_gpus(four, 4, NODES) == (
-        "3 of the 8 GPUs of the cluster are not used by this run. Raise scaling.max_workers (all: as many as fit), or leave them to others."
+        "3 of the 8 GPUs of the cluster are not used by this run. Raise scaling.max_workers (all: as many as fit), or"
+        " leave them to others."
     )
     assert idle_gpus(four, 7, NODES) is None
     assert idle_gpus(four.replace(scaling__label_selector={"zone": "a"}), 3, NODES) is None
@@ -216,15 +239,24 @@ def test_idle_gpus_are_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"evaluate__label_selector": {"zone": "c"}}, r"evaluate.label_selector is .* no node of 1 CPU and 0 GPU .* zone: a, zone: b"),
+        (
+            {"evaluate__label_selector": {"zone": "c"}},
+            r"evaluate.label_selector is .* no node of 1 CPU and 0 GPU .* zone: a, zone: b",
+        ),
         ({"evaluate__label_selector": {"zone": "a"}, "evaluate__num_cpus": 20}, "no node of 20 CPU"),
         ({"evaluate__label_selector": {"zone": "a b"}}, r"evaluate.label_selector is .*: Invalid label selector value"),
-        ({"train__server_label_selector": {"zone": "c"}, "train__strategy": "parameter_server"}, "train.server_label_selector is"),
+        (
+            {"train__server_label_selector": {"zone": "c"}, "train__strategy": "parameter_server"},
+            "train.server_label_selector is",
+        ),
     ],
 )
 def test_a_place_that_no_node_has_is_refused(fields: dict[str, Any], said: str) -> None:
     config = ALL.replace(scaling__max_workers=2)
-    for allowed in ({"evaluate__label_selector": {"zone": "in(a,b)"}}, fields | {"data__eval_path": None, "train__strategy": "ddp"}):
+    for allowed in (
+        {"evaluate__label_selector": {"zone": "in(a,b)"}},
+        fields | {"data__eval_path": None, "train__strategy": "ddp"},
+    ):
         assert workers_that_fit(config.replace(**allowed), {"CPU": 64.0}, NODES) == 2
     with pytest.raises(ConfigError, match=said):
         workers_that_fit(config.replace(**fields), {"CPU": 64.0}, NODES)
@@ -233,5 +265,7 @@ def test_a_place_that_no_node_has_is_refused(fields: dict[str, Any], said: str) 
 def test_what_nobody_looks_at_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluate.num_gpus is 2, but the evaluator computes on one GPU"):
         check(ALL.replace(evaluate__num_gpus=2))
-    with pytest.raises(ConfigError, match=r"train.server_label_selector is set, but only train.strategy: parameter_server looks at it"):
+    with pytest.raises(
+        ConfigError, match=r"train.server_label_selector is set, but only train.strategy: parameter_server looks at it"
+    ):
         check(ALL.replace(train__server_label_selector={"zone": "a"}))

@@ -23,14 +23,18 @@ def test_with_a_ray_of_other_internals_all_workers_restart_and_it_is_said(
     assert _recovers_in_place(Config())
     assert not _recovers_in_place(Config().replace(failure__recovery="restart"))
     assert not caplog.records
-    monkeypatch.setitem(sys.modules, "ray_app.cluster.controller.controller", None)  # as if something that it imports were not there
+    monkeypatch.setitem(
+        sys.modules, "ray_app.cluster.controller.controller", None
+    )  # as if something that it imports were not there
     assert not _recovers_in_place(Config())
     [warning] = caplog.records
     assert "lacks what recovery in place needs" in warning.getMessage()
     assert "all workers restart after a failure" in warning.getMessage()
 
 
-def test_every_start_of_a_run_asks_for_resources_under_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_start_of_a_run_asks_for_resources_under_one_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """However it recovers, and whatever its number: what a killed start asked for is taken over."""
     names: list[str] = []
     monkeypatch.setattr(DataParallelTrainer, "fit", lambda trainer: names.append(trainer.train_run_context.run_id))
@@ -38,7 +42,9 @@ def test_every_start_of_a_run_asks_for_resources_under_one_name(monkeypatch: pyt
 
     def start(run: str, fence: int, recovery: str) -> None:
         paths = RunPaths(tmp_path / run)
-        job: Any = SimpleNamespace(paths=paths, run_root=str(paths.root), fence=fence, config=Config().replace(failure__recovery=recovery))
+        job: Any = SimpleNamespace(
+            paths=paths, run_root=str(paths.root), fence=fence, config=Config().replace(failure__recovery=recovery)
+        )
         fit(WorkerArgs(job, None), 2, 1.0, threading.Event())
 
     for recovery in ("in_place", "restart"):

@@ -55,11 +55,13 @@ def test_the_valid_one_is_accepted() -> None:
     [
         (
             {"tracking__registered_model": "m", "tracking__enabled": False},
-            "tracking.registered_model is 'm', but tracking.enabled is false: the registry is MLflow's. Enable tracking or leave it out.",
+            "tracking.registered_model is 'm', but tracking.enabled is false: the registry is MLflow's. Enable tracking"
+            " or leave it out.",
         ),
         (
             {"tracking__registered_model": "a/b"},
-            "tracking.registered_model is 'a/b'; use 1 to 256 characters other than slashes, ':', quotes and control characters.",
+            "tracking.registered_model is 'a/b'; use 1 to 256 characters other than slashes, ':', quotes and control"
+            " characters.",
         ),
         ({"scaling__min_workers": 0}, "scaling.min_workers is 0; it must be at least 1."),
         ({"scaling__threads_per_worker": 0}, "scaling.threads_per_worker is 0; it must be at least 1."),
@@ -69,7 +71,8 @@ def test_the_valid_one_is_accepted() -> None:
         ({"scaling__standby_workers": -1}, "scaling.standby_workers is -1; it must be at least 0."),
         (
             {"scaling__standby_workers": 1, "failure__recovery": "restart"},
-            "scaling.standby_workers is 1 with train.strategy ddp and failure.recovery restart, with which no worker joins others that go on."
+            "scaling.standby_workers is 1 with train.strategy ddp and failure.recovery restart, with which no worker"
+            " joins others that go on."
             " Leave it out.",
         ),
         ({"data__shuffle_window_rows": 0}, "data.shuffle_window_rows is 0; it must be at least 1."),
@@ -85,7 +88,8 @@ def test_the_valid_one_is_accepted() -> None:
         ({"data__reader_threads": -1}, "data.reader_threads is -1; it must be at least 0."),
         (
             {"data__reader_threads": 2, "data__cache": "memory"},
-            "data.reader_threads is 2, but with data.cache: memory no worker reads; leave it out, or set data.cache to none or disk.",
+            "data.reader_threads is 2, but with data.cache: memory no worker reads; leave it out, or set data.cache to"
+            " none or disk.",
         ),
         ({"data__read_task_mb": -1.5}, "data.read_task_mb is -1.5; it must be greater than 0."),
         ({"train__epochs": 0}, "train.epochs is 0; it must be at least 1."),
@@ -109,16 +113,19 @@ def test_the_valid_one_is_accepted() -> None:
         ),
         (
             {"scaling__cpus_per_worker": 0.0},
-            "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one above 0.",
+            "scaling.cpus_per_worker and scaling.gpus_per_worker are 0, but a worker needs some of either; set one"
+            " above 0.",
         ),
         (
             {"scaling__max_workers": 5},
-            "scaling.max_workers is 5, above scaling.logical_workers = 4: a worker without a logical worker has nothing to do. Set"
+            "scaling.max_workers is 5, above scaling.logical_workers = 4: a worker without a logical worker has nothing"
+            " to do. Set"
             " max_workers to at most 4, or start a new run with more logical workers.",
         ),
         (
             {"data__global_batch_size": 30},
-            "data.global_batch_size is 30, not divisible by the 4 logical workers; the nearest valid values are 28 or 32.",
+            "data.global_batch_size is 30, not divisible by the 4 logical workers; the nearest valid values are 28 or"
+            " 32.",
         ),
         ({"train__bucket_mb": 0.0}, "train.bucket_mb is 0.0; it must be greater than 0."),
         ({"train__bucket_mb": math.inf}, "train.bucket_mb is inf; it must be finite."),
@@ -126,35 +133,45 @@ def test_the_valid_one_is_accepted() -> None:
         ({"train__backend": "mpi"}, "train.backend is 'mpi'; it must be one of auto, nccl, gloo."),
         (
             {"scaling__gpus_per_worker": 0.5, "scaling__max_workers": 2},
-            "scaling.gpus_per_worker is 0.5, so workers share a GPU, which NCCL refuses. Set train.backend to gloo, or give each worker a"
+            "scaling.gpus_per_worker is 0.5, so workers share a GPU, which NCCL refuses. Set train.backend to gloo, or"
+            " give each worker a"
             " GPU.",
         ),
         (
             {"train__backend": "nccl"},
-            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to auto or gloo, or"
+            "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to"
+            " auto or gloo, or"
             " give the workers GPUs.",
         ),
         (
             {"train__backend": "gloo", "train__strategy": "fsdp"},
-            "train.backend is set, but only train.strategy: ddp or single or local_sgd or central_storage looks at it; leave it out.",
+            "train.backend is set, but only train.strategy: ddp or single or local_sgd or central_storage looks at it;"
+            " leave it out.",
         ),
         (
             {"train__gradient_compression": "bf16"},
-            "train.gradient_compression is bf16 with train.reduction exact: what travels are sums over the logical workers of a worker,"
-            " so rounding them would make the bits depend on the number of workers. Set train.reduction to overlapped, or"
+            "train.gradient_compression is bf16 with train.reduction exact: what travels are sums over the logical"
+            " workers of a worker,"
+            " so rounding them would make the bits depend on the number of workers. Set train.reduction to overlapped,"
+            " or"
             " train.gradient_compression to none.",
         ),
         (
             {"train__gradient_compression": "bf16", "train__reduction": "overlapped", "train__strategy": "local_sgd"},
-            "train.gradient_compression is set, but only train.strategy: ddp or single or central_storage looks at it; leave it out.",
+            "train.gradient_compression is set, but only train.strategy: ddp or single or central_storage looks at it;"
+            " leave it out.",
         ),
         (
             {"scaling__label_selector": {"zone": "a"}, "train__strategy": "single"},
-            "scaling.label_selector is {'zone': 'a'}, but train.strategy single has no workers to place: everything happens in the calling"
+            "scaling.label_selector is {'zone': 'a'}, but train.strategy single has no workers to place: everything"
+            " happens in the calling"
             " process. Leave it out.",
         ),
         ({"data__path": ""}, "data.path is missing; name a folder of Parquet files (ray-app ingest makes one)."),
-        ({"task": {"class_path": ""}}, "task.class_path is missing; name a task such as ray_app.task.image.ImageClassification."),
+        (
+            {"task": {"class_path": ""}},
+            "task.class_path is missing; name a task such as ray_app.task.image.ImageClassification.",
+        ),
     ],
     ids=str,
 )
@@ -171,12 +188,28 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
         ({"failure__sdc_check_rate": 0.0}, {"failure__sdc_check_rate": -0.5}, "failure.sdc_check_rate is -0.5"),
         ({"failure__sdc_check_rate": 0.5}, {"train__strategy": "fsdp"}, "failure.sdc_check_rate is 0.5"),
         ({"failure__sdc_check_rate": 0.5}, {"train__reduction": "overlapped"}, "failure.sdc_check_rate is 0.5"),
-        ({"failure__compare_params_every_steps": 7}, {"train__strategy": "local_sgd"}, "failure.compare_params_every_steps is 7"),
+        (
+            {"failure__compare_params_every_steps": 7},
+            {"train__strategy": "local_sgd"},
+            "failure.compare_params_every_steps is 7",
+        ),
         ({"train__strategy": "single"}, {"scaling__standby_workers": 1}, "scaling.standby_workers is 1"),
-        ({"train__strategy": "single"}, {"scaling__evict_straggler_after_s": 60.0}, "scaling.evict_straggler_after_s is 60.0"),
-        ({"scaling__logical_workers": 2, "scaling__max_workers": 2}, {"data__global_batch_size": 1}, "the nearest valid values are 2."),
+        (
+            {"train__strategy": "single"},
+            {"scaling__evict_straggler_after_s": 60.0},
+            "scaling.evict_straggler_after_s is 60.0",
+        ),
+        (
+            {"scaling__logical_workers": 2, "scaling__max_workers": 2},
+            {"data__global_batch_size": 1},
+            "the nearest valid values are 2.",
+        ),
         ({"train__strategy": "single"}, {"scaling__min_workers": 2}, "scaling.min_workers is 2"),
-        ({"train__strategy": "single", "scaling__cpus_per_worker": 0.0}, {"train__strategy": "ddp"}, "a worker needs some of either"),
+        (
+            {"train__strategy": "single", "scaling__cpus_per_worker": 0.0},
+            {"train__strategy": "ddp"},
+            "a worker needs some of either",
+        ),
         ({"train__profile_steps": [1, 1]}, {"train__profile_steps": [2, 1]}, "train.profile_steps is [2, 1]"),
         ({"train__profile_steps": 1}, {"train__profile_steps": 0}, "train.profile_steps is 0"),
         ({"train__profile_steps": [1, 3]}, {"train__profile_steps": [0, 3]}, "train.profile_steps is [0, 3]"),
@@ -191,15 +224,27 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
             {"checkpoint__snapshot_every_steps": 6},
             "checkpoint.snapshot_every_steps is 6",
         ),
-        ({"train__precision": "fp16"}, {"train__strategy": "local_sgd"}, "train.precision is fp16 with train.strategy local_sgd"),
+        (
+            {"train__precision": "fp16"},
+            {"train__strategy": "local_sgd"},
+            "train.precision is fp16 with train.strategy local_sgd",
+        ),
         (
             {"train__precision": "fp16"},
             {"train__strategy": "parameter_server"},
             "train.precision is fp16 with train.strategy parameter_server",
         ),
         ({"train__precision": "fp16"}, {"train__strategy": "fsdp"}, "train.precision is fp16 with train.strategy fsdp"),
-        ({"evaluate__where": "workers"}, {"train__strategy": "fsdp"}, "evaluate.where is workers with train.strategy fsdp"),
-        ({"evaluate__where": "workers"}, {"train__strategy": "parameter_server"}, "evaluate.where is workers with train.strategy param"),
+        (
+            {"evaluate__where": "workers"},
+            {"train__strategy": "fsdp"},
+            "evaluate.where is workers with train.strategy fsdp",
+        ),
+        (
+            {"evaluate__where": "workers"},
+            {"train__strategy": "parameter_server"},
+            "evaluate.where is workers with train.strategy param",
+        ),
         ({"data__on_bad_row": "skip"}, {"train__strategy": "parameter_server"}, "data.on_bad_row is skip"),
         ({"train__compile": True}, {"train__strategy": "fsdp"}, "train.compile is set with train.strategy fsdp"),
         (
@@ -208,19 +253,35 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
             "train.cpu_offload is set",
         ),
         (
-            {"train__strategy": "fsdp", "train__reduction": "overlapped", "optimizer__class_path": "torch.optim.Adafactor"},
+            {
+                "train__strategy": "fsdp",
+                "train__reduction": "overlapped",
+                "optimizer__class_path": "torch.optim.Adafactor",
+            },
             {"train__reduction": "exact"},
             "optimizer is torch.optim.Adafactor",
         ),
         ({"scaling__gpus_per_worker": 1.0}, {"scaling__gpus_per_worker": 0.5}, "scaling.gpus_per_worker is 0.5"),
-        ({"scaling__gpus_per_worker": 0.5, "scaling__max_workers": 1}, {"scaling__max_workers": 2}, "scaling.gpus_per_worker is 0.5"),
+        (
+            {"scaling__gpus_per_worker": 0.5, "scaling__max_workers": 1},
+            {"scaling__max_workers": 2},
+            "scaling.gpus_per_worker is 0.5",
+        ),
         (
             {"scaling__gpus_per_worker": 1.0, "train__capture": True},
             {"train__strategy": "fsdp"},
             "train.capture is set, and train.strategy",
         ),
-        ({"scaling__gpus_per_worker": 1.0, "train__capture": True}, {"scaling__gpus_per_worker": 0.0}, "CPUs have no CUDA graphs"),
-        ({"scaling__gpus_per_worker": 1.0, "train__capture": True}, {"train__compile": True}, "train.capture is set, and train.compile"),
+        (
+            {"scaling__gpus_per_worker": 1.0, "train__capture": True},
+            {"scaling__gpus_per_worker": 0.0},
+            "CPUs have no CUDA graphs",
+        ),
+        (
+            {"scaling__gpus_per_worker": 1.0, "train__capture": True},
+            {"train__compile": True},
+            "train.capture is set, and train.compile",
+        ),
         (
             {"scaling__gpus_per_worker": 1.0, "train__capture": True},
             {"train__reduction": "overlapped"},
@@ -255,7 +316,9 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
     ],
     ids=str,
 )
-def test_a_combination_is_refused_and_the_one_beside_it_is_accepted(fields: dict[str, Any], refused: dict[str, Any], named: str) -> None:
+def test_a_combination_is_refused_and_the_one_beside_it_is_accepted(
+    fields: dict[str, Any], refused: dict[str, Any], named: str
+) -> None:
     assert problems(**fields) == []
     messages = problems(**(fields | refused))
     assert any(named in message for message in messages), messages
@@ -285,17 +348,23 @@ def test_the_named_batch_sizes_are_valid_and_the_nearest(batch: int, logical_wor
     assert bool(found) == bool(batch % logical_workers)
     if found:
         named = [int(n) for n in found[0].removesuffix(".").rpartition("are ")[2].split(" or ")]
-        valid = [n for n in range(max(1, batch - logical_workers + 1), batch + logical_workers) if n % logical_workers == 0]
+        valid = [
+            n for n in range(max(1, batch - logical_workers + 1), batch + logical_workers) if n % logical_workers == 0
+        ]
         assert named == valid
         assert all(problems(**fields, data__global_batch_size=n) == [] for n in named)
 
 
 @pytest.mark.parametrize(
-    "name", ["../other", "..", "a/b", "/tmp/x", "", ".hidden", "-x", "a b", "a\n", "a\\b", "ü", "a" * 129, "~root", "a\x00"]
+    "name",
+    ["../other", "..", "a/b", "/tmp/x", "", ".hidden", "-x", "a b", "a\n", "a\\b", "ü", "a" * 129, "~root", "a\x00"],
 )
 def test_a_run_name_that_is_no_single_directory_is_refused(name: str) -> None:
     [message] = problems(run__name=name)
-    assert message == f"run.name is {name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit."
+    assert (
+        message
+        == f"run.name is {name!r}; use 1 to 128 letters, digits, '.', '_' and '-', starting with a letter or digit."
+    )
 
 
 @pytest.mark.parametrize("name", ["a", "digits-2024.01_b", "0", "a" * 128, "a..b", None])
@@ -304,7 +373,12 @@ def test_other_run_names_are_accepted(name: str | None) -> None:
 
 
 def test_everything_wrong_is_said_at_once() -> None:
-    assert len(problems(train__epochs=0, run__name="..", data__path="", scaling__min_workers=9, data__global_batch_size=30)) == 5
+    assert (
+        len(
+            problems(train__epochs=0, run__name="..", data__path="", scaling__min_workers=9, data__global_batch_size=30)
+        )
+        == 5
+    )
 
 
 # --- the digest
@@ -340,13 +414,23 @@ def changed(**fields: Any) -> bool:
         {"scaling__evict_straggler_after_s": 60.0},
         {"scaling__load_balancing": "speed"},
         {"failure__sdc_check_rate": 0.01, "failure__compare_params_every_steps": 7},
-        {"checkpoint__every_steps": 7, "checkpoint__every_epochs": None, "checkpoint__keep_last": 5, "checkpoint__keep_best": 0},
+        {
+            "checkpoint__every_steps": 7,
+            "checkpoint__every_epochs": None,
+            "checkpoint__keep_last": 5,
+            "checkpoint__keep_best": 0,
+        },
         {"failure__max_failures": 1, "failure__max_preemptions": 1, "failure__step_timeout_s": 1.0},
         {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},
         {"evaluate__every": "latest", "evaluate__metric": "loss", "evaluate__mode": "min", "evaluate__batch_size": 1},
         {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1, "evaluate__threads": 2},
         {"evaluate__on_error": "warn"},
-        {"tracking__enabled": False, "tracking__every_steps": 3, "tracking__uri": "http://x", "tracking__experiment": "e"},
+        {
+            "tracking__enabled": False,
+            "tracking__every_steps": 3,
+            "tracking__uri": "http://x",
+            "tracking__experiment": "e",
+        },
         {"tracking__registered_model": "m", "tracking__system_metrics_s": None, "tracking__tensorboard": True},
         {"evaluate__where": "workers", "evaluate__budget": 0.5, "evaluate__max_pending": 3, "evaluate__min_delta": 0.1},
         {"train__servers": 3, "train__server_cpus": 2, "train__min_shard_kb": 64},
@@ -427,7 +511,12 @@ def test_every_field_is_known_to_decide_or_not() -> None:
     """A new field has to be added to one of the two tests above."""
     both = (test_what_does_not_decide_the_result_may_change, test_what_decides_the_result_alters_the_digest)
     marks = [mark for test in both for mark in test.pytestmark]
-    tested = {name.split("__init_args")[0].split("__class_path")[0] for mark in marks for fields in mark.args[1] for name in fields}
+    tested = {
+        name.split("__init_args")[0].split("__class_path")[0]
+        for mark in marks
+        for fields in mark.args[1]
+        for name in fields
+    }
     fields = {f"{section}__{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
     assert tested == fields | {"seed", "task", "optimizer", "optimizer__groups", "schedule", "observers"}
 
@@ -444,7 +533,11 @@ def test_logical_workers_count_however_they_were_given() -> None:
 
 def test_fields_at_their_default_are_not_in_the_digest() -> None:
     """So a field that a later version adds alters no digest; this one may never change."""
-    assert result_fields(Config(), "m") == {"manifest": "m", "scaling.logical_workers": 1, "scaling.threads_per_worker": 1}
+    assert result_fields(Config(), "m") == {
+        "manifest": "m",
+        "scaling.logical_workers": 1,
+        "scaling.threads_per_worker": 1,
+    }
     assert result_fields(VALID, "m") == {
         "manifest": "m",
         "scaling.logical_workers": 4,
@@ -458,7 +551,10 @@ def test_fields_at_their_default_are_not_in_the_digest() -> None:
 
 
 def test_a_run_of_another_configuration_is_refused_with_a_diff() -> None:
-    old, new = result_fields(VALID, "aaa"), result_fields(VALID.replace(optimizer__init_args={"lr": 0.2}, train__epochs=3), "bbb")
+    old, new = (
+        result_fields(VALID, "aaa"),
+        result_fields(VALID.replace(optimizer__init_args={"lr": 0.2}, train__epochs=3), "bbb"),
+    )
     refuse_other_config("digits", old, dict(old))
     with pytest.raises(RunExistsError) as caught:
         refuse_other_config("digits", old, new)
@@ -480,7 +576,12 @@ def test_a_run_of_another_configuration_is_refused_with_a_diff() -> None:
 
 def test_yaml_brings_back_the_same() -> None:
     schedule = ClassSpec("torch.optim.lr_scheduler.StepLR", {"step_size": 3})
-    for config in (Config(), VALID, dataclasses.replace(VALID, schedule=schedule), VALID.replace(run__name="größe-1", train__epochs=7)):
+    for config in (
+        Config(),
+        VALID,
+        dataclasses.replace(VALID, schedule=schedule),
+        VALID.replace(run__name="größe-1", train__epochs=7),
+    ):
         again = from_yaml(config.to_yaml())
         assert again == config
         assert digest(again, "m") == digest(config, "m")
@@ -526,5 +627,7 @@ def test_tracking_lives_beside_the_runs_unless_it_is_named() -> None:
 
 
 def test_a_field_without_a_value_is_refused_with_its_default() -> None:
-    with pytest.raises(ConfigError, match=r"scaling\.max_workers is empty; give a value, or leave the line out for the default, 1\."):
+    with pytest.raises(
+        ConfigError, match=r"scaling\.max_workers is empty; give a value, or leave the line out for the default, 1\."
+    ):
         check(Config().replace(task__class_path="a.B", data__path="x", scaling__max_workers=None))

@@ -53,5 +53,7 @@ def test_what_is_not_installed_is_named_with_its_extra(
 def test_every_extra_is_one_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     brought = {name: Requirement(extras[name][0]).name for name in EXTRAS.values()}
-    assert {library: brought[extra] for library, extra in EXTRAS.items()} == {name: name for name in EXTRAS} | {"sklearn": "scikit-learn"}
+    assert {library: brought[extra] for library, extra in EXTRAS.items()} == {name: name for name in EXTRAS} | {
+        "sklearn": "scikit-learn"
+    }
     assert set(EXTRAS.values()) | {"all"} == set(extras)

@@ -22,7 +22,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("field", ["run__storage_path", "data__path", "data__eval_path", "data__cache_dir", "train__init_from"])
+@pytest.mark.parametrize(
+    "field", ["run__storage_path", "data__path", "data__eval_path", "data__cache_dir", "train__init_from"]
+)
 def test_a_path_of_the_configuration_is_expanded(home: Path, field: str) -> None:
     section, name = field.split("__")
     assert getattr(getattr(Config().replace(**{field: "~/a/b"}), section), name) == str(home / "a/b")
@@ -30,7 +32,10 @@ def test_a_path_of_the_configuration_is_expanded(home: Path, field: str) -> None
 
 def test_a_file_and_a_command_line_are_expanded(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text("task: {class_path: ray_app.task.tabular.TabularRegression}\nrun: {storage_path: ~/runs}\ndata: {path: ~/data}\n")
+    file.write_text(
+        "task: {class_path: ray_app.task.tabular.TabularRegression}\nrun: {storage_path: ~/runs}\ndata: {path:"
+        " ~/data}\n"
+    )
     config = load_config(file, tracking__uri="sqlite:///~/m.db")
     assert (config.run.storage_path, config.data.path) == (str(home / "runs"), str(home / "data"))
     assert default_tracking_uri(config) == f"sqlite:///{home}/m.db"

@@ -14,7 +14,9 @@ from ray_app.config.sections import ClassSpec
 
 def test_classes_functions_and_what_belongs_to_a_class() -> None:
     assert load_class("torch.optim.AdamW") is load_class(ClassSpec("torch.optim.AdamW")) is torch.optim.AdamW
-    assert load_class("torchvision.models.googlenet.GoogLeNet").__name__ == "GoogLeNet"  # of a module that a function hides
+    assert (
+        load_class("torchvision.models.googlenet.GoogLeNet").__name__ == "GoogLeNet"
+    )  # of a module that a function hides
     assert load_class("datetime.datetime.fromisoformat")("2026-11-23").day == 23
 
 

@@ -1,4 +1,6 @@
-"""The shipped configurations: they load, say how to run them, and their models, optimizers and schedules can be made."""
+"""The shipped configurations: they load, say how to run them, and their models, optimizers and schedules can be
+made.
+"""
 
 import re
 import time
@@ -29,12 +31,18 @@ DIGITS = ROOT / "conf" / "digits.yaml"
 
 FACTS = {
     "digits": DataFacts(
-        "digits", 1438, {"image": ColumnFacts("array", "|u1", (8, 8)), "label": ColumnFacts("integer", "int64", (), 0, 9, 0)}
+        "digits",
+        1438,
+        {"image": ColumnFacts("array", "|u1", (8, 8)), "label": ColumnFacts("integer", "int64", (), 0, 9, 0)},
     ),
     "mnist_dense": DataFacts(
-        "mnist", 60_000, {"image": ColumnFacts("array", "|u1", (28, 28)), "label": ColumnFacts("integer", "int64", (), 0, 9, 0)}
+        "mnist",
+        60_000,
+        {"image": ColumnFacts("array", "|u1", (28, 28)), "label": ColumnFacts("integer", "int64", (), 0, 9, 0)},
     ),
-    "detection": DataFacts("shapes", 256, {"image": ColumnFacts("bytes"), "boxes": ColumnFacts("list"), "labels": ColumnFacts("list")}),
+    "detection": DataFacts(
+        "shapes", 256, {"image": ColumnFacts("bytes"), "boxes": ColumnFacts("list"), "labels": ColumnFacts("list")}
+    ),
     "resnet50_imagenet": DataFacts(
         "imagenet", 1_281_167, {"image": ColumnFacts("bytes"), "label": ColumnFacts("integer", "int64", (), 0, 999, 0)}
     ),
@@ -79,8 +87,20 @@ def test_a_header_says_command_hardware_and_expectation(file: Path) -> None:
 
 
 def test_overrides_from_python_and_their_refusal() -> None:
-    config = load_config(DIGITS, scaling__max_workers=4, train__epochs=3, data__eval_path=None, run__name="x", optimizer__init_args__lr=0.5)
-    assert (config.scaling.max_workers, config.train.epochs, config.data.eval_path, config.run.name) == (4, 3, None, "x")
+    config = load_config(
+        DIGITS,
+        scaling__max_workers=4,
+        train__epochs=3,
+        data__eval_path=None,
+        run__name="x",
+        optimizer__init_args__lr=0.5,
+    )
+    assert (config.scaling.max_workers, config.train.epochs, config.data.eval_path, config.run.name) == (
+        4,
+        3,
+        None,
+        "x",
+    )
     assert config.optimizer.init_args["lr"] == 0.5
     for field, value, expected in [
         ("train__epochz", 3, "epochz"),
@@ -131,7 +151,9 @@ def test_a_configuration_in_the_docs_loads(block: str, tmp_path: Path, monkeypat
 
 def test_the_page_for_those_who_know_tf_distribute_has_a_configuration_for_each_of_its_strategies() -> None:
     page = (ROOT / "docs" / "from-tf-distribute.md").read_text()
-    theirs = re.findall(r"```python\n.*?tf\.distribute\.(?:experimental\.)?(\w+Strategy)\(.*?```\n\n```yaml\n(.*?)```", page, re.DOTALL)
+    theirs = re.findall(
+        r"```python\n.*?tf\.distribute\.(?:experimental\.)?(\w+Strategy)\(.*?```\n\n```yaml\n(.*?)```", page, re.DOTALL
+    )
     assert {name: yaml.safe_load(ours).get("train", {}).get("strategy", "ddp") for name, ours in theirs} == {
         "MultiWorkerMirroredStrategy": "ddp",
         "MirroredStrategy": "ddp",
@@ -141,7 +163,9 @@ def test_the_page_for_those_who_know_tf_distribute_has_a_configuration_for_each_
     }
 
 
-OPTIMIZERS = [kind.__name__ for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer]
+OPTIMIZERS = [
+    kind.__name__ for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer
+]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -149,7 +173,11 @@ def test_an_optimizer_by_its_class_alone_has_its_own_defaults(name: str, tmp_pat
     """None of those of Adam, which stands where no optimizer is named."""
     shipped = load_config(DIGITS)
     file = tmp_path / "given.yaml"
-    values = {"task": {"class_path": shipped.task.class_path}, "data": {"path": "x"}, "optimizer": {"class_path": f"torch.optim.{name}"}}
+    values = {
+        "task": {"class_path": shipped.task.class_path},
+        "data": {"path": "x"},
+        "optimizer": {"class_path": f"torch.optim.{name}"},
+    }
     file.write_text(yaml.safe_dump(values))
     assert load_config(file).optimizer == OptimizerSpec(f"torch.optim.{name}")
     over = load_config(DIGITS, optimizer=f"torch.optim.{name}").optimizer
@@ -202,14 +230,21 @@ def one_cycle(steps: int) -> dict[str, Any]:
 
 
 def made_of(kind: str, *schedulers: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"schedule": {"class_path": f"torch.optim.lr_scheduler.{kind}", "init_args": {"schedulers": list(schedulers), **more}}}
+    return {
+        "schedule": {
+            "class_path": f"torch.optim.lr_scheduler.{kind}",
+            "init_args": {"schedulers": list(schedulers), **more},
+        }
+    }
 
 
 STEADY = {"class_path": "torch.optim.lr_scheduler.ConstantLR", "init_args": {"factor": 1.0}}
 
 
 def test_a_schedule_in_another_needs_the_steps_of_its_phase_only(digits: Path, tmp_path: Path) -> None:
-    config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None, train__max_steps=20)
+    config = load_config(
+        ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None, train__max_steps=20
+    )
     for number, schedule in enumerate(
         [
             made_of("SequentialLR", STEADY, one_cycle(12), milestones=[8]),
@@ -217,7 +252,9 @@ def test_a_schedule_in_another_needs_the_steps_of_its_phase_only(digits: Path, t
             made_of("ChainedScheduler", one_cycle(20), STEADY),
         ]
     ):
-        job = prepare(config.replace(run__storage_path=str(tmp_path / str(number)), tracking__enabled=False, **schedule)).job
+        job = prepare(
+            config.replace(run__storage_path=str(tmp_path / str(number)), tracking__enabled=False, **schedule)
+        ).job
         state = TrainingState(job.config, job.task, torch.device("cpu"), job.total_steps)
         for _ in range(job.total_steps):
             state.optimizer.step()
@@ -232,19 +269,42 @@ def test_a_schedule_in_another_needs_the_steps_of_its_phase_only(digits: Path, t
         (made_of("SequentialLR", one_cycle(8), STEADY, milestones=[9]), "total_steps 8, but is moved at 9 steps"),
         (made_of("SequentialLR", STEADY, one_cycle(8), milestones=[9]), "total_steps 8, but is moved at"),
         (made_of("ChainedScheduler", STEADY, one_cycle(8)), "total_steps 8, but is moved at"),
-        ({"optimizer": {"class_path": "torch.optim.LBFGS"}, "schedule": None}, r"torch.optim.LBFGS cannot make a step: .*closure"),
-        ({"optimizer": {"class_path": "torch.optim.SparseAdam"}, "schedule": None}, r"torch.optim.SparseAdam cannot make a step: .*dense"),
-        ({"schedule": {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}}, "needs an evaluation at each step"),
+        (
+            {"optimizer": {"class_path": "torch.optim.LBFGS"}, "schedule": None},
+            r"torch.optim.LBFGS cannot make a step: .*closure",
+        ),
+        (
+            {"optimizer": {"class_path": "torch.optim.SparseAdam"}, "schedule": None},
+            r"torch.optim.SparseAdam cannot make a step: .*dense",
+        ),
+        (
+            {"schedule": {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}},
+            "needs an evaluation at each step",
+        ),
     ],
-    ids=["too short", "too short at first", "too short afterwards", "too short in a chain", "closure", "sparse gradients", "a metric"],
+    ids=[
+        "too short",
+        "too short at first",
+        "too short afterwards",
+        "too short in a chain",
+        "closure",
+        "sparse gradients",
+        "a metric",
+    ],
 )
-def test_what_cannot_make_a_step_is_refused_before_the_start(digits: Path, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+def test_what_cannot_make_a_step_is_refused_before_the_start(
+    digits: Path, tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
     with pytest.raises(ConfigError, match=said):
         prepare(config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, **fields))
     if "optimizer" in fields:
         with pytest.raises(ConfigError, match=said):
-            prepare(config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, scaling__gpus_per_worker=1, **fields))
+            prepare(
+                config.replace(
+                    run__storage_path=str(tmp_path), tracking__enabled=False, scaling__gpus_per_worker=1, **fields
+                )
+            )
 
 
 class Grouped(torch.optim.SGD):
@@ -259,10 +319,15 @@ class Grouped(torch.optim.SGD):
 def test_groups_of_parameters_are_refused_where_they_would_be_mixed_up(digits: Path, tmp_path: Path) -> None:
     config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
     optimizer = {"class_path": f"{__name__}.Grouped", "init_args": {}}
-    config = config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, schedule=None, optimizer=optimizer)
+    config = config.replace(
+        run__storage_path=str(tmp_path), tracking__enabled=False, schedule=None, optimizer=optimizer
+    )
     prepare(config)
     for strategy in ("local_sgd", "parameter_server"):
-        with pytest.raises(ConfigError, match=rf"Grouped makes 2 groups of parameters by itself, which train.strategy {strategy} cannot"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"Grouped makes 2 groups of parameters by itself, which train.strategy {strategy} cannot",
+        ):
             prepare(config.replace(train__strategy=strategy))
 
 
@@ -271,7 +336,9 @@ def test_an_optimizer_that_needs_a_gpu_may_be_configured_where_there_is_none(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
-    config = config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, optimizer__init_args={"capturable": True})
+    config = config.replace(
+        run__storage_path=str(tmp_path), tracking__enabled=False, optimizer__init_args={"capturable": True}
+    )
     with pytest.raises(ConfigError, match=r"AdamW cannot make a step: .*capturable"):
         prepare(config)
     assert prepare(config.replace(scaling__gpus_per_worker=1)).job.config.optimizer.init_args["capturable"]

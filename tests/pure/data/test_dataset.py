@@ -29,7 +29,12 @@ def write(file: Path, **columns: object) -> None:
 def test_what_spark_has_not_finished_is_no_data(tmp_path: Path) -> None:
     for name in ("_day=2/part-0.parquet", "_day=1/part-0.parquet"):
         write(tmp_path / name)
-    for name in ("_temporary/0/part-1.parquet", "_started.parquet", ".hidden/part-2.parquet", "a/_temporary/part-3.parquet"):
+    for name in (
+        "_temporary/0/part-1.parquet",
+        "_started.parquet",
+        ".hidden/part-2.parquet",
+        "a/_temporary/part-3.parquet",
+    ):
         write(tmp_path / name)
     (tmp_path / "_SUCCESS").touch()
     assert open_dataset(str(tmp_path)).manifest.paths == ("_day=1/part-0.parquet", "_day=2/part-0.parquet")
@@ -76,7 +81,8 @@ def test_a_column_that_is_not_there_is_no_bad_row(tmp_path: Path) -> None:
     write(tmp_path / "x.parquet", width=[1.0], label=[1])
     dataset = open_dataset(str(tmp_path))
     with pytest.raises(
-        DataError, match=r"no column 'widht', which the task reads .*; its columns are label, width; did you mean 'width'\?"
+        DataError,
+        match=r"no column 'widht', which the task reads .*; its columns are label, width; did you mean 'width'\?",
     ) as found:
         first_row(dataset, ["label", "widht"], dict)
     assert not isinstance(found.value, BadRowError)
@@ -84,7 +90,12 @@ def test_a_column_that_is_not_there_is_no_bad_row(tmp_path: Path) -> None:
 
 def write_shards(folder: Path, files: int = 4) -> None:
     for i in range(files):
-        numbers = {"n": [i, i + 1, i + 5, i], "x": [0.5 * i, None, 1.0, 2.0], "l": [[i], [i + 2], [], [1]], "t": ["a", "b", "c", "d"]}
+        numbers = {
+            "n": [i, i + 1, i + 5, i],
+            "x": [0.5 * i, None, 1.0, 2.0],
+            "l": [[i], [i + 2], [], [1]],
+            "t": ["a", "b", "c", "d"],
+        }
         table = pa.table({**numbers, "b": [True, False, None, True], "h": pa.array(np.arange(4, dtype=np.float16))})
         folder.mkdir(exist_ok=True)
         pq.write_table(table, folder / f"part-{i}.parquet", row_group_size=2)
@@ -140,8 +151,12 @@ def test_a_file_that_was_changed_is_read_again(tmp_path: Path, monkeypatch: pyte
         open_dataset(str(tmp_path))
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-400] + bytes(400)])
-def test_what_is_kept_of_footers_may_be_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-400] + bytes(400)]
+)
+def test_what_is_kept_of_footers_may_be_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
     write_shards(tmp_path)
     cold = opened(tmp_path, monkeypatch)
     keep(tmp_path)

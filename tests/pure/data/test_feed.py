@@ -1,4 +1,6 @@
-"""The feed: every row exactly once, the same micro-batches for every world size and from every cursor, checked by what arrives."""
+"""The feed: every row exactly once, the same micro-batches for every world size and from every cursor, checked by what
+arrives.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def source_of(dataset: Dataset, plan: Plan, task_rows: int, decode: Decode = dec
     return RowSource(Reader(dataset.root, COLUMNS, decode, fields), plan.manifest, task_rows)
 
 
-def streamed(dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch: Fetch = fetch_here, task_rows: int = 5) -> Windows:
+def streamed(
+    dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch: Fetch = fetch_here, task_rows: int = 5
+) -> Windows:
     return StreamedWindows(plan, cursor, played, EPOCHS, fetch, source_of(dataset, plan, task_rows))
 
 
@@ -66,8 +70,12 @@ Place = tuple[int, int, int]
 """Epoch, step and logical worker of a micro-batch."""
 
 
-def deliver(dataset: Dataset, plan: Plan, open_windows: Open, world_size: int, start: Cursor = Cursor()) -> dict[Place, MicroBatch]:
-    """What the feeds of all ranks deliver from a cursor to the end of the run, and checks the tensors against the positions."""
+def deliver(
+    dataset: Dataset, plan: Plan, open_windows: Open, world_size: int, start: Cursor = Cursor()
+) -> dict[Place, MicroBatch]:
+    """What the feeds of all ranks deliver from a cursor to the end of the run, and checks the tensors against the
+    positions.
+    """
     found: dict[Place, MicroBatch] = {}
     for rank in range(world_size):
         played = logical_workers_of(rank, world_size, plan.logical_workers)
@@ -78,7 +86,9 @@ def deliver(dataset: Dataset, plan: Plan, open_windows: Open, world_size: int, s
             assert [batch.logical_worker for batch in batches] == list(played)
             assert [batch.rows for batch in batches] == [plan.rows_of_step(cursor.step)[v] for v in played]
             for batch in batches:
-                assert batch.fields["id"].tolist() == batch.positions.tolist(), "the tensors are of other rows than the feed says"
+                assert batch.fields["id"].tolist() == batch.positions.tolist(), (
+                    "the tensors are of other rows than the feed says"
+                )
                 assert len(batch.fields["image"]) == len(batch.keys) == batch.rows
                 place = (cursor.epoch, cursor.step, batch.logical_worker)
                 assert place not in found
@@ -120,7 +130,15 @@ def assert_exactly_once(plan: Plan, delivered: dict[Place, MicroBatch]) -> None:
             assert counted.total() > everything.total() - plan.global_batch_size - plan.logical_workers
 
 
-def plan_of(dataset: Dataset, *, logical_workers: int = 4, batch: int = 12, window: int = 6, keep_last: bool = True, seed: int = 3) -> Plan:
+def plan_of(
+    dataset: Dataset,
+    *,
+    logical_workers: int = 4,
+    batch: int = 12,
+    window: int = 6,
+    keep_last: bool = True,
+    seed: int = 3,
+) -> Plan:
     return Plan(dataset.manifest, seed, logical_workers, batch, window, keep_last)
 
 
@@ -140,7 +158,9 @@ SHAPES: dict[str, list[list[int]]] = {
 
 @pytest.fixture(scope="module", params=[64, 1], ids=["alone", "in blocks"], autouse=True)
 def aligned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """These rows begin nowhere that is aligned, so that no two steps are gathered at once, unless that does not matter."""
+    """These rows begin nowhere that is aligned, so that no two steps are gathered at once, unless that does not
+    matter.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("ray_app.data.windows._ALIGNED_BYTES", request.param)
         yield
@@ -149,7 +169,9 @@ def aligned(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     root = tmp_path_factory.mktemp("data")
-    return {name: open_dataset(str(write_images(root / str(i), files))) for i, (name, files) in enumerate(SHAPES.items())}
+    return {
+        name: open_dataset(str(write_images(root / str(i), files))) for i, (name, files) in enumerate(SHAPES.items())
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -193,7 +215,11 @@ def test_a_resume_at_every_step_on_other_workers_delivers_just_the_rest(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
-    files = draw(st.lists(st.lists(st.integers(0, 12), max_size=4), min_size=1, max_size=4).filter(lambda f: sum(map(sum, f)) > 0))
+    files = draw(
+        st.lists(st.lists(st.integers(0, 12), max_size=4), min_size=1, max_size=4).filter(
+            lambda f: sum(map(sum, f)) > 0
+        )
+    )
     logical_workers = draw(st.integers(1, 5))
     return files, {
         "logical_workers": logical_workers,
@@ -241,7 +267,9 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     monkeypatch.setattr(feed_module, "_gather", noted)
     assert_same(expected, deliver(dataset, plan, streamed, 1))
     assert submitted, "nothing was gathered ahead"
-    assert not any(step % plan.steps_per_window == 0 for step in submitted), "it may wait for a window that nobody asked for yet"
+    assert not any(step % plan.steps_per_window == 0 for step in submitted), (
+        "it may wait for a window that nobody asked for yet"
+    )
     feed = Feed(plan, lambda cursor, played: streamed(dataset, plan, cursor, played), CPU)
     found: dict[Place, MicroBatch] = {}
     cursor = Cursor()
@@ -268,7 +296,9 @@ def test_a_closed_feed_leaves_no_thread(datasets: dict[str, Dataset], monkeypatc
     assert not set(threading.enumerate()) - before
 
 
-def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(
+    datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feed_module, "_AT_ONCE_BYTES", 1)
     monkeypatch.setattr(feed_module, "BLOCK_BYTES", 1)
     monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
@@ -287,9 +317,12 @@ def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(datasets: dict[str,
 
 @pytest.mark.parametrize("open_windows", ALL)
 @pytest.mark.parametrize(("every", "steps"), [(3, 5), (5, 1)], ids=["back", "ahead"])
-def test_going_to_a_window_that_does_not_come_next(datasets: dict[str, Dataset], open_windows: Open, every: int, steps: int) -> None:
-    """Back as local steps do, which a lost worker takes back to the last average, in the epoch before at times; ahead behind what others
-    did while this one was frozen."""
+def test_going_to_a_window_that_does_not_come_next(
+    datasets: dict[str, Dataset], open_windows: Open, every: int, steps: int
+) -> None:
+    """Back as local steps do, which a lost worker takes back to the last average, in the epoch before at times; ahead
+    behind what others did while this one was frozen.
+    """
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset)
     assert plan.steps_per_window < 5
@@ -306,7 +339,9 @@ def test_going_to_a_window_that_does_not_come_next(datasets: dict[str, Dataset],
 
 
 def test_augmentation_keys_belong_to_epoch_and_row_only(datasets: dict[str, Dataset]) -> None:
-    """The same row has the same key under another L, batch and window; another key in the next epoch and for another seed."""
+    """The same row has the same key under another L, batch and window; another key in the next epoch and for another
+    seed.
+    """
     dataset = datasets["prime and ragged"]
 
     def keys(**changes: Any) -> dict[tuple[int, int], int]:
@@ -411,7 +446,9 @@ def test_a_row_that_cannot_be_decoded_is_named_to_the_consumer(datasets: dict[st
     with pytest.raises(BadRowError) as caught:
         run_epoch(feed, plan)
     feed.close()
-    assert str(caught.value).startswith("part-1.parquet, row group 0, row 3: ValueError: unreadable (test_feed.py, line ")
+    assert str(caught.value).startswith(
+        "part-1.parquet, row group 0, row 3: ValueError: unreadable (test_feed.py, line "
+    )
 
 
 def test_it_reads_only_a_little_ahead_and_closes_in_the_middle(datasets: dict[str, Dataset]) -> None:

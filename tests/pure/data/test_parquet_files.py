@@ -1,4 +1,6 @@
-"""Parquet as it comes: missing values, damaged and encrypted columns, columns in the names of folders, many small files."""
+"""Parquet as it comes: missing values, damaged and encrypted columns, columns in the names of folders, many small
+files.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def test_a_missing_value_is_a_bad_row_with_its_column(tmp_path: Path, kind: str,
     put(tmp_path / "t.parquet", table, row_group_size=4, write_statistics=statistics)
     dataset, first = open_dataset(str(tmp_path)), 0 if kind == "nothing" else 2
     reader = Reader(dataset.root, ["row", "x"], as_rows, probe(dataset, ["row"], as_rows))
-    with pytest.raises(BadRowError, match=rf"^t.parquet, row group 0, row {first}: column 'x' has .*; fill it or drop the row"):
+    with pytest.raises(
+        BadRowError, match=rf"^t.parquet, row group 0, row {first}: column 'x' has .*; fill it or drop the row"
+    ):
         list(reader.read(whole(dataset.manifest, 100)[0]))
 
 
@@ -127,7 +131,10 @@ def test_missing_values_are_found_in_their_rows_however_deep(kind: pa.DataType) 
         if pa.types.is_struct(of):
             return {field.name: draw(field.type) for field in of}
         if pa.types.is_nested(of):
-            return [draw(of.value_type) for _ in range(of.list_size if pa.types.is_fixed_size_list(of) else random.integers(3))]
+            return [
+                draw(of.value_type)
+                for _ in range(of.list_size if pa.types.is_fixed_size_list(of) else random.integers(3))
+            ]
         return 7
 
     def lacks(value: Any) -> bool:
@@ -162,7 +169,9 @@ def test_a_missing_value_of_an_extension_type_is_a_bad_row(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("kind", EXTENSIONS)
-def test_a_column_of_an_extension_type_is_named_by_ingest(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_of_an_extension_type_is_named_by_ingest(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     put(tmp_path / "a.parquet", pa.table({"x": EXTENSIONS[kind](), "row": [0, 1, 2]}))
     assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("    x: "))
@@ -177,7 +186,11 @@ def test_a_disk_cache_gives_the_reasons_of_missing_values_again(tmp_path: Path) 
     (tmp_path / "data" / "t.parquet").write_bytes(b"")
     again = load_all(cached, source)
     assert first.arrays["row"].tolist() == again.arrays["row"].tolist() == [0, 0, 2, 3, 0, 5]
-    assert first.reasons == again.reasons == dict.fromkeys((1, 4), "column 'x' has no value; fill it or drop the row before training")
+    assert (
+        first.reasons
+        == again.reasons
+        == dict.fromkeys((1, 4), "column 'x' has no value; fill it or drop the row before training")
+    )
 
 
 def test_a_row_group_of_missing_values_alone_is_skipped(tmp_path: Path) -> None:
@@ -191,7 +204,9 @@ def test_missing_values_in_lists_of_skipped_rows_keep_the_lengths(tmp_path: Path
     put(tmp_path / "t.parquet", pa.table({"l": lists}))
     dataset = open_dataset(str(tmp_path))
     fields = specs_like(first_row(dataset, ["l"], dict), dataset, ["l"], dict, skips=True)
-    decoded = load_all(fetch_here, RowSource(Reader(dataset.root, ["l"], dict, fields, skips=True), dataset.manifest, 100))
+    decoded = load_all(
+        fetch_here, RowSource(Reader(dataset.root, ["l"], dict, fields, skips=True), dataset.manifest, 100)
+    )
     values = decoded.arrays["l"]
     assert isinstance(values, Ragged)
     assert [values.row(i).tolist() for i in range(5)] == [[1], [], [2, 3], [], [4, 5, 6]]
@@ -261,7 +276,9 @@ def test_an_evaluation_names_the_row_whose_number_makes_its_loss_nan(tmp_path: P
     put(tmp_path / "b.parquet", pa.table({"x": [0.0, 1.0, np.nan]}), row_group_size=2)
     manifest, x = open_dataset(str(tmp_path)).manifest, np.array([0.0] * 6 + [1.0, np.nan])
     task = LossOfX()
-    with pytest.raises(BadRowError, match=r"^b.parquet, row group 1, row 0: 'x' is NaN or infinite, and so is its loss"):
+    with pytest.raises(
+        BadRowError, match=r"^b.parquet, row group 1, row 0: 'x' is NaN or infinite, and so is its loss"
+    ):
         list(score(task, torch.nn.Identity(), {"x": x}, 3, torch.device("cpu"), manifest=manifest))
     with pytest.raises(DataError, match=r"^Row 7 of the data: 'x' is NaN or infinite"):
         list(score(task, torch.nn.Identity(), {"x": x}, 3, torch.device("cpu")))
@@ -313,14 +330,17 @@ def test_a_slice_of_a_row_group_compares_checksums_too(tmp_path: Path) -> None:
 def test_labels_are_compared_with_their_checksums(tmp_path: Path) -> None:
     table = pa.table({"label": pa.array([1, 123456789, 999999999], pa.int64())})
     flip(
-        put(tmp_path / "t.parquet", table, use_dictionary=False, compression=None, write_page_checksum=True), np.int64(123456789).tobytes()
+        put(tmp_path / "t.parquet", table, use_dictionary=False, compression=None, write_page_checksum=True),
+        np.int64(123456789).tobytes(),
     )
     with pytest.raises(DataError, match=r"row group 0, column 'label': .*CRC"):
         read_labels(str(tmp_path), open_dataset(str(tmp_path)).manifest, "label")
 
 
 def test_a_damaged_page_without_checksum_is_named_to_the_column(tmp_path: Path) -> None:
-    file = put(tmp_path / "t.parquet", pa.table({"row": range(4), "x": [f"text {i}" for i in range(4)]}), compression="zstd")
+    file = put(
+        tmp_path / "t.parquet", pa.table({"row": range(4), "x": [f"text {i}" for i in range(4)]}), compression="zstd"
+    )
     chunk = pq.read_metadata(file).row_group(0).column(1)
     data = bytearray(file.read_bytes())
     start = chunk.dictionary_page_offset or chunk.data_page_offset
@@ -356,7 +376,9 @@ def test_encrypted_columns_are_refused_with_their_file(tmp_path: Path) -> None:
     for i in range(3):
         put(tmp_path / f"a{i}.parquet", pa.table({"x": [1.0, 2.0], "y": [0.0, 1.0]}))
     encrypted(tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=r"b.parquet has encrypted columns, so it cannot be read .*Write it again without encryption"):
+    with pytest.raises(
+        DataError, match=r"b.parquet has encrypted columns, so it cannot be read .*Write it again without encryption"
+    ):
         open_dataset(str(tmp_path))
     (tmp_path / "b.parquet").unlink()
     assert open_dataset(str(tmp_path)).manifest.num_rows == 6, "the process that looks first is there again"
@@ -366,7 +388,9 @@ def test_a_footer_whose_types_contradict_each_other_is_refused(tmp_path: Path) -
     file = put(tmp_path / "t.parquet", pa.table({"x": [1, 2, 3]}), store_schema=False)
     data = file.read_bytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    metadata = data.rindex(b"\x15\x04\x19", footer)  # INT64 of the chunk: field 1, zigzag of 2, before its list of encodings
+    metadata = data.rindex(
+        b"\x15\x04\x19", footer
+    )  # INT64 of the chunk: field 1, zigzag of 2, before its list of encodings
     file.write_bytes(data[: metadata + 1] + b"\x0a" + data[metadata + 2 :])  # DOUBLE
     with pytest.raises(DataError, match=r"t.parquet has a footer that contradicts itself, so it cannot be read .*type"):
         open_dataset(str(tmp_path))
@@ -397,7 +421,9 @@ def test_footers_are_looked_at_where_pyarrow_is_in_the_python_path(tmp_path: Pat
     code = f"from ray_app.data.dataset import open_dataset; print(open_dataset({str(tmp_path)!r}).manifest.num_rows)"
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
     # The interpreter without its virtual environment, whose packages are known by PYTHONPATH alone.
-    found = subprocess.run([sys._base_executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys._base_executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert found.stdout == "1\n", found.stderr
 
 
@@ -454,7 +480,9 @@ def test_a_task_trains_on_a_column_of_folder_names(tmp_path: Path) -> None:
         decoded = load_all(fetch, RowSource(reader, dataset.manifest, 1))
         assert decoded.arrays["label"].tolist() == [0, 0, 1, 1]
     assert read_labels(dataset.root, dataset.manifest, "k")[1].tolist() == [0, 0, 1, 1]
-    specs = [(Span(path, 0, 1, 1, position, of=2),) for path, position in zip(dataset.manifest.paths, (1, 3), strict=True)]
+    specs = [
+        (Span(path, 0, 1, 1, position, of=2),) for path, position in zip(dataset.manifest.paths, (1, 3), strict=True)
+    ]
     sliced = pa.concat_tables(list(fetch_here(reader, specs)))
     assert fixed(sliced.column("label"), ArraySpec("<i8", ())).tolist() == [0, 1]
 
@@ -465,14 +493,18 @@ def test_a_missing_folder_name_is_a_missing_value(tmp_path: Path) -> None:
     assert dataset.facts.columns["k"] == ColumnFacts("integer", "int64", (), 1.0, 1.0, 2, 1.0)
     with pytest.raises(DataError, match=r"Column 'k' of .* has 2 missing values"):
         TabularClassification(label="k", features=["row"]).prepare(dataset.facts)
-    reader = Reader(dataset.root, ["row", "k"], as_rows, probe(dataset, ["row"], as_rows), partitions=dataset.manifest.partitions)
+    reader = Reader(
+        dataset.root, ["row", "k"], as_rows, probe(dataset, ["row"], as_rows), partitions=dataset.manifest.partitions
+    )
     with pytest.raises(BadRowError, match=r"row group 0, row 0: column 'k' has no value"):
         list(fetch_here(reader, whole(dataset.manifest, 100)))
 
 
 def test_files_with_other_keys_are_refused(tmp_path: Path) -> None:
     hive(tmp_path, ["a=1/b=x", "a=2"])
-    with pytest.raises(DataError, match=r"a=1/b=x/part-0.parquet has the partition columns a, b, a=2/part-1.parquet has a"):
+    with pytest.raises(
+        DataError, match=r"a=1/b=x/part-0.parquet has the partition columns a, b, a=2/part-1.parquet has a"
+    ):
         open_dataset(str(tmp_path))
 
 
@@ -530,7 +562,11 @@ def test_too_many_open_files_names_the_limit() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [pa.array([1, 2], pa.timestamp("us", "Europe/Berlin")), pa.array([{"a": 1}, {"a": 2}]), pa.array([decimal.Decimal(1)] * 2)],
+    [
+        pa.array([1, 2], pa.timestamp("us", "Europe/Berlin")),
+        pa.array([{"a": 1}, {"a": 2}]),
+        pa.array([decimal.Decimal(1)] * 2),
+    ],
     ids=["time zone", "object", "decimal"],
 )
 def test_a_task_is_told_the_type_of_a_column_that_it_cannot_use(tmp_path: Path, values: pa.Array) -> None:
@@ -539,14 +575,20 @@ def test_a_task_is_told_the_type_of_a_column_that_it_cannot_use(tmp_path: Path, 
         TabularClassification(features=["x"]).prepare(open_dataset(str(tmp_path)).facts)
 
 
-def test_ingest_lists_the_columns_of_parquet_and_which_are_of_no_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = pa.table({"x": [1, None, 3], "price": [decimal.Decimal("1.5")] * 3, "none": pa.array([None] * 3, pa.int32())})
+def test_ingest_lists_the_columns_of_parquet_and_which_are_of_no_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = pa.table(
+        {"x": [1, None, 3], "price": [decimal.Decimal("1.5")] * 3, "none": pa.array([None] * 3, pa.int32())}
+    )
     put(tmp_path / "t.parquet", table, write_statistics=False)
     assert main(["--source", "parquet", "--input", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "    x: integer int64, 1 rows with a missing value, which are bad rows where a task reads it" in lines
     assert any(line.startswith("    price: other decimal128(2, 1); not usable: convert it") for line in lines)
-    assert any(line.startswith("    none: ") and line.endswith("not usable: it has no value in any row") for line in lines)
+    assert any(
+        line.startswith("    none: ") and line.endswith("not usable: it has no value in any row") for line in lines
+    )
     assert lines[-1] == "It can be trained on as it is, but not by price, none: nothing was written."
 
 

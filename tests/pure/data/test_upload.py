@@ -23,7 +23,9 @@ def batch_of(rows: int) -> MicroBatch:
     return MicroBatch(0, rows, fields, torch.arange(rows), 0, np.arange(rows))
 
 
-def test_a_batch_is_copied_beside_what_computes_and_waited_for_by_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_copied_beside_what_computes_and_waited_for_by_the_device_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     streams = Streams(monkeypatch)
     upload = Upload(DEVICE)
     sent = upload.send([batch_of(3)])
@@ -70,9 +72,13 @@ def test_two_threads_may_be_in_a_stream_at_once_and_each_leaves_it(monkeypatch: 
 
 
 def test_each_purpose_has_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often a group forms anew: PyTorch's streams come round again, and a captured one must not be that which uploads."""
+    """However often a group forms anew: PyTorch's streams come round again, and a captured one must not be that which
+    uploads.
+    """
     Streams(monkeypatch)
-    found = {purpose: {id(stream_of(DEVICE, purpose)) for _ in range(40)} for purpose in ("upload", "exchange", "capture")}
+    found = {
+        purpose: {id(stream_of(DEVICE, purpose)) for _ in range(40)} for purpose in ("upload", "exchange", "capture")
+    }
     assert [len(each) for each in found.values()] == [1, 1, 1]
     assert len(set.union(*found.values())) == 3
 

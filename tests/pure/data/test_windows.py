@@ -1,4 +1,6 @@
-"""The micro-batches of steps that are gathered at once: each as if it had been gathered alone, in values, in memory and for autograd."""
+"""The micro-batches of steps that are gathered at once: each as if it had been gathered alone, in values, in memory and
+for autograd.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,19 @@ class Calls:
 
 
 def told(batch: MicroBatch) -> list[Any]:
-    tensors = {name: (values.dtype, tuple(values.shape), values.stride(), values.tolist()) for name, values in batch.fields.items()}
-    return [batch.rows, tensors, batch.keys.tolist(), batch.row_hash, batch.positions.tolist(), dict(batch.bad), batch.num_skipped]
+    tensors = {
+        name: (values.dtype, tuple(values.shape), values.stride(), values.tolist())
+        for name, values in batch.fields.items()
+    }
+    return [
+        batch.rows,
+        tensors,
+        batch.keys.tolist(),
+        batch.row_hash,
+        batch.positions.tolist(),
+        dict(batch.bad),
+        batch.num_skipped,
+    ]
 
 
 def alone(window: Window) -> list[MicroBatch]:
@@ -68,7 +81,11 @@ def alone(window: Window) -> list[MicroBatch]:
 def test_steps_gathered_at_once_are_those_gathered_alone(
     fields: Any, reasons: dict[int, str], is_at_once: bool, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, window, first = [told(batch) for batch in alone(window_of(fields, reasons))], window_of(fields, reasons), 0
+    expected, window, first = (
+        [told(batch) for batch in alone(window_of(fields, reasons))],
+        window_of(fields, reasons),
+        0,
+    )
     assert expected[-1][0] == ROWS % MICRO, "the last one is not whole"
     number, gathered = itertools.count(), windows_module.gathered
     monkeypatch.setattr(windows_module, "gathered", lambda *args: next(number) >= 0 and gathered(*args))
@@ -82,13 +99,17 @@ def test_steps_gathered_at_once_are_those_gathered_alone(
 
 @pytest.mark.parametrize("fields", [EVEN, UNEVEN, RAGGED], ids=["even", "uneven", "ragged"])
 def test_they_begin_in_memory_where_a_tensor_of_its_own_does(fields: Any) -> None:
-    """Kernels may sum in another order where values lie otherwise, and which steps are gathered at once depends on where a run went on."""
+    """Kernels may sum in another order where values lie otherwise, and which steps are gathered at once depends on
+    where a run went on.
+    """
     batches = window_of(fields).micro_batches(range(STEPS))
     assert {values.data_ptr() % 64 for batch in batches for values in batch.fields.values()} == {0}
 
 
 def test_a_block_costs_what_it_did() -> None:
-    """Most steps gather nothing, so `test_step_cost.py` does not see it. Who makes it dearer has to change these numbers."""
+    """Most steps gather nothing, so `test_step_cost.py` does not see it. Who makes it dearer has to change these
+    numbers.
+    """
     window, found = window_of(EVEN), {}
     for name, steps in {"a block of 12": range(12), "one": range(12, 13)}.items():
         with Calls() as calls:
@@ -98,14 +119,19 @@ def test_a_block_costs_what_it_did() -> None:
 
 
 @pytest.mark.parametrize(("at_least", "most_bytes"), [(3, 0), (3, 1 << 20)], ids=["the first", "all"])
-def test_prepared_steps_are_those_gathered_later(at_least: int, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_steps_are_those_gathered_later(
+    at_least: int, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in several blocks, of which one that is kept keeps no more than its own."""
     monkeypatch.setattr(windows_module, "BLOCK_BYTES", 4 * MICRO * (64 + 8))
     window = window_of(EVEN).prepare(at_least, most_bytes)
     assert window.is_prepared == (most_bytes > 0)
     found = window.micro_batches(range(2)) + window.micro_batches(range(2, STEPS))
     assert [told(batch) for batch in found] == [told(batch) for batch in alone(window_of(EVEN))]
-    assert {batch.fields["pixels"].untyped_storage().nbytes() for batch in found[:2]} <= {3 * MICRO * 64, 4 * MICRO * 64}
+    assert {batch.fields["pixels"].untyped_storage().nbytes() for batch in found[:2]} <= {
+        3 * MICRO * 64,
+        4 * MICRO * 64,
+    }
 
 
 def test_what_is_written_into_one_is_in_no_other() -> None:

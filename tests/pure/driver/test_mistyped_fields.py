@@ -69,7 +69,9 @@ def test_a_learning_rate_that_is_no_number(tmp_path: Path, given: str, shown: st
     ("1, betas: [.nan, 0.9]", "optimizer.init_args.betas is [nan, 0.9]; it must be finite."),
 ])  # fmt: skip
 def test_an_argument_of_an_optimizer_out_of_range(tmp_path: Path, given: str, message: str) -> None:
-    assert refusal(tmp_path, optimizer=f"{{class_path: torch.optim.AdamW, init_args: {{lr: {given}}}}}").endswith(message)
+    assert refusal(tmp_path, optimizer=f"{{class_path: torch.optim.AdamW, init_args: {{lr: {given}}}}}").endswith(
+        message
+    )
 
 
 def test_a_rate_of_a_group_that_is_nan(tmp_path: Path) -> None:

@@ -38,13 +38,22 @@ from tests.support.places import ROOT
 
 @pytest.fixture
 def job(digits: Path, tmp_path: Path) -> Job:
-    """A run with checkpoints of steps 10, 20 and 30, of which the second is best by what was evaluated so far, without a summary."""
-    fields: dict[str, Any] = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path / "runs")}
+    """A run with checkpoints of steps 10, 20 and 30, of which the second is best by what was evaluated so far, without
+    a summary.
+    """
+    fields: dict[str, Any] = {
+        "data__path": str(digits / "train"),
+        "data__eval_path": None,
+        "run__storage_path": str(tmp_path / "runs"),
+    }
     config = load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)
     made = trained(config, 10, 20, 30)
     evaluate(made, 10, 0.5)
     evaluate(made, 20, 0.7)
-    put_json(made.paths.summary, {"status": "finished", "steps": 30, "best": {"step": 20, "metric": "accuracy", "value": 0.7}})
+    put_json(
+        made.paths.summary,
+        {"status": "finished", "steps": 30, "best": {"step": 20, "metric": "accuracy", "value": 0.7}},
+    )
     return made
 
 
@@ -53,7 +62,8 @@ def trained(config: Config, *steps: int) -> Job:
     made = claim(prepare(config), 1).job
     for step in steps:
         state = {
-            name: values + step if values.is_floating_point() else values for name, values in made.task.build_model().state_dict().items()
+            name: values + step if values.is_floating_point() else values
+            for name, values in made.task.build_model().state_dict().items()
         }
         digests = {"params_digest": params_digest(state), "manifest_digest": made.plan.manifest.digest}
         CheckpointStore(made.paths).write(pack(Snapshot(step, state, {}, None)), replace(commit_of(step), **digests))
@@ -66,7 +76,11 @@ def evaluate(job: Job, step: int, accuracy: float) -> None:
 
 
 def result_of(job: Job) -> Result:
-    return Result(job.paths.root, {"status": "finished", "steps": 30, "best": {"step": 20, "metric": "accuracy", "value": 0.7}}, job.task)
+    return Result(
+        job.paths.root,
+        {"status": "finished", "steps": 30, "best": {"step": 20, "metric": "accuracy", "value": 0.7}},
+        job.task,
+    )
 
 
 def step_of(job: Job, model: nn.Module) -> int:
@@ -85,7 +99,9 @@ def chosen_everywhere(job: Job, folder: Path) -> set[int]:
     return {step_of(job, result.load_model()), int(best.name.split("-")[1]), exported, predicting, registered}
 
 
-@pytest.mark.parametrize(("which", "step"), [("best", 20), ("newest", 30), ("step-10", 10), ("step-20", 20), ("step-00000010-0001", 10)])
+@pytest.mark.parametrize(
+    ("which", "step"), [("best", 20), ("newest", 30), ("step-10", 10), ("step-20", 20), ("step-00000010-0001", 10)]
+)
 def test_a_notebook_loads_the_checkpoint_that_it_names(job: Job, which: str, step: int) -> None:
     model = result_of(job).load_model(which)
     assert step_of(job, model) == step
@@ -116,14 +132,18 @@ def test_all_mean_the_same_best_one_also_when_an_evaluation_comes_late_or_it_is_
 
 def test_evaluations_of_other_data_are_not_compared(job: Job) -> None:
     [newest] = [c for c in CheckpointStore(job.paths).commits() if c.step == 30]
-    put_evaluation(job.paths, Evaluation(30, 0, newest.params_digest, {"accuracy": 0.6}, 10, 0.1, time_s=1.0, data_digest="other"))
+    put_evaluation(
+        job.paths, Evaluation(30, 0, newest.params_digest, {"accuracy": 0.6}, 10, 0.1, time_s=1.0, data_digest="other")
+    )
     assert best_commit(job)[0].step == 30
 
 
 def test_a_run_is_evaluated_only_with_the_data_that_its_task_was_made_from(digits: Path, tmp_path: Path) -> None:
     shutil.copytree(digits / "train", tmp_path / "train")
     fields: dict[str, Any] = {"data__path": str(tmp_path / "train"), "data__eval_path": str(digits / "eval")}
-    config = load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", run__storage_path=str(tmp_path / "runs"), **fields)
+    config = load_config(ROOT / "conf" / "digits.yaml").replace(
+        run__name="run", run__storage_path=str(tmp_path / "runs"), **fields
+    )
     made = trained(config, 10)
     put_event(made.paths, "started", 1)
     shutil.copy(next((tmp_path / "train").glob("*.parquet")), tmp_path / "train" / "more.parquet")
@@ -140,7 +160,9 @@ def test_without_a_checkpoint_there_is_nothing_to_load(job: Job) -> None:
 
 def test_other_parameters_than_were_committed_are_refused(job: Job) -> None:
     state = {name: torch.zeros_like(values) for name, values in job.task.build_model().state_dict().items()}
-    CheckpointStore(job.paths).write(pack(Snapshot(40, state, {}, None)), replace(commit_of(40), params_digest="0" * 64))
+    CheckpointStore(job.paths).write(
+        pack(Snapshot(40, state, {}, None)), replace(commit_of(40), params_digest="0" * 64)
+    )
     with pytest.raises(CheckpointError, match="other parameters than were committed"):
         result_of(job).load_model("newest")
 
@@ -155,7 +177,10 @@ def test_a_run_that_skips_bad_rows_is_exported_though_its_first_row_is_one(tmp_p
         (tmp_path / name).mkdir()
         pq.write_table(pa.table({"image": column, "label": [0, 1] * 4}), tmp_path / name / "part-0.parquet")
     config = Config().replace(
-        task={"class_path": "ray_app.task.image.ImageClassification", "init_args": {"size": 8, "model_args": {"channels": 4}}},
+        task={
+            "class_path": "ray_app.task.image.ImageClassification",
+            "init_args": {"size": 8, "model_args": {"channels": 4}},
+        },
         run__storage_path=str(tmp_path / "runs"),
         run__name="run",
         scaling__max_workers=1,

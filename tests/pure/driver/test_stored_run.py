@@ -24,8 +24,15 @@ from tests.support.places import ROOT
 @pytest.fixture
 def job(digits: Path, tmp_path: Path) -> Job:
     """A run that was claimed once."""
-    fields: dict[str, Any] = {"data__path": str(digits / "train"), "data__eval_path": None, "run__storage_path": str(tmp_path / "runs")}
-    return claim(prepare(load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)), 1).job
+    fields: dict[str, Any] = {
+        "data__path": str(digits / "train"),
+        "data__eval_path": None,
+        "run__storage_path": str(tmp_path / "runs"),
+    }
+    return claim(
+        prepare(load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)),
+        1,
+    ).job
 
 
 def test_the_best_is_judged_by_the_metric_of_the_newest_start(job: Job) -> None:
@@ -33,7 +40,11 @@ def test_the_best_is_judged_by_the_metric_of_the_newest_start(job: Job) -> None:
     for fence in (2, 3):  # the third changes nothing
         again = claim(prepare(config), fence).job
     assert read_config(job.paths) == again.config
-    assert (again.best_metric, stored_job(job.paths).best_metric, read_facts(job.paths).metric) == ("loss", "loss", "loss")
+    assert (again.best_metric, stored_job(job.paths).best_metric, read_facts(job.paths).metric) == (
+        "loss",
+        "loss",
+        "loss",
+    )
     [event] = read_events(job.paths, "reconfigured")
     fields = {
         "evaluate.metric": [None, "loss"],
@@ -49,7 +60,9 @@ def test_optimizers_that_take_turns_stay_complete_and_change_nothing(job: Job) -
         "rest": {"class_path": "torch.optim.Adam", "parameters": ["*.weight"], "schedule": schedule},
         "biases": {"class_path": "torch.optim.SGD", "parameters": ["*.bias"], "init_args": {"lr": 0.1}, "steps": 2},
     }
-    config = job.config.replace(run__name="turns", optimizer=asdict(Config().optimizer), optimizers=turns, schedule=None)
+    config = job.config.replace(
+        run__name="turns", optimizer=asdict(Config().optimizer), optimizers=turns, schedule=None
+    )
     first = claim(prepare(config), 1).job
     text = first.paths.config.read_text()
     assert ("betas" in text, "gamma" in text) == (True, True), "arguments that were not given"
@@ -72,10 +85,16 @@ def test_optimizers_that_take_turns_stay_complete_and_change_nothing(job: Job) -
         ("data:\n", "gone:\n  a: 1\ndata:\n", "gone is no field"),
     ],
 )
-def test_a_configuration_of_another_version_is_named_with_its_fields(job: Job, before: str, after: str, said: str) -> None:
+def test_a_configuration_of_another_version_is_named_with_its_fields(
+    job: Job, before: str, after: str, said: str
+) -> None:
     text = job.paths.config.read_text().replace(before, after, 1)
     job.paths.config.write_text(text)  # type: ignore[union-attr]
-    for read in (lambda: read_facts(job.paths), lambda: compare_runs([str(job.paths.root)]), lambda: prepare(job.config)):
+    for read in (
+        lambda: read_facts(job.paths),
+        lambda: compare_runs([str(job.paths.root)]),
+        lambda: prepare(job.config),
+    ):
         with pytest.raises(ConfigError, match=said) as refused:
             read()
         assert str(job.paths.config) in str(refused.value)
@@ -91,7 +110,9 @@ def test_a_configuration_of_another_version_is_named_with_its_fields(job: Job, b
 )
 def test_what_a_newer_version_recorded_is_named(job: Job, name: str, newer: dict[str, Any]) -> None:
     put_json(job.paths.root / name, newer)
-    with pytest.raises(ConfigError, match=f"{name} is of schema version 9; .* reads up to 1. Use the version that wrote it"):
+    with pytest.raises(
+        ConfigError, match=f"{name} is of schema version 9; .* reads up to 1. Use the version that wrote it"
+    ):
         read_facts(job.paths)
     put_json(job.paths.root / name, {"step": 3})
     with pytest.raises(ConfigError, match=f"{name} is damaged"):

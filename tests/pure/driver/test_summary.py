@@ -45,12 +45,24 @@ def test_world_sizes_are_stretches() -> None:
 def test_a_start_is_told_by_phase() -> None:
     """Of the newest start that made a step."""
     phases = {"command": 3.0, "preparation": 0.5, "cluster": 2.0}
-    events = [event("started", 1.0), event("workers", 4.0), event("started", 10.0, phases=phases), event("workers", 15.0)]
+    events = [
+        event("started", 1.0),
+        event("workers", 4.0),
+        event("started", 10.0, phases=phases),
+        event("workers", 15.0),
+    ]
     events += [event("formed", 16.5), event("formed", 30.0), event("workers", 40.0)]
-    assert start(events, [record(1, 17.0), record(2, 31.0)]) == {**phases, "workers": 5.0, "forming": 1.5, "first step": 0.5}
+    assert start(events, [record(1, 17.0), record(2, 31.0)]) == {
+        **phases,
+        "workers": 5.0,
+        "forming": 1.5,
+        "first step": 0.5,
+    }
     again = [event("started", 50.0), event("workers", 54.0), event("formed", 55.0), event("started", 70.0)]
     records = [record(1, 17.0), record(2, 31.0), record(3, 57.0)]
-    assert start(events + again, records) == {"workers": 4.0, "forming": 1.0, "first step": 2.0}, "the last of all made none"
+    assert start(events + again, records) == {"workers": 4.0, "forming": 1.0, "first step": 2.0}, (
+        "the last of all made none"
+    )
     assert start(events, []) == {}
     assert start([event("started", 1.0), event("formed", 1.0)], [record(1, 2.0)]) == {"forming": 0.0, "first step": 1.0}
 
@@ -72,13 +84,18 @@ def test_goodput_needs_two_steps_and_some_time_between_them() -> None:
 
 
 def test_undisturbed_time_is_the_mean_of_settled_steps_on_the_most_workers() -> None:
-    """1 s per step on two workers, but step 10 with a checkpoint; one is killed after step 20; alone 2 s; a new one is slow at first."""
+    """1 s per step on two workers, but step 10 with a checkpoint; one is killed after step 20; alone 2 s; a new one is
+    slow at first.
+    """
     both = [record(step, float(step)) for step in range(1, 10)]
     both += [record(10, 14.0, step_ms=5000.0)] + [record(step, step + 4.0) for step in range(11, 21)]
     alone = [replace(record(20 + i, 24.0 + 2 * i, workers=1, step_ms=2000.0), generation="1.2") for i in range(1, 11)]
     joined = [replace(record(30 + i, 44.0 + 2.5 * i, step_ms=2500.0), generation="1.3") for i in range(1, 3)]
     again = [replace(record(32 + i, 49.0 + i), generation="1.3") for i in range(1, 11)]
-    settled_s, settled = (5 + 5 + 10) + 10, 16 + 10  # steps 5 to 20, after 3 s, and the ten after the new worker's first 3 s
+    settled_s, settled = (
+        (5 + 5 + 10) + 10,
+        16 + 10,
+    )  # steps 5 to 20, after 3 s, and the ten after the new worker's first 3 s
     assert goodput([*both, *alone, *joined, *again], []) == pytest.approx(41 * settled_s / settled / 58, abs=1e-4)
 
 
@@ -94,15 +111,21 @@ def test_survivors_notice_a_loss_before_the_controller_does() -> None:
 
 def test_restarts_are_counted_by_cause() -> None:
     events = [
-        event(kind, t) for t, kind in enumerate(["started", "failed", "resized", "preempted", "preempted", "storage_failed", "started"])
+        event(kind, t)
+        for t, kind in enumerate(
+            ["started", "failed", "resized", "preempted", "preempted", "storage_failed", "started"]
+        )
     ]
     assert restarts(events) == {"failures": 1, "preemptions": 2, "storage": 1, "resizes": 1, "driver": 1}
 
 
 @pytest.mark.parametrize(
-    ("ends", "restarted"), [(("finished", "finished"), 0), (("stopped_early", "finished"), 0), (("interrupted", "finished"), 1)]
+    ("ends", "restarted"),
+    [(("finished", "finished"), 0), (("stopped_early", "finished"), 0), (("interrupted", "finished"), 1)],
 )
-def test_a_start_of_a_run_that_had_finished_is_no_restart_of_the_driver(tmp_path: Path, ends: tuple[str, str], restarted: int) -> None:
+def test_a_start_of_a_run_that_had_finished_is_no_restart_of_the_driver(
+    tmp_path: Path, ends: tuple[str, str], restarted: int
+) -> None:
     paths = RunPaths(tmp_path)
     for fence, kind in enumerate(ends, 1):
         put_event(paths, "started", fence)
@@ -123,17 +146,31 @@ def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
 @pytest.mark.parametrize(
     ("fields", "done", "begun", "said"),
     [
-        ({}, 1, 2, "40 rows, 5 steps of 8 rows per epoch, 4 epochs; up to 1 workers (of 2 asked for, as many as fit now), arithmetic of 2"),
+        (
+            {},
+            1,
+            2,
+            "40 rows, 5 steps of 8 rows per epoch, 4 epochs; up to 1 workers (of 2 asked for, as many as fit now),"
+            " arithmetic of 2",
+        ),
         (
             {"train__steps_per_epoch": 2},
             4,
             4,
-            "40 rows, 2 steps of 8 rows per epoch (a pass over the data has 5), 4 epochs; up to 1 workers (of 2 asked for,",
+            "40 rows, 2 steps of 8 rows per epoch (a pass over the data has 5), 4 epochs; up to 1 workers (of 2 asked"
+            " for,",
         ),
-        ({"train__strategy": "single"}, 1, 2, "40 rows, 5 steps of 8 rows per epoch, 4 epochs; in this process, arithmetic of 2"),
+        (
+            {"train__strategy": "single"},
+            1,
+            2,
+            "40 rows, 5 steps of 8 rows per epoch, 4 epochs; in this process, arithmetic of 2",
+        ),
     ],
 )
-def test_epochs_are_those_of_the_configuration(tmp_path: Path, fields: dict[str, Any], done: int, begun: int, said: str) -> None:
+def test_epochs_are_those_of_the_configuration(
+    tmp_path: Path, fields: dict[str, Any], done: int, begun: int, said: str
+) -> None:
     """The same eight steps are an epoch and a half of five, or four of two, wherever epochs are counted."""
     data = write_images(tmp_path / "data", [[20, 20]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=8, train__epochs=4, **fields)

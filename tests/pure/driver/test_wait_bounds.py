@@ -30,7 +30,9 @@ def after(bounds: Bounds, seconds: float, seen: RendezvousStatus | None, phases:
         (status(), [], "the workers have formed no group"),
     ],
 )
-def test_a_run_that_is_to_stop_and_waits_is_given_up(seen: RendezvousStatus | None, phases: list[str], said: str) -> None:
+def test_a_run_that_is_to_stop_and_waits_is_given_up(
+    seen: RendezvousStatus | None, phases: list[str], said: str
+) -> None:
     assert after(Bounds(9), STOP_S - 1, seen, phases) is None
     assert after(Bounds(9), STOP_S, seen, phases) == f"{said} for {STOP_S:g} s"
 

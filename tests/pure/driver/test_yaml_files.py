@@ -1,4 +1,6 @@
-"""Configuration files with what YAML's readers would take for something else, or complain about without file and remedy."""
+"""Configuration files with what YAML's readers would take for something else, or complain about without file and
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from tests.support.places import ROOT
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("train: {epochs: 3}\ndata: {path: x}\ntrain: {max_steps: 5}\n", "has 'train' twice in one section, in lines 1 and 3"),
+        (
+            "train: {epochs: 3}\ndata: {path: x}\ntrain: {max_steps: 5}\n",
+            "has 'train' twice in one section, in lines 1 and 3",
+        ),
         ("data:\n  path: x\n  path: y\n", "has 'path' twice in one section, in lines 2 and 3"),
         ("data:\n\tpath: x\n", "line 2: found character '\\t' that cannot start any token. YAML is indented by blanks"),
         ("data: [1\n", "line 2: expected ',' or ']', but got '<stream end>'"),

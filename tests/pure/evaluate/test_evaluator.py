@@ -62,7 +62,9 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 30.
 
 @contextmanager
 def following(
-    job: EvaluationJob, before: Callable[[Commit], None] | None = None, when_orphaned: Callable[[str], object] | None = None
+    job: EvaluationJob,
+    before: Callable[[Commit], None] | None = None,
+    when_orphaned: Callable[[str], object] | None = None,
 ) -> Iterator[Evaluator]:
     evaluator = Evaluator(job, fetch_here, before, when_orphaned)
     try:
@@ -71,7 +73,9 @@ def following(
         evaluator.stop()
 
 
-def test_what_waits_is_held_however_long_an_evaluation_takes(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_is_held_however_long_an_evaluation_takes(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(actor, "HOLD_S", 5.0)
     for step in (1, 2, 3):
         commit(job, step)
@@ -84,7 +88,9 @@ def test_what_waits_is_held_however_long_an_evaluation_takes(job: EvaluationJob,
     with following(job, slow):
         assert started.wait(30)
         [first] = CheckpointStore(job.paths).holds()
-        wait_until(lambda: CheckpointStore(job.paths).holds()[0].expires_s > first.expires_s + 2.5, "renewed for half its life")
+        wait_until(
+            lambda: CheckpointStore(job.paths).holds()[0].expires_s > first.expires_s + 2.5, "renewed for half its life"
+        )
         assert CheckpointStore(job.paths).retain(1, []) == []
         go.set()
         wait_until(lambda: not pending(job), "all evaluated")
@@ -92,7 +98,9 @@ def test_what_waits_is_held_however_long_an_evaluation_takes(job: EvaluationJob,
     assert CheckpointStore(job.paths).retain(1, []) == [1, 2]
 
 
-def test_a_clock_that_is_a_quarter_of_an_hour_behind_loses_no_checkpoint(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_a_quarter_of_an_hour_behind_loses_no_checkpoint(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go, started, now = threading.Event(), threading.Event(), time.time
     for step in (1, 2, 3):
         commit(job, step)
@@ -210,7 +218,13 @@ def test_how_far_it_is_behind_is_recorded(job: EvaluationJob) -> None:
 
 @pytest.mark.parametrize(
     ("duration_s", "share", "budget", "expected"),
-    [(10.0, 0.5, 0.25, 10.0), (10.0, 0.5, 0.5, 0.0), (10.0, 0.1, 0.5, 0.0), (10.0, 1.0, 0.1, 90.0), (10.0, 0.0, 1.0, 0.0)],
+    [
+        (10.0, 0.5, 0.25, 10.0),
+        (10.0, 0.5, 0.5, 0.0),
+        (10.0, 0.1, 0.5, 0.0),
+        (10.0, 1.0, 0.1, 90.0),
+        (10.0, 0.0, 1.0, 0.0),
+    ],
 )
 def test_a_pause_keeps_the_budget(duration_s: float, share: float, budget: float, expected: float) -> None:
     assert pause_s(duration_s, share, budget) == pytest.approx(expected)
@@ -220,7 +234,9 @@ def test_the_budget_holds_the_next_evaluation_back_until_somebody_waits_for_it(j
     for step in (1, 2):
         commit(job, step)
     begun: list[int] = []
-    with following(replace(job, section=replace(job.section, budget=1e-6)), lambda found: begun.append(found.step)) as evaluator:
+    with following(
+        replace(job, section=replace(job.section, budget=1e-6)), lambda found: begun.append(found.step)
+    ) as evaluator:
         wait_until(lambda: bool(read_evaluations(job.paths)), "the first evaluation")
         assert not threading.Event().wait(0.5), "as long as many evaluations take"
         assert begun == [1]
@@ -229,7 +245,9 @@ def test_the_budget_holds_the_next_evaluation_back_until_somebody_waits_for_it(j
     assert begun == [1, 2]
 
 
-def test_without_its_driver_it_finishes_and_has_the_run_closed(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_driver_it_finishes_and_has_the_run_closed(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
     lease = acquire(job.paths)
     commit(job, 1)
@@ -311,7 +329,9 @@ def test_storage_that_is_away_at_the_end_is_asked_again(job: EvaluationJob, monk
     assert next(answers, "all used") == "all used"
 
 
-def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
     acquire(job.paths).release()
     for step in (1, 2, 3):
@@ -350,8 +370,12 @@ def test_its_device_is_the_current_one_where_it_makes_the_model_and_where_it_eva
     assert threads == [threading.current_thread().name, "_follow"]
 
 
-def test_only_a_process_that_has_something_to_evaluate_counts(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is killed again and again while it waits would otherwise be given up for a checkpoint that it never saw."""
+def test_only_a_process_that_has_something_to_evaluate_counts(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is killed again and again while it waits would otherwise be given up for a checkpoint that it
+    never saw.
+    """
     noted, looks = list[int](), list[list[Commit]]()
 
     def look(job: EvaluationJob) -> list[Commit]:

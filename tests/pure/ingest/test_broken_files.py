@@ -56,7 +56,9 @@ def test_a_broken_file_is_refused_by_name(tmp_path: Path, source: Any, name: str
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / name)
     skip: Any = "skip" if "one type" in expected else "fail"
-    options = IngestOptions(source, str(tmp_path / "out"), str(tmp_path / "in" / (name if source == "numpy" else "")), on_bad_row=skip)
+    options = IngestOptions(
+        source, str(tmp_path / "out"), str(tmp_path / "in" / (name if source == "numpy" else "")), on_bad_row=skip
+    )
     with pytest.raises(Exception, match=name.partition(".")[0] + r"\.") as caught:
         ingest(options)
     assert is_refusal(caught.value)

@@ -1,4 +1,6 @@
-"""Files that are not what they should be: files that are left out are named, pointers of Git LFS and web pages are called so."""
+"""Files that are not what they should be: files that are left out are named, pointers of Git LFS and web pages are
+called so.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,7 @@ from ray_app.train.state import parameters
 from tests.support.encoded_images import encode, smooth
 from tests.support.ingest_inputs import read, write_cifar, write_idx
 
-POINTER = (
-    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
-)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"  # noqa: E501
 PAGE = b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head></html>\n"
 PHOTO = Image.fromarray(smooth(8, 9))
 
@@ -88,14 +88,20 @@ def test_left_out_files_stand_behind_refused_rows_in_each_side_of_a_split(photos
 def test_a_class_without_images_says_what_is_in_its_folder(photos: Path, tmp_path: Path) -> None:
     (photos / "c").mkdir()
     (photos / "c" / "1.tiff").write_bytes(encode(PHOTO, "tiff"))
-    with pytest.raises(DataError, match=r"c: no image in this class folder \(of 1 files the first is 1.tiff: left out: it is a TIFF image"):
+    with pytest.raises(
+        DataError,
+        match=r"c: no image in this class folder \(of 1 files the first is 1.tiff: left out: it is a TIFF image",
+    ):
         ingest(IngestOptions("images", str(tmp_path / "out"), str(photos)))
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(POINTER, "Git LFS pointer"), (PAGE, "a web page"), (b"", "empty"), (b"BM1234", "a BMP image")]
+    ("content", "reason"),
+    [(POINTER, "Git LFS pointer"), (PAGE, "a web page"), (b"", "empty"), (b"BM1234", "a BMP image")],
 )
-def test_what_only_has_the_name_of_an_image_is_a_bad_row_with_a_reason(photos: Path, tmp_path: Path, content: bytes, reason: str) -> None:
+def test_what_only_has_the_name_of_an_image_is_a_bad_row_with_a_reason(
+    photos: Path, tmp_path: Path, content: bytes, reason: str
+) -> None:
     (photos / "a" / "6.jpg").write_bytes(content)
     for attempt in ("one", "two"):
         ingest(IngestOptions("images", str(tmp_path / attempt), str(photos), on_bad_row="skip"))
@@ -127,7 +133,9 @@ def test_what_only_has_the_name_of_an_image_is_a_bad_row_with_a_reason(photos: P
         ("parquet", "x.parquet"),
     ],
 )
-def test_every_reader_names_what_stands_in_the_place_of_a_file(tmp_path: Path, source: Any, name: str, content: bytes) -> None:
+def test_every_reader_names_what_stands_in_the_place_of_a_file(
+    tmp_path: Path, source: Any, name: str, content: bytes
+) -> None:
     folder = tmp_path / "in"
     if source == "cifar":
         write_cifar(folder, "binary10" if name.endswith(".bin") else "python10")
@@ -137,7 +145,11 @@ def test_every_reader_names_what_stands_in_the_place_of_a_file(tmp_path: Path, s
         folder.mkdir()
     (folder / name).write_bytes(content)
     given = folder / name if source == "numpy" else folder
-    expected = "a Git LFS pointer, not the file itself (fetch the files with git lfs pull)" if content == POINTER else "a web page (HTML)"
+    expected = (
+        "a Git LFS pointer, not the file itself (fetch the files with git lfs pull)"
+        if content == POINTER
+        else "a web page (HTML)"
+    )
     with pytest.raises(DataError) as caught:
         ingest(IngestOptions(source, "" if source == "parquet" else str(tmp_path / "out"), str(given)))
     assert expected in str(caught.value)

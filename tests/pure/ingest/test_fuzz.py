@@ -1,4 +1,6 @@
-"""Damaged files are refused as what they are: a `DataError` or `ConfigError` that names the file, in bounded time and memory, or read."""
+"""Damaged files are refused as what they are: a `DataError` or `ConfigError` that names the file, in bounded time and
+memory, or read.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def write_csv(folder: Path) -> None:
 
 def write_jsonl(folder: Path) -> None:
     folder.mkdir()
-    lines = [json.dumps({"n": i, "v": [[i, 1.5], [2, 3]], "kind": "uvw"[i % 3], "day": "2024-01-01"}) + "\n" for i in range(12)]
+    lines = [
+        json.dumps({"n": i, "v": [[i, 1.5], [2, 3]], "kind": "uvw"[i % 3], "day": "2024-01-01"}) + "\n"
+        for i in range(12)
+    ]
     (folder / "a.jsonl").write_text("".join(lines))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
 
@@ -88,12 +93,18 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
     "tfrecord": (write_tfrecord, "", {"columns": TFRECORD_COLUMNS}),
     "hf, saved": (partial(write_hf, kind="saved"), "", {}),
     "hf, parquet": (partial(write_hf, kind="parquet"), "", {}),
-    "parquet": (lambda folder: (folder.mkdir(), pq.write_table(pa.table({"a": [1, 2], "b": ["u", "v"]}), folder / "a.parquet")), "", {}),
+    "parquet": (
+        lambda folder: (folder.mkdir(), pq.write_table(pa.table({"a": [1, 2], "b": ["u", "v"]}), folder / "a.parquet")),
+        "",
+        {},
+    ),
 }
 
 
 _ABORTS = {"parquet": {292, 484}}
-"""Mutants whose footer ends the process in pyarrow 25 itself: `RowGroupMetaData.column` declares no exception of its C++."""
+"""Mutants whose footer ends the process in pyarrow 25 itself: `RowGroupMetaData.column` declares no exception of its
+C++.
+"""
 
 
 def read_mutant(folder: Path, name: str, seed: int | None) -> str:
@@ -122,7 +133,10 @@ def read_mutant(folder: Path, name: str, seed: int | None) -> str:
 
 
 def search(tmp_path: Path, name: str, seeds: range) -> None:
-    assert read_mutant(tmp_path / "intact", name, None) in ("read", "it takes too long")  # imports take long on a busy machine
+    assert read_mutant(tmp_path / "intact", name, None) in (
+        "read",
+        "it takes too long",
+    )  # imports take long on a busy machine
     found = {seed: read_mutant(tmp_path / "mutant", name, seed) for seed in seeds if seed not in _ABORTS.get(name, ())}
     wrong = {seed: came for seed, came in found.items() if came not in ("read", "refused")}
     assert not wrong, f"{len(wrong)} of {len(seeds)}, such as {dict(list(wrong.items())[:5])}"

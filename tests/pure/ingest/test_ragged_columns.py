@@ -1,4 +1,6 @@
-"""Columns of lists of any length (`ragged`): each row as it was given, read by training; rows that do not fit are named."""
+"""Columns of lists of any length (`ragged`): each row as it was given, read by training; rows that do not fit are
+named.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,20 @@ from tests.support.ingest_inputs import in_source, read
 
 IDS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
 BOXES = [[[0, 1, 2, 3], [4, 5, 6, 7.5]], [], [[8, 9, 10, 11]], [[1, 1, 2, 2]] * 3]
-WIDTHS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bool")
+WIDTHS = (
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "bool",
+)
 
 
 def write_lines(folder: Path, files: dict[str, list[dict[str, Any]]]) -> Path:
@@ -68,7 +83,11 @@ def delivered(folder: Path, *names: str) -> dict[str, Any]:
     tables = [table for spec in whole(dataset.manifest, 2) for table in reader.read(spec)]
     parts = [as_read(table) for table in tables]
     found = {name: joined([part[name] for part in parts]) for name in names}
-    ids = [row_id for path in dataset.manifest.paths for row_id in pq.read_table(folder / path, columns=columns)["row_id"].to_pylist()]
+    ids = [
+        row_id
+        for path in dataset.manifest.paths
+        for row_id in pq.read_table(folder / path, columns=columns)["row_id"].to_pylist()
+    ]
     order = np.array(sorted(range(len(ids)), key=[in_source(row_id) for row_id in ids].__getitem__))
     return {name: values[order] for name, values in found.items()}
 
@@ -80,7 +99,11 @@ def lists(values: Any) -> list[Any]:
 
 def configured(tmp_path: Path, settings: dict[str, Any]) -> Config:
     """A run of `ModuleTask` on what was made."""
-    data = {"data__path": str(tmp_path / "out"), "data__eval_path": str(tmp_path / "out"), "data__global_batch_size": 16}
+    data = {
+        "data__path": str(tmp_path / "out"),
+        "data__eval_path": str(tmp_path / "out"),
+        "data__global_batch_size": 16,
+    }
     task = {"class_path": "ray_app.task.module.ModuleTask", "init_args": settings}
     return load_config(task=task, run__storage_path=str(tmp_path / "runs"), **data)
 
@@ -127,7 +150,9 @@ def test_hugging_face_lists_keep_their_lengths_and_types(tmp_path: Path, suffix:
 
     def kind(item: str) -> pa.DataType:
         number = pa.from_numpy_dtype(item)
-        return {"list": pa.list_(number), "large_list": pa.large_list(number), "fixed_size_list": pa.list_(number, 2)}[outer]
+        return {"list": pa.list_(number), "large_list": pa.large_list(number), "fixed_size_list": pa.list_(number, 2)}[
+            outer
+        ]
 
     for number in range(2):
         table = pa.table({item: pa.array([list(np.array(row, item)) for row in rows], kind(item)) for item in WIDTHS})
@@ -157,7 +182,11 @@ BAD: list[tuple[Any, Any, str]] = [
     ([1], None, "'a' is no list of numbers, or lacks one"),
     ([1], [1, None], "'a' is no list of numbers, or lacks one"),
     ([[], [2]], [[1], [2]], "'a' is no list of lists of shape [1]"),
-    ([[1, 2]], [[1, 2], [3]], "'a' is no list of lists of shape [2], as the first that is not empty, or lacks a number"),
+    (
+        [[1, 2]],
+        [[1, 2], [3]],
+        "'a' is no list of lists of shape [2], as the first that is not empty, or lacks a number",
+    ),
     ([[1, 2]], [[1, 2], []], "'a' is no list of lists of shape [2]"),
     ([[1, 2]], [[1, 2], None], "'a' is no list of lists of shape [2]"),
     ([[1, 2]], [[1, 2], [3, None]], "'a' is no list of lists of shape [2]"),
@@ -168,13 +197,21 @@ BAD: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize("source", ["jsonl", "hf"])
 @pytest.mark.parametrize(("first", "second", "expected"), BAD)
-def test_rows_that_do_not_fit_are_named_or_left_out(tmp_path: Path, source: Any, first: Any, second: Any, expected: str) -> None:
+def test_rows_that_do_not_fit_are_named_or_left_out(
+    tmp_path: Path, source: Any, first: Any, second: Any, expected: str
+) -> None:
     good, bad = ([first, first], second) if first != [[], [2]] else ([second, second], first)
     rows = [good[0], bad, good[1]]
     if source == "jsonl":
-        given, ids = write_lines(tmp_path / "in", {"f": [{"a": row} for row in rows]}), [f"f.jsonl:{i}" for i in (1, 2, 3)]
+        given, ids = (
+            write_lines(tmp_path / "in", {"f": [{"a": row} for row in rows]}),
+            [f"f.jsonl:{i}" for i in (1, 2, 3)],
+        )
     else:
-        given, ids = write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows})), [f"f.arrow:{i}" for i in (0, 1, 2)]
+        given, ids = (
+            write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows})),
+            [f"f.arrow:{i}" for i in (0, 1, 2)],
+        )
     message = refusal(tmp_path, source, given, ragged=["a"])
     assert f"row {ids[1]}: {expected}" in message
     assert "on_bad_row=skip" in message
@@ -188,17 +225,31 @@ def test_rows_that_do_not_fit_are_named_or_left_out(tmp_path: Path, source: Any,
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"ragged": ["z"]}, "ragged names 'z', but the columns that are kept are ['a', 'b', 'n']; those of lists are ['a', 'b']."),
+        (
+            {"ragged": ["z"]},
+            "ragged names 'z', but the columns that are kept are ['a', 'b', 'n']; those of lists are ['a', 'b'].",
+        ),
         ({"ragged": ["a", "b"], "columns": ["a"]}, "ragged names 'b', but the columns that are kept are ['a']"),
-        ({"ragged": ["a", "n"]}, "ragged names 'n', which holds int64; those of lists are ['a', 'b']. Name some of these."),
+        (
+            {"ragged": ["a", "n"]},
+            "ragged names 'n', which holds int64; those of lists are ['a', 'b']. Name some of these.",
+        ),
         ({"ragged": ["a", "n"], "label": "n"}, "ragged names 'n', which holds int64"),
-        ({"ragged": ["n"], "columns": ["n"]}, "ragged names 'n', which holds int64; none of them holds lists. Leave ragged out."),
+        (
+            {"ragged": ["n"], "columns": ["n"]},
+            "ragged names 'n', which holds int64; none of them holds lists. Leave ragged out.",
+        ),
     ],
 )
-def test_names_that_are_no_columns_of_lists_are_refused(tmp_path: Path, source: Any, options: dict[str, Any], expected: str) -> None:
+def test_names_that_are_no_columns_of_lists_are_refused(
+    tmp_path: Path, source: Any, options: dict[str, Any], expected: str
+) -> None:
     columns = {"a": [[1], [2, 3]], "b": [[1], [2, 3]], "n": [1, 2]}
     if source == "jsonl":
-        given = write_lines(tmp_path / "in", {"f": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]})
+        given = write_lines(
+            tmp_path / "in",
+            {"f": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]},
+        )
     else:
         given = write_table(tmp_path / "in" / "f.parquet", pa.table(columns))
     assert expected in refusal(tmp_path, source, given, **options)
@@ -213,13 +264,16 @@ def test_a_refused_list_says_that_it_may_be_ragged(tmp_path: Path, source: Any) 
         given = write_table(tmp_path / "in" / "f.arrow", pa.table({"a": rows}))
     message = refusal(tmp_path, source, given)
     assert (
-        "'a' is no list of shape [2], as the first that is not empty; where lists may have any length, name the column in ragged" in message
+        "'a' is no list of shape [2], as the first that is not empty; where lists may have any length, name the column"
+        " in ragged" in message
     )
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_whole_numbers_in_one_file_and_fractions_in_another(tmp_path: Path, piece_bytes: int) -> None:
-    given = write_lines(tmp_path / "in", {"f": [{"a": [1], "b": [[1, 2]]}], "g": [{"a": [1.5, 2], "b": [[0.5, 2]]}, {"a": [], "b": []}]})
+    given = write_lines(
+        tmp_path / "in", {"f": [{"a": [1], "b": [[1, 2]]}], "g": [{"a": [1.5, 2], "b": [[0.5, 2]]}, {"a": [], "b": []}]}
+    )
     made(tmp_path, "jsonl", given, ragged=["a", "b"], piece_bytes=piece_bytes)
     found = delivered(tmp_path / "out", "a", "b")
     assert {name: (lists(rows), rows.values.dtype) for name, rows in found.items()} == {
@@ -236,9 +290,15 @@ def test_a_split_in_which_all_lists_are_empty(tmp_path: Path) -> None:
 
 def test_lists_without_a_type_or_of_something_else_are_refused(tmp_path: Path) -> None:
     given = write_lines(tmp_path / "in", {"f": [{"a": [], "b": [["x"]]}]})
-    assert "key 'a' holds lists that are not of numbers, or all empty" in refusal(tmp_path, "jsonl", given, ragged=["a"], columns=["a"])
-    assert "key 'b' holds lists that are not of numbers" in refusal(tmp_path, "jsonl", given, ragged=["b"], columns=["b"])
-    empty = write_table(tmp_path / "e" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.list_(pa.int8())))}))
+    assert "key 'a' holds lists that are not of numbers, or all empty" in refusal(
+        tmp_path, "jsonl", given, ragged=["a"], columns=["a"]
+    )
+    assert "key 'b' holds lists that are not of numbers" in refusal(
+        tmp_path, "jsonl", given, ragged=["b"], columns=["b"]
+    )
+    empty = write_table(
+        tmp_path / "e" / "f.parquet", pa.table({"a": pa.array([[], []], pa.list_(pa.list_(pa.int8())))})
+    )
     assert "column 'a' has no value at all" in refusal(tmp_path, "hf", empty, ragged=["a"])
 
 
@@ -247,7 +307,11 @@ def test_other_sources_have_no_ragged_columns(tmp_path: Path, source: Any) -> No
     message = refusal(tmp_path, source, tmp_path / "in", ragged=["a"])
     assert message == f"ragged is ['a']: only jsonl, hf have it; leave it out for {source!r}."
     with pytest.raises(ConfigError, match=r"with pack there are no columns but the tokens; leave ragged out"):
-        ingest(IngestOptions("jsonl", str(tmp_path / "out"), str(tmp_path / "in"), ragged=["a"], tokenizer="t.json", pack=4))
+        ingest(
+            IngestOptions(
+                "jsonl", str(tmp_path / "out"), str(tmp_path / "in"), ragged=["a"], tokenizer="t.json", pack=4
+            )
+        )
 
 
 def test_the_same_again_writes_nothing_and_other_ragged_columns_are_others(tmp_path: Path) -> None:
@@ -273,7 +337,9 @@ def test_bytes_of_rows_with_lists() -> None:
     assert row_bytes(table.slice(1)).tolist() == [32, 4 + 64 + 8 + 1]
 
 
-def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several runs and buckets, both sides of a split: each row once, on one side, in row groups within the bound."""
     monkeypatch.setattr(shuffle, "RUN_BYTES", 20_000)
     monkeypatch.setattr(shuffle, "BUCKET_BYTES", 30_000)
@@ -286,8 +352,12 @@ def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(tmp_path:
         }
         for i in range(400)
     ]
-    given = write_lines(tmp_path / "in", {name: rows[low : low + 100] for name, low in zip("abcd", range(0, 400, 100), strict=True)})
-    summary = made(tmp_path, "jsonl", given, ragged=["ids", "boxes"], eval_fraction=0.3, row_group_bytes=4000, piece_bytes=1)
+    given = write_lines(
+        tmp_path / "in", {name: rows[low : low + 100] for name, low in zip("abcd", range(0, 400, 100), strict=True)}
+    )
+    summary = made(
+        tmp_path, "jsonl", given, ragged=["ids", "boxes"], eval_fraction=0.3, row_group_bytes=4000, piece_bytes=1
+    )
     assert summary.parts.keys() == {"train", "eval"}
     found: dict[int, dict[str, Any]] = {}
     for side in summary.parts:
@@ -333,7 +403,13 @@ def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> Non
     )
     write_table(tmp_path / "in" / "data.parquet", table, 16)
     made(tmp_path, "hf", tmp_path / "in", ragged=["input_ids", "attention_mask"], rename={"input_ids": "tokens"})
-    config = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     model = {
         "class_path": "transformers.BertForSequenceClassification",
         "init_args": {"config": {"class_path": "transformers.BertConfig", "init_args": config}},
@@ -346,5 +422,7 @@ def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> Non
         "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
     }
     job = prepare(configured(tmp_path, settings)).job
-    decoded = job.task.decode({name: delivered(tmp_path / "out", name)[name] for name in ("tokens", "attention_mask", "label")})
+    decoded = job.task.decode(
+        {name: delivered(tmp_path / "out", name)[name] for name in ("tokens", "attention_mask", "label")}
+    )
     assert lists(decoded["tokens"]) == tokens

@@ -83,7 +83,9 @@ def read_and_needed(dataset: Dataset, monkeypatch: pytest.MonkeyPatch, task_rows
 
 
 @pytest.mark.parametrize("task_rows", [425, 80_000])
-def test_little_more_is_read_than_needed(sorted_by_class: Path, monkeypatch: pytest.MonkeyPatch, task_rows: int) -> None:
+def test_little_more_is_read_than_needed(
+    sorted_by_class: Path, monkeypatch: pytest.MonkeyPatch, task_rows: int
+) -> None:
     read, needed = read_and_needed(open_dataset(str(sorted_by_class)), monkeypatch, task_rows)
     assert needed == 30_000
     assert read <= 1.1 * needed
@@ -103,13 +105,22 @@ def test_a_large_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("group_rows", "is_sorted", "expected"),
     [
-        (5_000, True, ["looks sorted by 'label': a row group spans 17.3 of 100 values on an average, and a shuffle window of 1,024 rows"]),
+        (
+            5_000,
+            True,
+            [
+                "looks sorted by 'label': a row group spans 17.3 of 100 values on an average, and a shuffle window of"
+                " 1,024 rows"
+            ],
+        ),
         (500, True, ["mixes about 3.0 row groups, so at most about 7 values. Ingest it again"]),
         (5_000, False, ["has row groups of up to 5,000 rows, more than a shuffle window of 1,024 rows"]),
         (500, False, []),
     ],
 )
-def test_the_start_says_what_speaks_against_the_mixing(tmp_path: Path, group_rows: int, is_sorted: bool, expected: list[str]) -> None:
+def test_the_start_says_what_speaks_against_the_mixing(
+    tmp_path: Path, group_rows: int, is_sorted: bool, expected: list[str]
+) -> None:
     labels = np.repeat(np.arange(CLASSES), 300)
     if not is_sorted:
         labels = np.random.default_rng(0).permutation(labels)

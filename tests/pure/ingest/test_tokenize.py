@@ -54,23 +54,33 @@ def test_texts_become_tokens_beside_the_other_columns(tmp_path: Path, words: str
     facts = open_dataset(str(tmp_path / "out")).facts.columns["tokens"]
     assert facts.kind == "list"
     (tmp_path / "rows.csv").write_text("said,n\n" + "".join(f"{line['text']},{i}\n" for i, line in enumerate(LINES)))
-    options = IngestOptions("csv", str(tmp_path / "csv"), str(tmp_path / "rows.csv"), tokenizer=words, text="said", end_of_text="<end>")
+    options = IngestOptions(
+        "csv", str(tmp_path / "csv"), str(tmp_path / "rows.csv"), tokenizer=words, text="said", end_of_text="<end>"
+    )
     ingest(options)
     found = read(tmp_path / "csv")
     assert (found["n"], found["tokens"]) == ([0, 1, 2], [[*ids, 1] for ids in IDS])
-    summary = ingest(IngestOptions("hf", str(tmp_path / "hf"), str(SUPPORT / "hf" / "saved"), columns=["text"], tokenizer=words))
+    summary = ingest(
+        IngestOptions("hf", str(tmp_path / "hf"), str(SUPPORT / "hf" / "saved"), columns=["text"], tokenizer=words)
+    )
     assert {part.columns["tokens"]["type"] for part in summary.parts.values()} == {"list<item: int32>"}
 
 
 def test_blocks_hold_each_token_once_whoever_makes_them(tmp_path: Path, words: str) -> None:
     random = np.random.default_rng(0)
-    texts = [[{"text": " ".join(random.choice([*"abcdefghij"], random.integers(0, 30)))} for _ in range(80)] for _ in range(3)]
+    texts = [
+        [{"text": " ".join(random.choice([*"abcdefghij"], random.integers(0, 30)))} for _ in range(80)]
+        for _ in range(3)
+    ]
     given = write_lines(tmp_path / "in", texts)
     size = max(file.stat().st_size for file in Path(given).iterdir())
     found = []
     for threads in (1, 3):
         options = {"tokenizer": words, "end_of_text": "<end>", "pack": 16, "eval_fraction": 0.3, "piece_bytes": size}
-        summary = ingest(IngestOptions("jsonl", str(tmp_path / str(threads)), given, **options), partial(run_in_threads, threads=threads))
+        summary = ingest(
+            IngestOptions("jsonl", str(tmp_path / str(threads)), given, **options),
+            partial(run_in_threads, threads=threads),
+        )
         assert summary.reused is False
         found.append({side: read(tmp_path / str(threads) / side, as_stored=True) for side in ("train", "eval")})
     assert found[0] == found[1]
@@ -84,8 +94,12 @@ def test_blocks_hold_each_token_once_whoever_makes_them(tmp_path: Path, words: s
         described = json.loads((tmp_path / "1" / side / "dataset.json").read_text())
         assert described["rows"] == len(columns["tokens"])
     assert not texts_of["train"] & texts_of["eval"], "a text is in one data set"
-    assert tokens == Counter(WORDS[word] for file in texts for line in file for word in [*line["text"].split(), "<end>"])
-    read_in = [json.loads((tmp_path / "1" / side / "dataset.json").read_text())["rows_in"] for side in ("train", "eval")]
+    assert tokens == Counter(
+        WORDS[word] for file in texts for line in file for word in [*line["text"].split(), "<end>"]
+    )
+    read_in = [
+        json.loads((tmp_path / "1" / side / "dataset.json").read_text())["rows_in"] for side in ("train", "eval")
+    ]
     assert sum(read_in) == 240
 
 
@@ -114,11 +128,17 @@ def packed(texts: list[list[int]], cuts: list[int], length: int) -> list[tuple[s
     return kept.blocks
 
 
-@given(st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=12), st.lists(st.integers(0, 12), max_size=4), st.integers(1, 7))
+@given(
+    st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=12),
+    st.lists(st.integers(0, 12), max_size=4),
+    st.integers(1, 7),
+)
 @settings(deadline=None)
 def test_blocks_depend_on_the_texts_alone(texts: list[list[int]], cuts: list[int], length: int) -> None:
     places = [(f"t{number}@{at}", token) for number, text in enumerate(texts) for at, token in enumerate(text)]
-    wanted = [(places[low][0], [token for _, token in places[low : low + length]]) for low in range(0, len(places), length)]
+    wanted = [
+        (places[low][0], [token for _, token in places[low : low + length]]) for low in range(0, len(places), length)
+    ]
     assert packed(texts, cuts, length) == wanted
 
 
@@ -146,7 +166,9 @@ def test_another_tokenizer_is_another_data_set(tmp_path: Path, words: str) -> No
         ({"on_bad_row": "skip"}, None),
     ],
 )
-def test_what_cannot_become_tokens_is_refused_with_words(options: dict[str, Any], said: str | None, tmp_path: Path, words: str) -> None:
+def test_what_cannot_become_tokens_is_refused_with_words(
+    options: dict[str, Any], said: str | None, tmp_path: Path, words: str
+) -> None:
     given = write_lines(tmp_path / "in", [[{"text": "a", "n": 1}, {"text": None, "n": 2}, {"text": "", "n": 3}]])
     chosen = IngestOptions("jsonl", str(tmp_path / "out"), given, **({"tokenizer": words} | options))
     if said is not None:
@@ -159,7 +181,9 @@ def test_what_cannot_become_tokens_is_refused_with_words(options: dict[str, Any]
 
 
 def test_of_blocks_next_to_nothing_is_padding() -> None:
-    """Tokens computed / tokens useful of micro-batches of 8, with the lengths that `by_length` is held to (log-normal, sigma 0.6)."""
+    """Tokens computed / tokens useful of micro-batches of 8, with the lengths that `by_length` is held to (log-normal,
+    sigma 0.6).
+    """
     lengths = np.random.default_rng(0).lognormal(3.5, 0.6, 300).astype(int) + 1
     blocks = Ragged.of([tokens for _, tokens in packed([[1] * int(length) for length in lengths], [], 64)], np.int32)
     batches = [blocks.padded(np.arange(len(blocks))[low : low + 8]) for low in range(0, len(blocks), 8)]

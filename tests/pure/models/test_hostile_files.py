@@ -122,7 +122,16 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(path: str) -> None:
 def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A package of a model with the format `torch.export`, and the digest of its parameters."""
     task = TabularClassification.__new__(TabularClassification)
-    vars(task).update(label="label", features=["a"], hidden=[4], dropout=0.0, scale=1.0, inputs=3, num_classes=2, classes=["no", "yes"])
+    vars(task).update(
+        label="label",
+        features=["a"],
+        hidden=[4],
+        dropout=0.0,
+        scale=1.0,
+        inputs=3,
+        num_classes=2,
+        classes=["no", "yes"],
+    )
     model = task.build_model()
     rows = {"features": np.ones((2, 3), np.float32), "label": np.zeros(2, np.int64)}
     folder = make_package(task, model, rows, tmp_path_factory.mktemp("package") / "model").folder
@@ -162,7 +171,9 @@ def refused(folder: Path, ran: Path) -> None:
     assert not ran.exists()
 
 
-def test_a_pickle_in_place_of_a_model_is_refused(package: tuple[Path, str], tmp_path: Path, ran: Path, payload: bytes) -> None:
+def test_a_pickle_in_place_of_a_model_is_refused(
+    package: tuple[Path, str], tmp_path: Path, ran: Path, payload: bytes
+) -> None:
     folder = changed(package[0], tmp_path / "model", lambda member, data: data)
     assert isinstance(loader.load(folder), nn.Module), "the unchanged copy loads"
     (folder / loader.EXPORTED).write_bytes(payload)
@@ -178,7 +189,9 @@ def test_a_pickle_in_place_of_a_model_is_refused(package: tuple[Path, str], tmp_
 
 
 def test_code_in_the_program_of_a_model_is_refused(package: tuple[Path, str], tmp_path: Path, ran: Path) -> None:
-    """`torch.export.load` evaluates sizes as Python and looks operators up by name; the first is shown to work on the unguarded call."""
+    """`torch.export.load` evaluates sizes as Python and looks operators up by name; the first is shown to work on the
+    unguarded call.
+    """
     program = zipfile.ZipFile(package[0] / loader.EXPORTED).read("model/models/model.json").decode()
     size = program.partition('"expr_str": "')[2].partition('"')[0].encode()
     assert size.startswith(b"Symbol(")
@@ -189,8 +202,15 @@ def test_code_in_the_program_of_a_model_is_refused(package: tuple[Path, str], tm
         torch.export.load(bad / loader.EXPORTED)
     assert ran.exists(), "torch has learned not to evaluate sizes: the check can go"
     ran.unlink()
-    for number, operator in enumerate(("torch.hub.load", "torch.ops.aten.from_file.default", "_operator.call", "#evil:op", "os.system")):
-        refused(changed(package[0], tmp_path / f"op{number}", in_program(b"torch.ops.aten.relu.default", operator.encode())), ran)
+    for number, operator in enumerate(
+        ("torch.hub.load", "torch.ops.aten.from_file.default", "_operator.call", "#evil:op", "os.system")
+    ):
+        refused(
+            changed(
+                package[0], tmp_path / f"op{number}", in_program(b"torch.ops.aten.relu.default", operator.encode())
+            ),
+            ran,
+        )
     guard_of = in_program(b'"guards_code": []', b'"guards_code": ["' + code + b'"]')
     refused(changed(package[0], tmp_path / "guard", guard_of), ran)
 
@@ -198,7 +218,9 @@ def test_code_in_the_program_of_a_model_is_refused(package: tuple[Path, str], tm
 def test_a_structure_of_arguments_that_imports_a_module_is_refused(
     package: tuple[Path, str], tmp_path: Path, ran: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`torch.export.load` imports the module of a default factory or an enumeration; the first is shown to work on the unguarded call."""
+    """`torch.export.load` imports the module of a default factory or an enumeration; the first is shown to work on the
+    unguarded call.
+    """
     (tmp_path / "imports").mkdir()
     (tmp_path / "imports" / "evil_of_a_package.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
     monkeypatch.syspath_prepend(str(tmp_path / "imports"))
@@ -216,7 +238,9 @@ def test_a_structure_of_arguments_that_imports_a_module_is_refused(
         )
     ):
         inner = {"type": kind, "context": context, "children_spec": []}
-        evil = json.dumps(json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [inner]}])).encode()
+        evil = json.dumps(
+            json.dumps([1, {"type": "builtins.tuple", "context": "null", "children_spec": [inner]}])
+        ).encode()
         bad = changed(package[0], tmp_path / f"spec{number}", in_program(spec, evil))
         refused(bad, ran)
         if number == 0:
@@ -226,7 +250,12 @@ def test_a_structure_of_arguments_that_imports_a_module_is_refused(
             ran.unlink()
             monkeypatch.delitem(sys.modules, "evil_of_a_package", raising=False)
     leaf = {"type": None, "context": None, "children_spec": []}
-    for kind, context in (("collections.namedtuple", "null"), (None, "null"), ("builtins.list", 1), ("builtins.tuple", "{}")):
+    for kind, context in (
+        ("collections.namedtuple", "null"),
+        (None, "null"),
+        ("builtins.list", 1),
+        ("builtins.tuple", "{}"),
+    ):
         assert not loader._is_nesting(json.dumps([1, {"type": kind, "context": context, "children_spec": [leaf]}]))
 
 
@@ -250,9 +279,13 @@ def test_what_a_size_may_be(text: str, is_size: bool) -> None:
     assert loader._is_size(text) is is_size
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null", '"x"', '{"files": null}', '{"files": {}}', '{"task": {}, "inputs": 1}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "{}", "[]", "null", '"x"', '{"files": null}', '{"files": {}}', '{"task": {}, "inputs": 1}']
+)
 @pytest.mark.parametrize("name", ["export.json", "data/model/package.json"])
-def test_a_damaged_description_of_an_export_is_refused(package: tuple[Path, str], tmp_path: Path, name: str, content: str) -> None:
+def test_a_damaged_description_of_an_export_is_refused(
+    package: tuple[Path, str], tmp_path: Path, name: str, content: str
+) -> None:
     folder = tmp_path / "export"
     shutil.copytree(package[0].parents[1], folder)
     assert load_model(folder).predict(np.ones((2, 3), np.float32)).shape == (2, 2), "the unchanged copy loads"
@@ -263,29 +296,57 @@ def test_a_damaged_description_of_an_export_is_refused(package: tuple[Path, str]
             read(folder)
 
 
-def test_a_pickle_in_place_of_weights_is_refused(tmp_path: Path, ran: Path, payload: bytes, package: tuple[Path, str]) -> None:
+def test_a_pickle_in_place_of_weights_is_refused(
+    tmp_path: Path, ran: Path, payload: bytes, package: tuple[Path, str]
+) -> None:
     task = TabularClassification.__new__(TabularClassification)
-    vars(task).update(label="label", features=["a"], hidden=[4], dropout=0.0, scale=1.0, inputs=3, num_classes=2, classes=[])
+    vars(task).update(
+        label="label", features=["a"], hidden=[4], dropout=0.0, scale=1.0, inputs=3, num_classes=2, classes=[]
+    )
     with pytest.raises(ConfigError, match="is refused"):
         Model(task, payload, None, package[1]).load(torch.device("cpu"))
     with pytest.raises(ConfigError, match="parameters have the digest"):
-        Model(task, safetensors.torch.save(dict(task.build_model().state_dict())), None, "0" * 64).load(torch.device("cpu"))
+        Model(task, safetensors.torch.save(dict(task.build_model().state_dict())), None, "0" * 64).load(
+            torch.device("cpu")
+        )
     assert not ran.exists()
 
 
 def test_a_package_holds_no_secret(tmp_path: Path) -> None:
     task = TabularClassification.__new__(TabularClassification)
-    vars(task).update(label="label", features=["a"], hidden=[4], dropout=0.0, scale=1.0, inputs=3, num_classes=2, api_token="canary-token")
+    vars(task).update(
+        label="label",
+        features=["a"],
+        hidden=[4],
+        dropout=0.0,
+        scale=1.0,
+        inputs=3,
+        num_classes=2,
+        api_token="canary-token",
+    )
     guard({"task": {"init_args": {"api_token": "canary-token"}}})
     rows = {"features": np.ones((2, 3), np.float32), "label": np.zeros(2, np.int64)}
     folder = make_package(task, task.build_model(), rows, tmp_path / "model").folder
     assert json.loads((folder / "data" / "model" / "package.json").read_text())["task"]["settings"] is None
     assert [file.name for file in folder.rglob("*") if file.is_file() and b"canary" in file.read_bytes()] == []
 
-    class_ = type("Branching", (TabularClassification,), {"forward": lambda self, model, batch: branching(model(batch["features"]))})
+    class_ = type(
+        "Branching",
+        (TabularClassification,),
+        {"forward": lambda self, model, batch: branching(model(batch["features"]))},
+    )
     class_.__module__, class_.__qualname__ = __name__, "Branching"
     task = class_.__new__(class_)
-    vars(task).update(label="label", features=["a"], hidden=[4], dropout=0.0, scale=1.0, inputs=3, num_classes=2, api_token="canary-token")
+    vars(task).update(
+        label="label",
+        features=["a"],
+        hidden=[4],
+        dropout=0.0,
+        scale=1.0,
+        inputs=3,
+        num_classes=2,
+        api_token="canary-token",
+    )
     with pytest.raises(RegistryError, match="'api_token' holds a secret"):
         make_package(task, task.build_model(), rows, tmp_path / "other")
 
@@ -294,7 +355,9 @@ def branching(scores: torch.Tensor) -> torch.Tensor:
     return scores if scores.sum() > 0 else -scores
 
 
-@pytest.mark.parametrize("uri", ["models:/../x/1", "models:/a/b/1", "runs:/x/model", "/tmp/model", "models:/m@../x", "models:/m/../../1"])
+@pytest.mark.parametrize(
+    "uri", ["models:/../x/1", "models:/a/b/1", "runs:/x/model", "/tmp/model", "models:/m@../x", "models:/m/../../1"]
+)
 def test_a_model_is_named_by_the_registry_only(tmp_path: Path, uri: str) -> None:
     with pytest.raises(ConfigError, match="must be models:/NAME"):
         fetch_package(f"sqlite:///{tmp_path / 'mlflow.db'}", uri)
@@ -330,7 +393,9 @@ def test_names_in_an_npz_write_nothing_elsewhere(tmp_path: Path) -> None:
 # --- names
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "/abs", "", ".", "..", ".hidden", "-x", "a\nb", "a\0b", "a b", "x" * 129, "a\\b", "x\n"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "/abs", "", ".", "..", ".hidden", "-x", "a\nb", "a\0b", "a b", "x" * 129, "a\\b", "x\n"]
+)
 def test_names_of_runs_that_are_paths_are_refused(digits_config: Config, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name is"):
         prepare(digits_config.replace(run__name=name))
@@ -371,7 +436,9 @@ def opened_by(source: str) -> list[str]:
     clusters = [call for call in calls if ast.unparse(call.func) == "Cluster"]
     first_nodes = [call for call in calls if ast.unparse(call.func).endswith(".add_node")][:1]
     heads += [call for call in clusters if call.keywords] or (first_nodes if clusters else [])
-    found += [ast.unparse(call) for call in heads if not re.search(r"include_dashboard'?[=:] ?False", ast.unparse(call))]
+    found += [
+        ast.unparse(call) for call in heads if not re.search(r"include_dashboard'?[=:] ?False", ast.unparse(call))
+    ]
     return found + (["a cluster without a token"] if clusters and "require_token" not in names else [])
 
 

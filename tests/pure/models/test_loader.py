@@ -32,7 +32,9 @@ def exported() -> torch.export.ExportedProgram:
     return torch.export.export(Positions(), (torch.zeros(2, 4),))
 
 
-def test_an_exported_model_makes_its_tensors_on_the_device_that_it_is_put_on(exported: torch.export.ExportedProgram) -> None:
+def test_an_exported_model_makes_its_tensors_on_the_device_that_it_is_put_on(
+    exported: torch.export.ExportedProgram,
+) -> None:
     with pytest.raises(Exception, match="meta"):
         exported.module().to(DEVICE)(torch.zeros(2, 4, device=DEVICE))  # `Module.to` is not enough
     assert module_on(exported, DEVICE)(torch.zeros(2, 4, device=DEVICE)).device == DEVICE
@@ -43,11 +45,16 @@ def test_an_exported_model_on_the_cpu_gives_the_values_that_it_gave(exported: to
     assert torch.equal(module_on(exported, torch.device("cpu"))(x), Positions()(x))
 
 
-def test_the_gate_of_a_retraining_scores_an_exported_model_on_a_device(exported: torch.export.ExportedProgram, tmp_path: Path) -> None:
+def test_the_gate_of_a_retraining_scores_an_exported_model_on_a_device(
+    exported: torch.export.ExportedProgram, tmp_path: Path
+) -> None:
     exported.example_inputs = None  # as packages leave them out
     torch.export.save(exported, tmp_path / "model.pt2")
     description = {"format": "torch.export", "inputs": [{"name": "x", "dtype": "float32", "shape": [4]}]}
-    files = {loader.EXPORTED: (tmp_path / "model.pt2").read_bytes(), loader.DESCRIPTION: json.dumps(description).encode()}
+    files = {
+        loader.EXPORTED: (tmp_path / "model.pt2").read_bytes(),
+        loader.DESCRIPTION: json.dumps(description).encode(),
+    }
     (tmp_path / "package").mkdir()
     model, inputs = _load(files, tmp_path / "package", DEVICE)
     assert inputs == ["x"]

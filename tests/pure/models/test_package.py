@@ -23,7 +23,9 @@ class Off(nn.Module):
 
 
 @pytest.mark.parametrize(("by", "said"), [(0.0, "equal"), (3e-6, "close")])
-def test_outputs_are_equal_bit_for_bit_or_close(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: float, said: str) -> None:
+def test_outputs_are_equal_bit_for_bit_or_close(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: float, said: str
+) -> None:
     model = nn.Linear(3, 2)
     monkeypatch.setattr(package.loader, "load", lambda data: Off(model, by))
     assert _compared(model, {"features": np.ones((2, 3), np.float32)}, tmp_path) == said  # type: ignore[arg-type]

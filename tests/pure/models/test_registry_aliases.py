@@ -1,7 +1,9 @@
-"""Random histories of a registered model: versions that are registered, promoted and rolled back, each stopped anywhere and done again.
+"""Random histories of a registered model: versions that are registered, promoted and rolled back, each stopped anywhere
+and done again.
 
-What serves changes only by the last call of a promotion or a rollback, and always says why it serves; the same parameters of a run are one
-version; nothing that was rolled back is gone back to; what was stopped and is done again ends as if it had not been stopped.
+What serves changes only by the last call of a promotion or a rollback, and always says why it serves; the same
+parameters of a run are one version; nothing that was rolled back is gone back to; what was stopped and is done again
+ends as if it had not been stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ray_app.errors import RegistryError
 from ray_app.models import registry
 from ray_app.models.package import Package
-from ray_app.models.registry import CHALLENGER, PARAMS_DIGEST, RUN_UUID, champion_of, promote, register, rollback, rollbacks
+from ray_app.models.registry import (
+    CHALLENGER,
+    PARAMS_DIGEST,
+    RUN_UUID,
+    champion_of,
+    promote,
+    register,
+    rollback,
+    rollbacks,
+)
 from tests.support.mlflow_memory import LostError, MemoryClient
 
 NAME = "m"
@@ -55,10 +66,14 @@ class Aliases(RuleBasedStateMachine):
     def _now(self) -> str | None:
         return self.client.models[NAME].aliases.get("champion") if NAME in self.client.models else None
 
-    @rule(run=st.sampled_from("ab"), params=st.sampled_from("xyz"), calls=CALLS, after=st.booleans(), again=st.booleans())
+    @rule(
+        run=st.sampled_from("ab"), params=st.sampled_from("xyz"), calls=CALLS, after=st.booleans(), again=st.booleans()
+    )
     def register(self, run: str, params: str, calls: int, after: bool, again: bool) -> None:
         def act() -> Any:
-            return register(self.client, NAME, run, run, params, {}, lambda folder: Package(Path(folder), "f", "one", ()), "me")
+            return register(
+                self.client, NAME, run, run, params, {}, lambda folder: Package(Path(folder), "f", "one", ()), "me"
+            )
 
         before = self.serves
         is_new = registry.find(self.client, NAME, run, params) is None

@@ -11,7 +11,9 @@ from ray_app.plan import assignment, hashing
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Cursor, Plan
 
-files = st.lists(st.lists(st.integers(0, 40), max_size=6), min_size=1, max_size=5).filter(lambda f: sum(map(sum, f)) > 0)
+files = st.lists(st.lists(st.integers(0, 40), max_size=6), min_size=1, max_size=5).filter(
+    lambda f: sum(map(sum, f)) > 0
+)
 
 
 def manifest_of(rows: list[list[int]]) -> Manifest:
@@ -81,7 +83,9 @@ FIXED_KEY = 15020427595393229491
 
 def test_epochs_and_seeds_differ() -> None:
     manifest = manifest_of([[50] * 8])
-    orders = {tuple(Plan(manifest, seed, 1, 10, 100).epoch(e).rows_at(0, 0).tolist()) for seed in (0, 1) for e in (0, 1)}
+    orders = {
+        tuple(Plan(manifest, seed, 1, 10, 100).epoch(e).rows_at(0, 0).tolist()) for seed in (0, 1) for e in (0, 1)
+    }
     assert len(orders) == 4
 
 
@@ -89,7 +93,9 @@ def test_epochs_and_seeds_differ() -> None:
 def test_every_logical_worker_is_played_once(case: tuple[int, int]) -> None:
     logical, world = case
     strided = [assignment.logical_workers_of(r, world, logical, strided=True) for r in range(world)]
-    passes = [[block[i] for block in strided if i < len(block)] for i in range(assignment.micro_batches(world, logical))]
+    passes = [
+        [block[i] for block in strided if i < len(block)] for i in range(assignment.micro_batches(world, logical))
+    ]
     assert [v for each in passes for v in each] == list(range(logical)), "a pass brings neighbours"
     blocks = [assignment.logical_workers_of(r, world, logical) for r in range(world)]
     assert [v for block in blocks for v in block] == list(range(logical))
@@ -135,8 +141,16 @@ def test_array_and_scalar_hashes_agree(values: list[int]) -> None:
 
 
 def test_the_mixer_is_splitmix64() -> None:
-    """The first numbers of its published reference implementation for the state 1234567 (https://prng.di.unimi.it/splitmix64.c)."""
-    reference = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    """The first numbers of its published reference implementation for the state 1234567
+    (https://prng.di.unimi.it/splitmix64.c).
+    """
+    reference = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     states = [(1234567 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(len(reference))]
     assert [hashing.mix(state) for state in states] == reference
     assert hashing.mix_array(np.array(states, np.uint64)).tolist() == reference

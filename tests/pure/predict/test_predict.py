@@ -34,10 +34,15 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Finished:
     return champion_run(tmp_path_factory.mktemp("storage"), digits)
 
 
-def test_what_does_not_fit_is_refused(run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_refused(
+    run: Finished, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = digits / "eval"
     table = pq.read_table(data / "part-00000.parquet")
-    for name, content in {"blind": table.drop_columns(["image"]), "other": pa.table({"image": [b"no array"], "row_id": ["0"]})}.items():
+    for name, content in {
+        "blind": table.drop_columns(["image"]),
+        "other": pa.table({"image": [b"no array"], "row_id": ["0"]}),
+    }.items():
         (tmp_path / name).mkdir()
         pq.write_table(content, tmp_path / name / "part-00000.parquet")
     (tmp_path / "full").mkdir()
@@ -49,13 +54,19 @@ def test_what_does_not_fit_is_refused(run: Finished, digits: Path, tmp_path: Pat
     pixels = ("--task.init_args.pixel_max", "255")
     tabular = ["--task.class_path", "ray_app.task.tabular.TabularClassification", "--task.init_args", "{}"]
     for arguments, expected in (
-        (predict_command(run, data, out, "--predict.model", "models:/digits@nobody"), "MLflow has no models:/digits@nobody"),
+        (
+            predict_command(run, data, out, "--predict.model", "models:/digits@nobody"),
+            "MLflow has no models:/digits@nobody",
+        ),
         (predict_command(run, data, out, "--predict.model", "digits"), "it must be models:/NAME@ALIAS"),
         (predict_command(run, data, out, "--predict.run", str(tmp_path)), "no summary.json"),
         (predict_command(run, data, out), "Say which model"),
         (predict_command(run, data, out, *CHAMPION, "--predict.run", old), "both given"),
         (predict_command(run, data, out, *CHAMPION, "--predict.batch_size", "0"), "predict.batch_size is 0"),
-        (predict_command(run, data, out, *CHAMPION, "--predict.columns", "row_id,colour"), "'colour', which is not in the data"),
+        (
+            predict_command(run, data, out, *CHAMPION, "--predict.columns", "row_id,colour"),
+            "'colour', which is not in the data",
+        ),
         (predict_command(run, data, out, *CHAMPION, *tabular), "is of the task ray_app.task.image.ImageClassification"),
         (
             predict_command(run, data, out, *CHAMPION, *pixels),
@@ -63,9 +74,15 @@ def test_what_does_not_fit_is_refused(run: Finished, digits: Path, tmp_path: Pat
         ),
         (predict_command(run, data, out, "--predict.run", old, *pixels), "was trained with"),
         (predict_command(run, tmp_path / "blind", out, *CHAMPION), "has no column 'image'"),
-        (predict_command(run, tmp_path / "other", out, *CHAMPION), "holds bytes; of what the model was trained on it holds array |u1"),
+        (
+            predict_command(run, tmp_path / "other", out, *CHAMPION),
+            "holds bytes; of what the model was trained on it holds array |u1",
+        ),
         (predict_command(run, data, tmp_path / "full", *CHAMPION), "it holds something else"),
-        (predict_command(run, data, made, *CHAMPION), "model: {'name': 'digits', 'version': '7'}, now {'name': 'digits', 'version': '1'}"),
+        (
+            predict_command(run, data, made, *CHAMPION),
+            "model: {'name': 'digits', 'version': '7'}, now {'name': 'digits', 'version': '1'}",
+        ),
     ):
         assert main(arguments) == 2, expected
         assert expected in capsys.readouterr().err
@@ -73,14 +90,18 @@ def test_what_does_not_fit_is_refused(run: Finished, digits: Path, tmp_path: Pat
     assert [path.name for path in made.iterdir()] == ["made_from.json"]
 
 
-def test_other_values_are_other_data_though_the_footers_are_the_same(run: Finished, digits: Path, tmp_path: Path) -> None:
+def test_other_values_are_other_data_though_the_footers_are_the_same(
+    run: Finished, digits: Path, tmp_path: Path
+) -> None:
     table, data = pq.read_table(digits / "eval" / "part-00000.parquet"), tmp_path / "data"
     order = list(range(table.num_rows))
     order[100], order[200] = order[200], order[100]
     footers = []
     for rows in (
         table,
-        table.set_column(table.column_names.index("image"), table.schema.field("image"), table.column("image").take(order)),
+        table.set_column(
+            table.column_names.index("image"), table.schema.field("image"), table.column("image").take(order)
+        ),
     ):
         data.mkdir(exist_ok=True)
         pq.write_table(rows, data / "part.parquet", compression="none", use_dictionary=False, write_statistics=False)
@@ -105,7 +126,12 @@ class ReachedError(Exception):
 
 @pytest.mark.parametrize(("grows_to", "expected"), [({"CPU": 3.0}, 2), ({"CPU": 16.0}, 3)])
 def test_a_cluster_that_scales_from_zero_is_waited_for(
-    run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows_to: dict[str, float], expected: int
+    run: Finished,
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    grows_to: dict[str, float],
+    expected: int,
 ) -> None:
     asked: list[int] = []
 
@@ -114,15 +140,24 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
         raise ReachedError
 
     there = SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list, put=lambda value: value)
-    for name, fake in {"ray": there, "cluster": nullcontext, "most_resources": lambda: grows_to, "through": through}.items():
+    for name, fake in {
+        "ray": there,
+        "cluster": nullcontext,
+        "most_resources": lambda: grows_to,
+        "through": through,
+    }.items():
         monkeypatch.setattr(command, name, fake)
-    section = PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root), workers=3)
+    section = PredictSection(
+        data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root), workers=3
+    )
     with pytest.raises(ReachedError):
         command.predict(prepare_prediction(run.config, section), run.config, section, Console(quiet=True))
     assert asked == [expected]
 
 
-def test_a_folder_that_another_code_began_is_refused(run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_code_began_is_refused(
+    run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     section = PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root))
     code = tmp_path / "task.py"
     monkeypatch.setattr(predict, "files_of", lambda path: {"task": code})
@@ -138,7 +173,9 @@ def test_of_two_that_begin_at_once_in_a_folder_one_is_refused(
     run: Finished, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = [
-        PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root), batch_size=size)
+        PredictSection(
+            data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root), batch_size=size
+        )
         for size in (8, 16)
     ]
     first, second = (prepare_prediction(run.config, section) for section in sections)
@@ -159,7 +196,9 @@ def test_of_two_that_begin_at_once_in_a_folder_one_is_refused(
 
 def test_several_gpus_for_an_actor_are_refused_since_it_uses_one(tmp_path: Path) -> None:
     section = PredictSection(data=str(tmp_path), out=str(tmp_path / "out"), num_gpus=2)
-    with pytest.raises(ConfigError, match=r"predict.num_gpus is 2, but an actor computes on one GPU.* predict.workers to the number of"):
+    with pytest.raises(
+        ConfigError, match=r"predict.num_gpus is 2, but an actor computes on one GPU.* predict.workers to the number of"
+    ):
         prepare_prediction(Config(), section)
 
 
@@ -169,5 +208,7 @@ def test_a_folder_without_a_value_is_a_missing_value_of_what_the_model_reads(tmp
         pq.write_table(pa.table({"x": [1.0, 2.0], "y": [0.0, 1.0]}), tmp_path / folder / "a.parquet")
     dataset = open_dataset(str(tmp_path))
     task = TabularRegression("y", ["x", "k"])
-    with pytest.raises(DataError, match=r"k=__HIVE.*a.parquet, row 0: column 'k' of predict.data .* has no value there, and 2 missing"):
+    with pytest.raises(
+        DataError, match=r"k=__HIVE.*a.parquet, row 0: column 'k' of predict.data .* has no value there, and 2 missing"
+    ):
         predict._reader(dataset, task)

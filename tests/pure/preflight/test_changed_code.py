@@ -1,4 +1,6 @@
-"""What a run was started with besides its configuration: source files, libraries, defaults; and what is said when they change."""
+"""What a run was started with besides its configuration: source files, libraries, defaults; and what is said when they
+change.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ def test_files_that_the_task_imports_count_and_the_application_does_not(own: Cal
     own("SMOOTHING = 0.1\n")
     second = code_of(config_of())
     other = replace(second, versions=second.versions | {"torch": "1.0"})
-    assert changes(first, other) == ["mine_of_code.helper has another content", f"torch {first.versions['torch']} -> 1.0"]
+    assert changes(first, other) == [
+        "mine_of_code.helper has another content",
+        f"torch {first.versions['torch']} -> 1.0",
+    ]
     assert changes(first, first) == []
 
 
@@ -75,7 +80,8 @@ def test_a_change_is_refused_or_told_as_configured(own: Callable[..., Path], tmp
     own("SMOOTHING = 0.1\n")
     assert changed_code(paths, config, code_of(config)) == ["mine_of_code.helper has another content"]
     with pytest.raises(
-        RunExistsError, match=r"(?s)started with other code.*- mine_of_code.helper has another content\n.*run.changed_code to warn"
+        RunExistsError,
+        match=r"(?s)started with other code.*- mine_of_code.helper has another content\n.*run.changed_code to warn",
     ):
         changed_code(paths, config.replace(run__changed_code="refuse"), code_of(config))
     values = yaml.safe_load(paths.config.read_text())
@@ -104,11 +110,22 @@ def test_classes_in_no_file_have_a_digest_too(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     "given",
     [
-        {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}, "groups": [{"names": ["*.bias"], "lr": 0.2}]}},
+        {
+            "optimizer": {
+                "class_path": "torch.optim.SGD",
+                "init_args": {"lr": 0.1},
+                "groups": [{"names": ["*.bias"], "lr": 0.2}],
+            }
+        },
         {
             "optimizer": None,
             "optimizers": {
-                "one": {"class_path": "torch.optim.Adam", "parameters": ["a.*"], "steps": 3, "groups": [{"norms_and_biases": True}]},
+                "one": {
+                    "class_path": "torch.optim.Adam",
+                    "parameters": ["a.*"],
+                    "steps": 3,
+                    "groups": [{"norms_and_biases": True}],
+                },
                 "two": {
                     "class_path": "torch.optim.SGD",
                     "parameters": ["b.*"],
@@ -118,7 +135,9 @@ def test_classes_in_no_file_have_a_digest_too(tmp_path: Path, monkeypatch: pytes
         },
     ],
 )
-def test_nothing_of_an_optimizer_is_lost_in_what_is_stored(given: dict[str, Any], own: Callable[..., Path], tmp_path: Path) -> None:
+def test_nothing_of_an_optimizer_is_lost_in_what_is_stored(
+    given: dict[str, Any], own: Callable[..., Path], tmp_path: Path
+) -> None:
     own()
     config = config_of().replace(**given)
     whole, names = completed(config)
@@ -132,13 +151,17 @@ def test_nothing_of_an_optimizer_is_lost_in_what_is_stored(given: dict[str, Any]
         assert {"optimizers.one.init_args.betas", "optimizers.two.schedule.init_args.gamma"} <= set(names)
 
 
-def test_the_stored_configuration_is_complete_and_the_digest_that_of_what_was_given(own: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_stored_configuration_is_complete_and_the_digest_that_of_what_was_given(
+    own: Callable[..., Path], tmp_path: Path
+) -> None:
     own()
     config = config_of().replace(
         optimizer={"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001}},
         schedule={
             "class_path": "torch.optim.lr_scheduler.ChainedScheduler",
-            "init_args": {"schedulers": [{"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}]},
+            "init_args": {
+                "schedulers": [{"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}]
+            },
         },
     )
     whole, names = completed(config)

@@ -46,7 +46,9 @@ def test_changed_files_of_both_data_sets_are_named_or_refused(tmp_path: Path) ->
     now = data_versions(train, evaluation)
     said = "1 of 2 files of data.eval_path have another size, time or ETag: 1.parquet"
     assert (changed_data(paths, CONFIG, now), is_recorded(paths, now)) == ([said], False)
-    with pytest.raises(RunExistsError, match=r"(?s)was changed since its last start.*- 1 of 2 files.*run.changed_data to warn"):
+    with pytest.raises(
+        RunExistsError, match=r"(?s)was changed since its last start.*- 1 of 2 files.*run.changed_data to warn"
+    ):
         changed_data(paths, CONFIG.replace(run__changed_data="refuse"), now)
 
 

@@ -55,7 +55,9 @@ class Mistaken(TinyImages):
 
 def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:
     data, task = write_images(tmp_path / "data", [[8]]), Mistaken(where) if isinstance(where, str) else where
-    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=task, **({"data__eval_path": str(data)} | fields))
+    job = make_job(
+        tmp_path / "run", data, logical_workers=2, batch=4, task=task, **({"data__eval_path": str(data)} | fields)
+    )
     row = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
     dry_run(job, row, None)
 
@@ -100,7 +102,9 @@ def test_a_mistake_in_what_computes_a_metric_is_refused_and_too_few_rows_are_tol
     trial(tmp_path / "few", Measured(), **fields)
     [told] = [record.message for record in caplog.records if "of two rows" in record.message]
     assert "ValueError: at least ten rows are needed (test_dry_run.py, line " in told
-    with pytest.raises(ConfigError, match=r"A trial with one row failed: AttributeError: 'Spread' object has no attribute 'row'"):
+    with pytest.raises(
+        ConfigError, match=r"A trial with one row failed: AttributeError: 'Spread' object has no attribute 'row'"
+    ):
         trial(tmp_path / "typo", Measured("unused"), **fields)
 
 
@@ -207,7 +211,9 @@ def pooled(tmp_path: Path, last: str, **fields: Any) -> None:
     dry_run(job, row, None)
 
 
-def test_what_no_device_has_a_deterministic_kernel_for_is_refused_and_the_mode_of_the_process_stays(tmp_path: Path) -> None:
+def test_what_no_device_has_a_deterministic_kernel_for_is_refused_and_the_mode_of_the_process_stays(
+    tmp_path: Path,
+) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     with pytest.raises(ConfigError, match="put_ does not have a deterministic implementation"):
         pooled(tmp_path, "put")
@@ -239,8 +245,12 @@ def test_classes_of_pixels_and_tokens_have_kernels_where_their_losses_are_not_re
         kernels.refuse(1)
     for reduction in ("mean", "sum"):
         with Kernels() as kernels:
-            functional.cross_entropy(torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), reduction=reduction)
-        with pytest.raises(ConfigError, match="cross-entropy or NLLLoss over pixels, as mean or sum: choose reduction none"):
+            functional.cross_entropy(
+                torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), reduction=reduction
+            )
+        with pytest.raises(
+            ConfigError, match="cross-entropy or NLLLoss over pixels, as mean or sum: choose reduction none"
+        ):
             kernels.refuse(1)
 
 
@@ -295,7 +305,9 @@ class Kept(TinyImages):
         ("passing", "the buffer mean, which is registered with persistent=False, so no checkpoint has it"),
     ],
 )
-def test_what_a_model_keeps_where_no_checkpoint_and_no_other_worker_has_it_is_refused(tmp_path: Path, how: str, said: str) -> None:
+def test_what_a_model_keeps_where_no_checkpoint_and_no_other_worker_has_it_is_refused(
+    tmp_path: Path, how: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         trial(tmp_path, Kept(how))
 
@@ -500,7 +512,9 @@ class Teacher(TinyImages):
     ],
     ids=["recurrent", "wrapped", "teacher", "fused SGD", "fused Adagrad"],
 )
-def test_what_trains_alike_on_any_number_of_workers_is_not_refused(tmp_path: Path, task: TinyImages, fields: dict[str, Any]) -> None:
+def test_what_trains_alike_on_any_number_of_workers_is_not_refused(
+    tmp_path: Path, task: TinyImages, fields: dict[str, Any]
+) -> None:
     trial(tmp_path, task, **fields)
 
 
@@ -524,7 +538,8 @@ def test_a_learning_rate_that_no_checkpoint_can_be_read_with_is_refused(tmp_path
 
 def test_a_lock_in_the_groups_of_an_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"Locking keeps param_groups\[0\]\['lock'\], which no checkpoint can be read with: cannot pickle"
+        ConfigError,
+        match=r"Locking keeps param_groups\[0\]\['lock'\], which no checkpoint can be read with: cannot pickle",
     ):
         trial(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.Locking"})
 

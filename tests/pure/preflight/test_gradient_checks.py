@@ -1,4 +1,6 @@
-"""What a start says of parameters without gradient, of losses that are no means over rows, and of what has no effect."""
+"""What a start says of parameters without gradient, of losses that are no means over rows, and of what has no
+effect.
+"""
 
 from __future__ import annotations
 
@@ -91,15 +93,26 @@ def write(folder: Path, **columns: Any) -> Path:
 
 
 def config_of(data: Path, task: str, init_args: dict[str, Any], optimizer: dict[str, Any], **fields: Any) -> Config:
-    given = {"data__path": str(data), "data__global_batch_size": 8, "train__strategy": "single", "tracking__enabled": False}
+    given = {
+        "data__path": str(data),
+        "data__global_batch_size": 8,
+        "train__strategy": "single",
+        "tracking__enabled": False,
+    }
     given |= {"run__name": "run", "run__storage_path": str(data.parent / "runs"), "scaling__logical_workers": 2}
-    return Config(task=ClassSpec(task, init_args), optimizer=OptimizerSpec("torch.optim.SGD", optimizer)).replace(**(given | fields))
+    return Config(task=ClassSpec(task, init_args), optimizer=OptimizerSpec("torch.optim.SGD", optimizer)).replace(
+        **(given | fields)
+    )
 
 
-def regression(folder: Path, x: list[float], optimizer: dict[str, Any], model: dict[str, Any], **fields: Any) -> tuple[str, ...]:
+def regression(
+    folder: Path, x: list[float], optimizer: dict[str, Any], model: dict[str, Any], **fields: Any
+) -> tuple[str, ...]:
     data = write(folder / "data", x=x, y=[float(i % 3) for i in range(len(x))])
     init_args = {"model": {"class_path": HERE + "Parts", "init_args": model}, "inputs": ["x"], "target": "y"}
-    return prepare(config_of(data, MODULE, init_args | {"loss": {"class_path": "torch.nn.MSELoss"}}, optimizer, **fields)).doubts
+    return prepare(
+        config_of(data, MODULE, init_args | {"loss": {"class_path": "torch.nn.MSELoss"}}, optimizer, **fields)
+    ).doubts
 
 
 NEVER = [0.0] * 16
@@ -107,7 +120,9 @@ NEVER = [0.0] * 16
 
 def test_parameters_without_gradient_that_weight_decay_moves_are_named(tmp_path: Path) -> None:
     [said] = regression(tmp_path, NEVER, DECAYED, {"unused": 7})
-    assert said.startswith("7 trained parameters get no gradient from the rows that were tried: unused.0, unused.1, unused.2, unused.3")
+    assert said.startswith(
+        "7 trained parameters get no gradient from the rows that were tried: unused.0, unused.1, unused.2, unused.3"
+    )
     assert "unused.4" in said
     assert "unused.5" not in said
     assert said.endswith("Freeze them by train.freeze, or give them a group with weight_decay 0 by optimizer.groups.")
@@ -127,7 +142,9 @@ def test_nothing_is_said_of_parameters_that_stay_where_they_are(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("x", "names"), [(NEVER, "some.weight, some.bias"), ([*NEVER[1:], 1.0], None)])
-def test_a_part_counts_as_unused_only_if_none_of_several_rows_uses_it(tmp_path: Path, x: list[float], names: str | None) -> None:
+def test_a_part_counts_as_unused_only_if_none_of_several_rows_uses_it(
+    tmp_path: Path, x: list[float], names: str | None
+) -> None:
     doubts = regression(tmp_path, x, DECAYED, {"some": True})
     assert [f"tried: {names}. A" in said for said in doubts] == [True] * (names is not None)
 
@@ -143,7 +160,10 @@ def test_a_checkpoint_that_hides_its_graph_makes_no_parameter_unused() -> None:
 def lightning(folder: Path, how: str) -> tuple[str, ...]:
     tokens = [[(i * 5 + j) % 16 for j in range(2 + i * 7 % 11)] for i in range(24)]
     data = write(folder / "data", tokens=tokens, label=[int(i % 3 == 0) for i in range(24)])
-    init_args = {"module": {"class_path": HERE + "Tokens", "init_args": {"how": how}}, "batch": ["tokens", "tokens.mask", "label"]}
+    init_args = {
+        "module": {"class_path": HERE + "Tokens", "init_args": {"how": how}},
+        "batch": ["tokens", "tokens.mask", "label"],
+    }
     return prepare(config_of(data, LIGHTNING, init_args | {"target": "label"}, {"lr": 0.1})).doubts
 
 
@@ -181,7 +201,9 @@ def test_options_of_log_that_would_be_left_out_are_refused(tmp_path: Path, how: 
 
 def test_r2_of_one_row_to_evaluate_is_refused(tmp_path: Path) -> None:
     init_args = {"metrics": {"r2": {"class_path": "torchmetrics.regression.R2Score"}}}
-    with pytest.raises(ConfigError, match=r"(?s)of the 1 row of data\.eval_path: .*Give it more rows, or leave the metric out"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)of the 1 row of data\.eval_path: .*Give it more rows, or leave the metric out"
+    ):
         evaluated(tmp_path, [1.0], init_args)
 
 
@@ -216,8 +238,12 @@ def sized(weights: str | None = None, kappa: str = "") -> nn.Module:
     return Parts()
 
 
-@pytest.mark.parametrize(("model", "said"), [({"weights": "DEFAULT"}, 1), ({"weights": None}, 0), ({"kappa": "linear"}, 0)])
-def test_pretrained_parameters_that_init_from_replaces_are_said(tmp_path: Path, model: dict[str, Any], said: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "said"), [({"weights": "DEFAULT"}, 1), ({"weights": None}, 0), ({"kappa": "linear"}, 0)]
+)
+def test_pretrained_parameters_that_init_from_replaces_are_said(
+    tmp_path: Path, model: dict[str, Any], said: int
+) -> None:
     data = write(tmp_path / "data", x=[float(i) for i in range(16)], y=[float(i) for i in range(16)])
     safetensors.torch.save_file(Parts().state_dict(), tmp_path / "model.safetensors")
     init_args = {"model": {"class_path": HERE + "sized", "init_args": model}, "inputs": ["x"], "target": "y"}
@@ -229,7 +255,8 @@ def test_pretrained_parameters_that_init_from_replaces_are_said(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("init_args", "steps"), [({}, 20), ({"total_steps": 40}, 40), ({"epochs": 3, "steps_per_epoch": 7}, 21), ({"steps_per_epoch": 7}, None)]
+    ("init_args", "steps"),
+    [({}, 20), ({"total_steps": 40}, 40), ({"epochs": 3, "steps_per_epoch": 7}, 21), ({"steps_per_epoch": 7}, None)],
 )
 def test_the_length_that_a_schedule_is_given_is_not_replaced(init_args: dict[str, Any], steps: int | None) -> None:
     spec = ClassSpec("torch.optim.lr_scheduler.OneCycleLR", {"max_lr": 0.1, **init_args})

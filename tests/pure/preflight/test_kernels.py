@@ -79,7 +79,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "median with indices": lambda: MATRIX.median(dim=1),
     "nanmedian with indices": lambda: MATRIX.nanmedian(1),
     "scatter_reduce with prod, amax or amin": lambda: VALUES.scatter_reduce(0, INDEX, VALUES, "amax"),
-    "scatter_reduce with prod, amax or amin | in place": lambda: VALUES.clone().scatter_reduce_(0, INDEX, VALUES, reduce="prod"),
+    "scatter_reduce with prod, amax or amin | in place": lambda: VALUES.clone().scatter_reduce_(
+        0, INDEX, VALUES, reduce="prod"
+    ),
     "scatter that multiplies": lambda: VALUES.scatter(0, INDEX, VALUES, reduce="multiply"),
     "index_reduce": lambda: VALUES.index_reduce(0, INDEX, VALUES, "amin"),
     "put with accumulate": lambda: VALUES.clone().put_(INDEX, VALUES, accumulate=True),
@@ -96,7 +98,9 @@ FINE: dict[str, Callable[[], object]] = {
     "bincount": lambda: torch.bincount(INDEX, minlength=4),
     "bincount, no weights by name": lambda: torch.bincount(INDEX, weights=None, minlength=4),
     "median of all": lambda: (MATRIX.median(), MATRIX.nanmedian()),
-    "scatter_reduce with sum or mean": lambda: VALUES.scatter_reduce(0, INDEX, VALUES, "sum").scatter_reduce_(0, INDEX, VALUES, "mean"),
+    "scatter_reduce with sum or mean": lambda: VALUES.scatter_reduce(0, INDEX, VALUES, "sum").scatter_reduce_(
+        0, INDEX, VALUES, "mean"
+    ),
     "scatter": lambda: (VALUES.scatter(0, INDEX, VALUES), VALUES.scatter(0, INDEX, 2.0, reduce="multiply")),
     "scatter_add and index_add": lambda: VALUES.scatter_add(0, INDEX, VALUES).index_add(0, INDEX, VALUES),
     "RoIAlign, which is replaced": lambda: differentiated(lambda x: ops.roi_align(x, REGIONS, 2)),

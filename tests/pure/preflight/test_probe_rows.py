@@ -1,4 +1,6 @@
-"""What the trial before a start takes: a few short rows, and the longest once, if that is not too much; and what it says was wrong."""
+"""What the trial before a start takes: a few short rows, and the longest once, if that is not too much; and what it
+says was wrong.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,12 @@ def texts(kind: str = "Token", positions: int = 256, **init_args: Any) -> dict[s
 
 
 def start(tmp_path: Path, task: dict[str, Any], path: str, **fields: Any) -> Any:
-    given = {"data__path": path, "data__eval_path": path, "data__global_batch_size": 16, "run__storage_path": str(tmp_path / "runs")}
+    given = {
+        "data__path": path,
+        "data__eval_path": path,
+        "data__global_batch_size": 16,
+        "run__storage_path": str(tmp_path / "runs"),
+    }
     return prepare(load_config(task=task, **given, **fields))
 
 
@@ -71,7 +78,9 @@ def refused(*given: Any, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("long_at", [3, ROWS - 1])
-def test_the_longest_row_is_taken_through_the_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_at: int) -> None:
+def test_the_longest_row_is_taken_through_the_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_at: int
+) -> None:
     seen, forward = list[int](), ModuleTask.forward
 
     def seeing(self: ModuleTask, model: nn.Module, batch: Batch) -> Any:
@@ -90,7 +99,9 @@ def test_a_row_that_would_take_too_much_is_not_tried_and_that_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str, value: Any
 ) -> None:
     path, task = write(tmp_path / "data"), texts(positions=LONG - 1)
-    assert f"data.path {path}: Rows of {LONG} numbers in 'tokens' or 'tags' cannot be trained on" in refused(tmp_path, task, path)
+    assert f"data.path {path}: Rows of {LONG} numbers in 'tokens' or 'tags' cannot be trained on" in refused(
+        tmp_path, task, path
+    )
     monkeypatch.setattr(probe_rows, limit, value)
     start(tmp_path, task, path)
     told = [record.message for record in caplog.records if "is not tried before the start" in record.message]
@@ -101,7 +112,9 @@ def test_a_row_that_would_take_too_much_is_not_tried_and_that_is_logged(
 
 
 @pytest.mark.parametrize("multiple", [1, 24])
-def test_what_a_long_row_takes_follows_from_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiple: int) -> None:
+def test_what_a_long_row_takes_follows_from_short_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiple: int
+) -> None:
     found, of_costs = list[float](), probe_rows._continued
 
     def continued(*given: Any) -> float:
@@ -139,7 +152,9 @@ def test_the_parameters_alone_say_what_is_too_much_for_a_model(monkeypatch: pyte
     monkeypatch.setattr(probe_rows, "MOST_OPERATIONS", 2 * 100 * 60)
     assert probe_rows.too_costly(attempt, rows) is None
     monkeypatch.setattr(probe_rows, "MOST_OPERATIONS", 2 * 100 * 60 - 1)
-    assert str(probe_rows.too_costly(attempt, rows)).startswith("about 1.2e+04 operations; a trial takes at most 1e+04 and")
+    assert str(probe_rows.too_costly(attempt, rows)).startswith(
+        "about 1.2e+04 operations; a trial takes at most 1e+04 and"
+    )
 
 
 # --- what it says
@@ -163,7 +178,11 @@ def test_a_mistake_in_an_evaluation_of_lists_is_not_their_length(tmp_path: Path)
     said = refused(tmp_path, texts(metrics={"accuracy": ACCURACY}), ignored)
     assert "cannot be" not in said
     assert "evaluating rows 0 to 1" in said
-    start(tmp_path, texts(metrics={"accuracy": {**ACCURACY, "init_args": {"num_classes": 3, "ignore_index": -100}}}), ignored)
+    start(
+        tmp_path,
+        texts(metrics={"accuracy": {**ACCURACY, "init_args": {"num_classes": 3, "ignore_index": -100}}}),
+        ignored,
+    )
 
 
 class Turns(CausalLanguageModel):
@@ -180,7 +199,10 @@ def test_the_longest_row_is_tried_where_optimizers_take_turns(tmp_path: Path) ->
     model = {"class_path": "transformers.AutoModelForCausalLM.from_config", "init_args": {"config": config}}
     task = {"class_path": f"{__name__}.Turns", "init_args": {"model": model}}
     spec = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
-    turns = {"first": {**spec, "parameters": ["transformer.h.*"]}, "second": {**spec, "parameters": ["transformer.[wl]*"]}}
+    turns = {
+        "first": {**spec, "parameters": ["transformer.h.*"]},
+        "second": {**spec, "parameters": ["transformer.[wl]*"]},
+    }
     start(tmp_path, task, path, optimizers=turns)
     config["init_args"]["n_positions"] = LONG - 1  # type: ignore[index]
     assert f"the longest row of data.path {path} ({LONG} numbers)" in refused(tmp_path, task, path, optimizers=turns)

@@ -27,21 +27,28 @@ def line(code: str) -> str:
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("decode", f"decode draws from Python's generator (random) {line('random.random() <')}decode). Its result may be cached"),
+        (
+            "decode",
+            f"decode draws from Python's generator (random) {line('random.random() <')}decode). Its result may be"
+            f" cached",
+        ),
         pytest.param("batch", "decode makes another 'image' of a row by itself", marks=pytest.mark.rest),
         pytest.param(
             "numpy",
-            f"augment draws from NumPy's generator (numpy.random) {line('np.random.rand()')}augment). Draw from the keys",
+            f"augment draws from NumPy's generator (numpy.random) {line('np.random.rand()')}augment). Draw from the"
+            f" keys",
             marks=pytest.mark.rest,
         ),
         pytest.param(
             "unseeded",
-            f"augment draws from a generator made without a seed (numpy.random.default_rng) {line('default_rng().random')}augment)",
+            f"augment draws from a generator made without a seed (numpy.random.default_rng)"
+            f" {line('default_rng().random')}augment)",
             marks=pytest.mark.rest,
         ),
         pytest.param(
             "transform",
-            "augment draws from a generator of its own, Impure.transform.random_generator (numpy's Generator). Draw from the keys",
+            "augment draws from a generator of its own, Impure.transform.random_generator (numpy's Generator). Draw"
+            " from the keys",
             marks=pytest.mark.rest,
         ),
         ("kept", "training_loss gives something else when it is called again"),

@@ -30,7 +30,9 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 
 def write(folder: Path, classes: int = 3, words: int = 50, long_at: int | None = None) -> str:
-    """Texts of up to 17 tokens in two files of five row groups, with small images, numbers and classes; one text may be longer."""
+    """Texts of up to 17 tokens in two files of five row groups, with small images, numbers and classes; one text may be
+    longer.
+    """
     folder.mkdir()
     random = np.random.default_rng(0)
     tokens = [[words - 1, *range(1, 1 + n % 16)] for n in range(ROWS)]
@@ -61,7 +63,10 @@ def module(model: dict[str, Any], inputs: Any, **init_args: Any) -> dict[str, An
 
 
 def texts(positions: int = 32, **init_args: Any) -> dict[str, Any]:
-    config = {"class_path": "transformers.BertConfig", "init_args": {**SMALL, "num_labels": 3, "max_position_embeddings": positions}}
+    config = {
+        "class_path": "transformers.BertConfig",
+        "init_args": {**SMALL, "num_labels": 3, "max_position_embeddings": positions},
+    }
     model = {"class_path": "transformers.BertForSequenceClassification", "init_args": {"config": config}}
     return module(model, {"input_ids": "tokens", "attention_mask": "tokens.mask"}, output="logits", **init_args)
 
@@ -77,7 +82,11 @@ TABLE = {"class_path": "ray_app.task.tabular.TabularClassification", "init_args"
 
 def start(task: dict[str, Any], path: str, eval_path: str, tmp_path: Path) -> None:
     storage = str(tmp_path / "runs")
-    prepare(load_config(task=task, data__path=path, data__eval_path=eval_path, data__global_batch_size=16, run__storage_path=storage))
+    prepare(
+        load_config(
+            task=task, data__path=path, data__eval_path=eval_path, data__global_batch_size=16, run__storage_path=storage
+        )
+    )
 
 
 def refused(*given: Any) -> str:
@@ -90,11 +99,15 @@ def refused(*given: Any) -> str:
 
 
 @pytest.mark.parametrize("long_at", [0, 511, ROWS - 1])
-def test_a_row_that_is_longer_than_the_model_is_refused_wherever_it_is(tmp_path: Path, plain: str, long_at: int) -> None:
+def test_a_row_that_is_longer_than_the_model_is_refused_wherever_it_is(
+    tmp_path: Path, plain: str, long_at: int
+) -> None:
     long = write(tmp_path / "long", long_at=long_at)
     start(texts(), plain, plain, tmp_path)
     cannot = f"Rows of {LONGEST} numbers in 'tokens' cannot be"
-    assert f"{cannot} trained on, rows of one can. Models know only so many positions" in refused(texts(), long, plain, tmp_path)
+    assert f"{cannot} trained on, rows of one can. Models know only so many positions" in refused(
+        texts(), long, plain, tmp_path
+    )
     said = refused(texts(), plain, long, tmp_path)
     assert f"data.eval_path {long}: {cannot} evaluated on, rows of one can. Models know only so many positions" in said
     start(texts(LONGEST), long, long, tmp_path)
@@ -115,7 +128,15 @@ class Shifted(CausalLanguageModel):
 
 @pytest.mark.parametrize("name", ["ray_app.task.language_model.CausalLanguageModel", f"{__name__}.Shifted"])
 def test_another_task_is_tried_with_the_longest_row_too(tmp_path: Path, plain: str, name: str) -> None:
-    config = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+    config = {
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 32,
+        "vocab_size": 50,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     spec = {"config": {"class_path": "transformers.GPT2Config", "init_args": config}}
     model = {"class_path": "transformers.AutoModelForCausalLM.from_config", "init_args": spec}
     task = {"class_path": name, "init_args": {"model": model}}
@@ -142,7 +163,9 @@ def test_the_longest_row_is_found_by_its_lists_of_numbers(tmp_path: Path) -> Non
     assert longest_row(dataset, ["x", "label"], 100) is None
 
 
-def test_of_a_large_data_set_some_row_groups_from_all_over_it_are_looked_at(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_data_set_some_row_groups_from_all_over_it_are_looked_at(
+    plain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ticks, read = count(0, 0.25), list[int]()
 
     def counted(*arguments: Any) -> DataFile:
@@ -161,11 +184,17 @@ def test_what_was_read_counts_however_long_it_took(plain: str) -> None:
     assert found.position % 16 == 15, "the longest of a row group"
 
 
-def test_a_batch_of_large_rows_has_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_of_large_rows_has_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     random, long = np.random.default_rng(0), 70_000
     waves = [random.integers(0, 1 << 60, 50_000) for _ in range(60)]
     waves[40] = random.integers(0, 1 << 60, long)
-    table = {"wave": pa.array(waves, pa.list_(pa.int64())), "other": pa.array([[1.0] * 100] * 60), "y": pa.array(range(60))}
+    table = {
+        "wave": pa.array(waves, pa.list_(pa.int64())),
+        "other": pa.array([[1.0] * 100] * 60),
+        "y": pa.array(range(60)),
+    }
     pq.write_table(pa.table(table), tmp_path / "wave.parquet")
     ticks, looked = count(0, 0.2), probes._lengths
     read = list[int]()
@@ -208,12 +237,15 @@ def test_a_file_that_cannot_be_read_is_told_where_it_is_trained_on(tmp_path: Pat
         (TABLE, "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set"),
         (
             numbers(3),
-            "the loss and the model's 3 classes allow 0 to 2. Correct the column, or let the model have an output for each class.",
+            "the loss and the model's 3 classes allow 0 to 2. Correct the column, or let the model have an output for"
+            " each class.",
         ),
     ],
     ids=["images", "table", "module"],
 )
-def test_a_class_that_is_in_the_data_to_evaluate_on_alone_is_refused(task: dict[str, Any], said: str, plain: str, tmp_path: Path) -> None:
+def test_a_class_that_is_in_the_data_to_evaluate_on_alone_is_refused(
+    task: dict[str, Any], said: str, plain: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / "more", classes=4)
     start(task, plain, plain, tmp_path)
     assert said.format(path=path) in refused(task, plain, path, tmp_path)
@@ -235,6 +267,7 @@ def test_a_class_that_the_model_and_the_metrics_have_is_evaluated_on(plain: str,
 
 def test_a_token_that_is_in_the_data_to_evaluate_on_alone_is_refused(plain: str, tmp_path: Path) -> None:
     path = write(tmp_path / "more", words=60)
-    assert f"data.eval_path {path}: Column 'tokens' has values up to 59, and the model has no embedding for 59" in refused(
-        texts(), plain, path, tmp_path
+    assert (
+        f"data.eval_path {path}: Column 'tokens' has values up to 59, and the model has no embedding for 59"
+        in refused(texts(), plain, path, tmp_path)
     )

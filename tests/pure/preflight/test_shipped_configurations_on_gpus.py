@@ -30,18 +30,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # What the GPU needs of a large model does not depend on who evaluates, so `make test` prepares each of them once.
 LARGE = ("resnet50_imagenet", "detection", "segmentation")
 CASES = [
-    pytest.param(file, fields, id=f"{way}-{file.stem}", marks=pytest.mark.rest if file.stem in LARGE and way != next(iter(WAYS)) else ())
+    pytest.param(
+        file,
+        fields,
+        id=f"{way}-{file.stem}",
+        marks=pytest.mark.rest if file.stem in LARGE and way != next(iter(WAYS)) else (),
+    )
     for way, fields in WAYS.items()
     for file in FILES
 ]
 
 
 @pytest.mark.parametrize(("file", "fields"), CASES)
-def test_a_shipped_configuration_starts_on_gpus(file: Path, fields: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_a_shipped_configuration_starts_on_gpus(
+    file: Path, fields: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
     data = folder / file.stem
     path = str(data if data.exists() else write_shipped_data(file.stem, data))
     config, _ = parse_more(["--config", str(file)], {"retrain": RetrainSection}, "any job", exit_on_error=False)
-    config = config.replace(data__path=path, data__eval_path=path, run__storage_path=str(tmp_path), tracking__enabled=False)
+    config = config.replace(
+        data__path=path, data__eval_path=path, run__storage_path=str(tmp_path), tracking__enabled=False
+    )
     prepared = prepare(config.replace(scaling__gpus_per_worker=1, tracking__registered_model=None, **fields))
     job = prepared.job
     assert job.config.scaling.gpus_per_worker == 1

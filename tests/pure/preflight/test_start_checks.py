@@ -1,4 +1,6 @@
-"""What a start refuses, or says, before the first step: classes, columns, labels, micro-batches of one row, masks, tasks."""
+"""What a start refuses, or says, before the first step: classes, columns, labels, micro-batches of one row, masks,
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,16 @@ def labelled(folder: Path, labels: list[int], classes: list[str] | None = None, 
 
 
 def config_of(data: Path, task: str, init_args: dict[str, Any], **fields: Any) -> Config:
-    given = {"data__path": str(data), "data__global_batch_size": 8, "train__strategy": "single", "tracking__enabled": False}
+    given = {
+        "data__path": str(data),
+        "data__global_batch_size": 8,
+        "train__strategy": "single",
+        "tracking__enabled": False,
+    }
     given |= {"run__name": "run", "run__storage_path": str(data.parent / "runs")}
-    return Config(task=ClassSpec(task, init_args), optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1})).replace(**(given | fields))
+    return Config(task=ClassSpec(task, init_args), optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1})).replace(
+        **(given | fields)
+    )
 
 
 def tabular(data: Path, init_args: dict[str, Any] | None = None, **fields: Any) -> Prepared:
@@ -60,8 +69,14 @@ LABELS = [0, 1] * 8
 
 
 def test_evaluation_data_with_classes_in_another_order_is_refused(tmp_path: Path) -> None:
-    train, evaluation = labelled(tmp_path / "a", LABELS, ["cat", "dog"]), labelled(tmp_path / "b", LABELS, ["dog", "cat"])
-    with pytest.raises(DataError, match=r"Class 0 is 'dog' in data\.eval_path .*b and 'cat' in data\.path .*a: .*by name, never by number"):
+    train, evaluation = (
+        labelled(tmp_path / "a", LABELS, ["cat", "dog"]),
+        labelled(tmp_path / "b", LABELS, ["dog", "cat"]),
+    )
+    with pytest.raises(
+        DataError,
+        match=r"Class 0 is 'dog' in data\.eval_path .*b and 'cat' in data\.path .*a: .*by name, never by number",
+    ):
         tabular(train, data__eval_path=str(evaluation))
 
 
@@ -134,7 +149,10 @@ def test_an_index_of_pandas_is_no_feature(tmp_path: Path) -> None:
         frame.rename_axis(index).to_parquet(tmp_path / f"{name}.parquet")
         prepared = tabular(tmp_path / f"{name}.parquet")
         assert prepared.job.task.columns() == ["x", "label"]
-        assert f"Columns not used: '{index or '__index_level_0__'}' (integer, which numbers the rows; name it" in prepared.data[1]
+        assert (
+            f"Columns not used: '{index or '__index_level_0__'}' (integer, which numbers the rows; name it"
+            in prepared.data[1]
+        )
 
 
 @pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
@@ -151,7 +169,9 @@ def test_the_start_names_columns_that_are_not_used_and_why(tmp_path: Path) -> No
     used, unused = tabular(data).data
     assert used == "Columns used: x; to predict label, 2 classes: cat, dog"
     assert (
-        unused == "Columns not used: 'price' (text: 15 of the first 16 values are numbers or missing, '?' in row 7 is not), 'city' (text)"
+        unused
+        == "Columns not used: 'price' (text: 15 of the first 16 values are numbers or missing, '?' in row 7 is not),"
+        " 'city' (text)"
     )
 
 
@@ -161,7 +181,9 @@ def test_the_start_names_columns_that_are_not_used_and_why(tmp_path: Path) -> No
     (["caf\u00e9", "cafe\u0301"], [["caf\u00e9", "cafe\u0301"]]),
     (["new york", "newyork"], []),
 ])  # fmt: skip
-def test_classes_that_differ_in_case_or_blanks_are_named(tmp_path: Path, names: list[str], alike: list[list[str]]) -> None:
+def test_classes_that_differ_in_case_or_blanks_are_named(
+    tmp_path: Path, names: list[str], alike: list[list[str]]
+) -> None:
     assert similar_names(names) == alike
     doubts = tabular(labelled(tmp_path / "a", [i % len(names) for i in range(16)], names)).doubts
     assert len(doubts) == len(alike)
@@ -191,7 +213,10 @@ def test_more_classes_than_the_bound_are_refused_also_with_more_rows(tmp_path: P
 
 
 def test_an_integer_to_predict_by_squared_error_makes_no_classes(tmp_path: Path) -> None:
-    given = {"model": {"class_path": "tests.support.odd_tasks.normalized", "init_args": {"norm": "layer"}}, "target": "label"}
+    given = {
+        "model": {"class_path": "tests.support.odd_tasks.normalized", "init_args": {"norm": "layer"}},
+        "target": "label",
+    }
     given |= {"inputs": ["x"], "loss": {"class_path": "torch.nn.MSELoss"}}
     data = write(tmp_path / "a", {"x": [[0.5] * 4] * 16, "label": [10**9] * 16})
     assert ModuleTask(**given).prepare(open_dataset(str(data)).facts).classes == []  # type: ignore[attr-defined]
@@ -206,13 +231,19 @@ def normalized(folder: Path, norm: str, rows: int = 16, **fields: Any) -> Prepar
     features = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(4.0 * rows, dtype=np.float32)), 4)
     data = write(folder, {"x": features, "label": [i % 2 for i in range(rows)]})
     model = {"class_path": "tests.support.odd_tasks.normalized", "init_args": {"norm": norm}}
-    return prepare(config_of(data, MODULE, {"model": model, "inputs": ["x"], "target": "label", "loss": CROSS_ENTROPY}, **fields))
+    return prepare(
+        config_of(data, MODULE, {"model": model, "inputs": ["x"], "target": "label", "loss": CROSS_ENTROPY}, **fields)
+    )
 
 
 def test_micro_batches_of_one_row_with_batch_norm_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"1 of the model is a BatchNorm1d, .* The smallest valid data\.global_batch_size is 16"):
+    with pytest.raises(
+        ConfigError, match=r"1 of the model is a BatchNorm1d, .* The smallest valid data\.global_batch_size is 16"
+    ):
         normalized(tmp_path / "a", "batch", scaling__logical_workers=8)
-    with pytest.raises(ConfigError, match=r"the 5 rows of the data give some of the 4 logical workers .* Give at least 8 rows"):
+    with pytest.raises(
+        ConfigError, match=r"the 5 rows of the data give some of the 4 logical workers .* Give at least 8 rows"
+    ):
         normalized(tmp_path / "b", "batch", rows=5, scaling__logical_workers=4)
     assert not normalized(tmp_path / "c", "batch", scaling__logical_workers=4).doubts
     assert not normalized(tmp_path / "d", "spatial", scaling__logical_workers=8).doubts
@@ -220,12 +251,16 @@ def test_micro_batches_of_one_row_with_batch_norm_are_refused(tmp_path: Path) ->
 
 def test_a_last_micro_batch_of_one_row_is_said(tmp_path: Path) -> None:
     [doubt] = normalized(tmp_path / "a", "batch", rows=17, scaling__logical_workers=2).doubts
-    assert doubt.startswith("In the last step of an epoch 1 of 2 logical workers have one row, of which 1, batch normalization, has no")
+    assert doubt.startswith(
+        "In the last step of an epoch 1 of 2 logical workers have one row, of which 1, batch normalization, has no"
+    )
     assert not normalized(tmp_path / "b", "batch", rows=17, scaling__logical_workers=2, data__last_batch="drop").doubts
 
 
 @pytest.mark.parametrize(("norm", "refused"), [("group", "GroupNorm"), ("layer", "LayerNorm"), ("groups of two", None)])
-def test_a_layer_that_normalizes_each_value_by_itself_is_refused(tmp_path: Path, norm: str, refused: str | None) -> None:
+def test_a_layer_that_normalizes_each_value_by_itself_is_refused(
+    tmp_path: Path, norm: str, refused: str | None
+) -> None:
     if refused is None:
         normalized(tmp_path / "a", norm)
         return
@@ -236,25 +271,33 @@ def test_a_layer_that_normalizes_each_value_by_itself_is_refused(tmp_path: Path,
 def masked(folder: Path, values: list[int]) -> Path:
     masks = [np.full((4, 4), value, np.uint8) for value in values]
     shape = pa.list_(pa.list_(pa.uint8(), 4), 4)
-    images = pa.array([np.zeros((4, 4, 3), np.uint8).tolist()] * len(values), pa.list_(pa.list_(pa.list_(pa.uint8(), 3), 4), 4))
+    images = pa.array(
+        [np.zeros((4, 4, 3), np.uint8).tolist()] * len(values), pa.list_(pa.list_(pa.list_(pa.uint8(), 3), 4), 4)
+    )
     return write(folder, {"image": images, "mask": pa.array([mask.tolist() for mask in masks], shape)})
 
 
-def segmented(data: Path, loss: dict[str, Any], classes: int = 2, eval_path: Path | None = None, **init_args: Any) -> Prepared:
+def segmented(
+    data: Path, loss: dict[str, Any], classes: int = 2, eval_path: Path | None = None, **init_args: Any
+) -> Prepared:
     model = {"class_path": "tests.support.odd_tasks.pixels", "init_args": {"classes": classes}}
     given = {"model": model, "inputs": ["image"], "target": "mask", "loss": loss} | init_args
     return prepare(config_of(data, MODULE, given, data__eval_path=eval_path and str(eval_path)))
 
 
 def test_a_mask_of_0_and_255_is_refused_with_its_values_and_the_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Row 0 of .*: the mask 'mask' has the values 255; .* 2 classes allow 0 to 1\. .*mask_values"):
+    with pytest.raises(
+        ConfigError, match=r"Row 0 of .*: the mask 'mask' has the values 255; .* 2 classes allow 0 to 1\. .*mask_values"
+    ):
         segmented(masked(tmp_path / "a", [255] * 8), CROSS_ENTROPY)
     segmented(masked(tmp_path / "b", [255] * 8), CROSS_ENTROPY | {"init_args": {"ignore_index": 255}})
 
 
 def test_a_mask_of_the_evaluation_data_is_refused_likewise(tmp_path: Path) -> None:
     train, evaluation = masked(tmp_path / "a", [0, 1] * 4), masked(tmp_path / "b", [0, 255] * 4)
-    with pytest.raises(ConfigError, match=r"data\.eval_path .*b, in the first rows: the mask 'mask' has the values 0, 255"):
+    with pytest.raises(
+        ConfigError, match=r"data\.eval_path .*b, in the first rows: the mask 'mask' has the values 0, 255"
+    ):
         segmented(train, CROSS_ENTROPY, eval_path=evaluation)
 
 
@@ -273,7 +316,10 @@ def test_mask_values_map_values_to_classes(tmp_path: Path) -> None:
     decoded = prepared.job.task.decode({"image": np.zeros((2, 4, 4, 3), np.uint8), "mask": masks})
     assert np.array_equal(decoded["mask"], masks == 255)  # type: ignore[arg-type]
     assert json.loads(json.dumps(vars(prepared.job.task))) == vars(prepared.job.task)
-    with pytest.raises(DataError, match=r"the mask has the values 7, which task\.init_args\.mask_values gives no class; it names 0, 255"):
+    with pytest.raises(
+        DataError,
+        match=r"the mask has the values 7, which task\.init_args\.mask_values gives no class; it names 0, 255",
+    ):
         segmented(masked(tmp_path / "b", [7] * 4), CROSS_ENTROPY, mask_values={0: 0, 255: 1})
     with pytest.raises(ConfigError, match=r"mask_values is .* it must be classes by the values of a mask"):
         segmented(masked(tmp_path / "c", [0] * 4), CROSS_ENTROPY, mask_values={"a": 1})
@@ -311,7 +357,9 @@ def test_a_model_that_cannot_be_pickled_is_trained(tmp_path: Path, strategy: str
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "parameter_server"])
-@pytest.mark.parametrize(("what", "name"), [("lock", "Holding.held"), ("generator", "Holding.held"), ("deep", "Holding.held['locks'][0]")])
+@pytest.mark.parametrize(
+    ("what", "name"), [("lock", "Holding.held"), ("generator", "Holding.held"), ("deep", "Holding.held['locks'][0]")]
+)
 def test_a_task_that_cannot_be_pickled_is_refused(tmp_path: Path, strategy: str, what: str, name: str) -> None:
     data = write(tmp_path / "a", {"x": [0.5] * 8, "y": [1.0] * 8})
     config = config_of(data, "tests.support.odd_tasks.Holding", {"what": what}, train__strategy=strategy)
@@ -326,7 +374,10 @@ def test_what_a_user_can_change_about_a_connection_is_said() -> None:
         raise AuthenticationError("the token is missing")
     with pytest.raises(ConfigError, match="set RAY_TMPDIR to a short folder"), connection_errors():
         raise OSError("AF_UNIX path length cannot exceed 107 bytes: /a/b")
-    with pytest.raises(ConfigError, match=r"does not answer: Failed to connect.*RAY_ADDRESS.*RAY_AUTH_MODE=token"), connection_errors():
+    with (
+        pytest.raises(ConfigError, match=r"does not answer: Failed to connect.*RAY_ADDRESS.*RAY_AUTH_MODE=token"),
+        connection_errors(),
+    ):
         raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379")
     with pytest.raises(OSError, match="no route"), connection_errors():
         raise OSError("no route")
@@ -334,5 +385,7 @@ def test_what_a_user_can_change_about_a_connection_is_said() -> None:
 
 def test_a_missing_value_to_predict_on_is_named(tmp_path: Path) -> None:
     dataset = open_dataset(str(write(tmp_path / "a", {"x": [0.5, 1.0, None, 2.0]})))
-    with pytest.raises(DataError, match=r"part-0\.parquet, row 2: column 'x' of predict\.data .* has no value there, and 1 missing"):
+    with pytest.raises(
+        DataError, match=r"part-0\.parquet, row 2: column 'x' of predict\.data .* has no value there, and 1 missing"
+    ):
         _refuse_missing(dataset, ["x"])

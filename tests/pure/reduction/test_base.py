@@ -35,7 +35,9 @@ def crossing(hosts: Sequence[str], logical_workers: int) -> float:
 
 
 def ring(hosts: Sequence[str]) -> float:
-    """The same of a ring over all ranks: each host passes on all that is reduced, and all that is gathered, but for the last shard."""
+    """The same of a ring over all ranks: each host passes on all that is reduced, and all that is gathered, but for the
+    last shard.
+    """
     return 2 * (len(hosts) - 1) / len(hosts)
 
 
@@ -56,14 +58,18 @@ def test_without_stages_it_is_more() -> None:
 def test_no_rank_sends_much_more_than_the_mean(logical_workers: int) -> None:
     """Sums and the way back, for every number of workers."""
     for size in range(2, logical_workers + 1):
-        sent = [len(subtrees(logical_workers_of(rank, size, logical_workers), logical_workers)) + 1 for rank in range(size)]
+        sent = [
+            len(subtrees(logical_workers_of(rank, size, logical_workers), logical_workers)) + 1 for rank in range(size)
+        ]
         assert max(sent) <= 1.5 * sum(sent) / size
 
 
 def reduced(values: list[Tensor], hosts: Sequence[str]) -> list[Tensor]:
     """The shard of the sum that every rank has at the end."""
     count, size = len(values), len(hosts)
-    held: list[Held] = [[((v, v + 1), values[v].clone()) for v in logical_workers_of(rank, size, count)] for rank in range(size)]
+    held: list[Held] = [
+        [((v, v + 1), values[v].clone()) for v in logical_workers_of(rank, size, count)] for rank in range(size)
+    ]
     held = [in_tree(each, count) for each in held]
     routes = [route(rank, hosts, count) for rank in range(size)]
     for number in range(len(routes[0])):
@@ -96,11 +102,17 @@ def test_every_way_gives_the_bits_of_the_tree(hosts: int, each: int, more: int) 
     stages = route(0, world, count)
     assert len(stages) == (2 if hosts > 1 and each > 1 else 1)
     shards = reduced(values, world)
-    order = sorted(range(len(world)), key=lambda rank: (rank % each, rank // each)) if len(stages) == 2 else range(len(world))
+    order = (
+        sorted(range(len(world)), key=lambda rank: (rank % each, rank // each))
+        if len(stages) == 2
+        else range(len(world))
+    )
     assert torch.equal(torch.cat([shards[rank] for rank in order]), expected)
 
 
-@pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "b", "a", "b"], ["a", "a", "b", "b", "a", "a"], ["a", "b", "c"], ["a"] * 4])
+@pytest.mark.parametrize(
+    "hosts", [["a", "a", "b"], ["a", "b", "a", "b"], ["a", "a", "b", "b", "a", "a"], ["a", "b", "c"], ["a"] * 4]
+)
 def test_unequal_or_mixed_hosts_have_one_stage(hosts: list[str]) -> None:
     [stage] = route(1, hosts, 8)
     assert stage.ranks == tuple(range(len(hosts)))

@@ -88,6 +88,8 @@ def test_the_terms_tell_orders_apart() -> None:
     assert not torch.equal(total, reference(values, (0, 13)))
 
 
-@pytest.mark.parametrize(("block", "expected"), [(range(4), [(0, 4)]), (range(1, 4), [(1, 2), (2, 4)]), (range(2), [(0, 2)])])
+@pytest.mark.parametrize(
+    ("block", "expected"), [(range(4), [(0, 4)]), (range(1, 4), [(1, 2), (2, 4)]), (range(2), [(0, 2)])]
+)
 def test_subtrees_of_four(block: range, expected: list[Node]) -> None:
     assert subtrees(block, 4) == expected

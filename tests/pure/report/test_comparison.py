@@ -16,7 +16,9 @@ from tests.support.made_run import MadeRun, full_run
 
 def two_runs(folder: Path) -> list[Path]:
     for name, rate, accuracy in (("slow", 0.001, 0.91), ("fast", 0.1, 0.97)):
-        run = MadeRun(folder, name, optimizer__init_args={"lr": rate}, tracking__uri=f"http://user:hunter2-{name}@mlflow")
+        run = MadeRun(
+            folder, name, optimizer__init_args={"lr": rate}, tracking__uri=f"http://user:hunter2-{name}@mlflow"
+        )
         run.start()
         run.steps(1, 30, 3.0)
         run.evaluate(10, 5.0, {"accuracy": 0.5, "loss": 1.0})

@@ -16,7 +16,19 @@ from ray_app.cli.report import main
 from ray_app.config.sections import FailureSection
 from ray_app.driver.finalize import report_end
 from ray_app.errors import TaskError
-from ray_app.report.charts import Clock, log_ticks, number, rates, seconds, smoothed, sparkline, thinned, ticks, time_ticks, whole_ticks
+from ray_app.report.charts import (
+    Clock,
+    log_ticks,
+    number,
+    rates,
+    seconds,
+    smoothed,
+    sparkline,
+    thinned,
+    ticks,
+    time_ticks,
+    whole_ticks,
+)
 from ray_app.report.facts import read_facts, shares, what_happened
 from ray_app.report.figures import learning_figures
 from ray_app.report.page import render, write_report
@@ -199,7 +211,9 @@ def test_what_a_task_raised_is_shown_with_its_calls_once(tmp_path: Path) -> None
     [told] = [what for _, kind, what in happenings(read_facts(run.paths)) if kind == "failed"]
     assert told.count(trace) == 1
     page = page_of(run)
-    assert page.text.count("  File my_task.py") == 3, "at the top, and in the list of what happened: the failure and the end"
+    assert page.text.count("  File my_task.py") == 3, (
+        "at the top, and in the list of what happened: the failure and the end"
+    )
     assert not any("File my_task.py" in str(value) for _, _, value in page.attributes)
 
 
@@ -208,13 +222,18 @@ def test_what_comes_from_the_run_is_text_and_nothing_else(tmp_path: Path) -> Non
     name = '<b onclick="x">run'
     run = full_run(tmp_path, name, text=hostile)
     run.event("fallback", 5000.0, checkpoint=hostile, reason=hostile)
-    examples = [{"row": hostile, "truth": hostile, "predicted": hostile, "confidence": hostile, "image": image} for image in _IMAGES]
+    examples = [
+        {"row": hostile, "truth": hostile, "predicted": hostile, "confidence": hostile, "image": image}
+        for image in _IMAGES
+    ]
     tables = {hostile: [hostile], "confusion_matrix": [[hostile]]}
     run.evaluate(50, 30, {hostile: 1.0, "accuracy": 1.0}, classes=[hostile], examples=examples, tables=tables)
     page = page_of(run)
     clean = Page(render(read_facts(full_run(tmp_path / "clean").paths)))
     assert set(page.tags) <= set(clean.tags), "no element but those of the template"
-    assert {(tag, key) for tag, key, _ in page.attributes} <= {(tag, key) for tag, key, _ in clean.attributes} | {("img", "alt")}
+    assert {(tag, key) for tag, key, _ in page.attributes} <= {(tag, key) for tag, key, _ in clean.attributes} | {
+        ("img", "alt")
+    }
     assert hostile in page.text
     assert name in page.text
     assert [value for tag, key, value in page.attributes if (tag, key) == ("img", "src")] == [png()]
@@ -236,9 +255,15 @@ def test_nothing_is_fetched_and_no_script_runs(tmp_path: Path) -> None:
     page = page_of(full_run(tmp_path))
     assert "script" not in page.tags
     assert not [item for item in page.attributes if item[1].startswith("on")]
-    places = [value or "" for _, key, value in page.attributes if key in ("src", "href", "xlink:href", "srcset", "action")]
+    places = [
+        value or "" for _, key, value in page.attributes if key in ("src", "href", "xlink:href", "srcset", "action")
+    ]
     assert [value for value in places if not value.startswith("data:image/png;base64,")] == []
-    policy = next(value for tag, key, value in page.attributes if tag == "meta" and key == "content" and "default-src" in (value or ""))
+    policy = next(
+        value
+        for tag, key, value in page.attributes
+        if tag == "meta" and key == "content" and "default-src" in (value or "")
+    )
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     style = (ROOT / "ray_app/report/templates/report.css").read_text()
     assert "url(" not in style
@@ -268,13 +293,22 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
 
 
 def test_the_best_earlier_run_is_compared_with(tmp_path: Path) -> None:
-    for name, value, began_s in (("good", 0.95, -5000.0), ("better", 0.97, -4000.0), ("later", 0.99, 10.0), ("bad", math.nan, -3000.0)):
+    for name, value, began_s in (
+        ("good", 0.95, -5000.0),
+        ("better", 0.97, -4000.0),
+        ("later", 0.99, 10.0),
+        ("bad", math.nan, -3000.0),
+    ):
         MadeRun(tmp_path, name, BEGAN_S + began_s, seed=3).end(100, value=value)
     MadeRun(tmp_path, "failed", BEGAN_S - 2000).end(100, "failed", value=0.999)
     other = MadeRun(tmp_path, "other", BEGAN_S - 2000)
     other.end(100, value=1.0)
     other.paths.summary.write_text(other.paths.summary.read_text().replace('"accuracy"', '"rmse"'))
-    for name, text in (("half", '{"status": "fini'), ("list", "[]"), ("words", '{"status": "finished", "best": {"metric": "accuracy"}}')):
+    for name, text in (
+        ("half", '{"status": "fini'),
+        ("list", "[]"),
+        ("words", '{"status": "finished", "best": {"metric": "accuracy"}}'),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(text)
     foreign = MadeRun(tmp_path, "foreign", BEGAN_S - 2000)
@@ -317,7 +351,9 @@ def test_a_storage_that_failed_is_told_and_charged_to_no_budget(tmp_path: Path) 
     run.start(done_s + 10, fence=2)  # of a run that had finished
     run.event("finished", done_s + 20, fence=2)
     facts = read_facts(run.paths)
-    assert facts.story == "1 failure of the storage; 2 workers throughout; nothing lost: 0 steps redone; back after 5.1 s"
+    assert (
+        facts.story == "1 failure of the storage; 2 workers throughout; nothing lost: 0 steps redone; back after 5.1 s"
+    )
     told = {name: number for name, number, _ in counters(facts)}
     assert (told["failures of the storage"], told["driver restarts"]) == ("1", "0")
     said = "the storage failed at step 100, 0 workers left: StorageError: s3://b/part-0: timed out"
@@ -346,7 +382,9 @@ def test_many_classes_become_a_list(tmp_path: Path) -> None:
 def test_a_matrix_that_is_none_is_left_out(tmp_path: Path) -> None:
     for number_, table in enumerate(([[1, 2]], [[1, "x"], [1, 2]], "text", [[1, 2], [3]], 7)):
         run = MadeRun(tmp_path, f"run{number_}")
-        run.evaluate(1, 1.0, {"accuracy": 1.0}, tables={"confusion_matrix": table, "f1": [1.0, None]}, classes=["a", "b"])
+        run.evaluate(
+            1, 1.0, {"accuracy": 1.0}, tables={"confusion_matrix": table, "f1": [1.0, None]}, classes=["a", "b"]
+        )
         found = by_class(read_facts(run.paths))
         assert found is not None
         assert (found.matrix, found.per_class) == ([], [("a", [1.0]), ("b", [None])])
@@ -361,7 +399,11 @@ def test_one_line_says_what_happened() -> None:
     calm = [step(1, 2), step(2, 2)]
     assert what_happened([], Course([], [], []), limits) == "nothing went wrong"
     assert what_happened([], Course(calm, [], calm), limits) == "nothing went wrong; 2 workers throughout"
-    events = [Event("formed", 2.1, 1, {"lost_s": 2.05}), Event("failed", 2.2, 1, {"left": 1}), Event("resized", 3.0, 1, {})]
+    events = [
+        Event("formed", 2.1, 1, {"lost_s": 2.05}),
+        Event("failed", 2.2, 1, {"left": 1}),
+        Event("resized", 3.0, 1, {}),
+    ]
     records = [*calm, step(3, 1), step(4, 2)]
     said = "1 of 5 failures, 1 resize; workers 2 → 1 → 2; nothing lost: 0 steps redone; back after 950 ms"
     assert what_happened(events, Course(records, [], records), limits) == said
@@ -437,9 +479,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["--run", place if "://" in place else str(tmp_path / place)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("ConfigError: ")
-    assert {"": "Folders in it: before, run.", "nowhere": "no folders in it", "run/config.yaml": "is a file", "ftp://x": "s3://"}[
-        place
-    ] in said
+    assert {
+        "": "Folders in it: before, run.",
+        "nowhere": "no folders in it",
+        "run/config.yaml": "is a file",
+        "ftp://x": "s3://",
+    }[place] in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["before", "run"]
 
 

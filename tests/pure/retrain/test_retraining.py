@@ -1,4 +1,6 @@
-"""Retraining without Ray: when to train, whether data is sound, whether a model is better, and what a key depends on."""
+"""Retraining without Ray: when to train, whether data is sound, whether a model is better, and what a key
+depends on.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,29 @@ from ray_app.retrain.gate import (
     selection_part,
 )
 from ray_app.retrain.options import RetrainSection, check_section
-from ray_app.retrain.profile import Agreement, Column, Gate, Known, Profile, _column, class_shift, problems, profile, psi
-from ray_app.retrain.rounds import Delivery, RetrainPaths, Round, audit, delivered, entries, folder_name, inputs_of, open_rounds
+from ray_app.retrain.profile import (
+    Agreement,
+    Column,
+    Gate,
+    Known,
+    Profile,
+    _column,
+    class_shift,
+    problems,
+    profile,
+    psi,
+)
+from ray_app.retrain.rounds import (
+    Delivery,
+    RetrainPaths,
+    Round,
+    audit,
+    delivered,
+    entries,
+    folder_name,
+    inputs_of,
+    open_rounds,
+)
 from ray_app.retrain.situation import TriggerFacts, decide
 from ray_app.storage.files import location
 from ray_app.task.metrics import Chunk, combine, resampled, score
@@ -69,7 +92,9 @@ from ray_app.task.tabular import TabularClassification, TabularRegression
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SECTION = RetrainSection(max_age_days=30, max_drop=0.02)
-QUIET = TriggerFacts(champion="3", age_days=1.0, same_data=False, new_rows=0, rows=100, metric="accuracy", then=0.9, now=0.9)
+QUIET = TriggerFacts(
+    champion="3", age_days=1.0, same_data=False, new_rows=0, rows=100, metric="accuracy", then=0.9, now=0.9
+)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +157,9 @@ def write(path: Path, rows: int, seed: int = 0, shift: float = 0.0, nulls: int =
     labels = np.arange(rows) % 3
     numbers = pa.array(x, mask=np.arange(rows) < nulls)
     schema = pa.schema([pa.field("x", pa.float64()), field, pa.field("label", pa.int64())])
-    pq.write_table(pa.Table.from_arrays([numbers, column, pa.array(labels)], schema=schema), path, row_group_size=groups)
+    pq.write_table(
+        pa.Table.from_arrays([numbers, column, pa.array(labels)], schema=schema), path, row_group_size=groups
+    )
     return x
 
 
@@ -183,7 +210,10 @@ def test_a_value_that_many_rows_have_is_a_bin_of_its_own(often: float) -> None:
     assert psi(amounts, Column(2000, 0.0, 0.0, [0.0], [0.0, 1.0])) == 0.0, "a profile of before has bins of before"
 
 
-@given(st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)), st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)))
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)),
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 9)),
+)
 def test_the_shift_of_a_class_balance_is_a_distance(now: dict[str, int], before: dict[str, int]) -> None:
     assert class_shift(now, before) == class_shift(before, now)
     assert 0 <= class_shift(now, before) <= 1 + 1e-12
@@ -195,7 +225,11 @@ AGREES = Agreement("accuracy", "max", 0.9, 0.95, 0.88)
 
 
 def found(
-    train: Profile = GOOD, evaluation: Profile = GOOD, agreement: Agreement | None = AGREES, gate: Gate = Gate(500), **fields: Any
+    train: Profile = GOOD,
+    evaluation: Profile = GOOD,
+    agreement: Agreement | None = AGREES,
+    gate: Gate = Gate(500),
+    **fields: Any,
 ) -> list[str]:
     return problems(train, evaluation, gate, Known(GOOD, GOOD, GOOD), agreement, [], replace(SECTION, **fields))
 
@@ -206,17 +240,35 @@ def found(
         ({"train": replace(GOOD, schema={"x": "float"})}, "column 'label' is missing, it was int64"),
         ({"train": replace(GOOD, schema=GOOD.schema | {"x": "string"})}, "column 'x' is string, it was double"),
         ({"train": replace(GOOD, rows=699)}, r"699 rows, 70% of the 1,000 of the champion's; allowed are 70%"),
-        ({"gate": Gate(99)}, "has 1,000 rows, and the gate's part of it 99; with fewer than retrain.min_eval_rows = 100"),
-        ({"gate": Gate(99, replace(GOOD, rows=99))}, "the gate's data has 99; with fewer than retrain.min_eval_rows = 100"),
+        (
+            {"gate": Gate(99)},
+            "has 1,000 rows, and the gate's part of it 99; with fewer than retrain.min_eval_rows = 100",
+        ),
+        (
+            {"gate": Gate(99, replace(GOOD, rows=99))},
+            "the gate's data has 99; with fewer than retrain.min_eval_rows = 100",
+        ),
         ({"gate": Gate(1000, replace(GOOD, classes={"0": 1000}))}, "gate data: no row of class 1"),
         ({"gate": Gate(1000, GOOD), "agreement": replace(AGREES, evaluation=0.5)}, "labels of the gate data"),
-        ({"train": replace(GOOD, nulls={"x": 0.02, "label": 0.0})}, "2.0% of column 'x' are missing, 0.0% were; allowed are 1.0% more"),
+        (
+            {"train": replace(GOOD, nulls={"x": 0.02, "label": 0.0})},
+            "2.0% of column 'x' are missing, 0.0% were; allowed are 1.0% more",
+        ),
         ({"train": replace(GOOD, classes={"0": 1000})}, "no row of class 1, of which there were 500"),
-        ({"train": replace(GOOD, classes={"0": 800, "1": 200})}, r"shifted by 0.30 \(total variation\); allowed are 0.20"),
-        ({"agreement": replace(AGREES, training=0.6)}, r"training data: .* accuracy on them is 0.6000, it was 0.9000 .* loss of 33%"),
+        (
+            {"train": replace(GOOD, classes={"0": 800, "1": 200})},
+            r"shifted by 0.30 \(total variation\); allowed are 0.20",
+        ),
+        (
+            {"agreement": replace(AGREES, training=0.6)},
+            r"training data: .* accuracy on them is 0.6000, it was 0.9000 .* loss of 33%",
+        ),
         ({"agreement": replace(AGREES, evaluation=0.5)}, "labels of the evaluation data"),
         ({"agreement": replace(AGREES, training=float("nan"))}, "accuracy on them is nan"),
-        ({"agreement": Agreement("rmse", "min", 2.0, 2.6, 2.0)}, "rmse on them is 2.6000, it was 2.0000 .* loss of 30%"),
+        (
+            {"agreement": Agreement("rmse", "min", 2.0, 2.6, 2.0)},
+            "rmse on them is 2.6000, it was 2.0000 .* loss of 30%",
+        ),
     ],
 )
 def test_each_problem_of_a_delivery_is_named_with_its_figures(given: dict[str, Any], message: str) -> None:
@@ -236,11 +288,15 @@ def test_a_damaged_file_and_one_that_came_twice_are_found(tmp_path: Path) -> Non
     write(tmp_path / "train" / "a.parquet", 200)
     (tmp_path / "train" / "b.parquet").write_bytes((tmp_path / "train" / "a.parquet").read_bytes())
     write(tmp_path / "eval" / "a.parquet", 100, seed=1)
-    config = load_config(None, **VALID).replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
+    config = load_config(None, **VALID).replace(
+        data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval")
+    )
     assert delivered(config).twice() == ["training file b.parquet has the content of training file a.parquet"]
     whole = (tmp_path / "train" / "b.parquet").read_bytes()
     (tmp_path / "train" / "b.parquet").write_bytes(b"PAR1" + b"\0" * 500 + whole[504:])  # the footer is intact
-    with pytest.raises(DataError, match=r"(?s)b.parquet, row group 0, column .*: .* restore it or ingest the data again"):
+    with pytest.raises(
+        DataError, match=r"(?s)b.parquet, row group 0, column .*: .* restore it or ingest the data again"
+    ):
         profiled(tmp_path / "train")
 
 
@@ -254,7 +310,9 @@ def chunks(predicted: np.ndarray, labels: np.ndarray, rows: int = 1, task: Any =
     """What a model that predicts so gives, in blocks."""
     features = np.eye(3, dtype=np.float32)[predicted] * 5
     arrays = {"features": features, "label": labels}
-    return list(score(task, nn.Identity(), arrays, 64, torch.device("cpu"), chunk_rows=rows, keep={"accuracy", "recall"}))
+    return list(
+        score(task, nn.Identity(), arrays, 64, torch.device("cpu"), chunk_rows=rows, keep={"accuracy", "recall"})
+    )
 
 
 def wrong_for(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
@@ -270,7 +328,9 @@ LABELS = np.arange(359) % 3
 
 def compared(champion: np.ndarray, challenger: np.ndarray, rows: int = 4, **fields: Any) -> tuple[GateFigures, bool]:
     section = replace(SECTION, **fields)
-    made = figures(TASK, "accuracy", "max", chunks(challenger, LABELS, rows), chunks(champion, LABELS, rows), 0, section)
+    made = figures(
+        TASK, "accuracy", "max", chunks(challenger, LABELS, rows), chunks(champion, LABELS, rows), 0, section
+    )
     return made, judge(made, section).promote
 
 
@@ -296,16 +356,23 @@ def test_a_class_that_is_given_up_is_refused_with_its_figures() -> None:
     made, promoted = compared(champion, challenger)
     assert made.low > 0  # type: ignore[operator]
     assert not promoted
-    assert made.recalls["dog"] == ClassRecall(120, pytest.approx((champion[LABELS == 1] == 1).mean()), 0.0, made.recalls["dog"].least_drop)
+    assert made.recalls["dog"] == ClassRecall(
+        120, pytest.approx((champion[LABELS == 1] == 1).mean()), 0.0, made.recalls["dog"].least_drop
+    )
     assert 0.2 < made.recalls["dog"].least_drop < made.recalls["dog"].champion
-    assert f"the recall of class dog falls from {made.recalls['dog'].champion:.3f} to 0.000 (120 rows)" in judge(made, SECTION).reason
+    assert (
+        f"the recall of class dog falls from {made.recalls['dog'].champion:.3f} to 0.000 (120 rows)"
+        in judge(made, SECTION).reason
+    )
     assert compared(champion, challenger, max_recall_drop=1.0)[1]
     assert compared(champion, challenger, min_class_rows=121)[0].recalls == {}
 
 
 @pytest.mark.parametrize(("classes", "each", "times"), [(10, 36, 40), (100, 20, 5)])
 def test_chance_alone_loses_no_class(classes: int, each: int, times: int) -> None:
-    """Equal models that disagree on a tenth of the rows: without regard to chance a class falls in one of four cases."""
+    """Equal models that disagree on a tenth of the rows: without regard to chance a class falls in one of four
+    cases.
+    """
     rng, refused, fell, size = np.random.default_rng(0), 0, 0, classes * each
     truth = np.eye(classes)[rng.permutation(np.repeat(np.arange(classes), each))]  # (rows, classes)
     starts = np.arange(0, size, 4)
@@ -366,7 +433,15 @@ def test_a_metric_that_is_no_number_makes_no_champion_and_is_none_to_compare_wit
 def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, before: float, after: float) -> None:
     section = replace(SECTION, min_gain=min_gain)
     made = GateFigures(
-        "accuracy", "max", 100, 0.5, 0.5, low + 0.1, low, low + 0.2, {"cat": ClassRecall(50, before, after, before - after - 0.01)}
+        "accuracy",
+        "max",
+        100,
+        0.5,
+        0.5,
+        low + 0.1,
+        low,
+        low + 0.2,
+        {"cat": ClassRecall(50, before, after, before - after - 0.01)},
     )
     assert judge(made, section).promote == (low > min_gain and before - after - 0.01 <= section.max_recall_drop)
 
@@ -376,7 +451,9 @@ def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, bef
 def test_the_best_of_several_checkpoints_is_promoted_by_chance_no_more_often_than_one(
     checkpoints: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All models are equally good: at most 3 % pass the gate, beyond doubt more where it judges on the rows that chose the checkpoint."""
+    """All models are equally good: at most 3 % pass the gate, beyond doubt more where it judges on the rows that chose
+    the checkpoint.
+    """
     monkeypatch.setattr(gate, "draws", cache(draws))  # they and torchmetrics' classes are what takes time
     monkeypatch.setattr(TASK, "metrics", cache(lambda: MetricCollection({})))
     rng, rows, promoted = np.random.default_rng(checkpoints), 400, {"apart": 0, "the same rows": 0}
@@ -409,8 +486,14 @@ def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: 
         return np.concatenate([pq.read_table(file)["x"].to_numpy() for file in sorted(folder.rglob("*.parquet"))])
 
     assert np.array_equal(x(tmp_path / "out"), x(tmp_path / "eval")[~judges])
-    assert (200 < judges.sum() < 300, out.manifest.num_rows, out.facts.classes) == (True, 500 - judges.sum(), ("a", "b", "c"))
-    source = RowSource(Reader(dataset.root, ["x"], lambda rows: {"x": rows["x"]}, {"x": ArraySpec("<f8", ())}), dataset.manifest, 64)
+    assert (200 < judges.sum() < 300, out.manifest.num_rows, out.facts.classes) == (
+        True,
+        500 - judges.sum(),
+        ("a", "b", "c"),
+    )
+    source = RowSource(
+        Reader(dataset.root, ["x"], lambda rows: {"x": rows["x"]}, {"x": ArraySpec("<f8", ())}), dataset.manifest, 64
+    )
     monkeypatch.setattr(comparison, "fetch_at_once", fetch_here)
     scored = comparison._arrays(comparison.Request(source, sample(dataset.manifest, 500), {}, chosen=judges))
     assert np.array_equal(scored["x"], x(tmp_path / "eval")[judges])
@@ -448,8 +531,12 @@ def test_resampled_metrics_are_those_of_the_rows_that_were_drawn() -> None:
     for name in ("accuracy", "loss"):
         values = resampled(TASK, blocks, name, counts)
         for row, value in zip(counts, values, strict=True):
-            rows = np.concatenate([np.arange(10 * i, min(10 * i + 10, 359)) for i in np.repeat(np.arange(len(blocks)), row)])
-            assert value == pytest.approx(combine(TASK, chunks(predicted[rows], LABELS[rows], 64)).values[name], rel=1e-6)
+            rows = np.concatenate(
+                [np.arange(10 * i, min(10 * i + 10, 359)) for i in np.repeat(np.arange(len(blocks)), row)]
+            )
+            assert value == pytest.approx(
+                combine(TASK, chunks(predicted[rows], LABELS[rows], 64)).values[name], rel=1e-6
+            )
     with pytest.raises(ConfigError, match="'f1' is no metric"):
         resampled(TASK, blocks, "f1", counts)
 
@@ -480,7 +567,9 @@ class Branching(TabularClassification):
 
 
 @pytest.mark.parametrize("form", ["torch.export", "safetensors"])
-def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind: Any = TabularClassification
     if form == "safetensors":  # of what torch.export refuses
         (tmp_path / "branching_of_retrain.py").write_text(BRANCHING)
@@ -493,7 +582,9 @@ def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(form: str,
     arrays = {"features": np.random.default_rng(0).normal(0, 1, (359, 3)).astype(np.float32), "label": LABELS}
     package = make_package(task, model, arrays, tmp_path / "package")
     assert package.format == form
-    assert params_digest(load_file(package.folder / "data" / "model" / "model.safetensors")) == params_digest(model.state_dict())
+    assert params_digest(load_file(package.folder / "data" / "model" / "model.safetensors")) == params_digest(
+        model.state_dict()
+    )
     assert params_digest(parameters(package.folder / "data" / "model")) == params_digest(model.state_dict())
     files = files_of(package.folder / "data" / "model")
     assert not [name for name in files if name.endswith(".py")]
@@ -502,7 +593,9 @@ def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(form: str,
     served, inputs = _load(files, tmp_path / "elsewhere", device)
     assert inputs == ["features"]
     run = partial(run_packaged, inputs)
-    packaged = combine(task, score(task, PackagedModule(served), arrays, 359, device, keep={"accuracy", "recall"}, forward=run))
+    packaged = combine(
+        task, score(task, PackagedModule(served), arrays, 359, device, keep={"accuracy", "recall"}, forward=run)
+    )
     trained = combine(task, score(task, model, arrays, 359, device))
     assert packaged.values == {name: trained.values[name] for name in ("accuracy", "loss")}
     assert packaged.tables == {"recall": trained.tables["recall"]}
@@ -554,7 +647,9 @@ def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "eval" / "a.parquet")
     labels = table["label"].to_numpy().copy()
     labels[[0, 1]] = labels[[1, 0]]  # the same shape, the same balance
-    pq.write_table(table.set_column(2, table.schema.field(2), pa.array(labels)), tmp_path / "eval" / "a.parquet", row_group_size=50)
+    pq.write_table(
+        table.set_column(2, table.schema.field(2), pa.array(labels)), tmp_path / "eval" / "a.parquet", row_group_size=50
+    )
     others.append(key())
     whole = bytearray((tmp_path / "eval" / "a.parquet").read_bytes())
     whole[20] ^= 1
@@ -568,11 +663,15 @@ def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
 def test_the_code_of_optimizer_and_schedule_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data" / "a.parquet", 100)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "configure_optimizers.py").write_text("import torch\nimport own_rule\n\nclass Own(torch.optim.SGD):\n    pass\n")
+    (tmp_path / "configure_optimizers.py").write_text(
+        "import torch\nimport own_rule\n\nclass Own(torch.optim.SGD):\n    pass\n"
+    )
     (tmp_path / "own_rule.py").write_text("RATE = 1\n")
     fields = {"data__path": str(tmp_path / "data"), "data__eval_path": str(tmp_path / "data")}
     config = CONFIG.replace(**fields, optimizer={"class_path": "configure_optimizers.Own"})
-    nested = CONFIG.replace(**fields, task__init_args={"inner": [{"class_path": "configure_optimizers.Own", "init_args": {}}]})
+    nested = CONFIG.replace(
+        **fields, task__init_args={"inner": [{"class_path": "configure_optimizers.Own", "init_args": {}}]}
+    )
     before = [inputs_of(c, SECTION, delivered(c), "") for c in (config, nested)]
     (tmp_path / "own_rule.py").write_text("RATE = 2\n")
     after = [inputs_of(c, SECTION, delivered(c), "") for c in (config, nested)]
@@ -581,7 +680,9 @@ def test_the_code_of_optimizer_and_schedule_counts_too(tmp_path: Path, monkeypat
         assert one.config == other.config
 
 
-def test_what_was_not_changed_since_the_last_look_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_changed_since_the_last_look_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
     real = contents_module.sha256
     monkeypatch.setattr(contents_module, "sha256", lambda file: read.append(file.name) or real(file))
@@ -694,13 +795,31 @@ def test_a_model_name_becomes_a_folder_and_a_run_name() -> None:
 def test_what_retraining_cannot_work_with_is_refused_at_once() -> None:
     check_section(CONFIG, SECTION)
     bad = CONFIG.replace(
-        tracking__registered_model=None, data__eval_path=None, run__name="x", train__init_from="f", run__storage_path="s3://b"
+        tracking__registered_model=None,
+        data__eval_path=None,
+        run__name="x",
+        train__init_from="f",
+        run__storage_path="s3://b",
     )
-    wrong = RetrainSection(force=" ", start="champion", data="new_and_sample", old_fraction=2, confidence=1.0, sample_rows=0, max_psi=-1)
+    wrong = RetrainSection(
+        force=" ", start="champion", data="new_and_sample", old_fraction=2, confidence=1.0, sample_rows=0, max_psi=-1
+    )
     with pytest.raises(ConfigError) as refused:
         check_section(bad, wrong)
-    names = ["force is empty", "old_fraction is 2", "confidence is 1.0", "sample_rows is 0", "max_psi is -1", "registered_model is missing"]
-    names += ["eval_path is missing", "run.name is 'x'", "init_from is given and retrain.start", "written as Parquet below"]
+    names = [
+        "force is empty",
+        "old_fraction is 2",
+        "confidence is 1.0",
+        "sample_rows is 0",
+        "max_psi is -1",
+        "registered_model is missing",
+    ]
+    names += [
+        "eval_path is missing",
+        "run.name is 'x'",
+        "init_from is given and retrain.start",
+        "written as Parquet below",
+    ]
     for text in [*names, "gate_path is missing"]:
         assert text in str(refused.value)
     assert len(str(refused.value).splitlines()) == 12

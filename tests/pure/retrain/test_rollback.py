@@ -105,7 +105,9 @@ def test_a_rollback_goes_to_no_version_that_was_left_until_it_is_promoted_again(
     model(client, "fro", 2, tmp_path)
     promote(client, "fro", "1", "the older one, by hand", "me")
     assert rollback(client, "fro", "worse still", "me").to == "2"
-    with pytest.raises(RegistryError, match="Version 2 of 'fro' replaced version 1, which was rolled back itself: worse still"):
+    with pytest.raises(
+        RegistryError, match="Version 2 of 'fro' replaced version 1, which was rolled back itself: worse still"
+    ):
         rollback(client, "fro", "bad", "me")
     assert champion_of(client, "fro") == "2"
     promote(client, "fro", "1", "it was the data", "me")
@@ -113,7 +115,9 @@ def test_a_rollback_goes_to_no_version_that_was_left_until_it_is_promoted_again(
     assert rollback(client, "fro", "no", "me").to == "2"
 
 
-def test_a_rollback_that_was_stopped_is_none_either_when_another_version_was_promoted(client: Any, tmp_path: Path) -> None:
+def test_a_rollback_that_was_stopped_is_none_either_when_another_version_was_promoted(
+    client: Any, tmp_path: Path
+) -> None:
     model(client, "passed", 2, tmp_path)
     with pytest.raises(Stopped):
         rollback(StoppingClient(client, 4), "passed", "bad", "me")
@@ -135,7 +139,9 @@ def test_what_cannot_be_rolled_back_is_refused(client: Any, tmp_path: Path) -> N
     assert champion_of(client, "one") == "2"
 
 
-def test_a_rollback_whose_answer_was_lost_is_done_again_as_the_same(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_whose_answer_was_lost_is_done_again_as_the_same(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uri = {"tracking__uri": client.tracking_uri, "run__storage_path": str(tmp_path / "runs")}
     config = Config().replace(tracking__registered_model="lost", **uri)
     model(client, "lost", 4, tmp_path)

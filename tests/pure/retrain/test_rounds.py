@@ -1,4 +1,6 @@
-"""What retraining does first and what last, on a delivery that must be refused: the lease, the data, the effects, the record."""
+"""What retraining does first and what last, on a delivery that must be refused: the lease, the data, the effects, the
+record.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def start(config: Config, watch: Watch) -> Outcome:
     return retrain(config, SECTION, Console(quiet=True), watch)
 
 
-def test_data_that_is_refused_ends_before_training_and_each_stage_is_recorded_after_its_effects(config: Config, tmp_path: Path) -> None:
+def test_data_that_is_refused_ends_before_training_and_each_stage_is_recorded_after_its_effects(
+    config: Config, tmp_path: Path
+) -> None:
     connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}").create_registered_model("m")
     watch = Watch(config)
     outcome = start(config, watch)
@@ -188,7 +192,12 @@ def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config
     watch = Watch(config)
     assert start(config, watch).what == "data refused"
     [record] = Path(str(watch.paths.rounds)).glob("*/concluded.json")
-    concluded = {"outcome": "gate refused", "reason": "version 2 has become the champion meanwhile", "before": "1", "version": "3"}
+    concluded = {
+        "outcome": "gate refused",
+        "reason": "version 2 has become the champion meanwhile",
+        "before": "1",
+        "version": "3",
+    }
     put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
     client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     client.create_registered_model("m")
@@ -205,7 +214,9 @@ def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config
             put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
 
 
-def test_data_that_was_refused_is_looked_at_again_once_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
+def test_data_that_was_refused_is_looked_at_again_once_when_another_champion_serves(
+    config: Config, tmp_path: Path
+) -> None:
     watch = Watch(config)
     assert start(config, watch).what == "data refused"
     client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
@@ -222,7 +233,9 @@ def test_data_that_was_refused_is_looked_at_again_once_when_another_champion_ser
     assert [entry["champion_before"] for entry in entries(watch.paths)] == [None, "1", "2"]
 
 
-def test_nothing_of_a_round_that_was_removed_in_part_is_taken_over(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_round_that_was_removed_in_part_is_taken_over(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = Watch(config)
     assert start(config, watch).what == "data refused"
     [folder] = Path(str(watch.paths.rounds)).iterdir()
@@ -242,7 +255,8 @@ def test_nothing_of_a_round_that_was_removed_in_part_is_taken_over(config: Confi
 
 
 class Promoted:
-    """Version 2 has just been promoted by a round that was stopped before it recorded that; version 1 served when it began.
+    """Version 2 has just been promoted by a round that was stopped before it recorded that; version 1 served when it
+    began.
 
     Args:
         config: The configuration.
@@ -262,7 +276,10 @@ class Promoted:
         decision = {"retrain": True, "trigger": "new data", "reason": "40 new rows"}
         self.round.put("decided", {"inputs": dataclasses.asdict(inputs), "champion": "1", "decision": decision})
         table = profile.Profile(60, {"a": "double", "label": "int64"}, {"a": 0.0}, {"0": 20})
-        self.round.put("validated", {"delivery": dataclasses.asdict(delivery), "problems": [], "accepted": True, "train": table.to_json()})
+        self.round.put(
+            "validated",
+            {"delivery": dataclasses.asdict(delivery), "problems": [], "accepted": True, "train": table.to_json()},
+        )
         self.round.put("trained", {"run": "m-1"})
         self.round.put("registered", {"version": "2"})
         figures = GateFigures("accuracy", "max", 60, 0.9, 0.8, 0.1, 0.05, 0.15)
@@ -292,7 +309,12 @@ def test_a_promotion_that_was_not_recorded_is_recorded_although_other_data_has_c
     deliver_anew(config)
     assert start(config, Watch(config)).what == "data refused"
     first, second = entries(made.paths)
-    assert (first["what"], first["why"], first["version"], first["champion_before"]) == ("promoted", "gain +0.1000", "2", "1")
+    assert (first["what"], first["why"], first["version"], first["champion_before"]) == (
+        "promoted",
+        "gain +0.1000",
+        "2",
+        "1",
+    )
     assert (second["what"], second["champion_before"]) == ("data refused", "2")
     champion = made.champion()
     assert (champion.version.version, champion.accepted("accuracy")) == ("2", 0.9)
@@ -305,13 +327,18 @@ def test_a_promotion_that_was_not_recorded_is_recorded_although_other_data_has_c
 
 
 @pytest.mark.parametrize("judged", [False, True])
-def test_a_superseded_round_that_made_a_version_still_says_what_data_that_is_of(config: Config, tmp_path: Path, judged: bool) -> None:
+def test_a_superseded_round_that_made_a_version_still_says_what_data_that_is_of(
+    config: Config, tmp_path: Path, judged: bool
+) -> None:
     made = Promoted(config, tmp_path)
     if judged:
         made.round.put("judged", made.judged)
     deliver_anew(config)
     assert start(config, Watch(config)).what == "data refused"
-    assert [(entry["what"], entry.get("champion_before")) for entry in entries(made.paths)] == [("superseded", None), ("data refused", "1")]
+    assert [(entry["what"], entry.get("champion_before")) for entry in entries(made.paths)] == [
+        ("superseded", None),
+        ("data refused", "1"),
+    ]
     assert champion_of(made.client, "m") == "1"
     promote(made.client, "m", "2", "by hand", "me")
     assert made.champion().known.train is not None

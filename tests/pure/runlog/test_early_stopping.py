@@ -42,7 +42,9 @@ def test_examples(values: list[float | None], options: dict, expected: Verdict |
     st.sets(st.integers(0, 9)),
     st.sampled_from(["max", "min"]),
 )
-def test_nothing_that_comes_late_or_out_of_order_changes_a_verdict(values: list[float], patience: int, known: set[int], mode: str) -> None:
+def test_nothing_that_comes_late_or_out_of_order_changes_a_verdict(
+    values: list[float], patience: int, known: set[int], mode: str
+) -> None:
     whole = dict(zip(PLANNED, values, strict=False))
     final = verdict(whole, PLANNED, patience, 0.0, mode)
     part = {step: value for i, (step, value) in enumerate(whole.items()) if i in known}

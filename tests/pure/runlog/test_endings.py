@@ -15,7 +15,9 @@ from ray_app.storage.files import put_json
 from tests.support.made_run import BEGAN_S, MadeRun
 
 
-def summary(value: float | None, ended_s: float = BEGAN_S - 10, status: str = "finished", metric: str = "accuracy") -> dict[str, Any]:
+def summary(
+    value: float | None, ended_s: float = BEGAN_S - 10, status: str = "finished", metric: str = "accuracy"
+) -> dict[str, Any]:
     best = None if value is None else {"step": 300, "metric": metric, "value": value}
     return {"status": status, "ended_s": ended_s, "best": best}
 
@@ -51,7 +53,11 @@ def earlier(folder: Path) -> Earlier | None:
 
 def test_a_report_reads_the_summary_of_the_best_and_of_no_other(tmp_path: Path, read: list[str]) -> None:
     neighbours(tmp_path, 30)
-    for name, made in (("failed", summary(1.0, status="failed")), ("without", summary(None)), ("other", summary(1.0, metric="rmse"))):
+    for name, made in (
+        ("failed", summary(1.0, status="failed")),
+        ("without", summary(None)),
+        ("other", summary(1.0, metric="rmse")),
+    ):
         put_summary(MadeRun(tmp_path, name).paths, made)
     put_summary(MadeRun(tmp_path, "nan").paths, summary(float("nan")))
     put_summary(MadeRun(tmp_path, "later").paths, summary(1.0, BEGAN_S + 100))
@@ -87,7 +93,9 @@ def test_a_run_that_ends_again_is_listed_as_it_ended_last(tmp_path: Path) -> Non
     [end] = read_ends(tmp_path)
     assert end == End("again", BEGAN_S - 20, key_of("accuracy"), 0.4)
     assert len(list((tmp_path / ".ends").iterdir())) == 1
-    (tmp_path / ".ends" / End("again", BEGAN_S - 50, key_of("accuracy"), 0.9).name).touch()  # its driver was stopped before it removed it
+    (
+        tmp_path / ".ends" / End("again", BEGAN_S - 50, key_of("accuracy"), 0.9).name
+    ).touch()  # its driver was stopped before it removed it
     assert read_ends(tmp_path) == [end]
 
 

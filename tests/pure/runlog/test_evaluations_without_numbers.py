@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from ray_app.config.sections import EvaluateSection
-from ray_app.runlog.evaluations import Evaluation, Verdict, best_first, early_stop, put_evaluation, read_evaluations, read_scores
+from ray_app.runlog.evaluations import (
+    Evaluation,
+    Verdict,
+    best_first,
+    early_stop,
+    put_evaluation,
+    read_evaluations,
+    read_scores,
+)
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json, to_json
 from ray_app.watch.terminal import best_line
@@ -29,7 +37,10 @@ def evaluated(paths: RunPaths, values: list[float]) -> None:
     for i, value in enumerate(values):
         step = 10 * (i + 1)
         put_evaluation(
-            paths, Evaluation(step, i, f"digest {step}", {"auroc": value, "loss": 1.0}, 5, 0.1, float(step), tables={"f1": [value]})
+            paths,
+            Evaluation(
+                step, i, f"digest {step}", {"auroc": value, "loss": 1.0}, 5, 0.1, float(step), tables={"f1": [value]}
+            ),
         )
 
 
@@ -56,7 +67,9 @@ def test_an_evaluation_reads_back_as_it_was_and_its_file_is_json(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("values", "best"), [([NAN, NAN, NAN], [10]), ([NAN, 0.5, NAN], [20]), ([NAN], [10])])
-def test_with_patience_the_checkpoint_of_the_verdict_is_the_best(tmp_path: Path, values: list[float], best: list[int]) -> None:
+def test_with_patience_the_checkpoint_of_the_verdict_is_the_best(
+    tmp_path: Path, values: list[float], best: list[int]
+) -> None:
     paths, section = RunPaths(tmp_path), EvaluateSection(patience=2)
     evaluated(paths, values)
     assert [e.step for e in best_first(paths, section, "auroc", "max", planned)] == best
@@ -73,7 +86,11 @@ def test_without_patience_none_is_the_best(tmp_path: Path) -> None:
     ("best", "done", "said"),
     [
         ({"metric": "auroc", "value": 0.5, "step": 20}, 2, "auroc 0.5000 at step 20"),
-        ({"metric": "auroc", "value": None, "step": 10}, 2, "unknown: auroc is not a number in any of 2 evaluations; step 10, the first"),
+        (
+            {"metric": "auroc", "value": None, "step": 10},
+            2,
+            "unknown: auroc is not a number in any of 2 evaluations; step 10, the first",
+        ),
         (None, 2, "unknown: auroc is not a number in any of 2 evaluations; the newest checkpoint is taken"),
         (None, 0, None),
     ],

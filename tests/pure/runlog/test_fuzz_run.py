@@ -1,4 +1,6 @@
-"""A run whose own files are damaged: refused by name, or gone on from what is intact; never another error, and no other result."""
+"""A run whose own files are damaged: refused by name, or gone on from what is intact; never another error, and no other
+result.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def refusal(read: Callable[[], object], kind: type[Exception]) -> str:
 
 
 def seeds() -> list[object]:
-    return [pytest.param(range(FEW), id="few"), pytest.param(range(FEW, FEW + MANY), marks=pytest.mark.search, id="many")]
+    return [
+        pytest.param(range(FEW), id="few"),
+        pytest.param(range(FEW, FEW + MANY), marks=pytest.mark.search, id="many"),
+    ]
 
 
 @pytest.mark.parametrize("seeds", seeds())
@@ -67,7 +72,9 @@ def test_a_damaged_marker_leads_to_the_checkpoint_before(tmp_path: Path, seeds: 
         if marker.exists() and marker.read_bytes() == data:
             continue
         said = [fallback.name for fallback in told]
-        assert (found[0].step, said) in ((2, [marker.parent.name]), (3, [])), seed  # what JSON does not care about may have changed
+        assert (found[0].step, said) in ((2, [marker.parent.name]), (3, [])), (
+            seed
+        )  # what JSON does not care about may have changed
         passed += said
     assert len(passed) > len(seeds) / 2
 
@@ -88,7 +95,9 @@ def test_a_damaged_manifest_is_refused_by_name(tmp_path: Path, seeds: range) -> 
 @pytest.mark.parametrize("seeds", seeds())
 def test_a_damaged_configuration_is_refused_by_name(tmp_path: Path, seeds: range) -> None:
     paths = RunPaths(tmp_path)
-    config = Config().replace(task__class_path="ray_app.task.image.ImageClassification", data__path="data", run__name="run")
+    config = Config().replace(
+        task__class_path="ray_app.task.image.ImageClassification", data__path="data", run__name="run"
+    )
     text = yaml.safe_dump(config.to_dict()).encode()
     paths.config.write_bytes(text)
     assert read_config(paths) == config

@@ -1,4 +1,6 @@
-"""Segments of metrics: joining loses nothing and doubles nothing, wherever it is stopped; files and memory do not grow with the steps."""
+"""Segments of metrics: joining loses nothing and doubles nothing, wherever it is stopped; files and memory do not grow
+with the steps.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def record_of(step: int, generation: str = "1.1", logical_workers: int = 2) -> S
 
 
 def written(paths: RunPaths, last: int = 100) -> None:
-    """A segment per step; after every 30th step the last five are lost and done again, and a new rank 0 writes these once more."""
+    """A segment per step; after every 30th step the last five are lost and done again, and a new rank 0 writes these
+    once more.
+    """
     generation, step = 1, 0
     while step < last:
         step += 1
@@ -88,7 +92,9 @@ def stopping(real: Callable[..., Any], left: list[int], after: bool) -> Callable
     return call
 
 
-def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segments, "MOST_SMALL", 8)
     written(paths, 35)
     whole, before = seen(paths), {name: (paths.metrics / name).read_bytes() for name in in_order(paths)}
@@ -149,7 +155,9 @@ def test_two_join_at_once_while_others_read_and_write(paths: RunPaths) -> None:
     assert len(live.records) + len(live.repeated) == len(whole[0]) + len(whole[1])
 
 
-def test_a_writer_joins_by_itself_and_leaves_alone_what_was_just_written(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_joins_by_itself_and_leaves_alone_what_was_just_written(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(paths)
     count = len(in_order(paths))
     assert join(paths) == 0
@@ -188,7 +196,9 @@ def test_files_and_memory_hardly_grow_with_the_steps(paths: RunPaths) -> None:
     files, held = [], []
     for low, high in ((1, 700), (701, 2100)):
         for first in range(low, high, 10):
-            put_segment(paths, 1, [record_of(step, logical_workers=64) for step in range(first, min(first + 10, high + 1))])
+            put_segment(
+                paths, 1, [record_of(step, logical_workers=64) for step in range(first, min(first + 10, high + 1))]
+            )
             join(paths, 0, 1 << 19)
         files.append(len(in_order(paths)))
         tracemalloc.start()
@@ -206,7 +216,12 @@ def test_columns_say_what_the_records_say(paths: RunPaths) -> None:
     course = read_steps(paths)
 
     def small(record: StepRecord) -> StepRecord:
-        return StepRecord(*(getattr(record, n) if n not in ("rows", "row_hash") else [sum(record.rows)] * (n == "rows") for n in NAMES))
+        return StepRecord(
+            *(
+                getattr(record, n) if n not in ("rows", "row_hash") else [sum(record.rows)] * (n == "rows")
+                for n in NAMES
+            )
+        )
 
     assert list(course.records) == [small(record) for _, record in sorted(records.items())]
     assert list(course.repeated) == [small(record) for record in repeated]
@@ -217,19 +232,26 @@ def test_columns_say_what_the_records_say(paths: RunPaths) -> None:
 
 
 def test_weights_and_metrics_of_some_steps_are_those_of_the_records(paths: RunPaths) -> None:
-    some = [record_of(1), replace(record_of(2), weight=0.0, metrics={"a": 0.5}), replace(record_of(3), weight=7.5, metrics={"b": -1.0})]
+    some = [
+        record_of(1),
+        replace(record_of(2), weight=0.0, metrics={"a": 0.5}),
+        replace(record_of(3), weight=7.5, metrics={"b": -1.0}),
+    ]
     for record in some:
         put_segment(paths, 1, [record])
     found = list(read_steps(paths).records)
     assert [(r.weight, r.metrics) for r in found] == [(None, {}), (0.0, {"a": 0.5}), (7.5, {"b": -1.0})]
     assert [r.over for r in found] == [8, 0.0, 7.5]
-    assert [segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes()) for name in in_order(paths)] == [
-        [record] for record in some
-    ]
+    assert [
+        segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes()) for name in in_order(paths)
+    ] == [[record] for record in some]
 
 
 def test_means_are_over_what_each_step_was_over() -> None:
-    steps = [replace(record_of(1), loss=1.0, metrics={"right": 0.5}), replace(record_of(2), loss=4.0, weight=16.0, metrics={"right": 1.0})]
+    steps = [
+        replace(record_of(1), loss=1.0, metrics={"right": 0.5}),
+        replace(record_of(2), loss=4.0, weight=16.0, metrics={"right": 1.0}),
+    ]
     assert means(steps) == {"loss": (8 + 64) / 24, "right": (4 + 16) / 24}
     assert means([record_of(3), *steps])["right"] == (4 + 16) / 24, "of the steps that have it"
     assert "imbalance" not in step_point(steps, []).metrics, "of one worker"
@@ -249,12 +271,16 @@ def test_an_evaluation_that_cannot_be_read_does_not_hold_patience_up(paths: RunP
     for step, value in ((10, 0.5), (20, 0.4), (30, 0.3), (40, 0.3)):
         evaluate(paths, step, value)
     paths.evaluation(20).write_text("{")  # type: ignore[union-attr]
-    found = early_stop(paths, EvaluateSection(patience=2), "accuracy", "max", lambda last: list(range(10, last + 1, 10)))
+    found = early_stop(
+        paths, EvaluateSection(patience=2), "accuracy", "max", lambda last: list(range(10, last + 1, 10))
+    )
     assert found is not None
     assert (found.stop_step, found.best_step) == (40, 10)
 
 
-def test_the_tracker_reads_an_evaluation_once_and_remembers_those_of_few_folders(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracker_reads_an_evaluation_once_and_remembers_those_of_few_folders(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
@@ -299,12 +325,19 @@ def test_a_backlog_forgets_what_was_sent(paths: RunPaths) -> None:
 
 
 def test_the_point_of_a_block_has_the_time_of_its_last_step_and_the_failures_until_then() -> None:
-    steps = [replace(record_of(step), time_s=1e9 + step, step_ms=250.0, data_wait_ms=2.0 * step, lr=0.1 * step) for step in (1, 2, 3)]
+    steps = [
+        replace(record_of(step), time_s=1e9 + step, step_ms=250.0, data_wait_ms=2.0 * step, lr=0.1 * step)
+        for step in (1, 2, 3)
+    ]
     point = step_point(steps, [1e9 + 2.5, 1e9 + 3, 1e9 + 3.5])
     assert (point.step, point.time_ms) == (3, 1_000_000_003_000)
     assert point.metrics["restarts"] == 2.0
     assert point.metrics["rows_per_s"] == pytest.approx(sum(sum(step.rows) for step in steps) / 0.75)
-    assert (point.metrics["step_ms"], point.metrics["data_wait_ms"], point.metrics["lr"]) == (250.0, 4.0, pytest.approx(0.3))
+    assert (point.metrics["step_ms"], point.metrics["data_wait_ms"], point.metrics["lr"]) == (
+        250.0,
+        4.0,
+        pytest.approx(0.3),
+    )
 
 
 def test_the_point_of_an_evaluation_has_its_time_and_only_its_numbers() -> None:

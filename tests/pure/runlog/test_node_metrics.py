@@ -1,4 +1,6 @@
-"""Looks at the nodes: joining their files loses nothing and doubles nothing, wherever it is stopped, and their number does not grow."""
+"""Looks at the nodes: joining their files loses nothing and doubles nothing, wherever it is stopped, and their number
+does not grow.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Stopped(Exception):
     pass
 
 
-def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(node_metrics, "MOST_SMALL", 8)
     put(paths, 1, range(7))
     put(paths, 2, range(6))
@@ -54,7 +58,9 @@ def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(paths: 
                     (paths.system / file).write_bytes(data)  # type: ignore[union-attr]
                 left = [effect]
 
-                def stopping(real: Callable[..., Any], left: list[int] = left, after: bool = after) -> Callable[..., Any]:
+                def stopping(
+                    real: Callable[..., Any], left: list[int] = left, after: bool = after
+                ) -> Callable[..., Any]:
                     def call(*arguments: Any, **named: Any) -> Any:
                         left[0] -= 1
                         if left[0] == 0 and not after:
@@ -127,7 +133,9 @@ def test_joined_while_they_are_written_and_read(paths: RunPaths) -> None:
 
 
 @pytest.mark.parametrize("full_bytes", [100, 10**9])
-def test_joined_between_the_listing_and_the_reading(paths: RunPaths, monkeypatch: pytest.MonkeyPatch, full_bytes: int) -> None:
+def test_joined_between_the_listing_and_the_reading(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, full_bytes: int
+) -> None:
     put(paths, 1, range(MOST_SMALL))
     whole, listings = read_looks(paths, ""), list[list[str]]()
 
@@ -146,7 +154,10 @@ def test_looks_of_a_later_start_are_left_to_it(paths: RunPaths) -> None:
     put(paths, 1, range(MOST_SMALL))
     put(paths, 2, range(3))
     join_looks(paths, 1)
-    assert sorted(names(paths.system)) == ["000001-000000063.json", *(f"000002-{number:09d}.json" for number in range(3))]
+    assert sorted(names(paths.system)) == [
+        "000001-000000063.json",
+        *(f"000002-{number:09d}.json" for number in range(3)),
+    ]
 
 
 def test_a_damaged_look_is_named_and_nothing_is_joined(paths: RunPaths) -> None:

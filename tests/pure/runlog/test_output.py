@@ -1,4 +1,6 @@
-"""What a task prints in other processes is in the run's directory, and costs nothing where that is away or the task prints without end."""
+"""What a task prints in other processes is in the run's directory, and costs nothing where that is away or the task
+prints without end.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ def paths(tmp_path: Path) -> Iterator[RunPaths]:
     assert (sys.stdout, sys.stderr) == before
 
 
-def test_lines_are_copied_with_their_place(paths: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_copied_with_their_place(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_TOKEN", "a-canary-of-mine")
     steps = iter(range(9))
     with copied_output(paths, 3, "worker-a-1", lambda: f"step {next(steps)}"):
         print("shapes", (4, 8))
         print("two\nlines a-canary-of-mine")
         print("wrong", file=sys.stderr)
-    assert capsys.readouterr().out == "shapes (4, 8)\ntwo\nlines a-canary-of-mine\n", "it goes where it went before, too"
+    assert capsys.readouterr().out == "shapes (4, 8)\ntwo\nlines a-canary-of-mine\n", (
+        "it goes where it went before, too"
+    )
     lines = paths.output(3, "worker-a-1", "out").read_text().splitlines()
     assert [line.partition("] ")[2] for line in lines] == ["shapes (4, 8)", "two", "lines ***"]
     assert all(line.startswith("[step ") for line in lines)

@@ -71,7 +71,16 @@ def test_names_of_secrets(name: str) -> None:
     "name",
     [
         *["max_tokens", "tokens_per_row", "tokenizer", "key", "seed", "class_path", "passes", "access", "keep_last"],
-        *["token_column", "tokenColumn", "pad_token", "eosToken", "unk_token", "token_type", "password_field", "api_key_column"],
+        *[
+            "token_column",
+            "tokenColumn",
+            "pad_token",
+            "eosToken",
+            "unk_token",
+            "token_type",
+            "password_field",
+            "api_key_column",
+        ],
     ],
 )
 def test_other_names(name: str) -> None:
@@ -111,10 +120,16 @@ def test_the_password_of_a_configured_uri_is_hidden_alone_as_well() -> None:
     assert redact("the password long-enough is wrong") == "the password *** is wrong"
 
 
-SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size=8, max_size=40).filter(lambda s: len(s.strip()) >= 8)
+SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size=8, max_size=40).filter(
+    lambda s: len(s.strip()) >= 8
+)
 
 
-@given(st.lists(SECRETS, min_size=1, max_size=4), st.text(max_size=20), st.sampled_from(["raw", "json", "ascii", "repr", "url", "html"]))
+@given(
+    st.lists(SECRETS, min_size=1, max_size=4),
+    st.text(max_size=20),
+    st.sampled_from(["raw", "json", "ascii", "repr", "url", "html"]),
+)
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_no_secret_is_left_however_it_is_quoted(secrets: list[str], around: str, form: str) -> None:
     module._guarded.clear()
@@ -167,9 +182,15 @@ def test_events_hide_what_the_runs_own_configuration_keeps_secret(tmp_path: Path
 
 
 def test_a_configuration_is_shown_without_secrets_and_stays_yaml() -> None:
-    values: dict[str, Any] = {"task": {"init_args": {"token": "it's: canary", "size": 3}}, "run": {"name": "x", "path": "s3://a:b@c/d"}}
+    values: dict[str, Any] = {
+        "task": {"init_args": {"token": "it's: canary", "size": 3}},
+        "run": {"name": "x", "path": "s3://a:b@c/d"},
+    }
     shown = redacted_yaml(yaml.safe_dump(values))
-    assert yaml.safe_load(shown) == {"task": {"init_args": {"token": "***", "size": 3}}, "run": {"name": "x", "path": "s3://***@c/d"}}
+    assert yaml.safe_load(shown) == {
+        "task": {"init_args": {"token": "***", "size": 3}},
+        "run": {"name": "x", "path": "s3://***@c/d"},
+    }
 
 
 def test_variables_may_go_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +223,14 @@ def test_a_file_for_its_owner_alone(tmp_path: Path) -> None:
 
 @pytest.mark.rest
 def test_every_module_that_logs_hides_secrets() -> None:
-    """Whatever part of the application a process imports, its log lines are redacted: those that log import what installs it."""
+    """Whatever part of the application a process imports, its log lines are redacted: those that log import what
+    installs it.
+    """
     root = Path(module.__file__).parents[2]
     files = [f for f in sorted((root / "ray_app").rglob("*.py")) if "logger = logging" in f.read_text()]
     names = [".".join(f.relative_to(root).with_suffix("").parts) for f in files]
-    code = f"import importlib, logging\nfor n in {names}:\n importlib.import_module(n)\nassert logging.getLogRecordFactory().hides_secrets"
+    code = (
+        f"import importlib, logging\nfor n in {names}:\n importlib.import_module(n)\nassert"
+        f" logging.getLogRecordFactory().hides_secrets"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -41,13 +41,23 @@ DIGITS = ROOT / "conf" / "digits.yaml"
         (EndedJob("FAILED", -9), True, 1, "the driver was lost (killed by signal 9)"),
         (EndedJob("FAILED", 137), True, 1, "the driver was lost (killed by signal 9)"),
         (EndedJob("FAILED", -15), True, 1, "the driver was lost (killed by signal 15)"),
-        (EndedJob("FAILED", None, "Job supervisor actor died: the node\nis gone"), True, 1, "(Job supervisor actor died: the node)"),
+        (
+            EndedJob("FAILED", None, "Job supervisor actor died: the node\nis gone"),
+            True,
+            1,
+            "(Job supervisor actor died: the node)",
+        ),
         (EndedJob("UNKNOWN"), True, 1, "the cluster does not know the job any more"),
         (EndedJob("FAILED", 1), False, 1, "the run failed"),
         (EndedJob("FAILED", 2), False, 2, "the run was refused"),
         (EndedJob("FAILED", 127), False, 127, "submit.python"),
         (EndedJob("FAILED", 3), False, 3, "exit code 3"),
-        (EndedJob("FAILED", None, "pip failed", "RUNTIME_ENV_SETUP_FAILURE"), False, 2, "could not set the job up: pip failed"),
+        (
+            EndedJob("FAILED", None, "pip failed", "RUNTIME_ENV_SETUP_FAILURE"),
+            False,
+            2,
+            "could not set the job up: pip failed",
+        ),
     ],
 )
 def test_when_a_run_is_submitted_again(ended: EndedJob, again: bool, exit_code: int, reason: str) -> None:
@@ -82,7 +92,10 @@ def test_no_secret_stands_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter22secret" not in str(refused.value)
     monkeypatch.setenv("SOME_TOKEN", "value-of-the-token")
     section = SubmitSection(env="SOME_TOKEN")
-    assert section.environment({"SOME_TOKEN": "value", "OTHER": "x"}) == {"SOME_TOKEN": "value", "RAY_JOB_STOP_WAIT_TIME_S": "60"}
+    assert section.environment({"SOME_TOKEN": "value", "OTHER": "x"}) == {
+        "SOME_TOKEN": "value",
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",
+    }
     assert "value" not in section.command(["-m", "ray_app", "train"], load_config(DIGITS))
     with pytest.raises(ConfigError, match=r"submit\.env names MISSING, not set here"):
         SubmitSection(env="SOME_TOKEN, MISSING").environment({"SOME_TOKEN": "value"})
@@ -92,8 +105,21 @@ def test_no_secret_stands_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
 def project(tmp_path: Path) -> Path:
     """A project with all that should stay at home."""
     files = ["mine/task.py", "runs.py", "conf/a.yaml", "my data/task.py", "datasets/here/train/part.parquet"]
-    files += [".git/objects/pack", "big env/bin/python", "big env/pyvenv.cfg", ".venv/lib/x.py", "mlruns/0/meta.yaml", "mlflow.db"]
-    files += ["runs/first/config.yaml", "datasets/other/part.parquet", "absolute/part.csv", "mine/__pycache__/task.pyc", ".mypy_cache/x"]
+    files += [
+        ".git/objects/pack",
+        "big env/bin/python",
+        "big env/pyvenv.cfg",
+        ".venv/lib/x.py",
+        "mlruns/0/meta.yaml",
+        "mlflow.db",
+    ]
+    files += [
+        "runs/first/config.yaml",
+        "datasets/other/part.parquet",
+        "absolute/part.csv",
+        "mine/__pycache__/task.pyc",
+        ".mypy_cache/x",
+    ]
     files += ["ignored/by_git", "weights.pt", ".env", "left/out.txt"]
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +129,11 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
-    paths = {"data__path": "datasets/here/train", "data__eval_path": str(project / "absolute"), "run__storage_path": str(project / "runs")}
+    paths = {
+        "data__path": "datasets/here/train",
+        "data__eval_path": str(project / "absolute"),
+        "run__storage_path": str(project / "runs"),
+    }
     config = load_config(DIGITS, **paths)
     package = packed(config, SubmitSection(working_dir=str(project), exclude="left"))
     kept = {
@@ -133,7 +163,10 @@ def test_a_package_that_is_too_big_names_what_is_big(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)3\.0 MB.*more than the 2 MB.*submit\.exclude.*3\.00 MB  pictures/\n"):
         size_of(package, section)
     assert "3.00 MB  pictures/" in size_of(package, SubmitSection())
-    assert [(one.level, one.topic) for one in data_in(package, config)] == [("refused", "training data"), ("refused", "evaluation data")]
+    assert [(one.level, one.topic) for one in data_in(package, config)] == [
+        ("refused", "training data"),
+        ("refused", "evaluation data"),
+    ]
 
 
 def test_values_that_make_no_sense_are_refused(tmp_path: Path) -> None:
@@ -143,10 +176,14 @@ def test_values_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         SubmitSection(retries=-1).check()
 
 
-def test_the_application_goes_along_whole_whatever_stays_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_application_goes_along_whole_whatever_stays_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[Path] = []
 
-    def upload(path: str, include_gitignore: bool, include_parent_dir: bool, excludes: list[str], is_file: bool) -> None:
+    def upload(
+        path: str, include_gitignore: bool, include_parent_dir: bool, excludes: list[str], is_file: bool
+    ) -> None:
         assert (include_parent_dir, is_file) == (True, False)
         sent.append(tmp_path / "sent.zip")
         create_package(path, sent[0], include_gitignore=include_gitignore, include_parent_dir=True, excludes=excludes)
@@ -158,11 +195,18 @@ def test_the_application_goes_along_whole_whatever_stays_at_home(tmp_path: Path,
     with zipfile.ZipFile(sent[0]) as made:
         names = set(made.namelist())
     package = ROOT / "ray_app"
-    assert names >= {path.relative_to(ROOT).as_posix() for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert names >= {
+        path.relative_to(ROOT).as_posix()
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert not any("__pycache__" in name for name in names)
     assert runtime_env["excludes"] == ["/runs", "data"]
     assert runtime_env["py_modules"][0].startswith("gcs://_ray_pkg_")
-    assert [SubmitSection(ray_app=way).runtime_env() for way in ("installed", "ray_app==0.1.0")] == [{}, {"pip": ["ray_app==0.1.0"]}]
+    assert [SubmitSection(ray_app=way).runtime_env() for way in ("installed", "ray_app==0.1.0")] == [
+        {},
+        {"pip": ["ray_app==0.1.0"]},
+    ]
 
 
 def test_versions_must_agree_where_it_matters() -> None:
@@ -171,12 +215,15 @@ def test_versions_must_agree_where_it_matters() -> None:
     assert [one.level for one in agreement(here, here | {"python": "3.11.9"})] == ["ok"]
     other = agreement(here, {"python": "3.12.1", "ray": "2.59.0", "torch": "2.14.0"})
     assert [one.level for one in other] == ["refused", "refused", "warning"]
-    assert [word in one.text for one, word in zip(other, ("3.11", "2.59.0", "torch 2.15.0 (cluster: 2.14.0)"), strict=True)] == [True] * 3
+    assert [
+        word in one.text for one, word in zip(other, ("3.11", "2.59.0", "torch 2.15.0 (cluster: 2.14.0)"), strict=True)
+    ] == [True] * 3
 
 
 def test_a_cache_must_fit_into_each_object_store() -> None:
     nodes = [
-        {"NodeManagerAddress": name, "Alive": True, "Resources": {"object_store_memory": size}} for name, size in (("a", 3e9), ("b", 1e9))
+        {"NodeManagerAddress": name, "Alive": True, "Resources": {"object_store_memory": size}}
+        for name, size in (("a", 3e9), ("b", 1e9))
     ]
     assert "1,000.0 MB" in fits_object_stores(10**8, nodes)
     with pytest.raises(ConfigError, match=r"needs 2,000\.0 MB .* b has 1,000\.0 MB\. Set data\.cache to disk"):
@@ -195,7 +242,9 @@ def test_a_storage_inside_the_job_is_refused(tmp_path: Path) -> None:
 
 
 class Cluster:
-    """A job server's client, each of whose answers is an error until there is none left; it notes the ids that it is sent."""
+    """A job server's client, each of whose answers is an error until there is none left; it notes the ids that it is
+    sent.
+    """
 
     def __init__(self, *errors: Exception) -> None:
         self.errors, self.sent = list(errors), list[str]()
@@ -230,11 +279,18 @@ def submitting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return submit
 
 
-BUSY, EXISTS = answered(500, "No available agent to submit job, please try again later"), answered(500, "Job run-2 already exists")
+BUSY, EXISTS = (
+    answered(500, "No available agent to submit job, please try again later"),
+    answered(500, "Job run-2 already exists"),
+)
 
 
-@pytest.mark.parametrize("errors", [[BUSY, answered(502, "<html>\nbad gateway")], [BUSY, EXISTS], [ConnectionError("reset"), EXISTS]])
-def test_a_cluster_that_cannot_take_a_job_now_is_asked_again(submitting: Callable[..., str], errors: list[Exception]) -> None:
+@pytest.mark.parametrize(
+    "errors", [[BUSY, answered(502, "<html>\nbad gateway")], [BUSY, EXISTS], [ConnectionError("reset"), EXISTS]]
+)
+def test_a_cluster_that_cannot_take_a_job_now_is_asked_again(
+    submitting: Callable[..., str], errors: list[Exception]
+) -> None:
     cluster = Cluster(*errors)
     assert submitting(cluster) == "run-2"
     assert set(cluster.sent) == {"run-2"}
@@ -243,7 +299,9 @@ def test_a_cluster_that_cannot_take_a_job_now_is_asked_again(submitting: Callabl
         submitting(Cluster(BUSY, BUSY), -1.0)
 
 
-@pytest.mark.parametrize("error", [answered(400, "no"), answered(500, "RuntimeError:\nRequest failed with status code 400: no"), EXISTS])
+@pytest.mark.parametrize(
+    "error", [answered(400, "no"), answered(500, "RuntimeError:\nRequest failed with status code 400: no"), EXISTS]
+)
 def test_a_job_that_the_cluster_refuses_is_not_sent_again(submitting: Callable[..., str], error: Exception) -> None:
     cluster = Cluster(error)
     with pytest.raises(ConfigError, match="the cluster does not take the job"):
@@ -251,7 +309,9 @@ def test_a_job_that_the_cluster_refuses_is_not_sent_again(submitting: Callable[.
     assert cluster.sent == ["run-2"]
 
 
-def test_a_server_that_takes_the_connection_and_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_takes_the_connection_and_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", address)
@@ -268,7 +328,9 @@ def test_a_server_that_takes_the_connection_and_does_not_answer_is_not_waited_fo
 def test_ctrl_c_ends_the_following_also_at_the_moment_when_output_comes() -> None:
     class Client:
         async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
-            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)  # after this step, before who waits for the output
+            asyncio.get_running_loop().call_soon(
+                signal.raise_signal, signal.SIGINT
+            )  # after this step, before who waits for the output
             yield f"output of {job_id}"
             await asyncio.sleep(60)
 

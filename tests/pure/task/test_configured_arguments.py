@@ -26,25 +26,38 @@ def task_of(loss: dict[str, Any], **init_args: Any) -> ModuleTask:
     return task
 
 
-@pytest.mark.parametrize(("reduction", "over"), [({}, ROWS * 4), ({"reduction": "mean"}, ROWS * 4), ({"reduction": "batchmean"}, ROWS)])
+@pytest.mark.parametrize(
+    ("reduction", "over"), [({}, ROWS * 4), ({"reduction": "mean"}, ROWS * 4), ({"reduction": "batchmean"}, ROWS)]
+)
 def test_the_reduction_of_a_divergence_is_torchs(reduction: dict[str, Any], over: int) -> None:
     outputs, target = torch.randn(ROWS, 4).log_softmax(1), torch.rand(ROWS, 4).softmax(1)
     found = Losses.of(loss_of_rows({"class_path": KL, "init_args": reduction}, outputs, target))
     weight = found.weights.sum() if found.weights is not None else torch.tensor(float(ROWS))
-    assert float(found.values.sum() / weight) == pytest.approx(float(nn.KLDivLoss(**reduction)(outputs, target)), rel=1e-5)
+    assert float(found.values.sum() / weight) == pytest.approx(
+        float(nn.KLDivLoss(**reduction)(outputs, target)), rel=1e-5
+    )
     assert float(weight) == over
 
 
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        ({"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "sum"}}, "reduction 'sum'; it must be one of mean, none. A step's"),
-        ({"class_path": KL, "init_args": {"reduction": "sum"}}, "reduction 'sum'; it must be one of mean, none, batchmean"),
+        (
+            {"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "sum"}},
+            "reduction 'sum'; it must be one of mean, none. A step's",
+        ),
+        (
+            {"class_path": KL, "init_args": {"reduction": "sum"}},
+            "reduction 'sum'; it must be one of mean, none, batchmean",
+        ),
         (
             {"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "batchmean"}},
             "reduction 'batchmean'; it must be one of mean, none.",
         ),
-        ({"class_path": "torch.nn.MSELoss", "init_args": {"size_average": False}}, "has size_average, which torch replaces by reduction"),
+        (
+            {"class_path": "torch.nn.MSELoss", "init_args": {"size_average": False}},
+            "has size_average, which torch replaces by reduction",
+        ),
     ],
 )
 def test_a_reduction_that_a_step_cannot_have_is_refused(loss: dict[str, Any], said: str) -> None:
@@ -96,13 +109,18 @@ SEVERAL = {"num_classes": 3}
 def test_metrics_get_probabilities_whatever_the_batch(
     loss: str, shape: tuple[int, ...], kind: str, more: dict[str, Any], scale: float
 ) -> None:
-    """Small scores are all between 0 and 1, where torchmetrics takes them for probabilities; of large ones some rows' are."""
+    """Small scores are all between 0 and 1, where torchmetrics takes them for probabilities; of large ones some rows'
+    are.
+    """
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(shape, generator=generator) * scale + 0.45
     if loss.endswith("NLLLoss"):
         scores = scores.log_softmax(1)
     count = {"Binary": {}, "Multilabel": {"num_labels": 3}, "Multiclass": SEVERAL}[kind]
-    metrics = {name: {"class_path": f"torchmetrics.classification.{kind}{name}", "init_args": count} for name in ("Accuracy", "AUROC")}
+    metrics = {
+        name: {"class_path": f"torchmetrics.classification.{kind}{name}", "init_args": count}
+        for name in ("Accuracy", "AUROC")
+    }
     task = task_of({"class_path": loss}, metrics=metrics, best_metric="Accuracy", **more)
     if kind == "Multiclass":
         target, probabilities = torch.randint(0, 3, (ROWS, *shape[2:]), generator=generator), scores.softmax(1)
@@ -126,12 +144,16 @@ def test_other_metrics_than_of_classes_get_the_outputs_as_they_are() -> None:
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"task.init_args.activation is 'relu'; it must be one of sigmoid, softmax, none"):
+    with pytest.raises(
+        ConfigError, match=r"task.init_args.activation is 'relu'; it must be one of sigmoid, softmax, none"
+    ):
         task_of({"class_path": "torch.nn.BCEWithLogitsLoss"}, activation="relu")
 
 
 def test_a_parameter_made_by_expand_is_refused_with_its_name() -> None:
     model = nn.Linear(3, 2)
     model.bias = nn.Parameter(torch.zeros(1).expand(2))
-    with pytest.raises(ConfigError, match=r"Values of the parameter bias, of shape \(2,\), share their memory \(expand\)"):
+    with pytest.raises(
+        ConfigError, match=r"Values of the parameter bias, of shape \(2,\), share their memory \(expand\)"
+    ):
         contiguous(model)

@@ -13,7 +13,10 @@ from ray_app.task.base import Losses, summed
 from ray_app.task.configured_arguments import loss_of_rows
 
 SCORES, PIXELS = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), torch.randn(2, 3, 4, 4)
-LABELS, MASKS = torch.tensor([0, 1, 2, 1, -100, 2]), torch.randint(0, 3, (2, 4, 4), generator=torch.Generator().manual_seed(2))
+LABELS, MASKS = (
+    torch.tensor([0, 1, 2, 1, -100, 2]),
+    torch.randint(0, 3, (2, 4, 4), generator=torch.Generator().manual_seed(2)),
+)
 NUMBERS, TAGS = torch.randn(6), torch.randint(0, 2, (6, 3))
 
 
@@ -40,7 +43,10 @@ def test_the_mean_is_the_one_of_torch(name: str, init_args: dict[str, Any], outp
     found = Losses.of(loss_of_rows(spec, outputs, target))
     assert found.values.shape == (len(outputs),)
     sums = summed(None, found)
-    tensors = {key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value for key, value in init_args.items()}
+    tensors = {
+        key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
+        for key, value in init_args.items()
+    }
     wanted = getattr(nn, name)(**tensors)(outputs, target if outputs.shape != target.shape else target.float())
     assert sums.loss / sums.weight == pytest.approx(wanted.item(), rel=1e-5)
 
@@ -53,15 +59,25 @@ def test_the_mean_is_the_one_of_torch(name: str, init_args: dict[str, Any], outp
         ("nll_loss", {"weight": [1, 2, 5]}, SCORES.log_softmax(1), LABELS),
     ],
 )
-def test_the_mean_of_a_function_is_the_one_of_torch(name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor) -> None:
+def test_the_mean_of_a_function_is_the_one_of_torch(
+    name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor
+) -> None:
     spec = {"class_path": f"torch.nn.functional.{name}", "init_args": init_args}
     sums = summed(None, Losses.of(loss_of_rows(spec, outputs, target)))
-    tensors = {key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value for key, value in init_args.items()}
-    assert sums.loss / sums.weight == pytest.approx(getattr(nn.functional, name)(outputs, target, **tensors).item(), rel=1e-5)
+    tensors = {
+        key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
+        for key, value in init_args.items()
+    }
+    assert sums.loss / sums.weight == pytest.approx(
+        getattr(nn.functional, name)(outputs, target, **tensors).item(), rel=1e-5
+    )
 
 
 def test_two_outputs_are_not_compared_with_one_number() -> None:
-    with pytest.raises(ConfigError, match=r"outputs are of shape \(rows, 6\), the target of \(rows\); torch.nn.MSELoss compares each with"):
+    with pytest.raises(
+        ConfigError,
+        match=r"outputs are of shape \(rows, 6\), the target of \(rows\); torch.nn.MSELoss compares each with",
+    ):
         loss_of_rows({"class_path": "torch.nn.MSELoss"}, torch.randn(6, 6), NUMBERS)
 
 
@@ -74,7 +90,14 @@ WEIGHTED = torch.tensor([1.0, 2.0, 5.0])
         ("CrossEntropyLoss", {}, SCORES[:4], LABELS[:4], SCORES[:4].argmax(1) == LABELS[:4], torch.ones(4)),
         ("CrossEntropyLoss", {"ignore_index": -100}, SCORES, LABELS, SCORES.argmax(1) == LABELS, LABELS.ge(0)),
         ("CrossEntropyLoss", {}, SCORES, LABELS, SCORES.argmax(1) == LABELS, LABELS.ge(0)),
-        ("CrossEntropyLoss", {"weight": [1, 2, 5]}, SCORES[:4], LABELS[:4], SCORES[:4].argmax(1) == LABELS[:4], WEIGHTED[LABELS[:4]]),
+        (
+            "CrossEntropyLoss",
+            {"weight": [1, 2, 5]},
+            SCORES[:4],
+            LABELS[:4],
+            SCORES[:4].argmax(1) == LABELS[:4],
+            WEIGHTED[LABELS[:4]],
+        ),
         ("CrossEntropyLoss", {"ignore_index": 1}, PIXELS, MASKS, PIXELS.argmax(1) == MASKS, MASKS != 1),
         ("BCEWithLogitsLoss", {"pos_weight": [1, 2, 5]}, SCORES, TAGS, SCORES.gt(0) == TAGS.bool(), torch.ones(6, 3)),
         ("BCEWithLogitsLoss", {}, NUMBERS, TAGS[:, 0].bool(), NUMBERS.gt(0) == TAGS[:, 0].bool(), torch.ones(6)),
@@ -105,11 +128,14 @@ class OfRow(nn.CrossEntropyLoss):
 def test_the_accuracy_of_a_loss_with_one_value_for_all_pixels_of_a_row() -> None:
     spec = {"class_path": f"{__name__}.OfRow"}
     found = Losses.of(loss_of_rows(spec, PIXELS, MASKS, accuracy=True))
-    assert found.metrics["accuracy"].tolist() == pytest.approx((PIXELS.argmax(1) == MASKS).float().flatten(1).mean(1).tolist())
+    assert found.metrics["accuracy"].tolist() == pytest.approx(
+        (PIXELS.argmax(1) == MASKS).float().flatten(1).mean(1).tolist()
+    )
 
 
 @pytest.mark.parametrize(
-    ("outputs", "target"), [(NUMBERS, TAGS[:, 0].float()), (NUMBERS, TAGS[:, 0]), (SCORES, TAGS[:, :2]), ({"logits": SCORES}, LABELS)]
+    ("outputs", "target"),
+    [(NUMBERS, TAGS[:, 0].float()), (NUMBERS, TAGS[:, 0]), (SCORES, TAGS[:, :2]), ({"logits": SCORES}, LABELS)],
 )
 def test_the_accuracy_of_what_are_no_classes_is_refused(outputs: Any, target: Tensor) -> None:
     with pytest.raises(ConfigError, match=r"train_accuracy is true, and the target, .* is not the index of a class"):
@@ -129,18 +155,29 @@ OF_LISTS = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
         ("MSELoss", {}, OF_LISTS[:, 0], LISTS.float()),
     ],
 )
-def test_what_lists_are_padded_with_does_not_count(name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor) -> None:
+def test_what_lists_are_padded_with_does_not_count(
+    name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor
+) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
     sums = summed(None, Losses.of(loss_of_rows(spec, outputs, target, there=THERE, accuracy=name != "MSELoss")))
-    tensors = {key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value for key, value in init_args.items()}
+    tensors = {
+        key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
+        for key, value in init_args.items()
+    }
     of_values = outputs.movedim(1, -1)[THERE] if outputs.ndim == 3 else outputs[THERE]
-    assert sums.loss / sums.weight == pytest.approx(getattr(nn, name)(**tensors)(of_values, target[THERE]).item(), rel=1e-5)
+    assert sums.loss / sums.weight == pytest.approx(
+        getattr(nn, name)(**tensors)(of_values, target[THERE]).item(), rel=1e-5
+    )
     if not init_args and sums.metrics:
-        assert sums.metrics["accuracy"] / sums.weight == pytest.approx((of_values.argmax(1) == target[THERE]).float().mean().item())
+        assert sums.metrics["accuracy"] / sums.weight == pytest.approx(
+            (of_values.argmax(1) == target[THERE]).float().mean().item()
+        )
 
 
 def test_one_value_of_a_padded_list_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\), which are padded"):
+    with pytest.raises(
+        ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\), which are padded"
+    ):
         loss_of_rows({"class_path": f"{__name__}.OfRow"}, OF_LISTS, LISTS, there=THERE)
 
 
@@ -157,7 +194,10 @@ def test_targets_are_not_rounded_to_the_precision_of_the_outputs(half: torch.dty
 
 
 def test_sums_and_weights_of_a_row_are_not_rounded_to_half_precision() -> None:
-    for name, outputs, target in (("MSELoss", torch.zeros(2, 1001), torch.ones(2, 1001)), ("NLLLoss", torch.ones(2, 3, 1001), LONG)):
+    for name, outputs, target in (
+        ("MSELoss", torch.zeros(2, 1001), torch.ones(2, 1001)),
+        ("NLLLoss", torch.ones(2, 3, 1001), LONG),
+    ):
         found = Losses.of(loss_of_rows({"class_path": f"torch.nn.{name}"}, outputs.bfloat16(), target))
         assert found.weights is not None
         assert (found.values.abs().tolist(), found.weights.tolist()) == ([1001, 1001], [1001, 1001])
@@ -166,9 +206,16 @@ def test_sums_and_weights_of_a_row_are_not_rounded_to_half_precision() -> None:
 LONG = torch.zeros(2, 1001, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(("name", "init_args", "target"), [("CrossEntropyLoss", {"weight": [1, 2, 5]}, 0), ("BCEWithLogitsLoss", {}, 1)])
-def test_a_loss_that_an_evaluation_asks_for_first_can_be_trained_with(name: str, init_args: dict[str, Any], target: int) -> None:
-    spec = {"class_path": f"torch.nn.{name}", "init_args": {**init_args, **({"pos_weight": [3.25, 2, 1]} if target else {})}}
+@pytest.mark.parametrize(
+    ("name", "init_args", "target"), [("CrossEntropyLoss", {"weight": [1, 2, 5]}, 0), ("BCEWithLogitsLoss", {}, 1)]
+)
+def test_a_loss_that_an_evaluation_asks_for_first_can_be_trained_with(
+    name: str, init_args: dict[str, Any], target: int
+) -> None:
+    spec = {
+        "class_path": f"torch.nn.{name}",
+        "init_args": {**init_args, **({"pos_weight": [3.25, 2, 1]} if target else {})},
+    }
     targets = torch.ones(4, 3) if target else torch.tensor([0, 1, 2, 1])
     if not target:
         spec["init_args"]["label_smoothing"] = 0.125  # no other test has made this one in this process

@@ -1,4 +1,6 @@
-"""Mistakes in the arguments of tasks and optimizers by configuration: said with what was given, what is allowed and what to do."""
+"""Mistakes in the arguments of tasks and optimizers by configuration: said with what was given, what is allowed and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def module(**init_args: Any) -> dict[str, Any]:
 
 
 def loop(**init_args: Any) -> dict[str, Any]:
-    given = {"train": SCRIPTS + "train", "module": {"class_path": SCRIPTS + "net"}, "rows": ["x", "label"], "target": "label"} | init_args
+    given = {
+        "train": SCRIPTS + "train",
+        "module": {"class_path": SCRIPTS + "net"},
+        "rows": ["x", "label"],
+        "target": "label",
+    } | init_args
     return {"class_path": "ray_app.task.user_loop.LoopTask", "init_args": given}
 
 
@@ -50,41 +57,90 @@ IN = "task.init_args."
         (
             module(transforms=[{"class_path": V2 + "RandomResizeCrop"}]),
             {},
-            f"{IN}transforms[0].class_path is '{V2}RandomResizeCrop', but torchvision.transforms.v2 has no 'RandomResizeCrop'. Did you mean"
+            f"{IN}transforms[0].class_path is '{V2}RandomResizeCrop', but torchvision.transforms.v2 has no"
+            f" 'RandomResizeCrop'. Did you mean"
             f" {V2}RandomResizedCrop?",
         ),
         (
-            module(model={"class_path": "transformers.BertModel", "init_args": {"config": {"class_path": "transformers.BertConfg"}}}),
+            module(
+                model={
+                    "class_path": "transformers.BertModel",
+                    "init_args": {"config": {"class_path": "transformers.BertConfg"}},
+                }
+            ),
             {},
-            f"{IN}model.config.class_path is 'transformers.BertConfg', but transformers has no 'BertConfg'. Did you mean",
+            f"{IN}model.config.class_path is 'transformers.BertConfg', but transformers has no 'BertConfg'. Did you"
+            f" mean",
         ),
-        (module(model={"class_path": "torchvison.models.resnet18"}), {}, "but there is no module 'torchvison' where Python looks"),
+        (
+            module(model={"class_path": "torchvison.models.resnet18"}),
+            {},
+            "but there is no module 'torchvison' where Python looks",
+        ),
         (
             module(model="torchvision.models.resnet18"),
             {},
             "got model = 'torchvision.models.resnet18'; it must be Spec, where Spec",
         ),
-        (module(loss={"class": "torch.nn.CrossEntropyLoss"}), {}, f"{IN}loss is {{'class': 'torch.nn.CrossEntropyLoss'}}; it must have"),
-        (module(metrics={"right": {"class": "x"}}), {}, f"{IN}metrics.right is {{'class': 'x'}}; it must have class_path"),
-        (module(metrics={"loss": CROSS_ENTROPY}), {}, f"{IN}metrics has 'loss', which every evaluation has. Give the metric another name."),
+        (
+            module(loss={"class": "torch.nn.CrossEntropyLoss"}),
+            {},
+            f"{IN}loss is {{'class': 'torch.nn.CrossEntropyLoss'}}; it must have",
+        ),
+        (
+            module(metrics={"right": {"class": "x"}}),
+            {},
+            f"{IN}metrics.right is {{'class': 'x'}}; it must have class_path",
+        ),
+        (
+            module(metrics={"loss": CROSS_ENTROPY}),
+            {},
+            f"{IN}metrics has 'loss', which every evaluation has. Give the metric another name.",
+        ),
         (module(metrics={"rows": CROSS_ENTROPY}), {}, f"{IN}metrics has 'rows', which every evaluation has"),
         (module(max_length=0), {}, f"{IN}max_length is 0; it must be at least 1, or null for all."),
-        (module(pad_to=0), {}, f"{IN}pad_to is 0; padded lists are as long as a multiple of it, so it must be at least 1."),
+        (
+            module(pad_to=0),
+            {},
+            f"{IN}pad_to is 0; padded lists are as long as a multiple of it, so it must be at least 1.",
+        ),
         (module(std=[0.0]), {}, f"{IN}std is [0.0]; images are divided by it, so each must be greater than 0."),
-        (module(inputs=["x.mask"]), {}, f"{IN}inputs names x.mask, which is 1 where a list has a number and 0 where it is padded; column"),
-        (loop(train=SCRIPTS + "trian"), {}, f"{IN}train is '{SCRIPTS}trian', but tests.support.loop_scripts has no 'trian'. Did you mean"),
-        (loop(train="scripd.train"), {}, f"{IN}train is 'scripd.train', but there is no module 'scripd' where Python looks"),
+        (
+            module(inputs=["x.mask"]),
+            {},
+            f"{IN}inputs names x.mask, which is 1 where a list has a number and 0 where it is padded; column",
+        ),
+        (
+            loop(train=SCRIPTS + "trian"),
+            {},
+            f"{IN}train is '{SCRIPTS}trian', but tests.support.loop_scripts has no 'trian'. Did you mean",
+        ),
+        (
+            loop(train="scripd.train"),
+            {},
+            f"{IN}train is 'scripd.train', but there is no module 'scripd' where Python looks",
+        ),
         (loop(evaluate=SCRIPTS + "measurd"), {}, f"has no 'measurd'. Did you mean {SCRIPTS}measured?"),
-        (module(), turns(parameters="critic.*"), "optimizers.one.parameters is 'critic.*'; it must be a list of names, as ['critic.*']."),
+        (
+            module(),
+            turns(parameters="critic.*"),
+            "optimizers.one.parameters is 'critic.*'; it must be a list of names, as ['critic.*'].",
+        ),
         (module(), turns(steps="two"), "optimizers.one.steps is 'two'; it must be a number of steps, at least 1."),
-        (module(), {"optimizers": [ADAM]}, "optimizers is a mapping of names to optimizers that take turns, each with class_path and"),
+        (
+            module(),
+            {"optimizers": [ADAM]},
+            "optimizers is a mapping of names to optimizers that take turns, each with class_path and",
+        ),
     ],
 )
 def test_a_mistake_is_said_with_what_to_do(
     task: dict[str, Any], fields: dict[str, Any], said: str, numbers: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text(yaml.safe_dump({"task": task, "data": numbers, "run": {"storage_path": str(tmp_path / "runs")}, **fields}))
+    file.write_text(
+        yaml.safe_dump({"task": task, "data": numbers, "run": {"storage_path": str(tmp_path / "runs")}, **fields})
+    )
     with pytest.raises((ConfigError, DataError)) as found:
         prepare(load_config(file))
     assert said in str(found.value)
@@ -106,4 +162,9 @@ def test_groups_of_an_optimizer_are_taken_wherever_it_is_given(tmp_path: Path) -
     in_file = load_config(file).optimizer
     assert in_file.groups == given["groups"]
     assert load_config(task=module(), data__path="data", optimizer=given).optimizer == in_file
-    assert parse([f"--config={file}", f"--optimizer={yaml.safe_dump(given, default_flow_style=True)}"], "train", False).optimizer == in_file
+    assert (
+        parse(
+            [f"--config={file}", f"--optimizer={yaml.safe_dump(given, default_flow_style=True)}"], "train", False
+        ).optimizer
+        == in_file
+    )

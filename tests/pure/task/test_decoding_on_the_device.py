@@ -28,7 +28,9 @@ class Waits(TorchDispatchMode):
         self.found: list[str] = []
         self.copies = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         del types
         given = kwargs or {}
         if str(operator).startswith("aten._to_copy") and args[0].device == CPU and given.get("device") == DEVICE:
@@ -82,7 +84,9 @@ def test_a_step_waits_for_no_copy_to_the_device(monkeypatch: pytest.MonkeyPatch,
     with waits:
         step(task, DEVICE)
     assert waits.found == []
-    assert waits.copies > 0 or "mean" in str(vars(task)) or isinstance(task, TabularClassification), "nothing was looked at"
+    assert waits.copies > 0 or "mean" in str(vars(task)) or isinstance(task, TabularClassification), (
+        "nothing was looked at"
+    )
 
 
 def test_a_plain_copy_is_noticed() -> None:

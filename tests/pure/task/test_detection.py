@@ -1,4 +1,6 @@
-"""Object detection: images of any size, boxes that go through their transforms, mean average precision, lists of predictions."""
+"""Object detection: images of any size, boxes that go through their transforms, mean average precision, lists of
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ CPU = torch.device("cpu")
 
 
 class Seeing(nn.Module):
-    """Finds red things (class 1) and green ones (2), one of each, without a mistake; in training it says what it was given."""
+    """Finds red things (class 1) and green ones (2), one of each, without a mistake; in training it says what it was
+    given.
+    """
 
     def __init__(self, num_classes: int = 3, blind: bool = False) -> None:
         super().__init__()
@@ -77,7 +81,11 @@ def rows_of(*images: tuple[int, int, list[list[int]]]) -> dict[str, Any]:
         rows["labels"].append(np.arange(1, len(boxes) + 1))
     files = np.empty(len(images), object)
     files[:] = rows["image"]
-    return {"image": files, "boxes": Ragged.of(rows["boxes"], np.float32, row_shape=(4,)), "labels": Ragged.of(rows["labels"], np.int64)}
+    return {
+        "image": files,
+        "boxes": Ragged.of(rows["boxes"], np.float32, row_shape=(4,)),
+        "labels": Ragged.of(rows["labels"], np.int64),
+    }
 
 
 ROWS = rows_of((30, 40, [[3, 5, 9, 20], [20, 8, 33, 12]]), (50, 25, []), (33, 31, [[0, 0, 31, 33]]))
@@ -99,7 +107,10 @@ def test_a_detector_gets_images_of_their_own_size_and_their_boxes() -> None:
         assert target["labels"].tolist() == ROWS["labels"].row(row).tolist()
     assert isinstance(losses, Losses)
     assert losses.values.tolist() == [3.5] * 3, "the sum of the means, for each row"
-    assert {name: values.tolist() for name, values in losses.metrics.items()} == {"loss_a": [3.0] * 3, "loss_b": [0.5] * 3}
+    assert {name: values.tolist() for name, values in losses.metrics.items()} == {
+        "loss_a": [3.0] * 3,
+        "loss_b": [0.5] * 3,
+    }
 
 
 def test_boxes_go_through_the_transforms_of_their_images() -> None:
@@ -139,7 +150,9 @@ def test_a_perfect_detector_has_a_precision_of_one(size: int) -> None:
     labels = [labels.tolist() for chunk in chunks for labels in chunk.states["map"]["detection_labels"]]
     assert labels == [[1, 2], [], [1]], "what an output is padded with is nothing that was found"
     found = combine(task, chunks)
-    assert found.values == {"map": 1.0, "map_50": 1.0, "map_75": 1.0, "mar_100": 1.0}, "and no loss, which a detector does not say"
+    assert found.values == {"map": 1.0, "map_50": 1.0, "map_75": 1.0, "mar_100": 1.0}, (
+        "and no loss, which a detector does not say"
+    )
 
 
 def test_a_class_that_is_never_found_counts() -> None:
@@ -221,7 +234,10 @@ def test_transforms_to_fractions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"boxes": ColumnFacts("array", "<f4", (4,))}, "Column 'boxes' of data holds array <f4; the detector needs list"),
+        (
+            {"boxes": ColumnFacts("array", "<f4", (4,))},
+            "Column 'boxes' of data holds array <f4; the detector needs list",
+        ),
         ({"image": ColumnFacts("array", "<f4", (8, 8))}, "holds arrays that are no images"),
     ],
 )

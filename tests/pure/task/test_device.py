@@ -55,7 +55,11 @@ def test_kernels_are_asked_for_refused_or_warned_of(deterministic: bool, refuses
 @pytest.mark.parametrize(
     ("said", "kind", "message"),
     [
-        ("set CUBLAS_WORKSPACE_CONFIG=:4096:8 before", ConfigError, "Restart the kernel and set CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+        (
+            "set CUBLAS_WORKSPACE_CONFIG=:4096:8 before",
+            ConfigError,
+            "Restart the kernel and set CUBLAS_WORKSPACE_CONFIG=:4096:8",
+        ),
         ("CUDA error: out of memory", RuntimeError, "out of memory"),
     ],
 )
@@ -88,7 +92,14 @@ print({name: kernels.fp32_precision for name, kernels in _ROUNDING.items()})
 
 def test_how_products_are_rounded_is_known_by_whichever_name_it_was_said() -> None:
     """Who has used the newer of PyTorch's names is refused the older ones."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _NEWER], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _NEWER],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=ROOT,
+    )
     refused, found = done.stdout.splitlines()
     assert refused == "refused"
     assert found == "{'matmul': 'tf32', 'convolution': 'tf32', 'recurrent': 'ieee'}"
@@ -116,7 +127,9 @@ class _Driver:
 
 
 @pytest.mark.parametrize(("version", "expected"), [(13020, "13.2"), (12090, "12.9"), (None, "unknown")])
-def test_the_driver_itself_says_which_cuda_it_supports(monkeypatch: pytest.MonkeyPatch, version: int | None, expected: str) -> None:
+def test_the_driver_itself_says_which_cuda_it_supports(
+    monkeypatch: pytest.MonkeyPatch, version: int | None, expected: str
+) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": _Driver(version)}[name])
     assert environment.driver_version() == expected
 
@@ -139,7 +152,11 @@ def test_a_gpu_is_described_without_private_functions_of_pytorch(monkeypatch: py
 
 
 def test_the_description_of_a_gpu_does_not_raise_whatever_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((torch.cuda, "get_device_name"), (torch.backends.cudnn, "version"), (torch.cuda.nccl, "version")):
+    for owner, name in (
+        (torch.cuda, "get_device_name"),
+        (torch.backends.cudnn, "version"),
+        (torch.cuda.nccl, "version"),
+    ):
         monkeypatch.setattr(owner, name, _raise)
     described = environment.describe(torch.device("cuda", 0))
     assert (described["device"], described["cudnn"], described["nccl"]) == ("cuda unknown", "unknown", "unknown")
@@ -164,7 +181,12 @@ def test_a_device_is_made_current_where_it_is_a_gpu(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_triton_compiles_with_is_looked_for_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compilers: tuple[str, ...], variable: str | None, header: bool, missing: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    compilers: tuple[str, ...],
+    variable: str | None,
+    header: bool,
+    missing: str | None,
 ) -> None:
     (tmp_path / "Python.h").write_text("") if header else None
     monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)

@@ -1,4 +1,6 @@
-"""A model that is evaluated before its first step can be trained: after a resume at a checkpoint that nobody has evaluated yet."""
+"""A model that is evaluated before its first step can be trained: after a resume at a checkpoint that nobody has
+evaluated yet.
+"""
 
 from __future__ import annotations
 

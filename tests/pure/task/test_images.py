@@ -1,4 +1,6 @@
-"""Encoded images: the pixels of every kind of file, what is refused with which reason, and how EXIF orientation turns them."""
+"""Encoded images: the pixels of every kind of file, what is refused with which reason, and how EXIF orientation turns
+them.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_a_phone_s_jpeg_with_a_second_picture_is_its_first_one() -> None:
 
 def test_images_of_16_bits_keep_their_brightness() -> None:
     grey = np.array([[0, 255, 256, 257], [300, 1000, 32768, 65535]] * 2, np.uint16)
-    [got] = ImageClassification(size=4, num_classes=1).decode({"image": [encode(Image.fromarray(grey), "png")], "label": [0]})["image"]
+    [got] = ImageClassification(size=4, num_classes=1).decode(
+        {"image": [encode(Image.fromarray(grey), "png")], "label": [0]}
+    )["image"]
     np.testing.assert_array_equal(got, np.broadcast_to(grey // 256, (3, 4, 4)))
 
 
@@ -112,7 +116,9 @@ def test_oddities_of_jpeg_that_spoil_no_pixel_are_allowed() -> None:
         np.testing.assert_array_equal(pixels_of(odd), reference(encoded))
 
 
-@pytest.mark.parametrize(("marker", "bits", "reason"), [(0xC0, 12, "header is damaged"), (0xC3, 8, "Unsupported|broken data stream")])
+@pytest.mark.parametrize(
+    ("marker", "bits", "reason"), [(0xC0, 12, "header is damaged"), (0xC3, 8, "Unsupported|broken data stream")]
+)
 def test_kinds_of_jpeg_that_are_not_decoded_are_refused(marker: int, bits: int, reason: str) -> None:
     encoded = bytearray(encode(PHOTO, "jpeg"))
     frame = encoded.index(b"\xff\xc0")
@@ -137,7 +143,9 @@ def test_a_colour_that_the_palette_of_a_png_lacks_is_refused() -> None:
     encoded = png((2, 2, 8, 3, 0, 0, 0), data, palette)
     with pytest.raises(ValueError, match="a pixel has the colour 3 of a palette of 3 colours"):
         pixels_of(encoded)
-    assert mask_of(encoded).tolist() == [[0, 1], [2, 3]], "of a mask the indices are the classes, whatever their colours"
+    assert mask_of(encoded).tolist() == [[0, 1], [2, 3]], (
+        "of a mask the indices are the classes, whatever their colours"
+    )
 
 
 def test_a_wrong_checksum_of_image_data_is_refused() -> None:
@@ -151,7 +159,10 @@ def test_a_wrong_checksum_of_image_data_is_refused() -> None:
     ("content", "reason"),
     [
         (b"", "it is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "it is a Git LFS pointer, not the file itself"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+            "it is a Git LFS pointer, not the file itself",
+        ),
         (b"<!DOCTYPE html>\n<html><title>404</title></html>", "it is a web page"),
         (b"\n<HTML>", "it is a web page"),
         (encode(PHOTO, "bmp"), "it is a BMP image"),
@@ -172,7 +183,10 @@ def test_what_is_no_image_is_named(content: bytes, reason: str) -> None:
 def test_an_image_is_turned_as_its_exif_orientation_says(kind: str, number: int) -> None:
     encoded = with_exif(orientation(number), kind)
     np.testing.assert_array_equal(pixels_of(encoded), reference(encoded))
-    assert pixels_of(encoded).stride() == pixels_of(encode(Image.fromarray(reference(encoded).transpose(1, 2, 0)), "png")).stride()
+    assert (
+        pixels_of(encoded).stride()
+        == pixels_of(encode(Image.fromarray(reference(encoded).transpose(1, 2, 0)), "png")).stride()
+    )
     np.testing.assert_array_equal(pixels_of(encoded, exif_orientation=False), pixels_of(with_exif(b"", kind)))
 
 
@@ -186,7 +200,15 @@ def test_an_orientation_behind_the_image_data_of_a_png_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    "exif", [orientation(0), orientation(9), orientation(65535), b"Exif\0\0junk", b"Exif\0\0II*\0\xff\xff\xff\x7f", b"Exif\0\0"]
+    "exif",
+    [
+        orientation(0),
+        orientation(9),
+        orientation(65535),
+        b"Exif\0\0junk",
+        b"Exif\0\0II*\0\xff\xff\xff\x7f",
+        b"Exif\0\0",
+    ],
 )
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
 def test_exif_data_that_makes_no_sense_turns_nothing(kind: str, exif: bytes) -> None:
@@ -199,7 +221,9 @@ def test_every_task_turns_images_masks_and_boxes_together() -> None:
     upright[5:25, 10:20] = 255
     stored = encode(Image.fromarray(upright).rotate(90, expand=True), "png", exif=orientation(6))
     mask = encode(Image.fromarray(upright[..., 0]), "png")
-    module = ModuleTask({"class_path": "torch.nn.Identity"}, ["image"], "mask", {"class_path": "torch.nn.CrossEntropyLoss"})
+    module = ModuleTask(
+        {"class_path": "torch.nn.Identity"}, ["image"], "mask", {"class_path": "torch.nn.CrossEntropyLoss"}
+    )
     module.kinds = {"image": "image", "mask": "mask"}
     decoded = module.decode({"image": [stored], "mask": [mask]})
     np.testing.assert_array_equal(np.asarray(decoded["image"])[0], upright.transpose(2, 0, 1))
@@ -236,7 +260,9 @@ def test_the_values_of_a_turned_mask_become_their_classes(kind: str) -> None:
         image = Image.fromarray(values.astype(np.uint16))
     classes = dict(zip(sorted({*values.ravel().tolist()}), (2, 0, 1), strict=True))
     options: dict[str, Any] = {"mask_values": classes}
-    module = ModuleTask({"class_path": "torch.nn.Identity"}, ["image"], "mask", {"class_path": "torch.nn.CrossEntropyLoss"}, **options)
+    module = ModuleTask(
+        {"class_path": "torch.nn.Identity"}, ["image"], "mask", {"class_path": "torch.nn.CrossEntropyLoss"}, **options
+    )
     module.kinds = {"image": "image", "mask": "mask"}
     photo = encode(Image.fromarray(np.zeros((2, 3, 3), np.uint8)), "png", exif=orientation(6))
     decoded = module.decode({"image": [photo], "mask": [encode(image, "png", exif=orientation(6))]})
@@ -248,12 +274,16 @@ def test_the_values_of_a_turned_mask_become_their_classes(kind: str) -> None:
 def test_tasks_can_be_told_to_leave_images_as_they_are_stored() -> None:
     stored = with_exif(orientation(6), "png")
     off: dict[str, Any] = {"exif_orientation": False}
-    module = ModuleTask({"class_path": "torch.nn.Identity"}, ["image"], "image", {"class_path": "torch.nn.MSELoss"}, **off)
+    module = ModuleTask(
+        {"class_path": "torch.nn.Identity"}, ["image"], "image", {"class_path": "torch.nn.MSELoss"}, **off
+    )
     module.kinds = {"image": "image"}
     detection = ObjectDetection({"class_path": "torch.nn.Identity"}, **off)
     none = np.zeros(1, np.int64)
     assert np.asarray(module.decode({"image": [stored]})["image"]).shape == (1, 3, 33, 41)
-    assert np.asarray(detection.decode({"image": [stored], "boxes": none, "labels": none})["size"]).tolist() == [[33, 41]]
+    assert np.asarray(detection.decode({"image": [stored], "boxes": none, "labels": none})["size"]).tolist() == [
+        [33, 41]
+    ]
     pixels = {
         on: ImageClassification(size=33, num_classes=1, exif_orientation=on).decode({"image": [stored], "label": [0]})
         for on in (True, False)

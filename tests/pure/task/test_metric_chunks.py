@@ -41,7 +41,10 @@ class Given(ImageClassification):
 
 def scored() -> dict[str, Any]:
     random = np.random.default_rng(0)
-    arrays = {"image": random.standard_normal((ROWS, CLASSES)).astype(np.float32), "label": random.integers(0, CLASSES, ROWS)}
+    arrays = {
+        "image": random.standard_normal((ROWS, CLASSES)).astype(np.float32),
+        "label": random.integers(0, CLASSES, ROWS),
+    }
     arrays["image"][np.arange(ROWS // 2), arrays["label"][: ROWS // 2]] += 9
     task = Given()
     task.num_classes, task.classes = CLASSES, [str(c) for c in range(CLASSES)]

@@ -1,4 +1,6 @@
-"""Metrics of all kinds: put together from the states of chunks they are what torchmetrics gives of all rows at once, or are refused."""
+"""Metrics of all kinds: put together from the states of chunks they are what torchmetrics gives of all rows at once, or
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Inside(tm.Metric):
 
     @property
     def _metric(self) -> Any:
-        return {"attribute": lambda: self.inner, "list": lambda: self.inner[0], "dict": lambda: self.inner["a"]["b"]}[self.how]()
+        return {"attribute": lambda: self.inner, "list": lambda: self.inner[0], "dict": lambda: self.inner["a"]["b"]}[
+            self.how
+        ]()
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
         self._metric.update(outputs, target)
@@ -122,7 +126,9 @@ BINARY: dict[str, Callable[[], Any]] = {
 def outputs_and_target(kind: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     if kind == "several":
-        return torch.randn(ROWS, CLASSES, generator=generator).softmax(1), torch.randint(0, CLASSES, (ROWS,), generator=generator)
+        return torch.randn(ROWS, CLASSES, generator=generator).softmax(1), torch.randint(
+            0, CLASSES, (ROWS,), generator=generator
+        )
     if kind == "binary":
         return torch.rand(ROWS, generator=generator), torch.randint(0, 2, (ROWS,), generator=generator)
     return torch.randn(ROWS, generator=generator), torch.randn(ROWS, generator=generator)
@@ -190,7 +196,9 @@ def test_several_outputs_of_a_wrapper_are_carried() -> None:
     outputs, target = torch.randn(ROWS, 2, generator=generator), torch.randn(ROWS, 2, generator=generator)
     at_once = wrappers.MultioutputWrapper(tm.MeanAbsoluteError(), 2)
     at_once.update(outputs, target)
-    close(in_chunks(lambda: wrappers.MultioutputWrapper(tm.MeanAbsoluteError(), 2), outputs, target, 5), at_once.compute())
+    close(
+        in_chunks(lambda: wrappers.MultioutputWrapper(tm.MeanAbsoluteError(), 2), outputs, target, 5), at_once.compute()
+    )
 
 
 @pytest.mark.parametrize("make", [Counts, lambda: 1 - Counts()])
@@ -199,14 +207,21 @@ def test_a_metric_without_states_is_refused(make: Callable[[], Any]) -> None:
         in_chunks(make, *outputs_and_target("several"), rows=5)
 
 
-@pytest.mark.parametrize("make", [tm.PearsonCorrCoef, tm.ConcordanceCorrCoef, lambda: tm.MeanMetric() + tm.PearsonCorrCoef()])
+@pytest.mark.parametrize(
+    "make", [tm.PearsonCorrCoef, tm.ConcordanceCorrCoef, lambda: tm.MeanMetric() + tm.PearsonCorrCoef()]
+)
 def test_states_that_are_not_sums_or_lists_are_refused_without_an_address(make: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError, match=r"CorrCoef cannot be put together from parts: the reduction of its state 'mean_x' is NoneType"):
+    with pytest.raises(
+        ConfigError,
+        match=r"CorrCoef cannot be put together from parts: the reduction of its state 'mean_x' is NoneType",
+    ):
         load_states(make(), [states_of(make()), states_of(make())])
 
 
 def test_metrics_that_agree_on_the_first_rows_are_not_taken_for_one() -> None:
-    """torchmetrics groups metrics whose states are equal after the first batch, and updates only one of them from then on."""
+    """torchmetrics groups metrics whose states are equal after the first batch, and updates only one of them from then
+    on.
+    """
     task = Measured(low=lambda: known.BinaryAccuracy(threshold=0.5), high=lambda: known.BinaryAccuracy(threshold=0.9))
     metrics = make_metrics(task)
     target = torch.ones(4, dtype=torch.long)
@@ -220,5 +235,8 @@ def test_what_metrics_returns_is_a_collection() -> None:
         def metrics(self) -> Any:
             return accuracy()
 
-    with pytest.raises(ConfigError, match=r"Single.metrics returned a MulticlassAccuracy; it must return a torchmetrics.MetricCollection"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Single.metrics returned a MulticlassAccuracy; it must return a torchmetrics.MetricCollection",
+    ):
         make_metrics(Single())

@@ -47,7 +47,9 @@ def files(images: npt.NDArray) -> list[bytes]:
     return [encoded(Image.fromarray(image)) for image in images]
 
 
-@pytest.mark.parametrize(("image", "target"), [*product(["files", "grey", "colours"], ["masks", "unsigned"]), ("grey", "files")])
+@pytest.mark.parametrize(
+    ("image", "target"), [*product(["files", "grey", "colours"], ["masks", "unsigned"]), ("grey", "files")]
+)
 def test_a_mask_is_cropped_as_its_image(image: str, target: str) -> None:
     rows: dict[str, Any] = {"grey": numbered(), "files": files(numbered()), "colours": np.stack([numbered()] * 3, -1)}
     rows |= {"masks": numbered().astype(np.int32), "unsigned": numbered().astype(np.uint16)}
@@ -67,7 +69,9 @@ def test_without_transforms_stored_images_are_taken_as_they_are() -> None:
     assert np.array_equal(found["colours"], colours.transpose(0, 3, 1, 2))
     assert found["unsigned"].dtype == np.int32
     batch = {name: torch.from_numpy(np.asarray(values)) for name, values in found.items()}
-    assert torch.equal(task.forward(torch.nn.Identity(), batch), torch.from_numpy(colours.transpose(0, 3, 1, 2) / np.float32(255)))
+    assert torch.equal(
+        task.forward(torch.nn.Identity(), batch), torch.from_numpy(colours.transpose(0, 3, 1, 2) / np.float32(255))
+    )
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "I;16"])
@@ -126,7 +130,10 @@ class Scores(torch.nn.Module):
 
 
 def test_pixels_are_evaluated_by_configuration() -> None:
-    accuracy = {"class_path": "torchmetrics.classification.MulticlassAccuracy", "init_args": {"num_classes": 2, "average": "micro"}}
+    accuracy = {
+        "class_path": "torchmetrics.classification.MulticlassAccuracy",
+        "init_args": {"num_classes": 2, "average": "micro"},
+    }
     task = task_of("grey", "masks", metrics={"accuracy": accuracy})
     arrays = task.decode({"grey": numbered(), "masks": (numbered() > 127).astype(np.int32)})
     found = combine(task, score(task, Scores(), arrays, 2, torch.device("cpu")))

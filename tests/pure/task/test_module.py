@@ -1,4 +1,6 @@
-"""Tasks that a configuration describes alone: what works without a word, and what is refused before the start with words."""
+"""Tasks that a configuration describes alone: what works without a word, and what is refused before the start with
+words.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ NET = {"class_path": UNTYPED + "Numbers", "init_args": {"width": 3}}
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     random = np.random.default_rng(0)
-    return table_data(tmp_path_factory.mktemp("configured") / "numbers", {"x": random.random(64), "y": random.random(64)})
+    return table_data(
+        tmp_path_factory.mktemp("configured") / "numbers", {"x": random.random(64), "y": random.random(64)}
+    )
 
 
 def module(**init_args: Any) -> dict[str, Any]:
@@ -61,7 +65,10 @@ TM = "torchmetrics."
 MEASURED: dict[str, Any] = {
     "error": {"class_path": TM + "MeanAbsoluteError"},
     "r2": {"class_path": TM + "R2Score"},
-    "pairs": {"class_path": TM + "MetricCollection", "init_args": {"metrics": {"mae": {"class_path": TM + "MeanAbsoluteError"}}}},
+    "pairs": {
+        "class_path": TM + "MetricCollection",
+        "init_args": {"metrics": {"mae": {"class_path": TM + "MeanAbsoluteError"}}},
+    },
 }
 
 
@@ -100,11 +107,31 @@ def test_the_metric_says_whether_more_is_better(
             {},
             "best_metric of ModuleTask is 'acc'; the task's metrics of one number are error, ",
         ),
-        (module(best_metric="acc"), {}, "task.init_args.best_metric is 'acc', and nothing says whether less or more of it is better. The"),
-        (module(best_metric="mae"), {}, "The metrics are loss, error, pairs, r2. Set task.init_args.best_mode to min or max."),
-        (module(), {"evaluate__metric": "mae"}, "evaluate.metric is 'mae', and nothing says whether less or more of it is better."),
-        (module(), {"evaluate__metric": "acc", "evaluate__mode": "max"}, "evaluate.metric is 'acc'; the task's metrics of one number are"),
-        (lightning(best_metric="accuracy"), {}, "best_metric is 'accuracy', and nothing says whether less or more of it is better. Set"),
+        (
+            module(best_metric="acc"),
+            {},
+            "task.init_args.best_metric is 'acc', and nothing says whether less or more of it is better. The",
+        ),
+        (
+            module(best_metric="mae"),
+            {},
+            "The metrics are loss, error, pairs, r2. Set task.init_args.best_mode to min or max.",
+        ),
+        (
+            module(),
+            {"evaluate__metric": "mae"},
+            "evaluate.metric is 'mae', and nothing says whether less or more of it is better.",
+        ),
+        (
+            module(),
+            {"evaluate__metric": "acc", "evaluate__mode": "max"},
+            "evaluate.metric is 'acc'; the task's metrics of one number are",
+        ),
+        (
+            lightning(best_metric="accuracy"),
+            {},
+            "best_metric is 'accuracy', and nothing says whether less or more of it is better. Set",
+        ),
     ],
 )
 def test_what_decides_must_be_there_and_have_a_direction(
@@ -166,12 +193,18 @@ TEXTS: dict[str, Any] = {
         module(model=outputs(3), target="tags", loss=BCE, metrics={"accuracy": TAGGED}),
         module(model=outputs(3), target="wished", loss={**BCE, "init_args": {"pos_weight": [1, 2, 3]}}),
         module(model=outputs(2), target="point"),
-        module(model={"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 1}}, inputs=["point"], target="x"),
+        module(
+            model={"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 1}},
+            inputs=["point"],
+            target="x",
+        ),
         module(model=outputs(4), target="label", loss={**TEXTS["loss"], "init_args": {"weight": [1, 2, 3, 4]}}),
         module(model=bert(), **TEXTS),
     ],
 )
-def test_binary_and_multi_label_classes_and_lists_of_one_size(task: dict[str, Any], classes: dict[str, Any], tmp_path: Path) -> None:
+def test_binary_and_multi_label_classes_and_lists_of_one_size(
+    task: dict[str, Any], classes: dict[str, Any], tmp_path: Path
+) -> None:
     settings = vars(prepared(task, classes, tmp_path).task)
     assert json.loads(json.dumps(settings)) == settings, "a package could not keep them"
 
@@ -181,23 +214,36 @@ def test_binary_and_multi_label_classes_and_lists_of_one_size(task: dict[str, An
     [
         (
             module(model=outputs(2), target="label", loss=TEXTS["loss"]),
-            "Column 'label' has values from 0 to 3, and with 3 there is no loss: IndexError: Target 3 is out of bounds. Let the model have",
+            "Column 'label' has values from 0 to 3, and with 3 there is no loss: IndexError: Target 3 is out of bounds."
+            " Let the model have",
         ),
-        (module(model=bert(num_labels=2), **TEXTS), "Column 'label' has values from 0 to 3, and with 3 there is no loss"),
+        (
+            module(model=bert(num_labels=2), **TEXTS),
+            "Column 'label' has values from 0 to 3, and with 3 there is no loss",
+        ),
         (
             module(model=bert(vocab_size=100), **TEXTS),
-            "Column 'tokens' has values up to 199, and the model has no embedding for 199: IndexError: index out of range in self. Its"
+            "Column 'tokens' has values up to 199, and the model has no embedding for 199: IndexError: index out of"
+            " range in self. Its"
             " embeddings have 2, 100, 512 rows. Set the model's vocab_size",
         ),
-        (module(model=bert(), **TEXTS, pad_with=300), "values up to 199 and is padded with 300, and the model has no embedding for 300"),
+        (
+            module(model=bert(), **TEXTS, pad_with=300),
+            "values up to 199 and is padded with 300, and the model has no embedding for 300",
+        ),
         (
             module(model=bert(max_position_embeddings=8), **TEXTS),
             "Rows of 40 numbers in 'tokens' cannot be trained on, rows of one can. Models know only so many positions",
         ),
-        (module(model=outputs(2), target="x"), "outputs are of shape (rows, 2), the target of (rows); torch.nn.MSELoss compares each with"),
+        (
+            module(model=outputs(2), target="x"),
+            "outputs are of shape (rows, 2), the target of (rows); torch.nn.MSELoss compares each with",
+        ),
     ],
 )
-def test_what_a_model_lacks_for_the_data_is_refused(task: dict[str, Any], said: str, classes: dict[str, Any], tmp_path: Path) -> None:
+def test_what_a_model_lacks_for_the_data_is_refused(
+    task: dict[str, Any], said: str, classes: dict[str, Any], tmp_path: Path
+) -> None:
     assert said in refused(task, classes, tmp_path)
 
 
@@ -209,7 +255,8 @@ def test_an_argument_without_a_hint_is_needed_all_the_same_and_may_be_null() -> 
     with pytest.raises(ConfigError) as found:
         load_config(task={"class_path": UNTYPED + "Untyped"}, data__path="data")
     assert str(found.value) == (
-        f"The configuration is refused: {UNTYPED}Untyped needs width, which is not given; write it below task.init_args."
+        f"The configuration is refused: {UNTYPED}Untyped needs width, which is not given; write it below"
+        f" task.init_args."
     )
     null = load_config(task=module(model={**NET, "init_args": {"width": None}}), data__path="data")
     assert null.task.init_args["model"]["init_args"] == {"width": None}
@@ -238,7 +285,9 @@ def test_numbers_in_lists_are_of_types_that_layers_take(kind: Any, wanted: Any) 
         of_kind([[1], [2]], "list")
 
 
-@pytest.mark.parametrize("decode", [lambda values: of_kind(values, "list" if isinstance(values, Ragged) else "integer"), plain])
+@pytest.mark.parametrize(
+    "decode", [lambda values: of_kind(values, "list" if isinstance(values, Ragged) else "integer"), plain]
+)
 def test_integers_that_int64_does_not_hold_are_refused(decode: Any) -> None:
     for great in (2**63, 2**64 - 1):
         for values in (np.array([1, great], np.uint64), Ragged.of([[1], [great]], np.uint64)):

@@ -32,7 +32,10 @@ def test_a_class_without_a_name_has_its_number_as_its_name(task: ImageClassifica
     made = task.prepare(DataFacts("data", 9, columns, ("cat", "dog")))
     scores, labels = torch.eye(4), torch.tensor([0, 1, 1, 0])
     assert made.predictions(scores)["predicted"].tolist() == ["cat", "dog", "2", "3"]
-    assert [(wrong.truth, wrong.predicted) for wrong in made.mistakes(scores, {"label": labels}, 9)] == [("dog", "2"), ("cat", "3")]
+    assert [(wrong.truth, wrong.predicted) for wrong in made.mistakes(scores, {"label": labels}, 9)] == [
+        ("dog", "2"),
+        ("cat", "3"),
+    ]
 
 
 def test_targets_are_not_inputs() -> None:

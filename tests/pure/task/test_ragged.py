@@ -1,4 +1,6 @@
-"""Rows of different length, through columns, windows and caches to batches: every row once, the same bits for every number of workers."""
+"""Rows of different length, through columns, windows and caches to batches: every row once, the same bits for every
+number of workers.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ def windows(dataset: Dataset, plan: Plan, cursor: Cursor, played: range, cache: 
     used = shifted_by_key if keyed else decode
     reader = Reader(dataset.root, ["tokens", "id"], used, probe(dataset, ["tokens", "id"], used), keyed=keyed)
     source = RowSource(reader, plan.manifest, 23)
-    return CachedWindows(load_all(fetch_here, source)) if cache else StreamedWindows(plan, cursor, played, EPOCHS, fetch_here, source)
+    return (
+        CachedWindows(load_all(fetch_here, source))
+        if cache
+        else StreamedWindows(plan, cursor, played, EPOCHS, fetch_here, source)
+    )
 
 
 def deliver(
@@ -75,7 +81,9 @@ def test_the_same_batches_for_every_number_of_workers_cache_and_cursor(texts: Da
     for size, cache in ((3, False), (4, False), (2, True)):
         assert_same(first, deliver(texts, plan, size, cache))
     middle = Cursor(0, 4)
-    assert_same({place: batch for place, batch in first.items() if place[:2] >= (0, 4)}, deliver(texts, plan, 2, start=middle))
+    assert_same(
+        {place: batch for place, batch in first.items() if place[:2] >= (0, 4)}, deliver(texts, plan, 2, start=middle)
+    )
     for epoch in range(EPOCHS):
         counted = Counter(i for place, batch in first.items() if place[0] == epoch for i in batch.fields["id"].tolist())
         assert counted == Counter(range(ROWS))
@@ -127,7 +135,9 @@ def test_grouped_by_length_little_is_padding(texts: Dataset) -> None:
 
     def waste(field: str | None) -> float:
         batches = deliver(texts, Plan(texts.manifest, 3, 1, 8, 300, by_length=field), 1).values()
-        return sum(b.fields["tokens"].numel() for b in batches) / sum(int(b.fields["tokens_lengths"].sum()) for b in batches)
+        return sum(b.fields["tokens"].numel() for b in batches) / sum(
+            int(b.fields["tokens_lengths"].sum()) for b in batches
+        )
 
     assert waste("tokens") <= 1.15
     assert waste(None) > 1.5

@@ -1,4 +1,6 @@
-"""RoIAlign with deterministic algorithms on a GPU: torchvision's implementation in Python, in parts and without the compiler."""
+"""RoIAlign with deterministic algorithms on a GPU: torchvision's implementation in Python, in parts and without the
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ PARTS = 3
 
 @pytest.fixture(autouse=True)
 def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replacement, with torchvision as on a GPU: there it calls the function in Python, as it does without its library."""
+    """The replacement, with torchvision as on a GPU: there it calls the function in Python, as it does without its
+    library.
+    """
     monkeypatch.setattr(MODULE, "_roi_align", MODULE._roi_align)
     monkeypatch.setattr(MODULE, "is_compile_supported", lambda device: False)
     monkeypatch.setattr(MODULE, "_has_ops", lambda: False)

@@ -35,7 +35,9 @@ TOKENS = [[4, 1, 5], [7], [], [3, 3, 9, 8, 2], [6, 2]]
 
 
 class OfToken(nn.Module):
-    """Scores of each token that depend on it alone, shape (rows, tokens, outputs), (rows, outputs, tokens), or without an axis of one."""
+    """Scores of each token that depend on it alone, shape (rows, tokens, outputs), (rows, outputs, tokens), or without
+    an axis of one.
+    """
 
     def __init__(self, outputs: int = 3, last: bool = True) -> None:
         super().__init__()
@@ -51,7 +53,12 @@ class OfToken(nn.Module):
 
 
 def tagging(classes_last: bool = True, kind: str = "list", **init_args: Any) -> ModuleTask:
-    given = {"model": {"class_path": f"{__name__}.OfToken"}, "inputs": ["tokens"], "target": "tags", "loss": CROSS_ENTROPY} | init_args
+    given = {
+        "model": {"class_path": f"{__name__}.OfToken"},
+        "inputs": ["tokens"],
+        "target": "tags",
+        "loss": CROSS_ENTROPY,
+    } | init_args
     task = ModuleTask(**given, classes_last=classes_last)
     task.kinds = {"tokens": "list", "tags": kind}
     return task
@@ -79,7 +86,9 @@ WITHOUT_TAGS: Arrays = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
         (tagging(False), OfToken(1), "predicted"),
     ],
 )
-def test_predictions_of_tokens_are_as_long_as_their_rows(task: ModuleTask, model: OfToken, name: str, size: int) -> None:
+def test_predictions_of_tokens_are_as_long_as_their_rows(
+    task: ModuleTask, model: OfToken, name: str, size: int
+) -> None:
     rows = task.decode({"tokens": lists(TOKENS), "tags": np.zeros(5, np.int64)})
     batches = [to_batch(rows, slice(low, low + size)) for low in range(0, 5, size)]
     found = joined([task.predicted(task.forward(model, batch), batch)[name] for batch in batches])
@@ -123,7 +132,10 @@ class Halved(OfToken):
 
 def test_what_goes_along_with_no_list_is_not_predicted() -> None:
     batch = to_batch(WITHOUT_TAGS)
-    with pytest.raises(DataError, match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which of these they go along"):
+    with pytest.raises(
+        DataError,
+        match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which of these they go along",
+    ):
         tagging().predicted(tagging().forward(Halved(), batch), batch)
 
 
@@ -142,7 +154,9 @@ def test_a_chunk_of_empty_rows_alone_is_evaluated() -> None:
 
 @pytest.mark.parametrize("rows", [[[4]], [[4], [7]], [[4], []], [[4, 1], [7]]])
 @pytest.mark.parametrize(("outputs", "loss"), [(3, CROSS_ENTROPY), (1, {"class_path": "torch.nn.MSELoss"})])
-def test_a_micro_batch_of_one_token_for_each_row_is_compared_as_longer_ones_are(rows: Any, outputs: int, loss: Any) -> None:
+def test_a_micro_batch_of_one_token_for_each_row_is_compared_as_longer_ones_are(
+    rows: Any, outputs: int, loss: Any
+) -> None:
     task, model = tagging(False, loss=loss), OfToken(outputs, last=outputs == 1)
     tags = [[token % 3 for token in row] for row in rows]
     batch = to_batch(task.decode({"tokens": lists(rows), "tags": lists(tags)}))
@@ -158,7 +172,10 @@ def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:
     data = {"tokens": pa.array(tokens, pa.list_(pa.int32())), "tags": pa.array(wrong, pa.list_(pa.int64()))}
     dataset = open_dataset(table_data(tmp_path / "tagged", data)["path"])
     for task, said in (
-        (tagging(max_length=2), r"row group 2, row 5: 7 numbers in 'tags', 6 in 'tokens'; there must be one for each of these"),
+        (
+            tagging(max_length=2),
+            r"row group 2, row 5: 7 numbers in 'tags', 6 in 'tokens'; there must be one for each of these",
+        ),
         (tagging(max_length=2, inputs={"tokens": "tokens", "labels": "tags"}), None),
         (tagging(False), None),
     ):
@@ -174,9 +191,14 @@ def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.int16, np.int8, np.uint8, np.uint16, np.bool_])
 @pytest.mark.parametrize("labels", [False, True])
 def test_classes_in_arrays_are_of_any_type_of_integers(kind: Any, labels: bool) -> None:
-    metric = {"class_path": f"{CLASSIFICATION}.MultilabelAccuracy", "init_args": {"num_labels": 3}} if labels else ACCURACY
+    metric = (
+        {"class_path": f"{CLASSIFICATION}.MultilabelAccuracy", "init_args": {"num_labels": 3}} if labels else ACCURACY
+    )
     given = {"loss": {"class_path": "torch.nn.BCEWithLogitsLoss"}} if labels else {}
-    task, model = tagging(not labels, "array", **given, train_accuracy=True, metrics={"accuracy": metric}), OfToken(1 if labels else 3)
+    task, model = (
+        tagging(not labels, "array", **given, train_accuracy=True, metrics={"accuracy": metric}),
+        OfToken(1 if labels else 3),
+    )
     tokens, tags, found = lists([[4, 1, 5], [7, 2, 2]]), np.array([[0, 1, 1], [1, 0, 1]]), []
     for some in (tags, tags.astype(kind)):
         batch, metrics = to_batch(task.decode({"tokens": tokens, "tags": some})), task.metrics()

@@ -48,25 +48,53 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"train__compile": True},
             "train.compile compiles the model that a task is given; compile the model in the script, and leave",
         ),
-        (LOOP, GPU | {"train__capture": True}, "train.capture needs each step to do the same, and a script may do something else"),
-        (LIGHTNING, GPU | {"train__capture": True, "optimizer": ADAM}, "train.capture needs each step to do the same, and training_step"),
-        (LOOP, {"train__strategy": "central_storage"}, "train.strategy is central_storage, which needs more of a model's than"),
+        (
+            LOOP,
+            GPU | {"train__capture": True},
+            "train.capture needs each step to do the same, and a script may do something else",
+        ),
+        (
+            LIGHTNING,
+            GPU | {"train__capture": True, "optimizer": ADAM},
+            "train.capture needs each step to do the same, and training_step",
+        ),
+        (
+            LOOP,
+            {"train__strategy": "central_storage"},
+            "train.strategy is central_storage, which needs more of a model's than",
+        ),
         (LOOP, {"train__strategy": "fsdp"}, "script's loop leaves it; use ddp or single."),
-        (LOOP, {"schedule": SCHEDULE}, "and the task brings a StepLR with its optimizer; a run has one. Leave schedule out"),
-        (LIGHTNING, {"schedule": SCHEDULE}, "and the task brings a StepLR with its optimizer; a run has one. Leave schedule out"),
+        (
+            LOOP,
+            {"schedule": SCHEDULE},
+            "and the task brings a StepLR with its optimizer; a run has one. Leave schedule out",
+        ),
+        (
+            LIGHTNING,
+            {"schedule": SCHEDULE},
+            "and the task brings a StepLR with its optimizer; a run has one. Leave schedule out",
+        ),
         (
             LIGHTNING,
             {"train__strategy": "fsdp", "optimizer": ADAM},
             "train.strategy is fsdp, which gathers the parameters that are in no unit",
         ),
         (LIGHTNING, {"train__strategy": "fsdp"}, "Use ddp, local_sgd, parameter_server or central_storage."),
-        (LIGHTNING, {"train__compile": True, "optimizer": ADAM}, "train.compile compiles calls of the module, and training_step is none"),
+        (
+            LIGHTNING,
+            {"train__compile": True, "optimizer": ADAM},
+            "train.compile compiles calls of the module, and training_step is none",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_the_start(
     task: dict[str, Any], fields: dict[str, Any], said: str, images: Path, tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {"data__path": str(images), "data__eval_path": str(images), "run__storage_path": str(tmp_path / "runs")}
+    given: dict[str, Any] = {
+        "data__path": str(images),
+        "data__eval_path": str(images),
+        "run__storage_path": str(tmp_path / "runs"),
+    }
     with pytest.raises(ConfigError) as found:
         prepare(load_config(task=task, **given, **fields))
     assert said in str(found.value)

@@ -53,7 +53,9 @@ def test_the_users_lines_are_shown_and_those_of_libraries_counted(module: Module
     user = [line for line in shown if line.startswith("File") and "my_task.py" in line]
     assert [line.rpartition(", ")[2] for line in user] == ["in loss", "in embedded"]
     assert "return embedded(labels)" in shown
-    assert sum(line.startswith("File") for line in shown) == 4, "of torch only the last call is shown; the first is of this test"
+    assert sum(line.startswith("File") for line in shown) == 4, (
+        "of torch only the last call is shown; the first is of this test"
+    )
     assert "... 3 calls in torch" in shown
     assert told[-1] == "IndexError: index out of range in self"
     assert error.positions == (5, 6)

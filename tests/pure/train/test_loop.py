@@ -1,4 +1,6 @@
-"""What outlives a generation of the training loop: checkpoints that are due, snapshots, the time since a loss. One process, real files."""
+"""What outlives a generation of the training loop: checkpoints that are due, snapshots, the time since a loss. One
+process, real files.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
-from ray_app.train.membership import SingleProcessMembership, GenerationInfo, LeavingError, Phase
+from ray_app.train.membership import GenerationInfo, LeavingError, Phase, SingleProcessMembership
 from tests.support.local_world import KilledError, TinyImages, cached, make_job, write_images
 
 CPU = torch.device("cpu")
@@ -97,7 +99,9 @@ def committed(job: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "central_storage"])
-def test_a_newcomer_that_has_to_leave_before_it_begins_writes_no_checkpoint(new_job: Callable[..., Job], strategy: str) -> None:
+def test_a_newcomer_that_has_to_leave_before_it_begins_writes_no_checkpoint(
+    new_job: Callable[..., Job], strategy: str
+) -> None:
     job = new_job(train__strategy=strategy)
     with pytest.raises(PreemptedError, match="before it got a state"):
         train(job, ToldToLeave(), cached, CPU, Hooks())
@@ -164,7 +168,9 @@ def test_a_generation_forms_while_the_storage_does_not_answer(new_job: Callable[
     assert committed(job) == [4, 8]
 
 
-def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(new_job: Callable[..., Job], outage: Outage) -> None:
+def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(
+    new_job: Callable[..., Job], outage: Outage
+) -> None:
     job, memory = new_job(checkpoint__snapshot_every_steps=2), Memory()
 
     def die(rank: int, step: int) -> None:
@@ -186,7 +192,9 @@ def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(new_job: Cal
     assert committed(job) == [4, 8]
 
 
-def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of some gigabytes it takes a while; a newer one is."""
     job, memory = new_job(checkpoint__snapshot_every_steps=2, checkpoint__every_steps=3), Memory()
 
@@ -210,7 +218,10 @@ def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(new_job: Calla
             train(job, SingleProcessMembership(4, lambda: False), cached, CPU, die_after(step), memory)
     memory.kept = None if memory.kept is None else (dataclasses.replace(memory.kept[0], step=5), memory.kept[1])
     train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(), memory)
-    assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(4, "snapshot"), (6, "checkpoint")]
+    assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [
+        (4, "snapshot"),
+        (6, "checkpoint"),
+    ]
     assert read == [6]
 
 
@@ -241,11 +252,15 @@ def test_who_waits_for_the_storage_says_so(new_job: Callable[..., Job]) -> None:
     assert membership.phases[-1] == "done"
 
 
-def test_a_checkpoint_that_could_not_be_written_does_not_keep_training_from_stopping_early(new_job: Callable[..., Job]) -> None:
+def test_a_checkpoint_that_could_not_be_written_does_not_keep_training_from_stopping_early(
+    new_job: Callable[..., Job],
+) -> None:
     job = new_job(evaluate__patience=1, checkpoint__every_steps=2, data__eval_path="somewhere")
     for step, value in ((2, 0.9), (6, 0.5)):
         metrics = {job.best_metric: value}
-        put_evaluation(job.paths, Evaluation(step, epoch=0, params_digest="", metrics=metrics, rows=1, duration_s=0.0, time_s=0.0))
+        put_evaluation(
+            job.paths, Evaluation(step, epoch=0, params_digest="", metrics=metrics, rows=1, duration_s=0.0, time_s=0.0)
+        )
     assert job.early_stop() is None
     put_event(job.paths, "write_failed", 1, step=4, attempts=6, reason="503")
     assert job.early_stop() == Verdict(6, 2)

@@ -54,8 +54,12 @@ def test_what_a_user_has_set_of_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> N
     assert formation.environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
-@pytest.mark.parametrize(("device", "backend"), [(GPU, "gloo"), (torch.device("cpu"), "auto"), (torch.device("cpu"), "nccl")])
-def test_gloo_is_bound_to_no_device_and_needs_nothing_of_nccl(monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "backend"), [(GPU, "gloo"), (torch.device("cpu"), "auto"), (torch.device("cpu"), "nccl")]
+)
+def test_gloo_is_bound_to_no_device_and_needs_nothing_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str
+) -> None:
     formation = Formation(monkeypatch)
     form_group(backend_of(device, backend), device, dist.HashStore(), 0, 1)
     assert (formation.options["name"], formation.options["device_id"], formation.environment) == ("gloo", None, {})
@@ -76,8 +80,12 @@ def test_the_exchange_has_a_stream_that_no_communicator_gets(monkeypatch: pytest
         assert streams.at == ["computing", "side, first", "side"]
 
 
-def test_a_sum_of_shards_drops_memory_only_when_the_stream_that_added_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros of a pass in which nobody used a parameter are made by the stream that computes, and added by that of the exchange later."""
+def test_a_sum_of_shards_drops_memory_only_when_the_stream_that_added_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Zeros of a pass in which nobody used a parameter are made by the stream that computes, and added by that of the
+    exchange later.
+    """
     streams = Streams(monkeypatch)
     scatter = SimpleNamespace(leaves=range(1))
     exchange: Any = SimpleNamespace(_sums=[TreeSum(parents(2))], _scatter=scatter)

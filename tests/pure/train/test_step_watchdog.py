@@ -29,7 +29,9 @@ def test_the_default_limit_is_50_median_steps_and_at_least_a_minute(step_s: floa
     still.begin(0)
     assert still.limit_s == 5 * 600, "nothing is known of the steps yet, and the first one of a group takes longer"
     for step in range(1, 12):
-        still.finished(step, record_of(step, step_s if step < 10 else 1000 * step_s))  # two slow ones do not change the median
+        still.finished(
+            step, record_of(step, step_s if step < 10 else 1000 * step_s)
+        )  # two slow ones do not change the median
     assert still.limit_s == limit_s
     clock.now += limit_s - 0.1
     assert still.times(clock.now) == 0

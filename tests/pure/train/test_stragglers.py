@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ray_app.plan.assignment import shares_by_speed
 from ray_app.reduction.base import World
 from ray_app.train.step.timing import Spent
-from ray_app.train.stragglers import StragglerDetector, Straggler
+from ray_app.train.stragglers import Straggler, StragglerDetector
 
 Times = Callable[[int, int], tuple[float, ...]]
 """Of a step and a rank: seconds for a logical worker, of waiting for data, and of anything else."""
@@ -48,7 +48,9 @@ class Steps:
         return [(slow.what, slow.rank, slow.cause) for _, slow in self.found]
 
 
-def noisy(unit_s: float, slow: dict[int, float], seed: int = 0, noise: float = 0.1, data: dict[int, float] | None = None) -> Times:
+def noisy(
+    unit_s: float, slow: dict[int, float], seed: int = 0, noise: float = 0.1, data: dict[int, float] | None = None
+) -> Times:
     random = np.random.default_rng(seed)
 
     def times(step: int, rank: int) -> tuple[float, float]:
@@ -85,7 +87,9 @@ def test_who_waits_for_data_is_found_with_the_cause() -> None:
 
 
 def test_who_does_something_else_is_found_with_the_cause() -> None:
-    assert Steps(4, 4, lambda step, rank: (0.02, 0.0, 0.02 if rank == 1 else 0.0)).go(100).told == [("slowed", 1, "other")]
+    assert Steps(4, 4, lambda step, rank: (0.02, 0.0, 0.02 if rank == 1 else 0.0)).go(100).told == [
+        ("slowed", 1, "other")
+    ]
 
 
 def test_one_long_wait_for_data_is_one() -> None:

@@ -1,4 +1,6 @@
-"""Speed and goodput as a run's metrics have them: from looks once a second, and the same as those of its whole record."""
+"""Speed and goodput as a run's metrics have them: from looks once a second, and the same as those of its whole
+record.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,18 @@ class Course:
             self.step += 1
             since_s = 5000 + self.now_s  # the clock of rank 0
             made = StepRecord(
-                self.step, 0, since_s, 1.0, 0.1, 1.0, each_s * 1e3, 0.0, self._workers, [8, 8], [1, 2], f"1.{self._generation}"
+                self.step,
+                0,
+                since_s,
+                1.0,
+                0.1,
+                1.0,
+                each_s * 1e3,
+                0.0,
+                self._workers,
+                [8, 8],
+                [1, 2],
+                f"1.{self._generation}",
             )
             (self.repeated if self.step <= len(self.records) else self.records).append(made)
             self._newest = made

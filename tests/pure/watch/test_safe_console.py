@@ -68,13 +68,17 @@ def let_go(stream: Any) -> None:
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=KINDS)
-def test_a_stream_that_takes_nothing_raises_nothing(broken: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_that_takes_nothing_raises_nothing(
+    broken: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
     stream = broken()
     safe = SafeStream(stream, "standard output")
     for _ in range(3):
         print("a line", file=safe, flush=True)
     assert safe.failure is not None
-    assert [record.message.partition(",")[0] for record in caplog.records] == ["Nothing can be written to standard output"]
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        "Nothing can be written to standard output"
+    ]
     let_go(stream)
 
 
@@ -161,7 +165,9 @@ def test_a_run_is_shown_where_nothing_can_be_shown(
     let_go(stream)
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("metric"), SystemExit(1)], ids=["OS", "other", "rich"])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyError("metric"), SystemExit(1)], ids=["OS", "other", "rich"]
+)
 def test_whatever_a_console_raises_is_reported_once(error: BaseException) -> None:
     class Failing(Console):
         def print(self, *_: Any, **__: Any) -> None:

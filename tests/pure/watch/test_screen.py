@@ -55,7 +55,9 @@ def test_what_was_read_once_is_not_read_again(run: MadeRun, monkeypatch: pytest.
     reader, read = FactsReader(run.paths), []
     events, records = journal._event, segments.read_segment
     monkeypatch.setattr(journal, "_event", lambda file, value: (read.append(file.name), events(file, value))[1])
-    monkeypatch.setattr(segments, "read_segment", lambda place, data: (read.append(place.name), records(place, data))[1])
+    monkeypatch.setattr(
+        segments, "read_segment", lambda place, data: (read.append(place.name), records(place, data))[1]
+    )
     assert len(reader.read().records) == 100
     assert len(read) == 3
     assert len(reader.read().records) == 100
@@ -110,15 +112,28 @@ def test_a_run_on_the_terminal(run: MadeRun) -> None:
     assert speed(facts) == pytest.approx(320)  # 32 rows in a tenth of a second
     assert left_s(facts) == pytest.approx(30)
     text = drawn(sight)
-    for said in ("live  running", "about 30 s left", "step 100 of 400", "320 rows/s", "0.5000 at step 50", "50 steps behind", "1 of 5"):
+    for said in (
+        "live  running",
+        "about 30 s left",
+        "step 100 of 400",
+        "320 rows/s",
+        "0.5000 at step 50",
+        "50 steps behind",
+        "1 of 5",
+    ):
         assert said in text, said
-    assert [each.split()[:3] for each in text.splitlines() if each.startswith(("1.1 ", "1.2 "))] == [["1.1", "0", "2"], ["1.2", "100", "1"]]
+    assert [each.split()[:3] for each in text.splitlines() if each.startswith(("1.1 ", "1.2 "))] == [
+        ["1.1", "0", "2"],
+        ["1.2", "100", "1"],
+    ]
     assert "KilledError: gone" in text
     assert line(sight).startswith("live: running, step 100 of 400, loss ")
 
 
 def test_the_job_of_the_newest_start_is_linked_if_it_is_a_page(run: MadeRun) -> None:
-    for fence, page in enumerate(("http://head:8265/#/jobs/01", "javascript:alert(1)", None, "https://head/#/jobs/<02>"), start=2):
+    for fence, page in enumerate(
+        ("http://head:8265/#/jobs/01", "javascript:alert(1)", None, "https://head/#/jobs/<02>"), start=2
+    ):
         run.start(20.0 + fence, fence, ray_job={"job_id": "01", "page": page})
         html, shown = render(read_facts(run.paths)), drawn(*seen(run), width=200)
         if page is not None and page.startswith("http"):
@@ -162,7 +177,9 @@ def test_several_runs_are_side_by_side(run: MadeRun, tmp_path: Path) -> None:
     assert [row.split()[:2] for row in rows if row.strip()] == [["live", "running"], ["other", "finished"]]
 
 
-def test_the_command_ends_with_the_run_and_refuses_what_is_none(run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_the_run_and_refuses_what_is_none(
+    run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.end(30.0)
     assert main([str(run.paths.root)]) == 0
     assert capsys.readouterr().out.startswith("live: finished, step 100 of 400, loss ")

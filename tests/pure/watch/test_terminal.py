@@ -37,14 +37,19 @@ def job(tmp_path: Path) -> Any:
 
 
 def shown(
-    job: Any, monkeypatch: pytest.MonkeyPatch, *looks: tuple[StepRecord | None, str, bool], waiting: tuple[int, ...] = ()
+    job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    *looks: tuple[StepRecord | None, str, bool],
+    waiting: tuple[int, ...] = (),
 ) -> list[str]:
     """The lines that a console without a terminal shows at some looks, ten seconds from one to the next."""
     times = iter(range(10, 1000, 10))
     now = {"s": 0.0}
     monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S, monotonic=lambda: now["s"]))
     said = StringIO()
-    with RunConsole(job, 4, SafeConsole(Console(file=said, width=300)), lambda: [commit(step) for step in waiting]) as console:
+    with RunConsole(
+        job, 4, SafeConsole(Console(file=said, width=300)), lambda: [commit(step) for step in waiting]
+    ) as console:
         for look in looks:
             now["s"] = next(times)
             console.show(*look)
@@ -62,8 +67,13 @@ def test_a_line_says_how_far_how_good_how_late_and_what_went_wrong(job: Any, mon
     )
 
 
-def test_what_is_waited_for_is_said_once_and_again_when_it_is_something_else(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, room = (None, "waiting for the workers to start ...", False), (record(3), "1 of at least 2 workers; waiting for capacity", True)
+def test_what_is_waited_for_is_said_once_and_again_when_it_is_something_else(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, room = (
+        (None, "waiting for the workers to start ...", False),
+        (record(3), "1 of at least 2 workers; waiting for capacity", True),
+    )
     lines = shown(job, monkeypatch, start, start, room, room, (record(3), "", False))
     assert lines[:2] == [start[1], room[1]]
     assert len(lines) == 3
@@ -83,9 +93,12 @@ class Ready:
         return self.count
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, now: int, possible: int, ready: int = 0) -> tuple[str | None, int | None, int]:
-    """What `ElasticPolicy` waits for with this many workers, room for this many and at least two wanted, how many are to train, if that is to
-    change, and how many are to be on their way."""
+def decided(
+    monkeypatch: pytest.MonkeyPatch, now: int, possible: int, ready: int = 0
+) -> tuple[str | None, int | None, int]:
+    """What `ElasticPolicy` waits for with this many workers, room for this many and at least two wanted, how many are
+    to train, if that is to change, and how many are to be on their way.
+    """
     waits: list[str | None] = []
     scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=2, most_workers=4, standby_workers=1)
     config = SimpleNamespace(logical_workers=4, scaling=scaling)
@@ -103,7 +116,9 @@ def decided(monkeypatch: pytest.MonkeyPatch, now: int, possible: int, ready: int
         changed_s=0.0,
     )
     if now:
-        found: Any = ElasticPolicy.make_decision_for_running_worker_group(policy, SimpleNamespace(num_workers=now), None)
+        found: Any = ElasticPolicy.make_decision_for_running_worker_group(
+            policy, SimpleNamespace(num_workers=now), None
+        )
     else:
         found = ElasticPolicy.make_decision_for_non_running_worker_group(policy)
     [reason] = waits
@@ -154,7 +169,9 @@ def decision_of(changed_s: float, now: int, possible: int, ready: int, ready_sin
         changed_s=changed_s,
     )
     if now:
-        decision: Any = ElasticPolicy.make_decision_for_running_worker_group(policy, SimpleNamespace(num_workers=now), None)
+        decision: Any = ElasticPolicy.make_decision_for_running_worker_group(
+            policy, SimpleNamespace(num_workers=now), None
+        )
     else:
         decision = ElasticPolicy.make_decision_for_non_running_worker_group(policy)
     return policy, decision, len(requests)

@@ -1,4 +1,6 @@
-"""What Ray keeps for a run: a start whose predecessor was killed takes over what that had asked for; and what is free before it asks."""
+"""What Ray keeps for a run: a start whose predecessor was killed takes over what that had asked for; and what is free
+before it asks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def started(run_root: str, config: Config, workers: int) -> Any:
 
 def possible(policy: Any) -> int:
     """Workers that it finds room for."""
-    return policy.possible() if isinstance(policy, ElasticPolicy) else policy._count_possible_workers(policy._get_reserved_resources())
+    return (
+        policy.possible()
+        if isinstance(policy, ElasticPolicy)
+        else policy._count_possible_workers(policy._get_reserved_resources())
+    )
 
 
 @pytest.mark.parametrize("recovery", ["in_place", "restart"])
@@ -37,7 +43,11 @@ def test_a_start_does_not_wait_for_what_its_killed_predecessor_asked_for(
     ray_cluster: None, short_run: Callable[..., Config], recovery: str
 ) -> None:
     workers = int(ray.cluster_resources()["CPU"])
-    shape = {"scaling__max_workers": workers, "scaling__logical_workers": workers, "data__global_batch_size": workers * 4}
+    shape = {
+        "scaling__max_workers": workers,
+        "scaling__logical_workers": workers,
+        "data__global_batch_size": workers * 4,
+    }
     config = short_run(**shape, failure__recovery=recovery)
     killed = started("/runs/this", config, workers)
     try:
@@ -52,12 +62,21 @@ def test_a_start_does_not_wait_for_what_its_killed_predecessor_asked_for(
         killed._cancel_resource_request()
 
 
-def test_a_start_begins_as_many_workers_as_are_sure_to_fit_before_it_asks(ray_cluster: None, short_run: Callable[..., Config]) -> None:
+def test_a_start_begins_as_many_workers_as_are_sure_to_fit_before_it_asks(
+    ray_cluster: None, short_run: Callable[..., Config]
+) -> None:
     cpus = int(ray.cluster_resources()["CPU"])
-    config = short_run(scaling__min_workers=2, scaling__max_workers=cpus, scaling__logical_workers=cpus, data__global_batch_size=cpus * 4)
+    config = short_run(
+        scaling__min_workers=2,
+        scaling__max_workers=cpus,
+        scaling__logical_workers=cpus,
+        data__global_batch_size=cpus * 4,
+    )
 
     def free(reading_cpus: float, least: int = 2) -> int:
-        control = ControllerContext("/runs/this", 1, config.replace(scaling__min_workers=least), None, reading_cpus, True)
+        control = ControllerContext(
+            "/runs/this", 1, config.replace(scaling__min_workers=least), None, reading_cpus, True
+        )
         return ElasticPolicy(ScalingConfig(num_workers=(least, cpus), resources_per_worker={"CPU": 1}), control).free()
 
     assert (free(0), free(1), free(cpus - 2)) == (cpus, cpus - 1, 2)

@@ -1,4 +1,6 @@
-"""What the driver imports, workers import, too: folders on its `PYTHONPATH`, on a cluster of its own and on one that it joins."""
+"""What the driver imports, workers import, too: folders on its `PYTHONPATH`, on a cluster of its own and on one that it
+joins.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ def test_workers_import_from_where_the_driver_does(ray_cluster: None, tmp_path: 
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(libraries)])}
     environment |= {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if joins else {}
     done = subprocess.run(
-        [sys.executable, "-c", _DRIVER], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_PROCESS_S, check=False
+        [sys.executable, "-c", _DRIVER],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_PROCESS_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{not joins} {libraries / 'mine.py'} {ROOT / 'ray_app' / '__init__.py'}"

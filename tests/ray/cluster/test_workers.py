@@ -23,14 +23,28 @@ from ray_app.runlog.journal import Event, MetricsReader, read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks, Job
 from tests.support.cluster import record_of
-from tests.support.injector import AwaitNewcomer, Drag, Fail, Freeze, Kill, KillAt, KillSaving, Linger, Spare, Stall, WaitFor
+from tests.support.injector import (
+    AwaitNewcomer,
+    Drag,
+    Fail,
+    Freeze,
+    Kill,
+    KillAt,
+    KillSaving,
+    Linger,
+    Spare,
+    Stall,
+    WaitFor,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 ShortRun = Callable[..., Config]
 
 
 def run_with(config: Config, reference: dict[str, Any], **hooks: Any) -> tuple[dict[str, Any], dict[str, list[Event]]]:
-    """Runs and checks that the result, and the record of every step, are those of the undisturbed run; returns summary and events."""
+    """Runs and checks that the result, and the record of every step, are those of the undisturbed run; returns summary
+    and events.
+    """
     watch = hooks.pop("watch", None)
     result = run_training(config, faults=Faults(train=Hooks(**hooks)), observe=watch)
     found: dict[str, list[Event]] = {}
@@ -49,7 +63,9 @@ def sizes(events: dict[str, list[Event]]) -> list[int]:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.guarantee), 1])
-def test_the_others_go_on_and_a_new_worker_joins(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, rank: int) -> None:
+def test_the_others_go_on_and_a_new_worker_joins(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, rank: int
+) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2)
     kill = Kill(str(tmp_path / "killed"), step=13, rank=rank)
     run = str(tmp_path / "runs" / "run")
@@ -64,7 +80,9 @@ def test_the_others_go_on_and_a_new_worker_joins(short_run: ShortRun, reference:
     assert "died" in next(iter(events["failed"][0].details["errors"].values()))
 
 
-def test_a_spare_takes_the_place_of_a_killed_worker(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_spare_takes_the_place_of_a_killed_worker(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__standby_workers=1)
     kill, run = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run")
     ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
@@ -78,8 +96,12 @@ def test_a_spare_takes_the_place_of_a_killed_worker(short_run: ShortRun, referen
     assert (replaced.details["before"], replaced.details["after"]) == (1, 2)
 
 
-def test_all_are_killed_and_the_run_goes_on_with_the_spare(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    config = short_run(scaling__min_workers=1, scaling__max_workers=2, scaling__standby_workers=1, checkpoint__snapshot_every_steps=1)
+def test_all_are_killed_and_the_run_goes_on_with_the_spare(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    config = short_run(
+        scaling__min_workers=1, scaling__max_workers=2, scaling__standby_workers=1, checkpoint__snapshot_every_steps=1
+    )
     kill, run = Kill(str(tmp_path / "killed"), step=13), str(tmp_path / "runs" / "run")
     ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
     committed = Linger(run, "checkpointed", {"step": 8}, after=12, each_s=60)
@@ -93,12 +115,19 @@ def test_all_are_killed_and_the_run_goes_on_with_the_spare(short_run: ShortRun, 
 def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: Path) -> None:
     longer = {"train__epochs": 30, "train__max_steps": 500, "checkpoint__every_steps": 250}
     alone = run_training(short_run(run__name="alone", train__strategy="single", scaling__max_workers=1, **longer))
-    scaling = {"scaling__min_workers": 2, "scaling__max_workers": 2, "scaling__standby_workers": 1, "scaling__evict_straggler_after_s": 1.0}
+    scaling = {
+        "scaling__min_workers": 2,
+        "scaling__max_workers": 2,
+        "scaling__standby_workers": 1,
+        "scaling__evict_straggler_after_s": 1.0,
+    }
     run = tmp_path / "runs" / "run"
     drag = Drag(str(tmp_path / "slow"), step=20, rank=1)
     ready = Linger(str(run), "spares", {"ready": 1}, after=5, each_s=60)
     joined = Linger(str(run), "formed", {"workers": 2, "generation": 3}, after=490, each_s=10)
-    result = run_training(short_run(**scaling, **longer), faults=Faults(train=Hooks(after_step=Several((ready, drag, joined)))))
+    result = run_training(
+        short_run(**scaling, **longer), faults=Faults(train=Hooks(after_step=Several((ready, drag, joined))))
+    )
     assert result.summary["params_digest"] == alone.summary["params_digest"]
     paths = RunPaths(run)
     retired = read_events(paths, "retired")[0]  # on a busy machine the next one may be slow, too
@@ -127,7 +156,11 @@ def test_what_kills_workers_before_they_join_spends_the_budget(short_run: ShortR
 def test_the_actor_with_the_decoded_data_dies(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     """Those that have the data go on; the worker that joins gets what is decoded again."""
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, data__cache="memory", data__read_task_mb=0.001)
-    kill, run, again = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run"), tmp_path / "again"
+    kill, run, again = (
+        Kill(str(tmp_path / "killed"), step=13, rank=1),
+        str(tmp_path / "runs" / "run"),
+        tmp_path / "again",
+    )
     pids: list[int] = []
 
     def watch(job: Job) -> None:
@@ -141,7 +174,12 @@ def test_the_actor_with_the_decoded_data_dies(short_run: ShortRun, reference: di
             again.touch()
         pids.extend(there)
 
-    acts = (WaitFor(str(again), 5), kill, AwaitNewcomer(run, 14), Linger(run, "formed", {"workers": 2, "generation": 3}, after=15))
+    acts = (
+        WaitFor(str(again), 5),
+        kill,
+        AwaitNewcomer(run, 14),
+        Linger(run, "formed", {"workers": 2, "generation": 3}, after=15),
+    )
     summary, events = run_with(config, reference, after_step=Several(acts), watch=watch)
     assert len(pids) == 2, "the actor died and was there again"
     assert kill.happened == 1
@@ -182,7 +220,10 @@ def test_two_at_once(short_run: ShortRun, reference: dict[str, Any], tmp_path: P
 
 def test_a_new_worker_that_dies_while_it_joins(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2)
-    kill, join = Kill(str(tmp_path / "killed"), step=13, rank=1), KillAt(str(tmp_path / "joined"), "forming", rank=1, step=-1)
+    kill, join = (
+        Kill(str(tmp_path / "killed"), step=13, rank=1),
+        KillAt(str(tmp_path / "joined"), "forming", rank=1, step=-1),
+    )
     run = str(tmp_path / "runs" / "run")
     Path(f"{join.proof}-1").touch()  # spares the first start
 
@@ -222,7 +263,9 @@ def test_a_frozen_worker_is_left_behind(short_run: ShortRun, reference: dict[str
         os.kill(pid, signal.SIGKILL)
 
 
-def test_what_holds_a_step_up_is_ended_and_its_stacks_are_kept(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_what_holds_a_step_up_is_ended_and_its_stacks_are_kept(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__step_timeout_s=6.0)
     stall = Stall(str(tmp_path / "stalled"), "data", rank=1, step=13)
     summary, events = run_with(config, reference, at=stall)
@@ -253,7 +296,9 @@ def test_the_rendezvous_is_killed(short_run: ShortRun, reference: dict[str, Any]
     assert sizes(events)[:2] == [2, 1]
 
 
-def test_all_workers_can_be_started_again_as_in_stock_ray_train(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_all_workers_can_be_started_again_as_in_stock_ray_train(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, failure__recovery="restart")
     kill = Kill(str(tmp_path / "killed"), step=13, rank=1)
     summary, events = run_with(config, reference, after_step=kill)

@@ -1,4 +1,6 @@
-"""A process that dies of what it reads ends what waits for it, with the rows; one that dies by chance changes nothing."""
+"""A process that dies of what it reads ends what waits for it, with the rows; one that dies by chance changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ SLICED = "A process died 3 times while it read part-0.parquet, row group 0, rows
 
 
 @pytest.mark.parametrize(("group", "said"), [(10, ROWS), (60, SLICED)], ids=["Ray Data", "slices"])
-def test_a_row_that_kills_its_reader_ends_the_reading_with_its_place(tmp_path: Path, deaths: Path, group: int, said: str) -> None:
+def test_a_row_that_kills_its_reader_ends_the_reading_with_its_place(
+    tmp_path: Path, deaths: Path, group: int, said: str
+) -> None:
     dataset = dataset_of(tmp_path, group=group)
     with pytest.raises(ProcessDiedError) as error:
         list(fetch_ray(reader_of(dataset, Deadly(35, 99, deaths)), whole(dataset.manifest, 10)))
@@ -88,7 +92,9 @@ def test_a_row_that_kills_its_reader_ends_the_reading_with_its_place(tmp_path: P
 @pytest.mark.parametrize("group", [10, 60], ids=["Ray Data", "slices"])
 def test_readers_that_die_twice_change_nothing(tmp_path: Path, deaths: Path, group: int) -> None:
     dataset = dataset_of(tmp_path, group=group)
-    table = pa.concat_tables(fetch_ray(reader_of(dataset, Deadly(35, 2, deaths, signal.SIGKILL)), whole(dataset.manifest, 10)))
+    table = pa.concat_tables(
+        fetch_ray(reader_of(dataset, Deadly(35, 2, deaths, signal.SIGKILL)), whole(dataset.manifest, 10))
+    )
     assert numbers(table, "a") == numbers(table, POSITION) == list(range(60))
     assert len(list(deaths.iterdir())) == 2
 

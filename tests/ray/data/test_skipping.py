@@ -1,4 +1,6 @@
-"""Images of which some are damaged, and rare classes, on a real Ray cluster: skipped, listed, counted, and the same for any workers."""
+"""Images of which some are damaged, and rare classes, on a real Ray cluster: skipped, listed, counted, and the same for
+any workers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(tmp_path: Path, images: Path, name: str, workers: int, **fields: Any) -> Config:
     return Config().replace(
-        task={"class_path": "ray_app.task.image.ImageClassification", "init_args": {"size": 8, "model_args": {"channels": 4}}},
+        task={
+            "class_path": "ray_app.task.image.ImageClassification",
+            "init_args": {"size": 8, "model_args": {"channels": 4}},
+        },
         run__storage_path=str(tmp_path / "runs"),
         run__name=name,
         scaling__logical_workers=2,
@@ -58,16 +63,22 @@ def config_of(tmp_path: Path, images: Path, name: str, workers: int, **fields: A
     )
 
 
-def test_damaged_images_are_skipped_listed_and_counted(tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_images_are_skipped_listed_and_counted(
+    tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(BadRowError, match=r"part-0.parquet, row group 0, row 0: "):
         run_training(config_of(tmp_path, images, "refused", 1))
     found = {}
     for workers, cache in ((1, "memory"), (2, "none")):
         name = f"run-{workers}"
-        summary = run_training(config_of(tmp_path, images, name, workers, data__cache=cache, data__on_bad_row="skip")).summary
+        summary = run_training(
+            config_of(tmp_path, images, name, workers, data__cache=cache, data__on_bad_row="skip")
+        ).summary
         assert summary["status"] == "finished"
         assert summary["bad_rows"]["distinct"] == 2
-        assert summary["rows"] + summary["bad_rows"]["skipped"] == 2 * 30, "both classes as often as the larger one has rows"
+        assert summary["rows"] + summary["bad_rows"]["skipped"] == 2 * 30, (
+            "both classes as often as the larger one has rows"
+        )
         listed = [json.loads(file.read_bytes()) for file in sorted((tmp_path / "runs" / name / "bad_rows").iterdir())]
         assert [(entry["position"], entry["path"], entry["row_group"], entry["row"]) for entry in listed] == [
             (0, "part-0.parquet", 0, 0),

@@ -19,7 +19,12 @@ from tests.support.places import ROOT
 
 
 def arguments(digits: Path, out: Path, **drill: Any) -> list[str]:
-    fields = {"config": ROOT / "conf" / "digits.yaml", "data.path": digits / "train", "data.eval_path": digits / "eval", "drill.out": out}
+    fields = {
+        "config": ROOT / "conf" / "digits.yaml",
+        "data.path": digits / "train",
+        "data.eval_path": digits / "eval",
+        "drill.out": out,
+    }
     return [f"--{name}={value}" for name, value in (fields | {f"drill.{k}": v for k, v in drill.items()}).items()]
 
 
@@ -35,7 +40,9 @@ def test_on_a_cluster_that_is_there(
         return Scenario([10**6], ["killed-0"], lambda run: [], Faults(train=Hooks(after_step=never)))
 
     monkeypatch.setitem(SCENARIOS, "quiet", quiet)
-    assert main([*arguments(digits, tmp_path / "out", scenarios="node,quiet", max_steps=20), "--data.eval_path=null"]) == 1
+    assert (
+        main([*arguments(digits, tmp_path / "out", scenarios="node,quiet", max_steps=20), "--data.eval_path=null"]) == 1
+    )
     assert ray.is_initialized()
     assert "FAILED: it did not happen: there is no proof 'killed-0'" in capsys.readouterr().out
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())

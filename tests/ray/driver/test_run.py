@@ -43,7 +43,8 @@ def assert_tracked_once(config: Config, summary: dict[str, Any], steps: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("workers", "cache"), [(1, "none"), (2, "none"), pytest.param(3, "memory", marks=pytest.mark.guarantee), (4, "disk")]
+    ("workers", "cache"),
+    [(1, "none"), (2, "none"), pytest.param(3, "memory", marks=pytest.mark.guarantee), (4, "disk")],
 )
 def test_the_number_of_workers_does_not_matter(
     short_run: ShortRun, reference: dict[str, Any], tmp_path: Path, workers: int, cache: str
@@ -61,13 +62,17 @@ def test_the_number_of_workers_does_not_matter(
         assert np.fromfile(sums, np.uint64).all(), "not every row is held after the first epoch"
 
 
-@pytest.mark.parametrize("shared", [{"data__cache": "memory"}, {"evaluate__where": "workers", "data__cache": "disk"}], ids=str)
+@pytest.mark.parametrize(
+    "shared", [{"data__cache": "memory"}, {"evaluate__where": "workers", "data__cache": "disk"}], ids=str
+)
 def test_decoded_data_that_does_not_fit_into_the_object_stores_is_refused(
     short_run: ShortRun, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: dict[str, str]
 ) -> None:
     nodes = [node | {"Resources": node["Resources"] | {"object_store_memory": 2000.0}} for node in ray.nodes()]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    with pytest.raises(ConfigError, match=r"data\.cache: memory, evaluate\.where: workers\) needs 0\.\d MB .* has 0\.0 MB"):
+    with pytest.raises(
+        ConfigError, match=r"data\.cache: memory, evaluate\.where: workers\) needs 0\.\d MB .* has 0\.0 MB"
+    ):
         run_training(short_run(data__eval_path=str(digits / "eval"), **shared))
     assert not (tmp_path / "runs").exists(), "nothing was begun"
 
@@ -109,9 +114,13 @@ def test_another_configuration_under_the_same_name_is_refused(short_run: ShortRu
 
 
 @pytest.mark.guarantee
-def test_a_killed_evaluator_changes_nothing(short_run: ShortRun, reference: dict[str, Any], digits: Path, tmp_path: Path) -> None:
+def test_a_killed_evaluator_changes_nothing(
+    short_run: ShortRun, reference: dict[str, Any], digits: Path, tmp_path: Path
+) -> None:
     kill = KillEvaluator(str(tmp_path / "killed"), step=16)
-    config = short_run(scaling__min_workers=2, scaling__max_workers=2, data__eval_path=str(digits / "eval"), checkpoint__keep_last=2)
+    config = short_run(
+        scaling__min_workers=2, scaling__max_workers=2, data__eval_path=str(digits / "eval"), checkpoint__keep_last=2
+    )
     result = run_training(config, faults=Faults(before_evaluation=kill))
     assert Path(kill.proof).exists()
     assert result.summary["params_digest"] == reference["params_digest"]
@@ -143,6 +152,11 @@ def test_nobody_trains_on_when_the_driver_gives_a_run_up(short_run: ShortRun) ->
     result = run_training(short_run(train__max_steps=20_000), observe=leave)
     assert result.status == "interrupted"
     assert "RayTrainWorker" in alive
-    assert not {"_Controller", "TrainController", "SynchronizationActor"} & alive, "a process that every start would wait for"
+    assert not {"_Controller", "TrainController", "SynchronizationActor"} & alive, (
+        "a process that every start would wait for"
+    )
     assert not [thread for thread in threading.enumerate() if thread.name == "fit"]
-    until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "the workers' CPUs were not free")
+    until(
+        lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"],
+        "the workers' CPUs were not free",
+    )

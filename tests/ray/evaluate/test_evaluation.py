@@ -1,4 +1,6 @@
-"""Evaluation and training on real Ray: the verdict of early stopping, evaluation by the workers, side by side and late."""
+"""Evaluation and training on real Ray: the verdict of early stopping, evaluation by the workers, side by side
+and late.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,18 @@ from tests.support.waiting import until
 @pytest.fixture
 def evaluated_run(digits: Path, short_run: Callable[..., Config]) -> Callable[..., Config]:
     def make(**fields: Any) -> Config:
-        return short_run(**{"data__eval_path": str(digits / "eval"), "checkpoint__every_steps": 4, "checkpoint__keep_last": 2} | fields)
+        return short_run(
+            **{"data__eval_path": str(digits / "eval"), "checkpoint__every_steps": 4, "checkpoint__keep_last": 2}
+            | fields
+        )
 
     return make
 
 
 def outcome(summary: dict[str, Any]) -> dict[str, Any]:
-    return {name: summary[name] for name in ("status", "steps", "rows", "params_digest", "best", "stopped_early", "metrics")}
+    return {
+        name: summary[name] for name in ("status", "steps", "rows", "params_digest", "best", "stopped_early", "metrics")
+    }
 
 
 def test_the_result_of_early_stopping_depends_on_neither_lag_nor_workers(
@@ -50,8 +57,14 @@ def test_the_result_of_early_stopping_depends_on_neither_lag_nor_workers(
     proof = tmp_path / "killed"
     waits = Linger(str(tmp_path / "runs" / "at-once"), "evaluated", {"step": 12}, after=13, each_s=60)
     runs = {
-        "at once": (evaluated_run(run__name="at-once", scaling__max_workers=1, **judged), Faults(train=Hooks(after_step=waits))),
-        "late": (evaluated_run(run__name="late", **judged), Faults(before_evaluation=Late(str(tmp_path / "runs" / "late"), 100))),
+        "at once": (
+            evaluated_run(run__name="at-once", scaling__max_workers=1, **judged),
+            Faults(train=Hooks(after_step=waits)),
+        ),
+        "late": (
+            evaluated_run(run__name="late", **judged),
+            Faults(before_evaluation=Late(str(tmp_path / "runs" / "late"), 100)),
+        ),
         "killed": (evaluated_run(run__name="killed", **judged), Faults(train=Hooks(after_step=Kill(str(proof), 6, 0)))),
     }
     found = {name: run_training(config, faults=faults) for name, (config, faults) in runs.items()}
@@ -73,20 +86,29 @@ def test_the_result_of_early_stopping_depends_on_neither_lag_nor_workers(
 
 
 def values(evaluations: list[Evaluation]) -> list[tuple[Any, ...]]:
-    return [(e.step, e.epoch, e.params_digest, e.metrics, e.tables, e.rows, e.data_digest, e.examples) for e in evaluations]
+    return [
+        (e.step, e.epoch, e.params_digest, e.metrics, e.tables, e.rows, e.data_digest, e.examples) for e in evaluations
+    ]
 
 
 def test_workers_and_evaluator_find_the_same_to_the_last_bit(
     ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """The run has two epochs' ends: step 23, and its end at step 30. The two workers get data that is too big for one read task."""
+    """The run has two epochs' ends: step 23, and its end at step 30. The two workers get data that is too big for one
+    read task.
+    """
     every = {"checkpoint__every_steps": None, "checkpoint__every_epochs": 1, "evaluate__batch_size": 16}
     proofs = KillAt(str(tmp_path / "killed"), "evaluate", 1, 23)
     runs = {
         "actor": (evaluated_run(run__name="actor", **every), Faults()),
-        "one worker": (evaluated_run(run__name="one", evaluate__where="workers", scaling__max_workers=1, **every), Faults()),
+        "one worker": (
+            evaluated_run(run__name="one", evaluate__where="workers", scaling__max_workers=1, **every),
+            Faults(),
+        ),
         "two workers": (
-            evaluated_run(run__name="two", evaluate__where="workers", scaling__min_workers=2, data__read_task_mb=0.02, **every),
+            evaluated_run(
+                run__name="two", evaluate__where="workers", scaling__min_workers=2, data__read_task_mb=0.02, **every
+            ),
             Faults(train=Hooks(at=proofs)),
         ),
     }

@@ -1,4 +1,6 @@
-"""Evaluators with a life of their own: one that outlives its driver, one that comes later from another job, several side by side."""
+"""Evaluators with a life of their own: one that outlives its driver, one that comes later from another job, several
+side by side.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,15 @@ run_training(from_yaml(open(sys.argv[1]).read()), faults=faults)
 
 @contextmanager
 def driving(config: Config, folder: Path, go_on: Path, gate: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A driver in a process of its own on the session's cluster; its training waits at step 20, its evaluator before each evaluation."""
+    """A driver in a process of its own on the session's cluster; its training waits at step 20, its evaluator before
+    each evaluation.
+    """
     path = folder / "config.yaml"
     path.write_text(config.to_yaml())
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(path), str(go_on), str(gate)], cwd=ROOT, env=environment)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(path), str(go_on), str(gate)], cwd=ROOT, env=environment
+    )
     try:
         yield driver
     finally:
@@ -92,7 +98,11 @@ def test_the_evaluator_outlives_its_driver(
 
 
 def test_an_evaluator_follows_from_another_job_under_a_name_of_its_own(
-    ray_cluster: None, short_run: Callable[..., Config], digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ray_cluster: None,
+    short_run: Callable[..., Config],
+    digits: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -117,7 +127,11 @@ def test_an_evaluator_follows_from_another_job_under_a_name_of_its_own(
 
 
 def test_a_run_that_has_ended_is_evaluated_like_by_its_own_evaluator(
-    ray_cluster: None, short_run: Callable[..., Config], digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ray_cluster: None,
+    short_run: Callable[..., Config],
+    digits: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     result = run_training(short_run(data__eval_path=str(digits / "eval")))
     paths = RunPaths(result.path)
@@ -125,7 +139,9 @@ def test_a_run_that_has_ended_is_evaluated_like_by_its_own_evaluator(
     for name, more in (("again", []), ("latest", ["--every", "latest"])):
         assert main(["--run", str(result.path), "--name", name, "--data", str(digits / "eval"), *more]) == 0
     again = read_evaluations(paths, "again")
-    assert [(e.step, e.metrics, e.tables, e.data_digest) for e in again] == [(e.step, e.metrics, e.tables, e.data_digest) for e in own]
+    assert [(e.step, e.metrics, e.tables, e.data_digest) for e in again] == [
+        (e.step, e.metrics, e.tables, e.data_digest) for e in own
+    ]
     assert [e.step for e in read_evaluations(paths, "latest")] == [30]
     skipped = [e.details["step"] for e in read_events(paths, "evaluation_skipped") if e.details["by"] == "latest"]
     assert skipped == [8, 16, 24]

@@ -1,4 +1,6 @@
-"""Batch prediction on real Ray and MLflow: rows in = rows out, in order, what the model says, and the same bytes after a kill."""
+"""Batch prediction on real Ray and MLflow: rows in = rows out, in order, what the model says, and the same bytes after
+a kill.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Finished:
 
 
 def whole_of(out: Path) -> pa.Table:
-    return pa.concat_tables(pq.read_table(path) for path in sorted(out.glob("part-*.parquet"))).replace_schema_metadata()
+    return pa.concat_tables(
+        pq.read_table(path) for path in sorted(out.glob("part-*.parquet"))
+    ).replace_schema_metadata()
 
 
 def state_of(out: Path) -> dict[str, tuple[bytes, int]]:
@@ -57,7 +61,9 @@ def state_of(out: Path) -> dict[str, tuple[bytes, int]]:
 def images_of(path: Path) -> tuple[list[str], np.ndarray]:
     table = pq.read_table(path / "part-00000.parquet")
     pixels = from_column(table.column("image"), spec_of(table.schema.field("image")))  # type: ignore[arg-type]
-    return table.column("row_id").to_pylist(), np.ascontiguousarray(pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2))
+    return table.column("row_id").to_pylist(), np.ascontiguousarray(
+        pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
+    )
 
 
 @pytest.mark.guarantee
@@ -80,7 +86,11 @@ def test_the_champion_predicts_every_row_once_in_order(
     assert len(set(sure.tolist())) > 10, "the rows are not told apart"
 
     said = json.loads((out / "predictions.json").read_text())
-    assert (said["rows_in"], said["rows_out"], said["model"]) == (len(ids), len(ids), {"name": "digits", "version": "1"})
+    assert (said["rows_in"], said["rows_out"], said["model"]) == (
+        len(ids),
+        len(ids),
+        {"name": "digits", "version": "1"},
+    )
     assert said["params_digest"] == CheckpointStore(run.job.paths).commits()[0].params_digest
     assert said["counts"] == Counter(found.column("predicted").to_pylist())
     assert said["means"]["confidence"] == pytest.approx(float(sure.mean()), rel=1e-5)
@@ -112,17 +122,25 @@ def test_a_run_predicts_what_has_no_labels_and_an_export_with_the_same_bits_on_a
     arguments = ["--predict.run", str(run.job.paths.root), "--predict.columns", "image,row_id"]
     assert main(predict_command(run, data, tmp_path / "out", *arguments)) == 0
     exported = export_run(ExportOptions(str(run.job.paths.root), str(tmp_path / "model")))
-    assert main(predict_command(run, digits / "eval", tmp_path / "labelled", "--predict.model", str(tmp_path / "model"))) == 0
+    assert (
+        main(predict_command(run, digits / "eval", tmp_path / "labelled", "--predict.model", str(tmp_path / "model")))
+        == 0
+    )
     found, labelled = whole_of(tmp_path / "out"), whole_of(tmp_path / "labelled")
     assert found.column_names == ["image", "row_id", "position", "predicted", "predicted_index", "confidence"]
     assert found.column("image").to_pylist() == table.column("image").to_pylist()
     for name in ("row_id", "position", "predicted", "predicted_index"):
         assert found.column(name).to_pylist() == labelled.column(name).to_pylist()
-    assert np.allclose(found.column("confidence").to_numpy(), labelled.column("confidence").to_numpy(), rtol=1e-5, atol=0)
+    assert np.allclose(
+        found.column("confidence").to_numpy(), labelled.column("confidence").to_numpy(), rtol=1e-5, atol=0
+    )
     said = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert said["model"] == {"run": "run", "step": 8, "config_digest": "c" * 64}
     assert [part["rows"] for part in said["parts"]] == [33] * 5 + [33 + 2, 50, 50, 20, 39]
-    assert json.loads((tmp_path / "labelled" / "predictions.json").read_text())["model"] == {"run": "run", "step": exported["step"]}
+    assert json.loads((tmp_path / "labelled" / "predictions.json").read_text())["model"] == {
+        "run": "run",
+        "step": exported["step"],
+    }
     torch.set_num_threads(1)
     predictor, images = load_model(tmp_path / "model"), images_of(digits / "eval")[1]
     scores = [torch.from_numpy(predictor.predict(images[first : first + 50])) for first in range(0, len(images), 50)]
@@ -130,7 +148,9 @@ def test_a_run_predicts_what_has_no_labels_and_an_export_with_the_same_bits_on_a
     assert np.array_equal(labelled.column("confidence").to_numpy(), sure.numpy()), "other bits than the job's"
 
 
-def test_interrupted_and_killed_in_the_middle_and_started_again(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
+def test_interrupted_and_killed_in_the_middle_and_started_again(
+    ray_cluster: None, digits: Path, tmp_path: Path
+) -> None:
     gate, out, undisturbed = tmp_path / "gate", tmp_path / "out", tmp_path / "undisturbed"
     gate.mkdir()
     uri, task = database(tmp_path / "mlflow.db"), "tests.support.gated_task.GatedPrediction"
@@ -161,9 +181,13 @@ def test_interrupted_and_killed_in_the_middle_and_started_again(ray_cluster: Non
     assert not (out / "predictions.json").exists()
     (gate / "open").touch()
     assert main(arguments) == 0
-    assert {name: fact for name, fact in state_of(out).items() if name in before} == before, "finished parts were made again"
+    assert {name: fact for name, fact in state_of(out).items() if name in before} == before, (
+        "finished parts were made again"
+    )
     assert main([str(undisturbed) if argument == str(out) else argument for argument in arguments]) == 0
-    assert {name: data for name, (data, _) in state_of(out).items()} == {name: data for name, (data, _) in state_of(undisturbed).items()}
+    assert {name: data for name, (data, _) in state_of(out).items()} == {
+        name: data for name, (data, _) in state_of(undisturbed).items()
+    }
     ids, _ = images_of(digits / "eval")
     assert whole_of(out).column("row_id").to_pylist() == ids
 
@@ -176,7 +200,9 @@ def predictor_of(task: Task, data: Path, out: Path) -> tuple[PredictActor, list[
     state = dict(model.state_dict())
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(parts_of(dataset.manifest, 4))}
     made = Model(task, safetensors.torch.save(state), None, params_digest(state))
-    job = PredictJob(made, dataset.root, reader.fields, [], {}, parts, str(out), "digest", 3, torch.get_num_threads(), "cpu")
+    job = PredictJob(
+        made, dataset.root, reader.fields, [], {}, parts, str(out), "digest", 3, torch.get_num_threads(), "cpu"
+    )
     return PredictActor(ray.put(job)), list(fetch_here(reader, whole(dataset.manifest, 4))), model
 
 
@@ -184,7 +210,9 @@ def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: N
     features = np.arange(8, dtype=np.float64)
     for name, values in (("good", features), ("bad", np.where(features == 6, np.nan, features))):
         (tmp_path / name).mkdir()
-        pq.write_table(pa.table({"a": values, "target": features}), tmp_path / name / "part-00000.parquet", row_group_size=4)
+        pq.write_table(
+            pa.table({"a": values, "target": features}), tmp_path / name / "part-00000.parquet", row_group_size=4
+        )
     task = TabularRegression().prepare(open_dataset(str(tmp_path / "good")).facts)
     predictor, tables, model = predictor_of(task, tmp_path / "good", tmp_path / "out")
     for table in tables:
@@ -205,7 +233,14 @@ def test_a_row_that_cannot_be_predicted_is_refused(
         (tmp_path / name).mkdir()
         columns = {"a": [*features[:-1], last], "note": ["x"] * 8}
         pq.write_table(pa.table({**columns, "target": features}), tmp_path / name / "part-0.parquet", row_group_size=4)
-    storage = ["--run.storage_path", str(tmp_path / "runs"), "--tracking.enabled", "false", "--train.strategy", "single"]
+    storage = [
+        "--run.storage_path",
+        str(tmp_path / "runs"),
+        "--tracking.enabled",
+        "false",
+        "--train.strategy",
+        "single",
+    ]
     task = ["--task.class_path", "ray_app.task.tabular.TabularRegression"]
     data = ["--data.path", str(tmp_path / "good"), "--data.global_batch_size", "4", "--train.epochs", "1"]
     assert train([*task, *data, *storage, "--run.name", "run"]) == 0

@@ -1,4 +1,6 @@
-"""Scheduled retraining from day to day on real Ray and MLflow, and the same with a scheduler that is killed in the middle of each stage."""
+"""Scheduled retraining from day to day on real Ray and MLflow, and the same with a scheduler that is killed in the
+middle of each stage.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +72,15 @@ class Days:
         self.deliver("first", 0, 150)
         database(folder / "runs" / "mlflow.db")
 
-    def deliver(self, name: str, low: int, high: int, change: Callable[[np.ndarray], np.ndarray] = lambda labels: labels) -> None:
+    def deliver(
+        self, name: str, low: int, high: int, change: Callable[[np.ndarray], np.ndarray] = lambda labels: labels
+    ) -> None:
         """Delivers rows [low, high) as a file, with other labels if asked for."""
         part = self.rows.slice(low, high - low)
         at = part.column_names.index("label")
         pq.write_table(
-            part.set_column(at, part.schema.field(at), pa.array(change(part["label"].to_numpy()))), self.train / f"{name}.parquet"
+            part.set_column(at, part.schema.field(at), pa.array(change(part["label"].to_numpy()))),
+            self.train / f"{name}.parquet",
         )
 
     @property
@@ -115,14 +120,17 @@ class Days:
         versions, digest = self.versions(), "ray_app.params_digest"
         runs = sorted(path.name for path in (self.folder / "runs").iterdir() if (path / "config.yaml").exists())
         return {
-            "versions": [(v.version, v.tags[digest], v.tags["ray_app.gate"], v.tags["ray_app.retrain_key"]) for v in versions],
+            "versions": [
+                (v.version, v.tags[digest], v.tags["ray_app.gate"], v.tags["ray_app.retrain_key"]) for v in versions
+            ],
             "champion": self.serves(),
             "replaces": versions[-1].tags["ray_app.replaces"],
             "audit": [(entry["key"], entry["what"], entry["figures"]) for entry in entries(self.paths)],
             "runs": runs,
             "tracked": [len(mlflow_runs(self.uri, name)) for name in runs],
             "open": open_rounds(self.paths),
-            # The keys of rounds have the digest of the package: who edits it while this runs, for minutes, sees that here first.
+            # The keys of rounds have the digest of the package: who edits it while this runs, for minutes, sees that
+            # here first.
             "code": digest_of({str(file): file.read_text() for file in sorted((ROOT / "ray_app").rglob("*.py"))}),
         }
 
@@ -211,7 +219,9 @@ def test_from_day_to_day(undisturbed: tuple[Days, dict[str, Any]], start: Callab
 
 
 def check_what_day_3_made(days: Days, facts: dict[str, Any]) -> None:
-    """Version 2 began with the parameters of version 1, saw the new rows and half of the old ones, and is better beyond doubt."""
+    """Version 2 began with the parameters of version 1, saw the new rows and half of the old ones, and is better beyond
+    doubt.
+    """
     first, second = days.versions()
     assert (facts["champion"], facts["replaces"], facts["tracked"]) == ("2", "1", [1, 1])
     assert [kind for _, kind, _ in facts["audit"]] == ["promoted", "promoted"]
@@ -223,7 +233,9 @@ def check_what_day_3_made(days: Days, facts: dict[str, Any]) -> None:
     assert second.tags["ray_app.trained_because"].startswith("new data: 1,250 of 1,400 training rows")
     config = from_yaml((days.folder / "runs" / second.tags["ray_app.run_name"] / "config.yaml").read_text())
     assert config.train.init_digest == first.tags["ray_app.params_digest"]
-    chose = [open_dataset(str(place)).manifest.num_rows for place in (config.data.eval_path, days.folder / "data" / "eval")]
+    chose = [
+        open_dataset(str(place)).manifest.num_rows for place in (config.data.eval_path, days.folder / "data" / "eval")
+    ]
     assert chose[0] + figures["rows"] == chose[1]
     rows = open_dataset(config.data.path).manifest.num_rows
     assert 1250 + 40 < rows < 1250 + 110
@@ -274,14 +286,17 @@ print(json.dumps(ended))
 
 
 def schedule(folder: Path, starts: list[list[tuple[list[str], str | None]]]) -> list[list[int]]:
-    """Starts schedulers on the test's cluster, those of one group at once, each in a process of its own; returns their exit codes.
+    """Starts schedulers on the test's cluster, those of one group at once, each in a process of its own; returns their
+    exit codes.
 
     A start is its arguments and the stage in the middle of which it kills itself.
     """
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", STARTS, address, str(ROOT), json.dumps(starts)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1700, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1700, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     ended = json.loads(done.stdout.splitlines()[-1])
     assert len(ended) == len(starts), done.stdout + done.stderr
@@ -291,7 +306,9 @@ def schedule(folder: Path, starts: list[list[tuple[list[str], str | None]]]) -> 
 @pytest.mark.parametrize(
     "stages",
     [
-        pytest.param(["training", "registered", "judged", "concluded", "recorded"], id="that changes something elsewhere"),
+        pytest.param(
+            ["training", "registered", "judged", "concluded", "recorded"], id="that changes something elsewhere"
+        ),
         pytest.param(["decided", "validated", "training", *STAGES[2:]], id="of all"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Canaries in the configuration and in the environment of a run that fails with them in its error: nobody gets to see them."""
+"""Canaries in the configuration and in the environment of a run that fails with them in its error: nobody gets to see
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,14 @@ def test_nothing_secret_gets_out(
 
     monkeypatch.setenv("CANARY_API_KEY", CANARY["CANARY_API_KEY"])
     caplog.set_level(logging.INFO)
-    secrets = {"api_token": "canary-'of\\the-\"field", "source": "s3://me:canary-of-the-uri@bucket/x?token=canary-parameter", "fail_at": 20}
-    config = short_run(tracking__enabled=True, tracking__system_metrics_s=1.0, tracking__every_steps=1, scaling__max_workers=1)
+    secrets = {
+        "api_token": "canary-'of\\the-\"field",
+        "source": "s3://me:canary-of-the-uri@bucket/x?token=canary-parameter",
+        "fail_at": 20,
+    }
+    config = short_run(
+        tracking__enabled=True, tracking__system_metrics_s=1.0, tracking__every_steps=1, scaling__max_workers=1
+    )
     config = config.replace(task={"class_path": "tests.support.secret_task.SecretTask", "init_args": secrets})
     (tmp_path / "given.yaml").write_text(config.to_yaml())
     assert main(["--config", str(tmp_path / "given.yaml")]) == 1
@@ -39,7 +47,8 @@ def test_nothing_secret_gets_out(
     [run] = mlflow_runs(default_tracking_uri(config), "run")
     client = MlflowClient(default_tracking_uri(config))
     artifacts = {
-        a.path: Path(client.download_artifacts(run.info.run_id, a.path)).read_text() for a in client.list_artifacts(run.info.run_id)
+        a.path: Path(client.download_artifacts(run.info.run_id, a.path)).read_text()
+        for a in client.list_artifacts(run.info.run_id)
     }
     assert {"config.yaml", "summary.json"} <= artifacts.keys()
     told = {

@@ -39,7 +39,9 @@ ShortRun = Callable[..., Config]
 def test_a_run_on_s3_is_the_same(
     short_run: ShortRun, reference: dict[str, Any], digits: Path, s3_folder: S3Path, s3_server: S3Server, tmp_path: Path
 ) -> None:
-    """With its data there, an end, a damaged newest checkpoint, other workers afterwards, an evaluator, and a server that fails."""
+    """With its data there, an end, a damaged newest checkpoint, other workers afterwards, an evaluator, and a server
+    that fails.
+    """
     for name, file in listing(digits).items():
         put_atomic(s3_folder / "digits" / name, file.read_bytes())
     config = short_run(

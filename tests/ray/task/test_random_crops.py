@@ -1,4 +1,6 @@
-"""Rows that are decoded another way in every epoch, read by real workers: the same parameters as without Ray, and as after a resume."""
+"""Rows that are decoded another way in every epoch, read by real workers: the same parameters as without Ray, and as
+after a resume.
+"""
 
 from __future__ import annotations
 

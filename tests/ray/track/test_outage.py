@@ -1,4 +1,6 @@
-"""Real runs while the MLflow server is frozen, killed, broken, silent or absent: no step waits, and each point arrives once, in order."""
+"""Real runs while the MLflow server is frozen, killed, broken, silent or absent: no step waits, and each point arrives
+once, in order.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS, PHASE = 60, 10
 _REQUEST_S = 6.0
-"""How long a call to MLflow waits for an answer; a step takes some ten milliseconds, also if the machine has other things to do."""
+"""How long a call to MLflow waits for an answer; a step takes some ten milliseconds, also if the machine has other
+things to do.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +60,30 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
     assert run.info.status == status
     run_id, records = run.info.run_id, records_of(paths)
     for metric in ("loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"):
-        assert [(step, at) for step, at, _ in history(uri, run_id, metric)] == [(n, int(r.time_s * 1e3)) for n, r in records.items()]
+        assert [(step, at) for step, at, _ in history(uri, run_id, metric)] == [
+            (n, int(r.time_s * 1e3)) for n, r in records.items()
+        ]
     assert [value for _, _, value in history(uri, run_id, "step_ms")] == [r.step_ms for r in records.values()]
     evaluations = read_evaluations(paths)
     got = history(uri, run_id, "eval_accuracy") if evaluations else []
     assert got == [(e.step, int(e.time_s * 1e3), e.metrics["accuracy"]) for e in evaluations]
     looks = list(read_looks(paths, "").values())
     for node in {name for look in looks for name in look.nodes}:
-        expected = [(look.step, int(look.time_s * 1e3), look.nodes[node]["memory_gb"]) for look in looks if node in look.nodes]
+        expected = [
+            (look.step, int(look.time_s * 1e3), look.nodes[node]["memory_gb"]) for look in looks if node in look.nodes
+        ]
         assert history(uri, run_id, f"system/{node}/memory_gb") == expected
     sent = {name for name in run.data.metrics if not name.startswith(("eval_", "system/"))}
-    assert sent - {"imbalance"} == {"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts"}
+    assert sent - {"imbalance"} == {
+        "loss",
+        "lr",
+        "grad_norm",
+        "step_ms",
+        "data_wait_ms",
+        "rows_per_s",
+        "workers",
+        "restarts",
+    }
     known = [(n, r.imbalance) for n, r in records.items() if r.imbalance is not None]
     assert [(step, value) for step, _, value in history(uri, run_id, "imbalance")] == known
     return run
@@ -96,7 +113,9 @@ class Trouble:
         until(lambda: "training goes on" in self.caplog.text)
         self.server.thaw()
         until(lambda: read_json(job.paths.tracking)["sent_step"] == 2 * PHASE)
-        self.troubles = self.caplog.text.count("training goes on")  # more than one where the machine is too busy to answer in time
+        self.troubles = self.caplog.text.count(
+            "training goes on"
+        )  # more than one where the machine is too busy to answer in time
         self.server.kill()
 
     def after_3(self, job: Job) -> None:
@@ -134,19 +153,25 @@ def test_no_step_waits_and_nothing_is_lost_or_doubled(
         data__eval_path=str(digits / "eval"),
     )
     trouble = Trouble(tmp_path, server, caplog)
-    summary = run_training(config, faults=Faults(train=Hooks(after_step=Gates(str(tmp_path), PHASE, STEPS))), observe=trouble).summary
+    summary = run_training(
+        config, faults=Faults(train=Hooks(after_step=Gates(str(tmp_path), PHASE, STEPS))), observe=trouble
+    ).summary
     assert trouble.next * PHASE == STEPS
     assert len(trouble.asked) == 2
     paths = RunPaths(tmp_path / "runs" / "run")
     run = assert_all_sent(paths, server.uri)
     assert summary["mlflow_run_id"] == run.info.run_id
-    free = [r.step_ms for n, r in records_of(paths).items() if n > 1 and n % PHASE != 1]  # those after a gate have waited for the test
+    free = [
+        r.step_ms for n, r in records_of(paths).items() if n > 1 and n % PHASE != 1
+    ]  # those after a gate have waited for the test
     assert max(free) < 1e3 * _REQUEST_S, "a step waited for a call to MLflow"
     check_inputs(run, config)
 
 
 def check_inputs(run: Any, config: Config) -> None:
-    found = {next(t.value for t in i.tags if t.key == "mlflow.data.context"): i.dataset for i in run.inputs.dataset_inputs}
+    found = {
+        next(t.value for t in i.tags if t.key == "mlflow.data.context"): i.dataset for i in run.inputs.dataset_inputs
+    }
     assert found.keys() == {"training", "evaluation"}
     whole = run.data.tags["ray_app.manifest_digest"]
     assert found["training"].digest == whole[:36]
@@ -166,7 +191,12 @@ def test_absent_to_the_end_and_replayed(
 ) -> None:
     monkeypatch.setattr(run_module, "_TRACKING_END_S", 0.5)
     absent = Server(tmp_path)
-    fields = {"tracking__enabled": True, "tracking__every_steps": 1, "tracking__system_metrics_s": 0.5, "run__name": "absent"}
+    fields = {
+        "tracking__enabled": True,
+        "tracking__every_steps": 1,
+        "tracking__system_metrics_s": 0.5,
+        "run__name": "absent",
+    }
     result = run_training(short_run(**fields, tracking__uri=absent.uri, tracking__experiment="first"))
     assert result.status == "finished"
     assert result.summary["mlflow_run_id"] is None

@@ -1,4 +1,6 @@
-"""What a run waits for has an end: a coordinator that does not answer, and whatever it waits for when it is asked to stop."""
+"""What a run waits for has an end: a coordinator that does not answer, and whatever it waits for when it is asked to
+stop.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def interrupt_when(happens: Callable[[Job], Any]) -> Callable[[Job], None]:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_sigterm_ends_a_run_that_waits_for_data(short_run: ShortRun, tmp_path: Path) -> None:
-    task = {"task__class_path": "tests.support.stuck_task.Stuck", "task__init_args": {"folder": str(tmp_path), "calls": 2}}
+    task = {
+        "task__class_path": "tests.support.stuck_task.Stuck",
+        "task__init_args": {"folder": str(tmp_path), "calls": 2},
+    }
     config = short_run(**task, data__cache="none", data__read_task_mb=0.01)
     result = run_training(config, observe=interrupt_when(lambda _: (tmp_path / "stuck").exists()))
     assert result.status == "interrupted"

@@ -27,7 +27,11 @@ Shown = dict[tuple[str, str], float]
 
 def asked() -> dict[str, str]:
     """What the panels ask for, by title, of the run alone."""
-    return {panel["title"]: target["expr"].replace("$run", RUN) for panel in DASHBOARD["panels"] for target in panel["targets"]}
+    return {
+        panel["title"]: target["expr"].replace("$run", RUN)
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+    }
 
 
 class Opener:
@@ -53,7 +57,9 @@ class Opener:
 
 @pytest.fixture(scope="module")
 def during(ray_cluster: None, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    """What the agent shows of a run that stands at a step, whose worker was killed before, and whose evaluator is held up."""
+    """What the agent shows of a run that stands at a step, whose worker was killed before, and whose evaluator is held
+    up.
+    """
     folder = tmp_path_factory.mktemp("metrics")
     gates, evaluate = folder / "gates", folder / "evaluate"
     gates.mkdir()
@@ -79,7 +85,11 @@ def during(ray_cluster: None, digits: Path, tmp_path_factory: pytest.TempPathFac
 def test_the_agent_shows_how_a_run_gets_on(during: Shown) -> None:
     assert {name.removeprefix("ray_app_") for name, _ in during} == set(METRICS)
     assert {cause for _, cause in during if cause} == {"failures", "preemptions", "storage", "resizes", "driver"}
-    assert (during["ray_app_steps", ""], during["ray_app_workers", ""], during["ray_app_restarts", "failures"]) == (LAST, 1, 1)
+    assert (during["ray_app_steps", ""], during["ray_app_workers", ""], during["ray_app_restarts", "failures"]) == (
+        LAST,
+        1,
+        1,
+    )
     assert 0 < during["ray_app_goodput", ""] <= 1
     assert during["ray_app_rows_per_second", ""] > 0
     assert during["ray_app_evaluator_lag_seconds", ""] > 0

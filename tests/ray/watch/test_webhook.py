@@ -18,12 +18,16 @@ from tests.support.receiver import receiver
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def test_posts_arrive_and_a_receiver_that_is_away_ends_nothing(short_run: Callable[..., Config], digits: Path, tmp_path: Path) -> None:
+def test_posts_arrive_and_a_receiver_that_is_away_ends_nothing(
+    short_run: Callable[..., Config], digits: Path, tmp_path: Path
+) -> None:
     with receiver() as (gone, _):
         pass
     with receiver() as (url, got):
         observers = [{"class_path": "ray_app.Webhook", "init_args": {"url": each}} for each in (gone, url)]
-        config = short_run(observers=observers, data__eval_path=str(digits / "eval"), scaling__max_workers=2, scaling__min_workers=2)
+        config = short_run(
+            observers=observers, data__eval_path=str(digits / "eval"), scaling__max_workers=2, scaling__min_workers=2
+        )
         result = run_training(config, Console(quiet=True))
     assert result.status == "finished"
     assert len(got) == 2, got

@@ -29,9 +29,13 @@ def rows(count: int) -> dict[str, list]:
     }
 
 
-made = DatasetDict({name: Dataset.from_dict(rows(count), features=FEATURES) for name, count in (("train", 7), ("test", 3))})
+made = DatasetDict(
+    {name: Dataset.from_dict(rows(count), features=FEATURES) for name, count in (("train", 7), ("test", 3))}
+)
 made.save_to_disk("saved", num_shards={"train": 2, "test": 1})
 os.mkdir("parquet")
 for split, data in made.items():
     data.to_parquet(f"parquet/{split}-00000-of-00001.parquet")
-datasets.load_dataset("parquet", data_files={s: f"parquet/{s}-00000-of-00001.parquet" for s in made}, cache_dir="loaded")
+datasets.load_dataset(
+    "parquet", data_files={s: f"parquet/{s}-00000-of-00001.parquet" for s in made}, cache_dir="loaded"
+)

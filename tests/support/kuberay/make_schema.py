@@ -1,7 +1,7 @@
 """Makes schema.json, which the manifests in deploy/ are held against, from KubeRay's own resource definitions.
 
-Those are 770 KB each, nearly all of it descriptions and parts of a pod that we do not use. Every object in what is left refuses fields
-that it does not name, as `kubectl apply --validate=strict` does.
+Those are 770 KB each, nearly all of it descriptions and parts of a pod that we do not use. Every object in what is left
+refuses fields that it does not name, as `kubectl apply --validate=strict` does.
 
 python tests/support/kuberay/make_schema.py VERSION FOLDER     # FOLDER: ray-operator/config/crd/bases of that release
 """
@@ -57,7 +57,11 @@ def main(version: str, folder: Path) -> None:
     _trim_pod(pod["properties"]["spec"]["properties"])
     for owner in (job, head, workers):
         owner["properties"]["submitterPodTemplate" if owner is job else "template"] = {"$ref": "#/$defs/Pod"}
-    for fields, unused in ((job["properties"], "RayJobSpec"), (cluster, "RayClusterSpec"), (head["properties"], "headGroupSpec")):
+    for fields, unused in (
+        (job["properties"], "RayJobSpec"),
+        (cluster, "RayClusterSpec"),
+        (head["properties"], "headGroupSpec"),
+    ):
         for name in UNUSED[unused]:
             del fields[name]
     cron["properties"]["jobTemplate"] = {"$ref": "#/$defs/RayJob"}

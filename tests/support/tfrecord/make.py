@@ -1,4 +1,5 @@
-"""Makes the files beside it with TensorFlow 2.21.0, which the tests do not have: `python make.py` in an environment with tensorflow-cpu.
+"""Makes the files beside it with TensorFlow 2.21.0, which the tests do not have: `python make.py` in an environment
+with tensorflow-cpu.
 
 Rows 0 to 4 are in two files of the split `train`, 5 to 7 in one of `test`, which is gzipped, as its name does not say.
 """

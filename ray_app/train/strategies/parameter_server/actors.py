@@ -1,4 +1,6 @@
-"""Parameter servers and their coordinator as Ray actors, and how workers reach them; `ray_app.cluster.trainer` has the workers."""
+"""Parameter servers and their coordinator as Ray actors, and how workers reach them; `ray_app.cluster.trainer` has the
+workers.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ class ServerActor(ParameterServer):
 
 
 class RayServers:
-    """The servers as actors. One that was lost is started again by Ray under the same handle, and holds nothing at first.
+    """The servers as actors. One that was lost is started again by Ray under the same handle, and holds nothing at
+    first.
 
     Args:
         handles: Theirs.
@@ -196,7 +199,9 @@ def server_names(paths: RunPaths, fence: int, servers: int) -> list[str]:
 
 
 def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
-    """Starts servers and coordinator: the ones where labels allow, the other on this node, so that it lives as long as the driver."""
+    """Starts servers and coordinator: the ones where labels allow, the other on this node, so that it lives as long as
+    the driver.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     config, name = job.config, f"{job.paths.unique_name}-{job.fence}"

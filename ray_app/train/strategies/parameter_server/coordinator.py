@@ -1,15 +1,17 @@
 """The coordinator of parameter servers: hands out units, ends steps, makes checkpoints and mends what is lost.
 
-It holds no gradient. Its training state is that of the last cut: a moment when every unit before it is done and none after it is begun, so
-that all servers together hold the state of one step. Checkpoints and snapshots are cuts, and a lost server takes all back to the last one.
+It holds no gradient. Its training state is that of the last cut: a moment when every unit before it is done and none
+after it is begun, so that all servers together hold the state of one step. Checkpoints and snapshots are cuts, and a
+lost server takes all back to the last one.
 
 Who does what with parameter servers: pure bookkeeping of units, a unit being one logical worker's share of one step.
 
-A logical worker's steps are done one after the other, by the worker that holds it, so that reading ahead pays. Its holder changes only when
-workers come and go. How far it may be ahead of the slowest is bounded: Ho et al., "More Effective Distributed ML via a Stale Synchronous
-Parallel Parameter Server", NIPS 2013.
+A logical worker's steps are done one after the other, by the worker that holds it, so that reading ahead pays. Its
+holder changes only when workers come and go. How far it may be ahead of the slowest is bounded: Ho et al., "More
+Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
 
-What all parameter servers hold together, as one: moved step by step, taken over whole, and given to them anew in another era.
+What all parameter servers hold together, as one: moved step by step, taken over whole, and given to them anew in
+another era.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from ray_app.train.checkpointing.restore import restore
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import SingleProcessMembership, Phase
+from ray_app.train.membership import Phase, SingleProcessMembership
 from ray_app.train.state.state import NOTHING, TrainingState
 from ray_app.train.step.step import norm_of
 from ray_app.train.step.step_stats import added, refuse_different
@@ -127,7 +129,9 @@ class Units:
             del self._running[self._doing.pop(worker)]
 
     def _claim(self, worker: str) -> None:
-        """Takes a fair share of what nobody holds, and takes over from who holds two more; nothing, once all hold as many or one more."""
+        """Takes a fair share of what nobody holds, and takes over from who holds two more; nothing, once all hold as
+        many or one more.
+        """
         mine, most = self._held[worker], -(-len(self._holder) // len(self.workers))
         for v, held in enumerate(self._holder):
             if held is None and len(mine) < most:
@@ -164,7 +168,9 @@ class ServedState:
         return call_each(self._servers, "era", [()] * len(self.layout.parts))
 
     def norm(self, step: int, factor: float) -> float:
-        """The norm of a step's gradient, times a factor. If it decides how far parameters move, its bits are those of `ddp`."""
+        """The norm of a step's gradient, times a factor. If it decides how far parameters move, its bits are those of
+        `ddp`.
+        """
         asked = self.layout.incomplete() if self._clips else [[] for _ in self.layout.parts]
         answers = call_each(self._servers, "norms", [(self.era, step, some) for some in asked])
         norms = [n for some, _ in answers for n in some]
@@ -172,7 +178,9 @@ class ServedState:
         return norm_of(norms, factor)
 
     def move(self, step: int, norm: float, factor: float) -> None:
-        """Lets the servers move their parameters by the gradient that `norm` looked at, times the factor; 0: they go on without."""
+        """Lets the servers move their parameters by the gradient that `norm` looked at, times the factor; 0: they go on
+        without.
+        """
         self._call("apply", step, norm, factor)
 
     def take_over(self) -> None:
@@ -184,7 +192,9 @@ class ServedState:
 
     def give(self, eras: list[int]) -> None:
         """Begins an era, in which the servers, whose eras those are, hold the state here."""
-        era = max(self.era, *eras, time.time_ns() // 1_000_000) + 1  # never one of a coordinator that died with all servers
+        era = (
+            max(self.era, *eras, time.time_ns() // 1_000_000) + 1
+        )  # never one of a coordinator that died with all servers
         buffers, none = to_bytes(self.layout.buffers), np.empty(0, np.uint8)
         parts = self.layout.split(self._state.snapshot())
         sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
@@ -216,7 +226,8 @@ class _Membership(SingleProcessMembership):
 class Coordinator:
     """See the module. Its methods may be called from several threads.
 
-    It begins when a worker asks for the first time, which is told what goes wrong: an actor whose constructor raises is not started again.
+    It begins when a worker asks for the first time, which is told what goes wrong: an actor whose constructor raises is
+    not started again.
 
     Args:
         job: The run.
@@ -225,7 +236,9 @@ class Coordinator:
         hooks: For fault tests.
     """
 
-    def __init__(self, job: Job, servers: Servers, sender: SnapshotSender | None = None, hooks: Hooks = Hooks()) -> None:
+    def __init__(
+        self, job: Job, servers: Servers, sender: SnapshotSender | None = None, hooks: Hooks = Hooks()
+    ) -> None:
         device.set_up_torch(job.config, CPU)
         self._job, self._plan, self._synchronous = job, job.plan, job.config.train.staleness == 0
         self._state = TrainingState(job.config, job.task, CPU, job.total_steps)
@@ -290,7 +303,8 @@ class Coordinator:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether it, and with it every worker that asks, waits for the storage, or for all state on its way to or from the servers.
+        """Whether it, and with it every worker that asks, waits for the storage, or for all state on its way to or from
+        the servers.
 
         Known also while `ask` and `keep` wait for that.
         """
@@ -346,21 +360,28 @@ class Coordinator:
         refuse_different(tuple(sorted(row.metrics)) for row in lines if row.rows)
         result = added(lines)
         if sum(result.rows) != planned:
-            raise DataError(f"Step {cursor} consumed {sum(result.rows)} rows, {planned} were planned; please report this.")
+            raise DataError(
+                f"Step {cursor} consumed {sum(result.rows)} rows, {planned} were planned; please report this."
+            )
         result = result.over_weight(planned)
         if self._synchronous:
-            result = result._replace(grad_norm=self._apply(cursor, step, planned / result.weight if result.weight else 0.0))
+            result = result._replace(
+                grad_norm=self._apply(cursor, step, planned / result.weight if result.weight else 0.0)
+            )
         wait_s = sum(part.wait_s for part in parts) / max(1, self._workers)
         self._recorder.finished(cursor, step + 1, result, parts[0].lr, wait_s, max(1, self._workers))
         if step + 1 == self._end:
             self._cut()
 
     def _apply(self, cursor: Cursor, step: int, correction: float) -> float:
-        """Lets the servers move their parameters by the corrected sum of a step's gradients; 0: nothing moves. Returns its norm."""
+        """Lets the servers move their parameters by the corrected sum of a step's gradients; 0: nothing moves. Returns
+        its norm.
+        """
         norm = self._served.norm(step, correction)
         if not math.isfinite(norm):
             raise NonFiniteError(
-                f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The optimizer did not"
+                f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The"
+                f" optimizer did not"
                 " move. Lower the learning rate, or set train.grad_clip_norm."
             )
         self._served.move(step, norm, correction)
@@ -390,7 +411,9 @@ class Coordinator:
                 self._recorder.snapshot()
         if step > self._saved_step and (self._stopping or job.is_checkpoint_due(step)):
             self._saved_step = step
-            self._recorder.checkpoint(Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra")
+            self._recorder.checkpoint(
+                Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra"
+            )
         if self._stopping or step >= job.total_steps:
             self._recorder.check()
             with self._held_up():

@@ -2,8 +2,9 @@
 
 Which server holds which part of which variable: a pure function of shapes, so that everyone computes it alike.
 
-As TensorFlow's `MinSizePartitioner`: a variable is split along its first dimension into at most one part per server, none of them smaller
-than a given size. The parts then go to servers, the largest first, each to the one that holds least.
+As TensorFlow's `MinSizePartitioner`: a variable is split along its first dimension into at most one part per server,
+none of them smaller than a given size. The parts then go to servers, the largest first, each to the one that holds
+least.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from ray_app.errors import ConfigError
 from ray_app.train.state.parameters import in_order
 
 _ALIGNED = 64
-"""Parts are multiples of so many values, so that vector instructions treat each value as they would in the whole variable."""
+"""Parts are multiples of so many values, so that vector instructions treat each value as they would in the whole
+variable.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -71,7 +74,11 @@ def partition(shapes: Sequence[Sequence[int]], item_bytes: int, servers: int, mi
     Returns:
         What each server holds, in the order of variables and rows; nothing for servers that are too many.
     """
-    weight = {p: strip_bytes(p, shapes, item_bytes) for i, s in enumerate(shapes) for p in strips_of(i, s, item_bytes, servers, min_bytes)}
+    weight = {
+        p: strip_bytes(p, shapes, item_bytes)
+        for i, s in enumerate(shapes)
+        for p in strips_of(i, s, item_bytes, servers, min_bytes)
+    }
     held: list[list[Strip]] = [[] for _ in range(servers)]
     load = [0] * servers
     for strip in sorted(weight, key=lambda p: (-weight[p], p)):
@@ -130,19 +137,23 @@ class Layout:
         types = {p.dtype for p in self.trained}
         if len(types) != 1:
             raise ConfigError(
-                f"train.strategy parameter_server needs trained parameters of one type; the model has {sorted(map(str, types))}."
+                f"train.strategy parameter_server needs trained parameters of one type; the model has"
+                f" {sorted(map(str, types))}."
             )
         shapes, each = [tuple(p.shape) for p in self.trained], self.trained[0].element_size()
         self.parts = partition(shapes, each, train.servers, train.min_shard_kb << 10)
         if not all(self.parts):
             filled = sum(bool(part) for part in self.parts)
             raise ConfigError(
-                f"train.servers is {train.servers}, but the model has no more than {filled} parts of at least train.min_shard_kb ="
+                f"train.servers is {train.servers}, but the model has no more than {filled} parts of at least"
+                f" train.min_shard_kb ="
                 f" {train.min_shard_kb}. Set train.servers to at most {filled}, or lower train.min_shard_kb."
             )
 
     def held(self) -> list[dict[str, Any]]:
-        """What each server holds, for the record: bytes of parameters, and of each variable by name the rows `[low, high)` of its parts."""
+        """What each server holds, for the record: bytes of parameters, and of each variable by name the rows `[low,
+        high)` of its parts.
+        """
         found = []
         for part in self.parts:
             rows: dict[str, list[list[int]]] = {}
@@ -154,7 +165,9 @@ class Layout:
     def incomplete(self) -> list[list[int]]:
         """For each server the numbers of those of its parts that are not a whole variable."""
         rows = [p.shape[0] if p.ndim else 1 for p in self.trained]
-        return [[i for i, strip in enumerate(part) if strip.high - strip.low < rows[strip.variable]] for part in self.parts]
+        return [
+            [i for i, strip in enumerate(part) if strip.high - strip.low < rows[strip.variable]] for part in self.parts
+        ]
 
     def norms_of_joined(self, gradients: list[Bytes]) -> list[float]:
         """The norm of the gradient of every variable that is split.
@@ -207,7 +220,9 @@ class Layout:
 
     def _cut(self, values: dict[str, Any], strip: Strip) -> dict[str, Any]:
         shape = self.trained[strip.variable].shape
-        return {name: strip.of(v).clone() if isinstance(v, Tensor) and v.shape == shape else v for name, v in values.items()}
+        return {
+            name: strip.of(v).clone() if isinstance(v, Tensor) and v.shape == shape else v for name, v in values.items()
+        }
 
     def merge(self, parts: list[Snapshot], whole: Snapshot) -> Snapshot:
         """The state that the servers hold together.
@@ -217,7 +232,9 @@ class Layout:
             whole: A state of the whole model, from which all else is taken; it is written to.
         """
         found: dict[int, list[dict[str, Any]]] = {}
-        for variable, _, place, i in sorted((p.variable, p.low, at, i) for at, part in enumerate(self.parts) for i, p in enumerate(part)):
+        for variable, _, place, i in sorted(
+            (p.variable, p.low, at, i) for at, part in enumerate(self.parts) for i, p in enumerate(part)
+        ):
             strip, held = self.parts[place][i], parts[place]
             for name in self._names[variable]:
                 strip.of(whole.model[name]).copy_(held.model[str(i)])
@@ -226,7 +243,10 @@ class Layout:
             found.setdefault(variable, []).append(held.optimizer["state"].get(i, {}))
         state = {variable: self._joined(values, variable) for variable, values in found.items() if values[0]}
         members = [group["params"] for group in whole.optimizer["param_groups"]]
-        groups = [{**group, "params": params} for group, params in zip(parts[0].optimizer["param_groups"], members, strict=True)]
+        groups = [
+            {**group, "params": params}
+            for group, params in zip(parts[0].optimizer["param_groups"], members, strict=True)
+        ]
         optimizer = {"state": state, "param_groups": groups}
         return Snapshot(parts[0].step, whole.model, optimizer, parts[0].schedule, whole.more)
 

@@ -1,7 +1,7 @@
 """Connections to parameter servers, over which gradients, parameters and state travel.
 
-A call of a Ray actor with half a megabyte goes through its object store, and takes ten times the CPU of a call over one of these. Who
-connects shows a secret first, which only Ray's own calls tell; nothing that comes is unpickled.
+A call of a Ray actor with half a megabyte goes through its object store, and takes ten times the CPU of a call over one
+of these. Who connects shows a secret first, which only Ray's own calls tell; nothing that comes is unpickled.
 
 What workers, parameter servers and their coordinator say to each other.
 """
@@ -60,7 +60,11 @@ def connect(address: tuple[str, int], secret: str, timeout_s: float) -> socket.s
 def _tune(line: socket.socket) -> None:
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, _IDLE_S), (socket.TCP_KEEPINTVL, _AGAIN_S), (socket.TCP_KEEPCNT, _TRIES)):
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _IDLE_S),
+        (socket.TCP_KEEPINTVL, _AGAIN_S),
+        (socket.TCP_KEEPCNT, _TRIES),
+    ):
         line.setsockopt(socket.IPPROTO_TCP, option, value)
     # no TCP_USER_TIMEOUT: it would end who waits while the other end has something else to read first
 

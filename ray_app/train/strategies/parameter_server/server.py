@@ -1,8 +1,10 @@
-"""A parameter server: a part of the parameters, their optimizer and schedule, and what happens to them when gradients arrive.
+"""A parameter server: a part of the parameters, their optimizer and schedule, and what happens to them when gradients
+arrive.
 
-Synchronous, the gradients of a step are added in the fixed tree over the logical workers and applied once, when the coordinator has the
-norm over all servers. Otherwise each is applied when it arrives (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012). Either
-way each logical worker's gradient of each step counts once, however often it is sent.
+Synchronous, the gradients of a step are added in the fixed tree over the logical workers and applied once, when the
+coordinator has the norm over all servers. Otherwise each is applied when it arrives (Dean et al., "Large Scale
+Distributed Deep Networks", NIPS 2012). Either way each logical worker's gradient of each step counts once, however
+often it is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ CPU = torch.device("cpu")
 class ParameterServer:
     """See the module. Its methods are called one after the other.
 
-    An era is the time between two restores of all servers. Who calls for another era than the present one gets None, and nothing happens.
+    An era is the time between two restores of all servers. Who calls for another era than the present one gets None,
+    and nothing happens.
 
     Args:
         config: The run's.
@@ -50,7 +53,9 @@ class ParameterServer:
         return self._era
 
     def load(self, era: int, files: dict[str, bytes], buffers: Bytes) -> None:
-        """Begins an era with a state, as `checkpoint.format.pack` makes it, and the model's buffers, which one server keeps."""
+        """Begins an era with a state, as `checkpoint.format.pack` makes it, and the model's buffers, which one server
+        keeps.
+        """
         snapshot = unpack(files)
         trained = snapshot.more.get("parameters", snapshot.model)
         held = _Held([trained[str(i)] for i in range(len(trained))])
@@ -64,7 +69,9 @@ class ParameterServer:
         """What is needed to compute a gradient."""
         return (self._state.step, to_bytes(self._parameters), self._buffers) if era == self._era else None
 
-    def push(self, era: int, step: int, logical_worker: int, gradient: Bytes | None, buffers: Bytes | None) -> Pushed | None:
+    def push(
+        self, era: int, step: int, logical_worker: int, gradient: Bytes | None, buffers: Bytes | None
+    ) -> Pushed | None:
         """Takes a gradient, whose memory is the server's from then on.
 
         Args:
@@ -74,8 +81,8 @@ class ParameterServer:
             gradient: That of this server's parameters; None: it had no rows.
             buffers: What the buffers became in this step, if this server keeps them.
 
-        Returns:
-            The learning rate that it is used with and, unless synchronous, what the next unit needs: nothing waits for others before that.
+        Returns: The learning rate that it is used with and, unless synchronous, what the next unit needs: nothing waits
+            for others before that.
         """
         if era != self._era:
             return None
@@ -106,7 +113,9 @@ class ParameterServer:
             return None
         added = self._sums.get(step, _NONE).tree.nodes
         if [node for node, _ in added] != [(0, self._config.logical_workers)]:
-            raise DataError(f"Step {step} is to end with the gradients of {[node for node, _ in added]} only; please report this.")
+            raise DataError(
+                f"Step {step} is to end with the gradients of {[node for node, _ in added]} only; please report this."
+            )
         [(_, total)] = added
         parts = total.split([p.numel() for p in self._parameters])
         for p, part in zip(self._parameters, parts, strict=True):
@@ -116,12 +125,19 @@ class ParameterServer:
         return norms, to_bytes([parts[i] for i in incomplete])
 
     def apply(self, era: int, step: int, norm: float, factor: float) -> bool | None:
-        """Ends a step after `norms`; `norm` is that of the gradient on all servers times a factor; 0: nothing moves. Synchronous."""
+        """Ends a step after `norms`; `norm` is that of the gradient on all servers times a factor; 0: nothing moves.
+        Synchronous.
+        """
         if era != self._era:
             return None
         if step == self._state.step:
             if factor:
-                correct([p.grad for p in self._parameters if p.grad is not None], factor, norm, self._config.train.grad_clip_norm)
+                correct(
+                    [p.grad for p in self._parameters if p.grad is not None],
+                    factor,
+                    norm,
+                    self._config.train.grad_clip_norm,
+                )
             self._keep_buffers(self._sums.pop(step))
             self._state.advance() if factor else self._state.pass_over()
         return True
@@ -132,7 +148,9 @@ class ParameterServer:
 
     def _apply_now(self, gradient: Bytes | None, found: _Sum) -> None:
         if gradient is not None:
-            for p, value in zip(self._parameters, from_bytes(gradient, [p.detach() for p in self._parameters]), strict=True):
+            for p, value in zip(
+                self._parameters, from_bytes(gradient, [p.detach() for p in self._parameters]), strict=True
+            ):
                 p.grad = value
             self._state.optimizer.step()
         self._keep_buffers(found)

@@ -1,4 +1,6 @@
-"""A worker of parameter servers: asks for a unit, fetches the parameters, computes, sends the gradient. It meets no other worker."""
+"""A worker of parameter servers: asks for a unit, fetches the parameters, computes, sends the gradient. It meets no
+other worker.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class ParameterWorker:
         if job.config.train.freeze is not None:  # servers hold no more than what is trained
             state.begin(job.read_initial())
         self._layout = Layout(state.model, state.optimizer, job.config.train)
-        self._step = _UnitStep(job.config, job.task, state, build_exchange(job.config.train, state.model, _ALONE), _ALONE, device)
+        self._step = _UnitStep(
+            job.config, job.task, state, build_exchange(job.config.train, state.model, _ALONE), _ALONE, device
+        )
         self._streams: dict[int, _Stream] = {}
         self._done: Done | None = None
         self._broken: int | None = None
@@ -123,7 +127,9 @@ class ParameterWorker:
         buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None
         sent = enumerate(self._layout.gradients() if self._step.moves(row) else [None] * len(self._layout.parts))
         self._enter("exchange")
-        pushed = self._servers.call("push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent])
+        pushed = self._servers.call(
+            "push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent]
+        )
         if pushed is None or None in pushed:
             self._pulled = (0, 0)  # what is in the model is no longer what came
             return None
@@ -134,7 +140,9 @@ class ParameterWorker:
         return Done(unit, row, pushed[0][0], wait_s)
 
     def _is_fresh(self, unit: Unit) -> bool:
-        """Whether the parameters here, which came with the last answer of the servers, have all that a unit may not do without."""
+        """Whether the parameters here, which came with the last answer of the servers, have all that a unit may not do
+        without.
+        """
         era, complete = self._pulled
         return self._staleness > 0 and era == unit.era and complete >= unit.step - self._staleness
 
@@ -170,8 +178,8 @@ class ParameterWorker:
 class _UnitStep(Step):
     """Forward and backward of one logical worker; the parameters' `.grad` is its share of the step's gradient.
 
-    With staleness a gradient is applied before anybody knows what the step's rows weigh: it is then that of the mean over the own weight,
-    and counts by rows.
+    With staleness a gradient is applied before anybody knows what the step's rows weigh: it is then that of the mean
+    over the own weight, and counts by rows.
     """
 
     def moves(self, row: ReplicaStats) -> bool:

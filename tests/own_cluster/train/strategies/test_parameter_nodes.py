@@ -1,4 +1,6 @@
-"""Parameter servers on several nodes: one that is announced to go away, with a worker, and one that is lost, with a server."""
+"""Parameter servers on several nodes: one that is announced to go away, with a worker, and one that is lost, with a
+server.
+"""
 
 from __future__ import annotations
 
@@ -55,16 +57,20 @@ with local_nodes(3, evaluates=False) as nodes:
     acts = Nodes()
     run_training(config, faults=Faults(train=Hooks(after_step=Several(slow))), observe=acts)
     assert acts.drained and acts.lost
-"""
+"""  # noqa: E501
 
 
 def test_nodes_with_a_worker_and_with_a_server_go_away(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_here(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
-    config = short_run(train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5, scaling__max_workers=2)
+    config = short_run(
+        train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5, scaling__max_workers=2
+    )
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "config.yaml")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

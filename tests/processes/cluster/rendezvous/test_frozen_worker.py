@@ -1,4 +1,6 @@
-"""A worker that was frozen and given up is told to end when it wakes: the real heartbeats and rendezvous, a real SIGSTOP, no Ray."""
+"""A worker that was frozen and given up is told to end when it wakes: the real heartbeats and rendezvous, a real
+SIGSTOP, no Ray.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from ray_app.cluster.rendezvous.members import Member
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import Lines, packed
 from ray_app.runlog.paths import RunPaths
-from ray_app.train.membership import Heartbeat, Flags
+from ray_app.train.membership import Flags, Heartbeat
 from tests.support.waiting import until
 
 SILENCE_S, HERE = 5.0, "127.0.0.1"
@@ -74,7 +76,9 @@ def meeting() -> Iterator[_Meeting]:
 
 @pytest.fixture
 def worker(meeting: _Meeting, tmp_path: Path) -> Iterator[Any]:
-    made = multiprocessing.get_context("forkserver").Process(target=_live, args=(meeting.door, tmp_path / "run"), daemon=True)
+    made = multiprocessing.get_context("forkserver").Process(
+        target=_live, args=(meeting.door, tmp_path / "run"), daemon=True
+    )
     made.start()
     until(lambda: meeting.member() is not None, "no sign of life")
     yield made
@@ -83,7 +87,9 @@ def worker(meeting: _Meeting, tmp_path: Path) -> Iterator[Any]:
 
 def _freeze(worker: Any) -> None:
     os.kill(worker.pid, signal.SIGSTOP)
-    until(lambda: Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "it was not stopped")
+    until(
+        lambda: Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "it was not stopped"
+    )
 
 
 def test_who_was_given_up_while_it_was_frozen_ends_when_it_wakes(meeting: _Meeting, worker: Any) -> None:
@@ -98,7 +104,9 @@ def test_who_was_given_up_while_it_was_frozen_ends_when_it_wakes(meeting: _Meeti
 
 
 def test_what_changes_for_all_is_said_at_once_however_rare_signs_of_life_are(meeting: _Meeting, worker: Any) -> None:
-    """Each is due every 1,000 s; the worker of a generation that breaks is told so, and ends since its process is given up."""
+    """Each is due every 1,000 s; the worker of a generation that breaks is told so, and ends since its process is given
+    up.
+    """
     meeting.do(meeting.rendezvous.expect(1_000_000))
     member = meeting.member()
     until(lambda: member.period_s == 1000, "it was not told when the next is due")

@@ -1,4 +1,6 @@
-"""Every step of a run is one that can be gone on from, on another number of workers, with every strategy and every cache."""
+"""Every step of a run is one that can be gone on from, on another number of workers, with every strategy and every
+cache.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def restored_at_every_step(pool: Pool, folder: Path, strategy: str, cache: str, 
 
     go(whole, 2)
     commits, tried = CheckpointStore(whole.paths).commits(), []
-    assert [c.step for c in commits] == list(range(every, whole.total_steps + 1, every)), "a checkpoint at every step that can have one"
+    assert [c.step for c in commits] == list(range(every, whole.total_steps + 1, every)), (
+        "a checkpoint at every step that can have one"
+    )
     for commit in commits[:-1:stride]:
         job = dataclasses.replace(whole, run_root=str(folder / f"from-{commit.step}"), fence=2)
         shutil.copytree(whole.run_root, job.run_root)
@@ -88,8 +92,18 @@ def test_threads_that_read_change_no_bit(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(TinyImages, "decode", noted)
     bits = []
-    for name, more in {"0": {}, "3": {"data__reader_threads": 3}, "disk": {"data__reader_threads": 2, "data__cache": "disk"}}.items():
-        fields = {"train__strategy": "single", "train__epochs": 2, "data__read_task_mb": 0.002, "data__shuffle_window_rows": 24, **more}
+    for name, more in {
+        "0": {},
+        "3": {"data__reader_threads": 3},
+        "disk": {"data__reader_threads": 2, "data__cache": "disk"},
+    }.items():
+        fields = {
+            "train__strategy": "single",
+            "train__epochs": 2,
+            "data__read_task_mb": 0.002,
+            "data__shuffle_window_rows": 24,
+            **more,
+        }
         if name == "disk":
             fields["data__cache_dir"] = str(tmp_path / "cache")
         job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)

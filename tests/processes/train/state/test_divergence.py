@@ -1,4 +1,6 @@
-"""Survivors whose states are not the same: they notice when the next generation begins, and the result is that of an undisturbed run."""
+"""Survivors whose states are not the same: they notice when the next generation begins, and the result is that of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def test_without_a_majority_the_newest_checkpoint_decides(pool: Pool, tmp_path: 
     assert differed(job) == [([0, 1], 3)]
     found = result_of(job)
     assert found.commit.params_digest == pool.trained(job_in(tmp_path), 2, cached).commit.params_digest
-    assert [len(workers) for workers in found.workers] == [1, 1, 1, 2, 1, 1], "step 4 is done again, and its record says so"
+    assert [len(workers) for workers in found.workers] == [1, 1, 1, 2, 1, 1], (
+        "step 4 is done again, and its record says so"
+    )
 
 
 def test_without_a_checkpoint_either_the_run_ends(pool: Pool, tmp_path: Path) -> None:

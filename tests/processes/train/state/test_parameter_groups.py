@@ -1,4 +1,6 @@
-"""Groups of parameters by names: options of their own, for every strategy, with the same bits for any number of workers."""
+"""Groups of parameters by names: options of their own, for every strategy, with the same bits for any number of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "local_sgd" else pytest.mark.rest) for n in STRATEGIES])
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "local_sgd" else pytest.mark.rest) for n in STRATEGIES]
+)
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path, name: str
+) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
     alone, several = pool.trained(job, 1, cached), pool.trained(job, 3, cached)
     assert (several.bits, several.steps) == (alone.bits, alone.steps)
@@ -93,7 +99,9 @@ def test_a_group_is_that_of_plain_torch(pool: Pool, data: Path, tmp_path: Path) 
     assert state.lr == 0.01, "that of the rest"
 
 
-@pytest.mark.parametrize("fields", [{}, {"optimizer": optimizer("SGD", momentum=0.9), "schedule": ONE_CYCLE, "train__grad_clip_norm": 0.5}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"optimizer": optimizer("SGD", momentum=0.9), "schedule": ONE_CYCLE, "train__grad_clip_norm": 0.5}]
+)
 def test_parameter_servers_have_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     """With so many servers that some have nothing of some group, and a resume on fewer."""
     plain = pool.trained(job_of(tmp_path / "ddp", data, **fields), 2, cached)
@@ -112,9 +120,13 @@ def test_parameter_servers_have_the_bits_of_ddp(pool: Pool, data: Path, tmp_path
 
 
 def test_sharded_it_is_the_same(pool: Pool, data: Path, tmp_path: Path) -> None:
-    fields = {"task": TinyImages(), "optimizer": optimizer("SGD", [{"names": ["5.*"], "lr": 0.05}, {"norms_and_biases": True, "lr": 0.0}])}
+    fields = {
+        "task": TinyImages(),
+        "optimizer": optimizer("SGD", [{"names": ["5.*"], "lr": 0.05}, {"norms_and_biases": True, "lr": 0.0}]),
+    }
     plain, sharded = (
-        pool.trained(job_of(tmp_path / strategy, data, train__strategy=strategy, **fields), 2, cached) for strategy in ("ddp", "fsdp")
+        pool.trained(job_of(tmp_path / strategy, data, train__strategy=strategy, **fields), 2, cached)
+        for strategy in ("ddp", "fsdp")
     )
     assert (sharded.steps, sharded.bits) == (plain.steps, plain.bits)
     begun = job_of(tmp_path / "x", data, **fields)
@@ -134,8 +146,14 @@ def test_frozen_parameters_are_in_no_group(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ([{"names": ["9.wieght"], "lr": 0.1}], r"optimizer.groups names '9.wieght', which matches no parameter.*The nearest: 9.weight"),
-        ([{"names": ["*.bias"], "wight_decay": 0}], r"sets 'wight_decay', which is no option of AdamW; the nearest is weight_decay"),
+        (
+            [{"names": ["9.wieght"], "lr": 0.1}],
+            r"optimizer.groups names '9.wieght', which matches no parameter.*The nearest: 9.weight",
+        ),
+        (
+            [{"names": ["*.bias"], "wight_decay": 0}],
+            r"sets 'wight_decay', which is no option of AdamW; the nearest is weight_decay",
+        ),
         ([{"names": ["*.bias"], "lr": "fast"}], r"groups has lr = 'fast'; it must be a number"),
         ([{"lr": 0.1}], r"has {'lr': 0.1}; say whose options these are by names, a list, or by norms_and_biases: true"),
         ([{"names": "*.bias", "lr": 0.1}], r"by names, a list"),
@@ -154,7 +172,9 @@ def test_what_cannot_be_is_refused(data: Path, tmp_path: Path, groups: list[dict
 def test_a_schedule_that_would_replace_the_rates_is_refused(data: Path, tmp_path: Path) -> None:
     schedule = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.1}}
     job = job_of(tmp_path / "run", data, schedule=schedule)
-    with pytest.raises(ConfigError, match=r"max_lr 0.1 for all 3 groups of parameters, whose own rates \[0.01, 0.01, 0.05\] it would"):
+    with pytest.raises(
+        ConfigError, match=r"max_lr 0.1 for all 3 groups of parameters, whose own rates \[0.01, 0.01, 0.05\] it would"
+    ):
         TrainingState(job.config, job.task, CPU, 10)
 
 

@@ -42,7 +42,10 @@ def everything() -> Snapshot:
         "one": torch.tensor(3.0),
         "repeated": torch.ones(1).expand(5000),
     }
-    optimizer = {"state": {0: {"step": torch.tensor(7.0), "exp_avg": values * 2}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}
+    optimizer = {
+        "state": {0: {"step": torch.tensor(7.0), "exp_avg": values * 2}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+    }
     return Snapshot(5, model, optimizer, {"last_epoch": 4, "milestones": {3: 1}}, {"scale": [1.0, 2.0]})
 
 
@@ -55,7 +58,9 @@ def passed_on(rank: int, store: Path, size: int, source: int, to: list[int], bac
     return got and plain(got)
 
 
-@pytest.mark.parametrize(("size", "source", "to", "backend"), [(4, 0, [1, 2, 3], "gloo"), (4, 2, [3], "gloo"), (3, 1, [2, 0], BACKEND)])
+@pytest.mark.parametrize(
+    ("size", "source", "to", "backend"), [(4, 0, [1, 2, 3], "gloo"), (4, 2, [3], "gloo"), (3, 1, [2, 0], BACKEND)]
+)
 def test_those_who_lack_a_state_get_it_and_nobody_else_does_anything(
     pool: Pool, size: int, source: int, to: list[int], backend: str
 ) -> None:
@@ -118,15 +123,21 @@ def joined(rank: int, store: Path, megabytes: int) -> float:
 
 @pytest.mark.rest
 def test_signs_of_life_go_on_while_a_gigabyte_is_shared(pool: Pool) -> None:
-    """Nothing depends on how many tensors there are, so four times as many take four times as long, with the same silences."""
+    """Nothing depends on how many tensors there are, so four times as many take four times as long, with the same
+    silences.
+    """
     silences = pool.run(2, joined, 1024)
     assert max(silences) < 0.5, "pickled as a whole it is above a second"
 
 
 def four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
-    """Rank 1 gets tensors of 4 GB that take no memory on either side; returns the longest silence and how many bytes it was sent."""
+    """Rank 1 gets tensors of 4 GB that take no memory on either side; returns the longest silence and how many bytes it
+    was sent.
+    """
     megabytes = [2048] + [256] * 8
-    model = {str(number): torch.full((1,), number + 0.5).expand(size * _MB // 4) for number, size in enumerate(megabytes)}
+    model = {
+        str(number): torch.full((1,), number + 0.5).expand(size * _MB // 4) for number, size in enumerate(megabytes)
+    }
     got: list[torch.Tensor] = []
 
     def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -134,7 +145,11 @@ def four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
         return got[-1]
 
     silence, received = [0.0], [0]
-    with LocalMembership(World(rank, 2, 2), store).generation(0, False), longest_silence(silence), pytest.MonkeyPatch.context() as patch:
+    with (
+        LocalMembership(World(rank, 2, 2), store).generation(0, False),
+        longest_silence(silence),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(transfer_module.torch, "empty", without_memory)
         real = transfer_module.receive
 

@@ -1,4 +1,6 @@
-"""Several optimizers that take turns: whose turn it is follows from the step, and the bits do not depend on the number of workers."""
+"""Several optimizers that take turns: whose turn it is follows from the step, and the bits do not depend on the number
+of workers.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def gan() -> Task:
 def job_of(folder: Path, data: Path, turns: dict[str, Any] | None = None, **fields: Any) -> Job:
     defaults: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
     default = {"class_path": "torch.optim.Adam", "init_args": {}}
-    made: dict[str, Any] = defaults | {"optimizer": default, "optimizers": OPTIMIZERS if turns is None else turns} | fields
+    made: dict[str, Any] = (
+        defaults | {"optimizer": default, "optimizers": OPTIMIZERS if turns is None else turns} | fields
+    )
     return make_job(folder, data, logical_workers=4, batch=12, task=made.pop("task", None) or gan(), **made)
 
 
@@ -70,13 +74,18 @@ def test_the_page_trains_a_gan(pool: Pool, data: Path, tmp_path: Path) -> None:
     reader = MetricsReader(job.paths)
     reader.poll()
     turns = [sorted(reader.records[step].metrics) for step in range(1, 7)]
-    assert turns == [["caught", "critic_loss"]] * 2 + [["generator_loss"]] + [["caught", "critic_loss"]] * 2 + [["generator_loss"]]
+    assert turns == [["caught", "critic_loss"]] * 2 + [["generator_loss"]] + [["caught", "critic_loss"]] * 2 + [
+        ["generator_loss"]
+    ]
     assert [reader.records[step].lr for step in range(1, 5)] == [0.002, 0.002, 0.001, 0.002]
 
 
 @pytest.mark.parametrize(
     ("turns", "fields"),
-    [pytest.param(None, {}, marks=pytest.mark.rest), (with_schedules(), {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.1})],
+    [
+        pytest.param(None, {}, marks=pytest.mark.rest),
+        (with_schedules(), {"train__ema_decay": 0.9, "train__grad_clip_norm": 0.1}),
+    ],
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool: Pool, data: Path, tmp_path: Path, turns: dict[str, Any] | None, fields: dict[str, Any]
@@ -130,7 +139,9 @@ def test_whose_turn_it_is() -> None:
     turns = {name: TurnSpec("x", steps=steps) for name, steps in (("a", 2), ("b", 1), ("c", 3))}
     assert "".join(turn_of(turns, step) for step in range(14)) == "aabcccaabcccaa"
     for steps in range(20):
-        assert [steps_of(turns, name, steps) for name in turns] == [sum(turn_of(turns, s) == name for s in range(steps)) for name in turns]
+        assert [steps_of(turns, name, steps) for name in turns] == [
+            sum(turn_of(turns, s) == name for s in range(steps)) for name in turns
+        ]
 
 
 @pytest.mark.parametrize("part", ["critic", "generator"])
@@ -144,7 +155,9 @@ def test_what_is_computed_twice_is_that_of_the_turn(pool: Pool, data: Path, tmp_
     assert [event.details["rank"] for event in read_events(job.paths, "lied")] == [1]
 
 
-def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
     """Between the critic's two: who goes on knows whose turn it is, and has the optimizers' states of both."""
     alone = pool.trained(job_of(tmp_path / "alone", data), 1, cached)
     kill = KillOnce(tmp_path / "killed", step=4, rank=0)
@@ -159,7 +172,9 @@ def test_a_generator_is_exported_though_it_draws(data: Path, tmp_path: Path, mon
     monkeypatch.syspath_prepend(tmp_path)
     task = importlib.import_module("gan_of_the_page").Gan()
     torch.manual_seed(0)
-    stored = write_export(task, task.build_model(), {"image": np.ones((2, 64), np.float32)}, tmp_path / "export", SOURCE)
+    stored = write_export(
+        task, task.build_model(), {"image": np.ones((2, 64), np.float32)}, tmp_path / "export", SOURCE
+    )
     assert stored["outputs"] == "equal"
     loaded = load_model(tmp_path / "export")
     first, second = (loaded.predict(np.ones((2, 64), np.float32)) for _ in range(2))
@@ -180,12 +195,23 @@ class OfPart:
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ((["critic.*"], ["generator.0.*"]), r"No optimizer has the parameters generator.2.weight, generator.2.bias; name them in one"),
-        ((["*"], ["generator.*"]), r"optimizers.generator.parameters names generator.0.weight.*, which optimizers.critic has, too"),
-        ((["critic.*"], ["genrator.*"]), r"optimizers.generator.parameters names 'genrator.\*', which matches no parameter"),
+        (
+            (["critic.*"], ["generator.0.*"]),
+            r"No optimizer has the parameters generator.2.weight, generator.2.bias; name them in one",
+        ),
+        (
+            (["*"], ["generator.*"]),
+            r"optimizers.generator.parameters names generator.0.weight.*, which optimizers.critic has, too",
+        ),
+        (
+            (["critic.*"], ["genrator.*"]),
+            r"optimizers.generator.parameters names 'genrator.\*', which matches no parameter",
+        ),
     ],
 )
-def test_a_parameter_belongs_to_one_optimizer(data: Path, tmp_path: Path, parameters: tuple[list[str], list[str]], said: str) -> None:
+def test_a_parameter_belongs_to_one_optimizer(
+    data: Path, tmp_path: Path, parameters: tuple[list[str], list[str]], said: str
+) -> None:
     turns = {name: {**OPTIMIZERS[name], "parameters": some} for name, some in zip(OPTIMIZERS, parameters, strict=True)}
     job = job_of(tmp_path / "run", data, turns)
     with pytest.raises(ConfigError, match=said):
@@ -196,7 +222,10 @@ def test_a_parameter_belongs_to_one_optimizer(data: Path, tmp_path: Path, parame
     ("fields", "said"),
     [
         ({"train__strategy": "fsdp"}, "optimizers are given with train.strategy fsdp.*Use ddp or single"),
-        ({"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}}, "optimizer and optimizers are both given"),
+        (
+            {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}},
+            "optimizer and optimizers are both given",
+        ),
         ({"schedule": STEP}, "of which each has its own: optimizers.NAME.schedule"),
         ({"optimizers": {"a": {**OPTIMIZERS["critic"], "steps": 0}}}, "optimizers.a.steps is 0; it must be at least 1"),
         ({"optimizers": {"a": {"class_path": "torch.optim.Adam"}}}, "optimizers.a.parameters is missing"),
@@ -224,7 +253,9 @@ def test_yaml_is_checked_against_the_signatures(tmp_path: Path) -> None:
         ("lr: 0.002", "optimizers.critic: torch.optim.Adam has no argument .lrr.. Did you mean lr"),
         ("steps: 2", "optimizers.critic has stepps; there are"),
     ):
-        file.write_text(begin + ON_PAGE["yaml"].replace(wrong, wrong.replace("lr", "lrr").replace("steps", "stepps"), 1))
+        file.write_text(
+            begin + ON_PAGE["yaml"].replace(wrong, wrong.replace("lr", "lrr").replace("steps", "stepps"), 1)
+        )
         with pytest.raises(ConfigError, match=said):
             load_config(file)
 

@@ -1,4 +1,6 @@
-"""`train.capture` on a CPU that stands for a device (`tests/support/recorded_graph.py`): the bits of an eager step, and what is refused."""
+"""`train.capture` on a CPU that stands for a device (`tests/support/recorded_graph.py`): the bits of an eager step, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,18 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.step import cuda_graphs
 from ray_app.train.step.cuda_graphs import Captured, _Inputs, graphs_of
-from tests.support.local_world import CPU, DieAfter, KilledError, Pool, TinyImages, _train, cached, make_job, result_of, write_images
+from tests.support.local_world import (
+    CPU,
+    DieAfter,
+    KilledError,
+    Pool,
+    TinyImages,
+    _train,
+    cached,
+    make_job,
+    result_of,
+    write_images,
+)
 from tests.support.recorded_graph import RecordedGraphs
 
 CAPTURE: dict[str, Any] = {"train__capture": True, "scaling__gpus_per_worker": 1.0, "train__backend": "gloo"}
@@ -64,7 +77,9 @@ def test_the_bits_are_those_of_an_eager_step(
     """Batch-norm, dropout, augmentation, micro-batches of other sizes, of one row and of none."""
     L = fields.get("scaling__logical_workers", 4)
     fields = {"train__epochs": 2} | fields
-    eager = pool.trained(make_job(tmp_path / "eager", data, logical_workers=L, batch=12, task=task, **fields), 1, cached)
+    eager = pool.trained(
+        make_job(tmp_path / "eager", data, logical_workers=L, batch=12, task=task, **fields), 1, cached
+    )
     job = make_job(tmp_path / "captured", data, logical_workers=L, batch=12, task=task, **fields, **CAPTURE)
     counts = pool.run(min(workers, L), _captured, job, min(workers, L), Hooks(), 16)
     found = result_of(job)
@@ -119,7 +134,10 @@ class OnTheHost(TinyImages):
         ("later", "the gradient of a replay is not that of the same rows computed without"),
         ("much later", "the gradient of a replay is not that of the same rows computed without"),
         ("draws", "the gradient of a replay is not that of the same rows computed without"),
-        ("reads", "it does what a CUDA graph cannot hold (CUDA error: operation not permitted when stream is capturing)"),
+        (
+            "reads",
+            "it does what a CUDA graph cannot hold (CUDA error: operation not permitted when stream is capturing)",
+        ),
     ],
 )
 def test_what_depends_on_the_host_is_refused(pool: Pool, data: Path, tmp_path: Path, how: str, why: str) -> None:
@@ -179,7 +197,10 @@ def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> 
 
 @pytest.mark.parametrize(
     ("said", "kind"),
-    [("CUDA out of memory while capturing", RuntimeError), ("operation not permitted when stream is capturing", ConfigError)],
+    [
+        ("CUDA out of memory while capturing", RuntimeError),
+        ("operation not permitted when stream is capturing", ConfigError),
+    ],
 )
 def test_the_first_error_of_a_capture_is_told(said: str, kind: type[Exception]) -> None:
     with pytest.raises(kind) as found:
@@ -199,7 +220,10 @@ def test_an_error_of_the_task_keeps_its_words() -> None:
 
 @pytest.mark.parametrize(
     ("field", "why"),
-    [(torch.ones(1, 3).expand(2, 3), "the field x was expanded"), (torch.ones(2, 3, device="meta"), "the field x is on the meta")],
+    [
+        (torch.ones(1, 3).expand(2, 3), "the field x was expanded"),
+        (torch.ones(2, 3, device="meta"), "the field x is on the meta"),
+    ],
 )
 def test_a_field_without_memory_of_its_own_on_the_device_is_refused(field: Tensor, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -218,7 +242,10 @@ def test_a_cut_out_of_a_field_is_captured_in_its_layout() -> None:
 
 def test_a_graph_is_looked_at_after_1_2_4_uses_and_every_so_many() -> None:
     small, looked = _small(RecordedGraphs()), list[int]()
-    with patch.object(cuda_graphs, "_EVERY", 6), patch.object(small, "_hold_against_eager", lambda kind, *_: looked.append(kind.uses)):
+    with (
+        patch.object(cuda_graphs, "_EVERY", 6),
+        patch.object(small, "_hold_against_eager", lambda kind, *_: looked.append(kind.uses)),
+    ):
         for _ in range(20):
             small.run({"x": torch.ones(2, 3)}, torch.ones(2))
     assert looked == [0, 1, 2, 4, 6, 8, 12, 16, 18]

@@ -1,4 +1,6 @@
-"""How often a step makes the host wait for the device, counted on a CPU, where floating point stands for what would be on the device."""
+"""How often a step makes the host wait for the device, counted on a CPU, where floating point stands for what would be
+on the device.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,11 @@ class Weighed(TinyImages):
 
 
 CLIPPED = {"train__grad_clip_norm": 0.01}
-LOCAL_SGD = {"train__strategy": "local_sgd", "train__local_steps": 2 * (FIRST + STEPS), "checkpoint__every_steps": 2 * (FIRST + STEPS)}
+LOCAL_SGD = {
+    "train__strategy": "local_sgd",
+    "train__local_steps": 2 * (FIRST + STEPS),
+    "checkpoint__every_steps": 2 * (FIRST + STEPS),
+}
 
 
 @pytest.mark.parametrize("task", [TinyImages, Weighed])
@@ -91,7 +97,14 @@ LOCAL_SGD = {"train__strategy": "local_sgd", "train__local_steps": 2 * (FIRST + 
     ],
 )
 def test_a_step_waits_for_the_device_once_however_many_logical_workers_it_plays(
-    pool: Pool, tmp_path: Path, task: Any, logical_workers: int, workers: int, backend: str, fields: dict[str, Any], waits: int
+    pool: Pool,
+    tmp_path: Path,
+    task: Any,
+    logical_workers: int,
+    workers: int,
+    backend: str,
+    fields: dict[str, Any],
+    waits: int,
 ) -> None:
     data, found = write_images(tmp_path / "data", [[8 * (FIRST + STEPS + 2)]]), tmp_path / "found.json"
     job = make_job(tmp_path / "run", data, logical_workers=logical_workers, batch=8, task=task(), **fields)

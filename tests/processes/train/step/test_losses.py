@@ -1,4 +1,6 @@
-"""Losses with weights and metrics: means over the weight of the global batch, for every strategy and any number of workers."""
+"""Losses with weights and metrics: means over the weight of the global batch, for every strategy and any number of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,19 @@ from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import Step
 from tests.support import server_world
-from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, Trained, cached, feed_of, make_job, plain, result_of, write_images
+from tests.support.local_world import (
+    CPU,
+    DieAfter,
+    Pool,
+    TinyImages,
+    Trained,
+    cached,
+    feed_of,
+    make_job,
+    plain,
+    result_of,
+    write_images,
+)
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
@@ -49,7 +63,9 @@ class Tokens(TinyImages):
         odd: Manifest positions with which another metric comes.
     """
 
-    def __init__(self, weighs: str = "by id", odd: tuple[int, ...] = (), plainly: bool = False, bad: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, weighs: str = "by id", odd: tuple[int, ...] = (), plainly: bool = False, bad: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(bad=bad)
         self.weighs, self.odd, self.plainly = weighs, odd, plainly
 
@@ -81,14 +97,18 @@ def job_of(folder: Path, data: Path, task: TinyImages | None = None, **fields: A
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ddp" else pytest.mark.rest) for n in STRATEGIES])
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path, name: str) -> None:
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: Pool, data: Path, tmp_path: Path, name: str
+) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
     alone = pool.trained(job, 1, cached)
     for size in (2, 4):
         several = pool.trained(job, size, cached)
         assert several.bits == alone.bits
         assert several.steps == alone.steps
-    assert alone.steps[0][6] == sum(position % 7 for v in range(4) for position in job.plan.epoch(0).rows_at(v, 0)), "its weight"
+    assert alone.steps[0][6] == sum(position % 7 for v in range(4) for position in job.plan.epoch(0).rows_at(v, 0)), (
+        "its weight"
+    )
     pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
     pool.run_job(job, 2, cached)
     assert result_of(job).bits == alone.bits
@@ -112,7 +132,9 @@ def run_steps(job: Job, steps: int) -> tuple[TrainingState, list[Any]]:
     step = build_step(job, state, world, CPU, lambda phase: None)
     feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
     rows = job.plan.rows_of_step
-    return state, [step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)) for i in range(steps)]
+    return state, [
+        step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)) for i in range(steps)
+    ]
 
 
 def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
@@ -167,7 +189,11 @@ def test_parameter_servers_pass_over_what_counts_for_nothing(data: Path, tmp_pat
     server_world.World(job, 2).run()
     begun = TrainingState(job.config, job.task, CPU, 100).snapshot()
     found = result_of(job).snapshot
-    assert all(torch.equal(found.model[name], value) for name, value in begun.model.items() if name.endswith(("weight", "bias")))
+    assert all(
+        torch.equal(found.model[name], value)
+        for name, value in begun.model.items()
+        if name.endswith(("weight", "bias"))
+    )
     assert found.optimizer["state"] == {}
 
 
@@ -175,7 +201,15 @@ def test_parameter_servers_pass_over_what_counts_for_nothing(data: Path, tmp_pat
 def test_with_staleness_a_gradient_is_that_of_the_own_mean(data: Path, tmp_path: Path, weighs: str) -> None:
     """One logical worker: its own mean is that of the step, so with plain SGD it goes as `ddp` goes."""
     fields = {"task": Tokens(weighs, plainly=True), "optimizer": SGD, "train__max_steps": 6}
-    job = make_job(tmp_path / "run", data, logical_workers=1, batch=12, train__strategy="parameter_server", train__staleness=1, **fields)
+    job = make_job(
+        tmp_path / "run",
+        data,
+        logical_workers=1,
+        batch=12,
+        train__strategy="parameter_server",
+        train__staleness=1,
+        **fields,
+    )
     server_world.World(job, 1).run()
     state = build_state(job.config.replace(train__strategy="ddp"), job.task, CPU, 100)
     state.step, world = 0, World(0, 1, 1)
@@ -282,7 +316,9 @@ def test_classifications_record_their_training_accuracy_if_they_are_to(data: Pat
     args = {"model_args": {"channels": 4}}
     digests = set()
     for asked in (False, True):
-        state, results = run_steps(job_of(tmp_path / "run", data, task=ImageClassification(**args, train_accuracy=asked)), 3)  # type: ignore[arg-type]
+        state, results = run_steps(
+            job_of(tmp_path / "run", data, task=ImageClassification(**args, train_accuracy=asked)), 3
+        )  # type: ignore[arg-type]
         digests.add(params_digest(state.model.state_dict()))
         assert [list(result.metrics) for result in results] == [["accuracy"] if asked else []] * 3
     assert len(digests) == 1
@@ -308,7 +344,9 @@ def test_the_record_has_weight_and_metrics_only_where_there_are_some(pool: Pool,
     pool.run_job(job, 2, cached)
     reader = MetricsReader(job.paths)
     reader.poll()
-    assert all(record.over == record.weight > 0 and 0 <= record.metrics["right"] <= 1 for record in reader.records.values())
+    assert all(
+        record.over == record.weight > 0 and 0 <= record.metrics["right"] <= 1 for record in reader.records.values()
+    )
     bare = replace(job, run_root=str(tmp_path / "bare"), task=TinyImages().from_settings(vars(job.task)))
     pool.run_job(bare, 2, cached)
     [segment, *_] = sorted(bare.paths.metrics.glob("*.json"))

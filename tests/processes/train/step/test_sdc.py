@@ -1,4 +1,6 @@
-"""A worker that computes wrongly: it is found before anything is kept, named and ended, and the result is that of an undisturbed run."""
+"""A worker that computes wrongly: it is found before anything is kept, named and ended, and the result is that of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def hooks(folder: Path, what: What, rank: int, step: int) -> Hooks:
         *(pytest.param(what, rank, marks=pytest.mark.rest) for what, rank in REST),
     ],
 )
-def test_a_flipped_bit_is_found_and_nothing_of_it_stays(pool: Pool, tmp_path: Path, undisturbed: str, what: What, rank: int) -> None:
+def test_a_flipped_bit_is_found_and_nothing_of_it_stays(
+    pool: Pool, tmp_path: Path, undisturbed: str, what: What, rank: int
+) -> None:
     job = job_in(tmp_path, "flipped", **ALL)
     others = [each for each in range(3) if each != rank]
     outcomes = train_shifting(pool, job, [[0, 1, 2], others], [], hooks(tmp_path, what, rank, 4))
@@ -72,7 +76,9 @@ def test_a_flipped_bit_is_found_and_nothing_of_it_stays(pool: Pool, tmp_path: Pa
 
 
 def test_checkpoints_since_it_was_right_are_marked(pool: Pool, tmp_path: Path) -> None:
-    """At a rate of 1 in 8 shares are looked at in every fourth step or so; the flip is in the memory of rank 1 since step 1."""
+    """At a rate of 1 in 8 shares are looked at in every fourth step or so; the flip is in the memory of rank 1 since
+    step 1.
+    """
     job = job_in(tmp_path, "flipped", failure__sdc_check_rate=0.125, train__max_steps=12)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], hooks(tmp_path, "parameter", 1, 1))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
@@ -80,12 +86,18 @@ def test_checkpoints_since_it_was_right_are_marked(pool: Pool, tmp_path: Path) -
     [suspected] = read_events(job.paths, "suspected")
     assert lied.details["clean"] < 1, "the flip came after step 1"
     assert suspected.details["steps"] == [step for step in range(2, 13, 2) if step <= lied.details["step"]] != []
-    marked = [commit.step for commit in CheckpointStore(job.paths).commits() if (job.paths.checkpoint(commit.step, 1) / SUSPECT).exists()]
+    marked = [
+        commit.step
+        for commit in CheckpointStore(job.paths).commits()
+        if (job.paths.checkpoint(commit.step, 1) / SUSPECT).exists()
+    ]
     assert marked == suspected.details["steps"]
 
 
 @pytest.mark.parametrize("what", ["gradient", "activation"])
-def test_of_two_workers_the_one_that_erred_once_is_found(pool: Pool, tmp_path: Path, undisturbed: str, what: What) -> None:
+def test_of_two_workers_the_one_that_erred_once_is_found(
+    pool: Pool, tmp_path: Path, undisturbed: str, what: What
+) -> None:
     job = job_in(tmp_path, "flipped", **ALL)
     outcomes = train_shifting(pool, job, [[0, 1], [1]], [], hooks(tmp_path, what, 0, 2))
     assert isinstance(outcomes[0].error, WrongResultError), outcomes[0].trace
@@ -117,7 +129,9 @@ def test_a_task_that_is_not_reproducible_blames_nobody(pool: Pool, tmp_path: Pat
     assert "ray-app check finds both" in str(outcomes[0].error)
 
 
-@pytest.mark.parametrize("workers", [3, pytest.param(2, marks=pytest.mark.rest), pytest.param(4, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(
+    "workers", [3, pytest.param(2, marks=pytest.mark.rest), pytest.param(4, marks=pytest.mark.rest)]
+)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -142,7 +156,9 @@ def test_no_false_alarm_and_the_same_bits(pool: Pool, tmp_path: Path, workers: i
 @pytest.mark.search
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("fields", [{}, {"train__strategy": "central_storage"}, {"train__precision": "fp16"}], ids=str)
-def test_ten_thousand_shares_without_a_false_alarm(pool: Pool, tmp_path: Path, workers: int, fields: dict[str, Any]) -> None:
+def test_ten_thousand_shares_without_a_false_alarm(
+    pool: Pool, tmp_path: Path, workers: int, fields: dict[str, Any]
+) -> None:
     often = {"checkpoint__every_steps": 500, "train__epochs": 900, "train__max_steps": 2600}
     job = job_in(tmp_path, "many", **ALL, **fields, **often)
     pool.run_job(job, workers, cached)
@@ -170,7 +186,10 @@ def test_parameters_are_compared_where_that_is_asked_for(pool: Pool, tmp_path: P
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"failure__sdc_check_rate": 0.1, "train__strategy": "fsdp"}, r"sdc_check_rate is 0\.1 with train\.strategy fsdp"),
+        (
+            {"failure__sdc_check_rate": 0.1, "train__strategy": "fsdp"},
+            r"sdc_check_rate is 0\.1 with train\.strategy fsdp",
+        ),
         ({"failure__sdc_check_rate": 0.1, "train__reduction": "overlapped"}, r"train\.reduction overlapped"),
         ({"failure__sdc_check_rate": 1.5}, r"between 0 and 1"),
         ({"failure__compare_params_every_steps": 0}, r"at least 1"),

@@ -32,7 +32,17 @@ from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState, seed_step
 from ray_app.train.step.micro_batch import ReplicaBuffers, single_values
 from ray_app.train.step.step import Step, StepResult
-from tests.support.local_world import CPU, LocalMembership, Outcome, Pool, TinyImages, cached, feed_of, make_job, write_images
+from tests.support.local_world import (
+    CPU,
+    LocalMembership,
+    Outcome,
+    Pool,
+    TinyImages,
+    cached,
+    feed_of,
+    make_job,
+    write_images,
+)
 
 ROWS = [[50, 1], [46]]
 """97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
@@ -84,7 +94,11 @@ def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Steppe
             for i in range(steps):
                 before = digests(state)
                 try:
-                    results.append(step.run(Cursor.at(i, plan.steps_per_epoch), feed.next(), sum(plan.rows_of_step(i)), flags=Flags(0)))
+                    results.append(
+                        step.run(
+                            Cursor.at(i, plan.steps_per_epoch), feed.next(), sum(plan.rows_of_step(i)), flags=Flags(0)
+                        )
+                    )
                 except Exception as error:
                     return Stepped(results, error, before, digests(state))
     return Stepped(results, None, before, digests(state))
@@ -178,7 +192,8 @@ def test_a_loss_of_the_wrong_shape_is_refused(pool: Pool, data: Path, tmp_path: 
     for rank in pool.run(size, run_steps, job, size, 1):
         assert isinstance(rank.error, ConfigError)
         assert str(rank.error) == (
-            "TinyImages.loss returned shape () for 3 rows; it must return one value per row, shape (rows,). Use reduction='none' in the"
+            "TinyImages.loss returned shape () for 3 rows; it must return one value per row, shape (rows,). Use"
+            " reduction='none' in the"
             " loss function."
         )
         assert rank.before == rank.after
@@ -188,7 +203,15 @@ def test_clipping_bounds_what_the_optimizer_sees(pool: Pool, data: Path, tmp_pat
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
     norms, moved = [], []
     for clip in (None, 0.01):
-        job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), optimizer=sgd, train__grad_clip_norm=clip)
+        job = make_job(
+            tmp_path / "run",
+            data,
+            logical_workers=4,
+            batch=12,
+            task=TinyImages(),
+            optimizer=sgd,
+            train__grad_clip_norm=clip,
+        )
         [(norm, distance)] = pool.run(1, distance_of_one_step, job)
         norms.append(norm)
         moved.append(distance)
@@ -256,7 +279,10 @@ def test_batch_norm_over_one_value_uses_the_running_statistics_and_leaves_them()
 
 
 def test_batch_norm_over_more_values_is_left_alone() -> None:
-    for model, rows in ((batch_norms(), torch.randn(2, 6)), (nn.Sequential(nn.BatchNorm2d(3)), torch.randn(1, 3, 2, 2))):
+    for model, rows in (
+        (batch_norms(), torch.randn(2, 6)),
+        (nn.Sequential(nn.BatchNorm2d(3)), torch.randn(1, 3, 2, 2)),
+    ):
         twin = nn.Sequential(*model)
         twin.load_state_dict(model.state_dict())
         statistics = [b.clone() for b in model.buffers()]
@@ -280,7 +306,11 @@ class Turning(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.factors, self.last = nn.Linear(64, 12), nn.Parameter(torch.ones(12, dtype=torch.complex64)), nn.Linear(12, 5)
+        self.first, self.factors, self.last = (
+            nn.Linear(64, 12),
+            nn.Parameter(torch.ones(12, dtype=torch.complex64)),
+            nn.Linear(12, 5),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         return self.last((self.first(images.flatten(1)) * self.factors).abs())
@@ -313,7 +343,9 @@ class Recomputed(TinyImages):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
-def test_batch_norm_of_one_row_is_the_same_when_backward_computes_it_again(pool: Pool, data: Path, tmp_path: Path, strategy: str) -> None:
+def test_batch_norm_of_one_row_is_the_same_when_backward_computes_it_again(
+    pool: Pool, data: Path, tmp_path: Path, strategy: str
+) -> None:
     fields = {"train__strategy": strategy} | ({"train__local_steps": 2} if strategy == "local_sgd" else {})
     found = []
     for size in (1, 3):
@@ -334,7 +366,9 @@ def test_the_buffers_of_logical_worker_0_are_kept() -> None:
         if v == 0:
             expected(rows)
         buffers.end_logical_worker(v)
-        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), start, strict=True)), "the next begins like the first"
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), start, strict=True)), (
+            "the next begins like the first"
+        )
     buffers.launch()
     buffers.finish()
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), expected.buffers(), strict=True))
@@ -366,7 +400,9 @@ def test_random_numbers_belong_to_seed_epoch_step_and_logical_worker() -> None:
     ],
     ids=lambda s: s[0],
 )
-@pytest.mark.parametrize("optimizer", [("Adam", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {"amsgrad": True})])
+@pytest.mark.parametrize(
+    "optimizer", [("Adam", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {"amsgrad": True})]
+)
 def test_schedule_and_optimizer_go_on_from_a_checkpoint(
     schedule: tuple[str, dict[str, Any]], optimizer: tuple[str, dict[str, Any]]
 ) -> None:
@@ -404,7 +440,9 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
 def rates_of(name: str, args: dict[str, Any], steps: int) -> list[float]:
     """The learning rates of a run of so many steps that begins with 0.1."""
     schedule = ClassSpec(f"torch.optim.lr_scheduler.{name}", args)
-    state = TrainingState(Config(optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1}), schedule=schedule), TASK, CPU, steps)
+    state = TrainingState(
+        Config(optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1}), schedule=schedule), TASK, CPU, steps
+    )
     found = []
     for _ in range(steps):
         found.append(state.lr)
@@ -447,7 +485,9 @@ class OneLayer:
 TASK: Any = OneLayer()
 
 
-@pytest.mark.parametrize("fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}], ids=["step", "local step"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}], ids=["step", "local step"]
+)
 def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, checkpoint__every_epochs=None)
     set_up_torch(job.config, CPU)
@@ -501,7 +541,11 @@ def share_from(rank: int, store: Path, highest: int) -> tuple[int, str, float]:
             state.optimizer.step()
     with LocalMembership(World(rank, 3, 3), store).generation(0, False) as (world, _):
         state.share(world, never)
-    return state.step, params_digest(state.model.state_dict()), float(next(iter(state.optimizer.state.values()))["step"])
+    return (
+        state.step,
+        params_digest(state.model.state_dict()),
+        float(next(iter(state.optimizer.state.values()))["step"]),
+    )
 
 
 def test_a_snapshot_can_take_over_the_memory_of_an_old_one() -> None:

@@ -1,9 +1,11 @@
-"""What a step costs in calls and operators, which no noise of a machine hides: who makes it dearer has to change the numbers here.
+"""What a step costs in calls and operators, which no noise of a machine hides: who makes it dearer has to change the
+numbers here.
 
-They are of Python 3.11 and the pinned torch. A change that needs more says in its message what for; one that needs less lowers them.
-Eighteen calls of a step on several workers, two on one, are for who holds the others up, see `train/stragglers.py`, and two ask whether
-parameters are to be compared; six are for losses that stay on the device until all logical workers have been given to it, see
-`test_host_syncs.py`. What a thread does beside backward, which sends all buckets but the last, is not counted.
+They are of Python 3.11 and the pinned torch. A change that needs more says in its message what for; one that needs less
+lowers them. Eighteen calls of a step on several workers, two on one, are for who holds the others up, see
+`train/stragglers.py`, and two ask whether parameters are to be compared; six are for losses that stay on the device
+until all logical workers have been given to it, see `test_host_syncs.py`. What a thread does beside backward, which
+sends all buckets but the last, is not counted.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ FIRST = 13
 
 
 class Small(TinyImages):
-    """Counted where PyTorch's compiler is imported, whatever a process has from others: without it a step has fewer calls, see
-    `test_imports.py`. What gathers rows is in `test_windows.py`."""
+    """Counted where PyTorch's compiler is imported, whatever a process has from others: without it a step has fewer
+    calls, see `test_imports.py`. What gathers rows is in `test_windows.py`.
+    """
 
     def build_model(self) -> nn.Module:
         import_module("torch._dynamo")
@@ -55,7 +58,13 @@ def resnet18() -> Task:
         pytest.param(Small, 1, streamed, {}, {"python_calls": 469, "torch_operators": 66}, id="small, read"),
         pytest.param(Small, 2, cached, {}, {"python_calls": 759, "torch_operators": 94}, id="small, 2 workers"),
         pytest.param(
-            resnet18, 2, cached, {}, {"python_calls": 3140, "torch_operators": 404}, id="ResNet-18, 2 workers", marks=pytest.mark.rest
+            resnet18,
+            2,
+            cached,
+            {},
+            {"python_calls": 3140, "torch_operators": 404},
+            id="ResNet-18, 2 workers",
+            marks=pytest.mark.rest,
         ),
         pytest.param(
             resnet18,
@@ -69,10 +78,24 @@ def resnet18() -> Task:
     ],
 )
 def test_a_step_costs_what_it_did(
-    pool: Pool, tmp_path: Path, task: Any, workers: int, windows: OpenWindows, fields: dict[str, Any], expected: dict[str, int]
+    pool: Pool,
+    tmp_path: Path,
+    task: Any,
+    workers: int,
+    windows: OpenWindows,
+    fields: dict[str, Any],
+    expected: dict[str, int],
 ) -> None:
     data, found = write_images(tmp_path / "data", [[8 * (FIRST + 2 * STEPS + 2)]]), tmp_path / "found.json"
-    job = make_job(tmp_path / "run", data, logical_workers=workers, batch=8, task=task(), data__shuffle_window_rows=10_000, **fields)
+    job = make_job(
+        tmp_path / "run",
+        data,
+        logical_workers=workers,
+        batch=8,
+        task=task(),
+        data__shuffle_window_rows=10_000,
+        **fields,
+    )
     outcomes = pool.train(job, workers, Hooks(after_step=StepCost(str(found), FIRST)), windows)
     assert [outcome.error for outcome in outcomes] == [None] * workers
     assert json.loads(found.read_text()) == expected

@@ -1,4 +1,6 @@
-"""Evaluation by the workers at every planned checkpoint: the same for every number of workers, each once, none lost on the way."""
+"""Evaluation by the workers at every planned checkpoint: the same for every number of workers, each once, none lost on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluated_job(folder: Path, data: Path, **fields: Any) -> Job:
     eval_path = str(data.with_name("eval"))
-    defaults = {"checkpoint__every_steps": 4, "checkpoint__every_epochs": None, "train__epochs": 2, "evaluate__batch_size": 8}
+    defaults = {
+        "checkpoint__every_steps": 4,
+        "checkpoint__every_epochs": None,
+        "train__epochs": 2,
+        "evaluate__batch_size": 8,
+    }
     defaults |= {"evaluate__where": "workers", "data__eval_path": eval_path}
     folder.mkdir()
-    job = make_job(folder / "run", data, logical_workers=4, batch=12, task=Counted(str(folder / "notes")), **(defaults | fields))
+    job = make_job(
+        folder / "run", data, logical_workers=4, batch=12, task=Counted(str(folder / "notes")), **(defaults | fields)
+    )
     return dataclasses.replace(job, evaluation=evaluation_source(job.task, eval_path, 64.0))
 
 
@@ -75,7 +84,9 @@ def rows_evaluated(job: Job) -> int:
     return sum(map(int, Path(job.task.notes).read_text().split()))
 
 
-def test_every_planned_checkpoint_is_evaluated_whoever_is_there_and_however_often_it_stops(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_every_planned_checkpoint_is_evaluated_whoever_is_there_and_however_often_it_stops(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
     one, stopped = (evaluated_job(tmp_path / name, data) for name in ("one", "stopped"))
     pool.run_job(one, 1)
     expected = found_in(one)
@@ -87,7 +98,9 @@ def test_every_planned_checkpoint_is_evaluated_whoever_is_there_and_however_ofte
     assert all(isinstance(o.error, KilledError) for o in died), [o.trace for o in died]
     assert steps_in(found_in(stopped)) == [4], "it died between the checkpoint and its evaluation"
     pool.train(stopped, 2, stop={0: 2})
-    assert steps_in(found_in(stopped)) == [4, 8], "the stop at step 10 made an extra checkpoint, which is not a planned one"
+    assert steps_in(found_in(stopped)) == [4, 8], (
+        "the stop at step 10 made an extra checkpoint, which is not a planned one"
+    )
     died = pool.train(stopped, 1, Hooks(after_step=DieAfter(14)))
     assert isinstance(died[0].error, KilledError)
     pool.run_job(stopped, 2)
@@ -102,8 +115,12 @@ def test_epochs_count_as_well(pool: Pool, data: Path, tmp_path: Path) -> None:
     assert steps_in(found_in(job)) == [9, 18]
 
 
-def test_a_storage_that_refuses_for_a_while_stops_no_training(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it refuses twice is written; what it refuses to the end is recorded as skipped, later if it refuses that as well."""
+def test_a_storage_that_refuses_for_a_while_stops_no_training(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it refuses twice is written; what it refuses to the end is recorded as skipped, later if it refuses that as
+    well.
+    """
     job = evaluated_job(tmp_path / "outage", data)
     evaluation, refused = job.evaluation, Counter[int]()
     assert evaluation is not None

@@ -87,7 +87,9 @@ def test_the_bits_are_those_of_ddp_for_every_number_of_workers_and_across_a_resu
 
 @pytest.mark.parametrize(("lost", "goes_back"), [(0, True), (1, False)])
 def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int, goes_back: bool) -> None:
-    """Without the one that holds the optimizer's state the other goes back to its newest copy, otherwise nothing is done again."""
+    """Without the one that holds the optimizer's state the other goes back to its newest copy, otherwise nothing is
+    done again.
+    """
     job = central_job(tmp_path / "run", data)
     plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
     kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
@@ -119,7 +121,8 @@ def test_the_holder_has_to_leave_while_it_waits_for_a_lost_worker(pool: Pool, da
 
 
 class LateFailure:
-    """A hook that makes one rank's next whole copy fail after it went through on the others, as gloo does when a peer dies.
+    """A hook that makes one rank's next whole copy fail after it went through on the others, as gloo does when a peer
+    dies.
 
     Args:
         proof: A file that says that it did.
@@ -152,7 +155,9 @@ def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: Pool, data
     assert kill.happened == 1
     assert (tmp_path / "failed").exists()
     assert [o.trace for o in outcomes[1:]] == ["", ""]
-    assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(step, "cadence") for step in (6, 12, 18)]
+    assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [
+        (step, "cadence") for step in (6, 12, 18)
+    ]
     found = result_of(job)
     assert found.bits == plain.bits
     assert [set(workers) for workers in found.workers[6:]] == [{2}] * 12, "nothing before it is done again"
@@ -171,7 +176,9 @@ class DieOnceCommitted:
 
 
 def test_a_restart_after_the_holder_was_killed(pool: Pool, data: Path, tmp_path: Path) -> None:
-    """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer workers."""
+    """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer
+    workers.
+    """
     job = central_job(tmp_path / "run", data)
     plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
     outcomes = pool.train(job, 3, Hooks(after_step=DieOnceCommitted(job)), cached)
@@ -196,7 +203,9 @@ def test_the_holder_leaves_as_planned_and_others_join(pool: Pool, data: Path, tm
 
 
 def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
-    """What a worker holds after two steps, in bytes, and the digests of the model that it would evaluate and of its snapshot."""
+    """What a worker holds after two steps, in bytes, and the digests of the model that it would evaluate and of its
+    snapshot.
+    """
     set_up_torch(job.config, CPU)
     world = World(rank, size, job.plan.logical_workers)
     state = build_state(job.config, job.task, CPU, job.total_steps)
@@ -229,7 +238,9 @@ def test_only_one_worker_holds_the_optimizers_state_and_no_device(pool: Pool, da
     assert first["optimizer"] == 2 * first["parameters"] > 0, "Adam's two moments"
     assert [o["optimizer"] for o in others] == [0, 0]
     assert {o["shared"] for o in (first, *others)} == {0}, "what computes is no memory of the optimizer's"
-    assert len({digest for o in (first, *others) for digest in (o["shown"], o["returned"])}) == 1, "all evaluate the average"
+    assert len({digest for o in (first, *others) for digest in (o["shown"], o["returned"])}) == 1, (
+        "all evaluate the average"
+    )
 
 
 def test_offload_is_for_shards(data: Path, tmp_path: Path) -> None:
@@ -265,7 +276,11 @@ def test_only_the_memory_of_the_rank_that_moves_the_parameters_is_page_locked(
     job = central_job(tmp_path / "run", data)
     state, pieces = build_state(job.config, job.task, CPU, job.total_steps), list[int]()
     assert isinstance(state, CentralState)
-    monkeypatch.setattr(central_storage, "views_like", lambda tensors: [pieces.append(t.numel()) or torch.empty_like(t) for t in tensors])
+    monkeypatch.setattr(
+        central_storage,
+        "views_like",
+        lambda tensors: [pieces.append(t.numel()) or torch.empty_like(t) for t in tensors],
+    )
     before = params_digest(state.master.state_dict())
     state._lock_pages()
     state._device, state._holds = torch.device("cuda", 0), False

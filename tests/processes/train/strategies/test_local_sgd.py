@@ -1,4 +1,6 @@
-"""Local SGD: replicas that belong to logical workers, so that neither the number of workers nor a loss changes a bit."""
+"""Local SGD: replicas that belong to logical workers, so that neither the number of workers nor a loss changes
+a bit.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ def local_job(folder: Path, data: Path, **fields: Any) -> Job:
         {},
         pytest.param({"optimizer": SGD, "train__outer_lr": 0.7, "train__outer_momentum": 0.9}, marks=pytest.mark.rest),
         pytest.param(
-            {"train__ema_decay": 0.9, "schedule": {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}},
+            {
+                "train__ema_decay": 0.9,
+                "schedule": {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}},
+            },
             marks=pytest.mark.rest,
         ),
         pytest.param({"train__max_steps": 16}, marks=pytest.mark.rest),
@@ -102,7 +107,9 @@ class Tempered(TinyImages):
         return super().forward(model, batch) * model.temperature  # type: ignore[operator]
 
 
-def test_a_parameter_without_dimensions_is_averaged_and_the_number_of_steps_is_not(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_parameter_without_dimensions_is_averaged_and_the_number_of_steps_is_not(
+    pool: Pool, data: Path, tmp_path: Path
+) -> None:
     job = local_job(tmp_path / "run", data, task=Tempered(), train__outer_lr=0.7)
     alone = pool.trained(job, 1, cached)
     assert len(alone.steps) == job.total_steps
@@ -126,7 +133,10 @@ def test_the_average_is_the_mean_of_what_the_logical_workers_found(data: Path, t
     step, state, feed = step_of(job, tmp_path / "store")
     start = copy.deepcopy(state.model.state_dict())
     found, rows = [], job.plan.rows_of_step
-    take, state.take_round = state.take_round, lambda *args: (found.extend(copy.deepcopy(list(step._replicas.values()))), take(*args))  # type: ignore[method-assign]
+    take, state.take_round = (
+        state.take_round,
+        lambda *args: (found.extend(copy.deepcopy(list(step._replicas.values()))), take(*args)),
+    )  # type: ignore[method-assign]
     for i in range(3):
         step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags.STOP if i == 0 else Flags(0))
         assert state.step == (3 if i == 2 else 0)
@@ -186,19 +196,30 @@ class Branches(TinyImages):
         return outputs * model.branch if model.training and torch.rand(()) < 0.3 else outputs  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["sgd", "adam"])
-def test_a_parameter_that_a_logical_worker_has_no_gradient_for(pool: Pool, data: Path, tmp_path: Path, optimizer: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["sgd", "adam"]
+)
+def test_a_parameter_that_a_logical_worker_has_no_gradient_for(
+    pool: Pool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
+) -> None:
     job = local_job(tmp_path / "run", data, optimizer=optimizer, task=Branches())
     alone = pool.trained(job, 1, cached)
     assert pool.trained(job, 3, cached).bits == alone.bits
-    moments = [values["exp_avg" if "exp_avg" in values else "momentum_buffer"] for values in alone.snapshot.optimizer["state"].values()]
+    moments = [
+        values["exp_avg" if "exp_avg" in values else "momentum_buffer"]
+        for values in alone.snapshot.optimizer["state"].values()
+    ]
     assert [bool(value.any()) for value in moments] == [False] + [True] * 7, "unused, then the branch, then the layers"
 
 
 def test_a_logical_worker_without_rows_meets_the_others_all_the_same(pool: Pool, tmp_path: Path) -> None:
-    """Of two rows the first two of four logical workers get one each, so a worker may have none but such that never moved."""
+    """Of two rows the first two of four logical workers get one each, so a worker may have none but such that never
+    moved.
+    """
     few = write_images(tmp_path / "few", [[2]])
-    job = local_job(tmp_path / "run", few, task=TinyImages(), train__local_steps=2, train__epochs=4, checkpoint__every_steps=2)
+    job = local_job(
+        tmp_path / "run", few, task=TinyImages(), train__local_steps=2, train__epochs=4, checkpoint__every_steps=2
+    )
     alone = pool.trained(job, 1, cached)
     several = pool.trained(job, 2, cached)
     assert several.bits == alone.bits
@@ -221,7 +242,9 @@ def test_with_one_step_it_is_synchronous(pool: Pool, data: Path, tmp_path: Path)
 
 
 def test_one_step_of_plain_sgd_and_then_the_average_is_nearly_the_same(pool: Pool, data: Path, tmp_path: Path) -> None:
-    """The mean of p - lr * g is p - lr * the mean of g, but for rounding; the outer momentum of almost nothing makes it go that way."""
+    """The mean of p - lr * g is p - lr * the mean of g, but for rounding; the outer momentum of almost nothing makes it
+    go that way.
+    """
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
     fields = {"optimizer": sgd, "train__local_steps": 1, "train__max_steps": 9}
     local = pool.trained(local_job(tmp_path / "a", data, train__outer_momentum=1e-12, **fields), 2, cached)
@@ -247,7 +270,11 @@ def test_what_the_workers_tell_each_other_of_an_optimizer_is_on_the_host(data: P
     replica = step._replicas[0]
     with FakeTensorMode():
         for p in replica.trained:
-            replica.optimizer.state[p] = {"step": torch.zeros((), device="cuda"), "row": torch.zeros(3, device="cuda"), "lr": 0.1}
+            replica.optimizer.state[p] = {
+                "step": torch.zeros((), device="cuda"),
+                "row": torch.zeros(3, device="cuda"),
+                "lr": 0.1,
+            }
     found = [value for numbers in replica.numbers()[0].values() for value in numbers.values()]
     assert {str(value.device) for value in found if isinstance(value, Tensor)} == {"cpu"}
     assert 0.1 in [value for value in found if not isinstance(value, Tensor)]

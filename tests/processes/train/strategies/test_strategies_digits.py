@@ -1,4 +1,6 @@
-"""What the strategies make of the digits, although a worker is killed on the way and the run resumes with more of them."""
+"""What the strategies make of the digits, although a worker is killed on the way and the run resumes with more
+of them.
+"""
 
 from __future__ import annotations
 

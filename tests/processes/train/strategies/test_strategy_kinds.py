@@ -1,4 +1,6 @@
-"""Every strategy with rows that are not images of one size: texts by configuration, and images of any size with their boxes."""
+"""Every strategy with rows that are not images of one size: texts by configuration, and images of any size with their
+boxes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from tests.support.pictures import table_data
 from tests.support.server_world import World
 from tests.support.shapes import write_shapes
 
-BERT = {"vocab_size": 90, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
+BERT = {
+    "vocab_size": 90,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "num_labels": 3,
+}
 STRATEGIES = {
     "local_sgd": {"train__strategy": "local_sgd", "train__local_steps": 2},
     "central_storage": {"train__strategy": "central_storage"},
@@ -45,7 +54,10 @@ def words() -> Task:
 
 def shapes() -> Task:
     return ObjectDetection(
-        {"class_path": "tests.support.small_models.detector", "init_args": {"num_classes": 3, "min_size": 64, "max_size": 96}}
+        {
+            "class_path": "tests.support.small_models.detector",
+            "init_args": {"num_classes": 3, "min_size": 64, "max_size": 96},
+        }
     )
 
 
@@ -54,7 +66,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random, folder = np.random.default_rng(1), tmp_path_factory.mktemp("texts") / "texts"
     tokens = [random.integers(1, 90, random.integers(1, 24)).tolist() for _ in range(40)]
     kind = pa.list_(pa.int32())
-    table_data(folder, {"tokens": pa.array(tokens, kind), "tags": pa.array([[t % 3 for t in row] for row in tokens], kind)})
+    table_data(
+        folder, {"tokens": pa.array(tokens, kind), "tags": pa.array([[t % 3 for t in row] for row in tokens], kind)}
+    )
     return folder
 
 
@@ -71,15 +85,21 @@ def trained(pool: Pool, job: Job, workers: int) -> Any:
     return result_of(job)
 
 
-@pytest.mark.parametrize("strategy", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.rest) for name in STRATEGIES])
+@pytest.mark.parametrize(
+    "strategy", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.rest) for name in STRATEGIES]
+)
 def test_words_of_texts(pool: Pool, texts: Path, tmp_path: Path, strategy: str) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 2, "data__by_length": "tokens"}
     runs = [
-        trained(pool, make_job(tmp_path / f"{workers}", texts, logical_workers=4, batch=12, task=words(), **fields), workers)
+        trained(
+            pool, make_job(tmp_path / f"{workers}", texts, logical_workers=4, batch=12, task=words(), **fields), workers
+        )
         for workers in (1, 2)
     ]
     if "overlapped" in strategy:  # promises no bits
-        assert [loss for _, loss, *_ in runs[0].steps] == pytest.approx([loss for _, loss, *_ in runs[1].steps], rel=1e-4)
+        assert [loss for _, loss, *_ in runs[0].steps] == pytest.approx(
+            [loss for _, loss, *_ in runs[1].steps], rel=1e-4
+        )
     else:
         assert (runs[0].bits, runs[0].steps) == (runs[1].bits, runs[1].steps)
 
@@ -89,7 +109,11 @@ def test_words_of_texts(pool: Pool, texts: Path, tmp_path: Path, strategy: str) 
 def test_images_of_any_size_with_their_boxes(pool: Pool, images: Path, tmp_path: Path, strategy: str) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 1}
     runs = [
-        trained(pool, make_job(tmp_path / f"{workers}", images, logical_workers=2, batch=4, task=shapes(), **fields), workers)
+        trained(
+            pool,
+            make_job(tmp_path / f"{workers}", images, logical_workers=2, batch=4, task=shapes(), **fields),
+            workers,
+        )
         for workers in (1, 2)
     ]
     assert "overlapped" in strategy or runs[0].bits == runs[1].bits

@@ -60,7 +60,9 @@ class Controller(controller._Controller):
 
     @property
     def _rendezvous(self) -> Any:
-        return SimpleNamespace(dismiss=SimpleNamespace(remote=id), status=SimpleNamespace(remote=lambda: SimpleNamespace(step=7)))
+        return SimpleNamespace(
+            dismiss=SimpleNamespace(remote=id), status=SimpleNamespace(remote=lambda: SimpleNamespace(step=7))
+        )
 
     @property
     def _dwell_s(self) -> float:

@@ -25,7 +25,9 @@ def test_failures_and_preemptions_have_budgets_of_their_own(tmp_path: Path) -> N
     ours.failed({0: PreemptedError("leaves"), 1: PreemptedError("leaves")}, step=5, left=0)
     with pytest.raises(BudgetSpentError, match=r"taken away 3 times; failure\.max_preemptions allows 2"):
         ours.preempted(1, step=6, left=1)
-    with pytest.raises(BudgetSpentError, match=r"failed 2 times; failure\.max_failures allows 1.*\n1: OSError: network"):
+    with pytest.raises(
+        BudgetSpentError, match=r"failed 2 times; failure\.max_failures allows 1.*\n1: OSError: network"
+    ):
         ours.failed({1: OSError("network")}, step=7, left=1)
 
 
@@ -44,7 +46,9 @@ def test_a_storage_that_fails_is_not_charged_and_ends_the_run_at_last(tmp_path: 
             ours.failed({0: StorageError("S3 is away"), 1: StorageError("S3 is away")}, step, left=0)
     assert spent(ours.paths, FailureSection()) == "38 failures of the storage"
     assert len(read_events(ours.paths, "storage_failed")) == 38
-    with pytest.raises(RepeatedFailureError, match=r"storage failed 20 times in a row after step 4.*\n0, 1: StorageError: S3 is away"):
+    with pytest.raises(
+        RepeatedFailureError, match=r"storage failed 20 times in a row after step 4.*\n0, 1: StorageError: S3 is away"
+    ):
         ours.failed({0: StorageError("S3 is away"), 1: StorageError("S3 is away")}, 4, left=0)
     with pytest.raises(BudgetSpentError):
         ours.failed({0: StorageError("S3 is away"), 1: OSError("other")}, 5, left=0)
@@ -68,7 +72,9 @@ def test_workers_that_are_lost_one_after_the_other_in_one_step_are_no_repetition
 
 @pytest.mark.parametrize(("allowed", "times"), [(5, 6), (3, 4), (2, 3)])
 def test_a_budget_that_is_spent_by_one_failure_says_that_it_repeats(tmp_path: Path, allowed: int, times: int) -> None:
-    """With more workers than the budget allows failures trying again would be just as pointless, so it must not end as retryable."""
+    """With more workers than the budget allows failures trying again would be just as pointless, so it must not end as
+    retryable.
+    """
     ours = budget(tmp_path, max_failures=allowed)
     for _ in range(times - 1):
         ours.failed({0: ValueError("wrong")}, step=3, left=7)
@@ -96,12 +102,17 @@ def test_a_small_budget_is_spent_before_anything_repeats(tmp_path: Path, allowed
 
 def test_what_a_task_raised_is_told_with_its_lines(tmp_path: Path) -> None:
     ours = budget(tmp_path)
-    errors = {rank: TaskError("KeyError: 'x' (my_task.py, line 3, in loss)", "KeyError: 'x'", f"rank {rank}") for rank in range(2)}
+    errors = {
+        rank: TaskError("KeyError: 'x' (my_task.py, line 3, in loss)", "KeyError: 'x'", f"rank {rank}")
+        for rank in range(2)
+    }
     for _ in range(2):
         ours.failed(errors, step=3, left=0)
     with pytest.raises(RepeatedFailureError, match=r"my_task\.py, line 3, in loss\)\n  rank 0\nKeyError"):
         ours.failed(errors, step=3, left=0)
-    assert read_events(ours.paths, "failed")[0].details["errors"] == {str(rank): str(error) for rank, error in errors.items()}
+    assert read_events(ours.paths, "failed")[0].details["errors"] == {
+        str(rank): str(error) for rank, error in errors.items()
+    }
     with pytest.raises(BudgetSpentError, match=r"by rank:\n0, 1: KeyError: 'x' \(my_task.*\n  rank 0\n"):
         budget(tmp_path / "other", max_failures=0).failed(errors, step=3, left=0)
 
@@ -109,7 +120,9 @@ def test_what_a_task_raised_is_told_with_its_lines(tmp_path: Path) -> None:
 def test_of_a_dead_process_only_how_it_died_is_said(tmp_path: Path) -> None:
     ours = budget(tmp_path)
     ours.failed({1: RuntimeError(DIED)}, step=3, left=1)
-    assert read_events(ours.paths, "failed")[0].details["errors"] == {"1": "the worker process died: killed by signal 9."}
+    assert read_events(ours.paths, "failed")[0].details["errors"] == {
+        "1": "the worker process died: killed by signal 9."
+    }
 
 
 def test_what_is_spent_is_said_in_words(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Newcomers that take long: each is asked once whether it has its slot, however often one looks, and given up if it has none.
+"""Newcomers that take long: each is asked once whether it has its slot, however often one looks, and given up if it has
+none.
 
 And those that die, again and again.
 """
@@ -105,7 +106,13 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
     def wait(asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
         return [ref for ref in asked if not ref.startswith("slow")], []
 
-    said = {"get": get, "wait": wait, "kill": lambda actor: None, "exceptions": ray.exceptions, "remote": lambda **_: lambda made: found}
+    said = {
+        "get": get,
+        "wait": wait,
+        "kill": lambda actor: None,
+        "exceptions": ray.exceptions,
+        "remote": lambda **_: lambda made: found,
+    }
     monkeypatch.setattr(module, "ray", SimpleNamespace(**said))
     for name in ("placement_group", "remove_placement_group", "PlacementGroupSchedulingStrategy"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
@@ -117,7 +124,9 @@ SLOT = Slot({"CPU": 1.0}, "PACK", {})
 
 
 def test_who_is_ready_does_not_hide_that_others_die_while_they_prepare_themselves(node: Node) -> None:
-    """A healthy newcomer answers at every look; those of the other node die nevertheless, and at last begin without preparation."""
+    """A healthy newcomer answers at every look; those of the other node die nevertheless, and at last begin without
+    preparation.
+    """
     ours = PendingWorkers("prepare", 2, bool)
     node.now = "ready"
     ours.begin(1, SLOT)
@@ -151,7 +160,9 @@ def group_of(control: FailureBudget, newcomers: PendingWorkers) -> Any:
     """A worker group that begins."""
     group = ElasticGroup.__new__(ElasticGroup)
     vars(group).update(_callbacks=[control, newcomers], _worker_group_state=None)
-    context = SimpleNamespace(label_selector=None, resources_per_worker={"CPU": 1.0}, placement_strategy="PACK", num_workers=2)
+    context = SimpleNamespace(
+        label_selector=None, resources_per_worker={"CPU": 1.0}, placement_strategy="PACK", num_workers=2
+    )
     vars(group)["_worker_group_context"] = context
     return group
 
@@ -189,7 +200,9 @@ def test_a_node_without_room_is_no_failure(node: Node, control: FailureBudget, m
     assert not read_events(control.budget.paths, "start_failed", "failed")
 
 
-def test_while_others_train_it_is_tried_less_and_less_often(node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_others_train_it_is_tried_less_and_less_often(
+    node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = {"s": 0.0}
     monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now["s"]))
     ours, begun = PendingWorkers("prepare", 2, bool), list[float]()
@@ -209,7 +222,9 @@ def test_while_others_train_it_is_tried_less_and_less_often(node: Node, control:
     assert not read_events(control.budget.paths, "failed")
 
 
-@pytest.mark.parametrize(("least", "took_s", "waited_s"), [(2, 1.0, 10.0), (2, 30.0, 30.0), (1, 1.0, 10.0), (3, 1.0, 600.0)])
+@pytest.mark.parametrize(
+    ("least", "took_s", "waited_s"), [(2, 1.0, 10.0), (2, 30.0, 30.0), (1, 1.0, 10.0), (3, 1.0, 600.0)]
+)
 def test_who_is_not_ready_holds_a_start_up_for_a_while_only(
     node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch, least: int, took_s: float, waited_s: float
 ) -> None:
@@ -279,14 +294,21 @@ def test_a_worker_lost_while_the_group_starts_is_a_failure_after_which_it_starts
     assert told == ([{"start": "RuntimeError: the node is gone"}] if is_lost else [])
 
 
-def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(
+    control: FailureBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A time-out of Ray's would end the run, and does not say who was asked."""
     group, ids = group_of(control, PendingWorkers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
-    actors = [SimpleNamespace(_actor_id=each, init_train_context=SimpleNamespace(remote=lambda _id=each, **_: _id)) for each in ids]
+    actors = [
+        SimpleNamespace(_actor_id=each, init_train_context=SimpleNamespace(remote=lambda _id=each, **_: _id))
+        for each in ids
+    ]
     workers = [SimpleNamespace(actor=actor, distributed_context=None) for actor in actors]
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs[:1], refs[1:]))
     vars(group).update(_train_run_context=None, _storage_context=None, _worker_callbacks_to_propagate=[])
-    with pytest.raises(ray.exceptions.RayActorError, match=f"{ids[1].hex()} is unavailable: .* has not answered for 120 s"):
+    with pytest.raises(
+        ray.exceptions.RayActorError, match=f"{ids[1].hex()} is unavailable: .* has not answered for 120 s"
+    ):
         group._init_train_context_on_workers(workers, None, {})
 
 
@@ -294,7 +316,11 @@ def test_the_actor_for_collectives_that_nobody_calls_is_ended_before_workers_are
     control: FailureBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take a worker's time to import what it needs."""
-    group, builder, done = group_of(control, PendingWorkers(None, 1, bool)), SimpleNamespace(sync_actor=None), list[Any]()
+    group, builder, done = (
+        group_of(control, PendingWorkers(None, 1, bool)),
+        SimpleNamespace(sync_actor=None),
+        list[Any](),
+    )
 
     def start(self: Any, builder: Any) -> None:
         builder.sync_actor = "made"

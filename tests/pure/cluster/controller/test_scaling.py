@@ -35,7 +35,8 @@ def test_growing_where_it_pays(
 
 
 @pytest.mark.parametrize(
-    ("fields", "copies"), [({}, 2), ({"strategy": "fsdp"}, 3), ({"strategy": "central_storage"}, 3), ({"ema_decay": 0.9}, 2)]
+    ("fields", "copies"),
+    [({}, 2), ({"strategy": "fsdp"}, 3), ({"strategy": "central_storage"}, 3), ({"ema_decay": 0.9}, 2)],
 )
 def test_copies_of_the_state_that_do_not_fit_beside_each_other_are_told(fields: dict[str, Any], copies: int) -> None:
     model, train = nn.Linear(999, 1000), TrainSection(**fields)

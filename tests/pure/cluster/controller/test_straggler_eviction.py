@@ -1,4 +1,6 @@
-"""Who has to leave for being slow: only who stays so, if another can come or the rest is faster, one at a time, and not without end."""
+"""Who has to leave for being slow: only who stays so, if another can come or the rest is faster, one at a time, and not
+without end.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,20 @@ def clock() -> Clock:
     return Clock()
 
 
-def retiring(clock: Clock, after_s: float | None = 60.0, logical: int = 4, least: int = 1, most: int = 4) -> StragglerEvictor:
+def retiring(
+    clock: Clock, after_s: float | None = 60.0, logical: int = 4, least: int = 1, most: int = 4
+) -> StragglerEvictor:
     return StragglerEvictor(after_s, logical, least, most, clock)
 
 
 def decide(
-    found: StragglerEvictor, clock: Clock, slow: dict[str, float], workers: int = 4, room: int = 1, ready: int = 0, seconds: float = 61.0
+    found: StragglerEvictor,
+    clock: Clock,
+    slow: dict[str, float],
+    workers: int = 4,
+    room: int = 1,
+    ready: int = 0,
+    seconds: float = 61.0,
 ) -> Retirement | None:
     """What is decided once they have been slow for a while."""
     found.decide(slow, workers, ready, lambda worker: room)
@@ -57,7 +67,9 @@ def test_without_another_it_leaves_if_the_rest_is_faster(clock: Clock, times: fl
 
 
 def test_there_stay_as_many_as_there_must(clock: Clock) -> None:
-    assert decide(retiring(clock, least=4), clock, {"a": 9.0}, room=1) is None, "the room may be gone when another would take it"
+    assert decide(retiring(clock, least=4), clock, {"a": 9.0}, room=1) is None, (
+        "the room may be gone when another would take it"
+    )
     assert decide(retiring(clock, least=4), clock, {"a": 9.0}, room=0, ready=1) is not None
     assert decide(retiring(clock, least=4), clock, {"a": 9.0}, room=0) is None
     assert decide(retiring(clock), clock, {"a": 9.0}, workers=1, room=0) is None

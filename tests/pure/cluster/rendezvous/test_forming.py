@@ -11,6 +11,8 @@ def test_workers_of_one_host_rank_side_by_side_behind_the_first_who_has_the_stat
     members = Members()
     steps = {"a": ("one", -1), "b": ("two", 7), "c": ("one", 7), "d": ("two", -1)}
     for place, (worker, (host, step)) in enumerate(steps.items()):
-        member = members.add(Heartbeat(worker, f"node of {host}", host, 1, 1, generation=3 if step >= 0 else 0, rank=place, step=step))
+        member = members.add(
+            Heartbeat(worker, f"node of {host}", host, 1, 1, generation=3 if step >= 0 else 0, rank=place, step=step)
+        )
         member.joined_s = float(place)
     assert [m.beat.worker for m in ranked(list(members))] == ["b", "d", "c", "a"]

@@ -11,7 +11,7 @@ import pytest
 
 from ray_app.cluster.rendezvous import rendezvous as module
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.train.membership import Heartbeat, Flags, GenerationInfo
+from ray_app.train.membership import Flags, GenerationInfo, Heartbeat
 
 SILENCE_S = 5.0
 
@@ -131,7 +131,9 @@ def test_it_says_that_too_few_are_there_and_forms_what_is_left_once_one_has_ende
         assert (await group.rendezvous.status()).waiting is None
         await group.rendezvous.dismiss({"b"})
         assert (await group.rendezvous.status()).waiting == "1 of at least 2 workers; waiting for others"
-        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, least=2)  # started anew, after b has ended as it should
+        group.rendezvous = Rendezvous(
+            SILENCE_S, None, CLOCK.monotonic, least=2
+        )  # started anew, after b has ended as it should
         await group.join("a", lost=True)
         clock.now += 10 * SILENCE_S
         await group.rendezvous.expect(2)
@@ -368,7 +370,9 @@ def test_a_standstill_ends_who_holds_the_others_up(clock: Clock) -> None:
         await group.beat("b")
         group.rendezvous.look(clock.now)
         orders = [await group.beat(name) for name in "bab"]
-        assert [(order.dump, order.exit) for order in orders] == [(True, False), (True, False), (False, True)], "a has not shown its stacks"
+        assert [(order.dump, order.exit) for order in orders] == [(True, False), (True, False), (False, True)], (
+            "a has not shown its stacks"
+        )
 
     play(story, step_timeout_s=8.0)
 
@@ -424,7 +428,9 @@ def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(cl
 
 
 def test_who_begins_on_its_own_has_time_to(clock: Clock) -> None:
-    """With parameter servers there are no generations to form; waiting for room, or for a new worker's first rows, is no standstill."""
+    """With parameter servers there are no generations to form; waiting for room, or for a new worker's first rows, is
+    no standstill.
+    """
 
     async def beat(group: Group, name: str, **fields: Any) -> bool:
         """Whether the worker is ended, after a look."""

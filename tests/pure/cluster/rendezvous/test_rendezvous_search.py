@@ -1,4 +1,6 @@
-"""Random schedules of everything that happens to workers, around the real rendezvous: see `tests/support/rendezvous_world.py`."""
+"""Random schedules of everything that happens to workers, around the real rendezvous: see
+`tests/support/rendezvous_world.py`.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,12 @@ def test_who_leaves_takes_no_step_along() -> None:
 
 
 def test_who_cannot_hear_that_its_generation_is_over_may_begin_it_behind() -> None:
-    """Found at seed 29057: w1, alone and cut off, begins generation 1 at step 0 when w2 has made 2 steps in generation 2001.
+    """Found at seed 29057: w1, alone and cut off, begins generation 1 at step 0 when w2 has made 2 steps in generation
+    2001.
 
-    That is right: without the rendezvous it cannot know, and it harms nobody. Its steps have the bits that others gave theirs, what it
-    writes replaces nothing, and when it is heard again it is told to give the generation up. A generation that is the newest has no such
-    excuse, whoever of it is cut off.
+    That is right: without the rendezvous it cannot know, and it harms nobody. Its steps have the bits that others gave
+    theirs, what it writes replaces nothing, and when it is heard again it is told to give the generation up. A
+    generation that is the newest has no such excuse, whoever of it is cut off.
     """
     world = World(29057, 1, 6, 6)
     world.run()
@@ -88,7 +91,15 @@ def test_a_thousand_workers_form_their_next_generation_at_once() -> None:
     for generation in (0, 1):
         beats = [
             Heartbeat(
-                f"w{i}", "node", "host", 1, generation=generation, rank=i, step=generation, waits=1 + generation, lost=bool(generation)
+                f"w{i}",
+                "node",
+                "host",
+                1,
+                generation=generation,
+                rank=i,
+                step=generation,
+                waits=1 + generation,
+                lost=bool(generation),
             )
             for i in workers
         ]

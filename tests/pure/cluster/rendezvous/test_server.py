@@ -1,4 +1,6 @@
-"""What a sign of life and a generation cost the rendezvous: operations of Python, counted one by one, whatever the number of workers."""
+"""What a sign of life and a generation cost the rendezvous: operations of Python, counted one by one, whatever the
+number of workers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import beat_of, orders_of, packed
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import BEAT_S, Heartbeat, Flags, GenerationInfo, HeartbeatReply
+from ray_app.train.membership import BEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply
 from tests.support.operations import operations
 
 
@@ -80,7 +82,9 @@ def test_all_are_called_once_when_a_generation_breaks_and_once_when_the_next_has
     assert crowd.called == 2
 
 
-@pytest.mark.parametrize(("workers", "period_s"), [(1, BEAT_S), (100, BEAT_S), (250, BEAT_S), (500, 0.5), (1000, 1.0), (10_000, 10.0)])
+@pytest.mark.parametrize(
+    ("workers", "period_s"), [(1, BEAT_S), (100, BEAT_S), (250, BEAT_S), (500, 0.5), (1000, 1.0), (10_000, 10.0)]
+)
 def test_the_more_there_are_the_rarer_is_a_sign_of_life_of_each(workers: int, period_s: float) -> None:
     """A thousand per second of all together; those who are still to come count, and those who were not expected."""
     crowd = Crowd(workers)
@@ -129,7 +133,9 @@ def test_who_tells_how_far_all_are_does_so_as_often_as_ever() -> None:
 
 
 def test_messages_come_as_they_were_sent() -> None:
-    record = StepRecord(1, 0, 0.0, float("inf"), 0.1, 1.0, 3.0, 0.1, 2, [3, 4], [5, 2**63], "1.1", 1, 2.5, {"accuracy": 0.5})
+    record = StepRecord(
+        1, 0, 0.0, float("inf"), 0.1, 1.0, 3.0, 0.1, 2, [3, 4], [5, 2**63], "1.1", 1, 2.5, {"accuracy": 0.5}
+    )
     beat = Heartbeat("w", "n", "10.0.0.1", 1, 2, 3, 4, 5, "saving", record, 6, 7, 8, True)
     formed = GenerationInfo(3, 1, 2, "10.0.0.1", 5, ("10.0.0.1", "10.0.0.2"))
     orders = HeartbeatReply(3, Flags.STOP | Flags.SAVE, True, True, True, True, 9, True, formed, 2.5)

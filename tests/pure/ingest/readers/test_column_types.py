@@ -1,4 +1,6 @@
-"""Types and shapes of other programs: values become columns and labels, or are refused with file, row or column and what to do."""
+"""Types and shapes of other programs: values become columns and labels, or are refused with file, row or column and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,12 @@ def lines(tmp_path: Path, *rows: str | bytes) -> Path:
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"label": "y"}], ids=["", "label"])
-def test_a_json_line_at_fault_is_a_bad_row(tmp_path: Path, bad: str | bytes, reason: str, options: dict[str, Any]) -> None:
-    good = '{"y": "a", "t": %s}' % ("[1, 2]" if b"[1" in bytes(str(bad), "utf8") else '"u"' if b"caf" in bytes(str(bad), "utf8") else "2")
+def test_a_json_line_at_fault_is_a_bad_row(
+    tmp_path: Path, bad: str | bytes, reason: str, options: dict[str, Any]
+) -> None:
+    good = '{"y": "a", "t": %s}' % (
+        "[1, 2]" if b"[1" in bytes(str(bad), "utf8") else '"u"' if b"caf" in bytes(str(bad), "utf8") else "2"
+    )
     given = lines(tmp_path, good, "", bad, good)
     said = refusal(tmp_path, "jsonl", given, **options)
     assert f"row f.jsonl:3: {reason}" in said
@@ -70,10 +76,16 @@ def test_a_json_line_at_fault_is_a_bad_row(tmp_path: Path, bad: str | bytes, rea
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('[{"a": 1}, {"a": 2}]', "it is one list, and not JSON lines: one object a line. Make it with `jq -c '.[]' f.jsonl`"),
+        (
+            '[{"a": 1}, {"a": 2}]',
+            "it is one list, and not JSON lines: one object a line. Make it with `jq -c '.[]' f.jsonl`",
+        ),
         ('[\n  {"a": 1},\n  {"a": 2}\n]', "it is one list over several lines"),
         ('[{"a": 1},\n{"a": 2}]', "it is one list over several lines"),
-        ('\ufeff\n{\n  "a": 1\n}', "it is one object over several lines, and not JSON lines: one object a line. Make it with `jq -c '.'"),
+        (
+            '\ufeff\n{\n  "a": 1\n}',
+            "it is one object over several lines, and not JSON lines: one object a line. Make it with `jq -c '.'",
+        ),
     ],
 )
 @pytest.mark.parametrize("on_bad_row", ["fail", "skip"])
@@ -83,7 +95,9 @@ def test_json_that_is_not_json_lines_is_named(tmp_path: Path, content: str, expe
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
 def test_json_lines_of_another_encoding_are_named(tmp_path: Path, encoding: str) -> None:
-    assert "and not UTF-8" in refusal(tmp_path, "jsonl", lines(tmp_path, '{"a": 1}\n'.encode(encoding)), on_bad_row="skip")
+    assert "and not UTF-8" in refusal(
+        tmp_path, "jsonl", lines(tmp_path, '{"a": 1}\n'.encode(encoding)), on_bad_row="skip"
+    )
 
 
 def test_a_byte_order_mark_and_blank_lines_are_no_json(tmp_path: Path) -> None:
@@ -96,14 +110,17 @@ def test_a_byte_order_mark_and_blank_lines_are_no_json(tmp_path: Path) -> None:
     [
         (
             ["1", '"?"', "2"],
-            "the values of 'a' have several types: a number 2 times, first 1 in line 1; text 1 times, first \"?\" in line 2",
+            "the values of 'a' have several types: a number 2 times, first 1 in line 1; text 1 times, first \"?\" in"
+            " line 2",
         ),
         (["true", "1", "false"], "true or false 2 times, first true in line 1; a number 1 times, first 1 in line 2"),
         (["[1]", "1", "null"], "lists of a number 1 times, first [1] in line 1; a number 1 times"),
         (['{"b": 1}', '{"b": "x"}', "null"], "in line 2"),
     ],
 )
-def test_values_of_several_types_in_json_are_named_with_their_lines(tmp_path: Path, values: list[str], expected: str) -> None:
+def test_values_of_several_types_in_json_are_named_with_their_lines(
+    tmp_path: Path, values: list[str], expected: str
+) -> None:
     said = refusal(tmp_path, "jsonl", lines(tmp_path, *(f'{{"a": {value}}}' for value in values)), on_bad_row="skip")
     assert expected in said
     assert "leave the key out by columns" in said
@@ -127,7 +144,9 @@ def test_a_json_key_that_is_left_out_may_have_values_of_any_type(tmp_path: Path)
 
 
 def test_a_missing_whole_number_in_json_stays_missing(tmp_path: Path) -> None:
-    summary = ingest(IngestOptions("jsonl", str(tmp_path / "out"), str(lines(tmp_path, '{"a": 1}', '{"a": null}', "{}"))))
+    summary = ingest(
+        IngestOptions("jsonl", str(tmp_path / "out"), str(lines(tmp_path, '{"a": 1}', '{"a": null}', "{}")))
+    )
     assert read(tmp_path / "out")["a"] == [1, None, None]
     assert summary.parts[""].columns["a"]["dtype"] == "int64"
 
@@ -174,7 +193,10 @@ def test_hugging_face_columns_keep_values_and_missing_ones(tmp_path: Path, kind:
 
 REFUSED: dict[str, tuple[pa.Array, str]] = {
     "decimal": (pa.array([decimal.Decimal("1.5")]), "holds decimal128(2, 1); allowed are numbers"),
-    "tensor": (pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((1, 2))), "holds extension<arrow.fixed_shape_tensor"),
+    "tensor": (
+        pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((1, 2))),
+        "holds extension<arrow.fixed_shape_tensor",
+    ),
     "bool8": (pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1], pa.int8())), "holds extension<arrow.bool8>"),
     "map": (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), "holds map<string, int64"),
     "struct": (pa.array([{"a": 1}]), "holds objects"),
@@ -230,7 +252,9 @@ def test_labels_of_text_become_classes_in_sorted_order(tmp_path: Path, kind: str
     assert (about["classes"], about["class_counts"]) == (["no", "yes"], {"no": 1, "yes": 2})
 
 
-@pytest.mark.parametrize("column", [pa.array(["u", None, "v"]), pa.array(["u", None, "v"]).dictionary_encode(), pa.array(["u", "", "v"])])
+@pytest.mark.parametrize(
+    "column", [pa.array(["u", None, "v"]), pa.array(["u", None, "v"]).dictionary_encode(), pa.array(["u", "", "v"])]
+)
 def test_rows_without_a_label_of_text_can_be_skipped(tmp_path: Path, column: pa.Array) -> None:
     given = table(tmp_path, column, "parquet")
     assert "'c' has rows without a value" in refusal(tmp_path, "hf", given, label="c")
@@ -243,7 +267,10 @@ def test_classes_of_text_are_the_same_in_all_splits_and_files(tmp_path: Path) ->
     for name, values in {"train-0": ["b", "d"], "train-1": ["c", "c"], "test": ["a", "d"]}.items():
         table(tmp_path / "in", pa.array(values), "parquet", name)
     ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in"), label="c", piece_bytes=1))
-    assert (read(tmp_path / "out" / "train")["label"], read(tmp_path / "out" / "test")["label"]) == ([1, 3, 2, 2], [0, 3])
+    assert (read(tmp_path / "out" / "train")["label"], read(tmp_path / "out" / "test")["label"]) == (
+        [1, 3, 2, 2],
+        [0, 3],
+    )
     for side in ("train", "test"):
         assert json.loads((tmp_path / "out" / side / "dataset.json").read_text())["classes"] == ["a", "b", "c", "d"]
 
@@ -252,7 +279,9 @@ def test_a_label_that_is_text_in_one_split_only_is_refused(tmp_path: Path) -> No
     (tmp_path / "in").mkdir()
     table(tmp_path / "in", pa.array(["a"]), "parquet", "train")
     table(tmp_path / "in", pa.array([0]), "parquet", "test")
-    assert "the label 'c' is text in ['train'], but not in ['test']" in refusal(tmp_path, "hf", tmp_path / "in", label="c")
+    assert "the label 'c' is text in ['train'], but not in ['test']" in refusal(
+        tmp_path, "hf", tmp_path / "in", label="c"
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,7 +340,11 @@ def test_a_numbered_file_beside_splits_is_refused(tmp_path: Path) -> None:
 
 def test_what_pyarrow_writes_in_parts_is_one_data_set(tmp_path: Path) -> None:
     pa.dataset.write_dataset(
-        pa.table({"x": list(range(100))}), tmp_path / "in", format="parquet", max_rows_per_file=50, max_rows_per_group=50
+        pa.table({"x": list(range(100))}),
+        tmp_path / "in",
+        format="parquet",
+        max_rows_per_file=50,
+        max_rows_per_group=50,
     )
     assert done(tmp_path, "hf", tmp_path / "in")["x"] == list(range(100))
 
@@ -372,7 +405,9 @@ def test_classes_as_vectors_are_refused_unless_they_are_a_target(tmp_path: Path)
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_arrays_that_cannot_be_used_are_refused_by_name(tmp_path: Path, y: np.ndarray, expected: str, packed: bool) -> None:
+def test_arrays_that_cannot_be_used_are_refused_by_name(
+    tmp_path: Path, y: np.ndarray, expected: str, packed: bool
+) -> None:
     if packed:
         np.savez(tmp_path / "in.npz", x=np.zeros((3, 2)), y=y)
     else:
@@ -387,7 +422,9 @@ def test_arrays_that_cannot_be_used_are_refused_by_name(tmp_path: Path, y: np.nd
 def test_labels_to_train_and_to_test_on_are_of_one_kind(tmp_path: Path) -> None:
     x, y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
     np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y / 2)
-    assert "the arrays to train on and to test on differ in type or in axes" in refusal(tmp_path, "numpy", tmp_path / "d.npz")
+    assert "the arrays to train on and to test on differ in type or in axes" in refusal(
+        tmp_path, "numpy", tmp_path / "d.npz"
+    )
 
 
 @pytest.mark.parametrize(
@@ -423,7 +460,13 @@ def extra_members(path: Path, rows: int = 4) -> Path:
     """Rows with members of which no column is made."""
     members = {}
     for i in range(rows):
-        members |= {f"{i}.png": png(i), f"{i}.cls": b"%d" % (i % 2), f"{i}.wnid": b"n01", f"{i}.xml": b"<a/>", f"{i}.json": b'{"k": 5}'}
+        members |= {
+            f"{i}.png": png(i),
+            f"{i}.cls": b"%d" % (i % 2),
+            f"{i}.wnid": b"n01",
+            f"{i}.xml": b"<a/>",
+            f"{i}.json": b'{"k": 5}',
+        }
     write_tar(path, members)
     return path
 
@@ -445,13 +488,17 @@ def test_members_of_which_no_column_is_made_are_named_with_what_to_do(tmp_path: 
         (["image", "json"], "k", ["image", "json", "label"]),
     ],
 )
-def test_columns_leave_members_of_a_webdataset_out(tmp_path: Path, columns: list[str], label: str | None, expected: list[str]) -> None:
+def test_columns_leave_members_of_a_webdataset_out(
+    tmp_path: Path, columns: list[str], label: str | None, expected: list[str]
+) -> None:
     got = done(tmp_path, "webdataset", extra_members(tmp_path / "x.tar"), columns=columns, label=label)
     assert sorted(got) == sorted(["row_id", *expected])
     assert got["label"] == ([5] * 4 if label else [0, 1, 0, 1])
 
 
-@pytest.mark.parametrize(("columns", "expected"), [(["text"], "no member for the column 'text'"), (["wnid"], "for the column 'wnid'")])
+@pytest.mark.parametrize(
+    ("columns", "expected"), [(["text"], "no member for the column 'text'"), (["wnid"], "for the column 'wnid'")]
+)
 def test_columns_that_a_webdataset_does_not_have_are_refused(tmp_path: Path, columns: list[str], expected: str) -> None:
     said = refusal(tmp_path, "webdataset", extra_members(tmp_path / "x.tar"), columns=columns)
     assert expected in said
@@ -461,7 +508,9 @@ def test_columns_that_a_webdataset_does_not_have_are_refused(tmp_path: Path, col
 def test_rows_may_differ_in_members_that_are_left_out(tmp_path: Path) -> None:
     members = {"0.txt": b"a", "0.cls": b"0", "0.xml": b"x", "1.txt": b"b", "1.cls": b"1", "2.txt": b"c", "2.xml": b"y"}
     write_tar(tmp_path / "x.tar", members)
-    assert "row x.tar:2: the members are ['txt']" in refusal(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"])
+    assert "row x.tar:2: the members are ['txt']" in refusal(
+        tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"]
+    )
     got = done(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"], on_bad_row="skip")
     assert (got["text"], got["label"]) == (["a", "b"], [0, 1])
 

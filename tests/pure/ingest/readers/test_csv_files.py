@@ -1,4 +1,6 @@
-"""Layouts of CSV files: delimiters, header lines, quotes, encodings; and which value in which row makes a column text."""
+"""Layouts of CSV files: delimiters, header lines, quotes, encodings; and which value in which row makes a
+column text.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_another_delimiter_is_recognised_and_named(tmp_path: Path, delimiter: st
 def test_a_comma_stays_the_delimiter_where_rows_have_one(tmp_path: Path, content: str) -> None:
     header = content.splitlines()[0].replace('"', "")
     if header == "a;b":
-        assert "no rows, only a header line with the names ['a', 'b']" in refusal(tmp_path, "csv", written(tmp_path, content))
+        assert "no rows, only a header line with the names ['a', 'b']" in refusal(
+            tmp_path, "csv", written(tmp_path, content)
+        )
     else:
         assert list(done(tmp_path, "csv", written(tmp_path, content)))[1:] == header.split(",")
 
@@ -76,7 +80,9 @@ def test_another_delimiter_is_another_ingest(tmp_path: Path) -> None:
         ({"source": "numpy", "column_names": ["a"]}, "only csv has it"),
     ],
 )
-def test_options_of_csv_that_cannot_be_meant_are_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
+def test_options_of_csv_that_cannot_be_meant_are_refused(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
     assert expected in refusal(tmp_path, **{"source": "csv", "given": written(tmp_path, "a\n1\n"), **options})
 
 
@@ -97,7 +103,9 @@ def test_columns_that_are_called_by_counting_numbers_are_noted(tmp_path: Path, h
 
 @pytest.mark.parametrize("mark", [",", ";"])
 @pytest.mark.parametrize("block", [64, 16 << 20])
-def test_names_are_given_to_a_csv_without_a_header(tmp_path: Path, mark: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_given_to_a_csv_without_a_header(
+    tmp_path: Path, mark: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(raw, "BLOCK_BYTES", block)
     given = written(tmp_path, "".join(f"{i}.5{mark}{i}{mark}{'yes' if i % 2 else 'no'}\n" for i in range(50)))
     got = done(tmp_path, "csv", given, column_names=["a", "b", "y"], label="y")
@@ -233,12 +241,16 @@ def test_a_column_of_truth_values_that_is_text_is_said(tmp_path: Path) -> None:
     assert "column 'v' is text: 1 of its 3 values are not true or false, the first is 'maybe' in f.csv:4" in note
 
 
-@pytest.mark.parametrize("values", [["x", "y", "1"], ["2020-01-01", "2020-01-02", "2020-01-03"], ["1", "2", ""], ["12:30", "1:00", "2:15"]])
+@pytest.mark.parametrize(
+    "values", [["x", "y", "1"], ["2020-01-01", "2020-01-02", "2020-01-03"], ["1", "2", ""], ["12:30", "1:00", "2:15"]]
+)
 def test_columns_that_are_text_or_numbers_are_not_noted(tmp_path: Path, values: list[str]) -> None:
     assert notes(tmp_path, "csv", written(tmp_path, "a,v\n" + "\n".join(f"0,{value}" for value in values))) == []
 
 
-def test_what_made_a_column_text_is_in_the_log_and_stays_in_the_data_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_made_a_column_text_is_in_the_log_and_stays_in_the_data_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     given = written(tmp_path, "v\n1\n2\n?\n")
     first = notes(tmp_path, "csv", given)
     assert [note in caplog.text for note in first] == [True]
@@ -274,5 +286,7 @@ def test_tab_separated_files_are_read_under_their_own_suffix(tmp_path: Path) -> 
     ],
 )
 @pytest.mark.parametrize("source", ["csv", "jsonl"])
-def test_what_stands_in_the_place_of_a_text_file_is_named(tmp_path: Path, content: bytes, expected: str, source: str) -> None:
+def test_what_stands_in_the_place_of_a_text_file_is_named(
+    tmp_path: Path, content: bytes, expected: str, source: str
+) -> None:
     assert f"f.{source}: it is {expected}" in refusal(tmp_path, source, written(tmp_path, content, f"f.{source}"))

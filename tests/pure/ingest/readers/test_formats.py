@@ -42,11 +42,17 @@ def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tm
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes(10 + i))
     ingest(IngestOptions("images", str(tmp_path / "a"), str(tmp_path / "in"), check=False))
-    ingest(IngestOptions("images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, piece_bytes=100, row_group_rows=3))
+    ingest(
+        IngestOptions(
+            "images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, piece_bytes=100, row_group_rows=3
+        )
+    )
     got = read(tmp_path / "a", as_stored=True)
     assert got["row_id"] == read(tmp_path / "b", as_stored=True)["row_id"]
     for low in range(0, 200, 40):
-        assert min(Counter(got["label"][low : low + 40])[label] for label in range(4)) >= 3, "in order of class one would be missing"
+        assert min(Counter(got["label"][low : low + 40])[label] for label in range(4)) >= 3, (
+            "in order of class one would be missing"
+        )
 
 
 def test_csv_types_hold_every_row_and_classes_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +143,9 @@ def test_numpy_names_follow_shape_and_type_and_can_be_changed(tmp_path: Path) ->
 def test_idx_pairs_become_train_and_test(tmp_path: Path, packed: bool) -> None:
     write_idx(tmp_path / "in", "train", 25, packed)
     write_idx(tmp_path / "in", "t10k", 7, packed)
-    summary = ingest(IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), row_group_rows=4, eval_fraction=0))
+    summary = ingest(
+        IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), row_group_rows=4, eval_fraction=0)
+    )
     assert {name: part.rows for name, part in summary.parts.items()} == {"train": 25, "test": 7}
     data = (tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}").read_bytes()
     got = read(tmp_path / "out" / "train")
@@ -152,7 +160,10 @@ def test_a_tenth_of_the_rows_to_train_on_is_held_out_and_the_test_rows_stay_alon
     folder, out = tmp_path / "in", tmp_path / "out"
     given = folder / kind if kind == "mnist.npz" else folder
     source: Any = kind if kind in ("idx", "cifar") else "numpy"
-    arrays = {"x_train": RNG.integers(0, 256, (300, 28, 28), dtype=np.uint8), "y_train": np.arange(300, dtype=np.uint8) % 10}
+    arrays = {
+        "x_train": RNG.integers(0, 256, (300, 28, 28), dtype=np.uint8),
+        "y_train": np.arange(300, dtype=np.uint8) % 10,
+    }
     arrays |= {"x_test": arrays["x_train"][:40] ^ 1, "y_test": arrays["y_train"][:40]}
     if kind == "cifar":
         write_cifar(folder, "binary10", rows=60)
@@ -239,7 +250,11 @@ def test_bad_csv_is_refused(tmp_path: Path, files: list[bytes], options: dict[st
         ({}, lambda images, labels: images.write_bytes(images.read_bytes()[:-1]), ["ends before row 5 of 5"]),
         ({}, lambda images, labels: images.write_bytes(images.read_bytes() + b"x"), ["more data after the last of 5"]),
         ({}, lambda images, labels: images.write_bytes(b"\0"), ["train-images", "expected 00000803"]),
-        ({}, lambda images, labels: [images.unlink(), labels.unlink()], ["no IDX files", "train-images-idx3-ubyte[.gz]", "t10k"]),
+        (
+            {},
+            lambda images, labels: [images.unlink(), labels.unlink()],
+            ["no IDX files", "train-images-idx3-ubyte[.gz]", "t10k"],
+        ),
     ],
 )
 def test_bad_idx_is_refused(tmp_path: Path, made: dict[str, int], change: Any, expected: list[str]) -> None:
@@ -310,7 +325,9 @@ def test_a_header_that_promises_too_much_is_refused(tmp_path: Path, packed: bool
     else:
         (tmp_path / "in" / "x.npy").write_bytes(header(shape) + bytes(64))
     [source] = (tmp_path / "in").iterdir()
-    assert_refused(tmp_path, ["x.npz:x", "damaged"] if packed else ["x.npy", expected], source="numpy", input=str(source))
+    assert_refused(
+        tmp_path, ["x.npz:x", "damaged"] if packed else ["x.npy", expected], source="numpy", input=str(source)
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -339,12 +356,19 @@ def enormous(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["png", pytest.param("gif", marks=pytest.mark.rest)])
-def test_an_enormous_image_is_refused_before_it_is_decoded(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_enormous_image_is_refused_before_it_is_decoded(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = enormous(kind)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
     (tmp_path / "in" / "cat").mkdir(parents=True)
     (tmp_path / "in" / "cat" / f"1.{kind}").write_bytes(content)
-    assert_refused(tmp_path, [f"cat/1.{kind}", "not an image that can be decoded", "pixels"], source="images", input=str(tmp_path / "in"))
+    assert_refused(
+        tmp_path,
+        [f"cat/1.{kind}", "not an image that can be decoded", "pixels"],
+        source="images",
+        input=str(tmp_path / "in"),
+    )
     task = ImageClassification(size=8)
     with pytest.raises(ValueError, match="pixels"):
         task.decode({"image": [content], "label": [0]})
@@ -353,7 +377,10 @@ def test_an_enormous_image_is_refused_before_it_is_decoded(tmp_path: Path, kind:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda path: shutil.rmtree(path / "cat") or shutil.rmtree(path / "dog"), ["no class folders", "DIR/cat/1.png"]),
+        (
+            lambda path: shutil.rmtree(path / "cat") or shutil.rmtree(path / "dog"),
+            ["no class folders", "DIR/cat/1.png"],
+        ),
         (lambda path: (path / "dog" / "1.png").unlink(), ["dog: no image", "webp", "remove the folder"]),
         (lambda path: (path / "dog" / "puppy").mkdir(), ["dog: a class folder with a folder inside ('puppy')"]),
         (

@@ -1,4 +1,6 @@
-"""Ingest of the formats of other programs: what goes in comes out; what is damaged or hostile is refused with a reason."""
+"""Ingest of the formats of other programs: what goes in comes out; what is damaged or hostile is refused with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def test_an_empty_list_in_the_first_json_line_is_a_bad_row(tmp_path: Path, empty
     other = "[1, 2]" if empty == "[]" else "[[1, 2], [3, 4]]"
     for name, value in {"a": empty, "b": other}.items():
         (tmp_path / "in" / f"{name}.jsonl").write_text(f'{{"a": {value}}}')
-    assert "row a.jsonl:1: 'a' is no list of shape [2" in refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes)
+    assert "row a.jsonl:1: 'a' is no list of shape [2" in refusal(
+        tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes
+    )
     got = done(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
     assert (got["row_id"], got["a"].tolist()) == (["b.jsonl:1"], [json.loads(other)])
 
@@ -126,12 +130,16 @@ def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> Non
     assert done(tmp_path, "jsonl", tmp_path / "f.jsonl", on_bad_row="skip")["a"] == [1, 2]
 
 
-@pytest.mark.parametrize("days", [["2020-01-02", "2020-01-01"], ["2020-01-01T00:00:00Z", "2020-01-01"], ["2021-01-01 10:00:00.5", "other"]])
+@pytest.mark.parametrize(
+    "days", [["2020-01-02", "2020-01-01"], ["2020-01-01T00:00:00Z", "2020-01-01"], ["2021-01-01 10:00:00.5", "other"]]
+)
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[str], piece_bytes: int) -> None:
     (tmp_path / "in").mkdir()
     for i in range(2):
-        (tmp_path / "in" / f"{i}.jsonl").write_text("".join(f'{{"a": 1, "day": "{day}"}}\n' for day in (days[i], days[i])))
+        (tmp_path / "in" / f"{i}.jsonl").write_text(
+            "".join(f'{{"a": 1, "day": "{day}"}}\n' for day in (days[i], days[i]))
+        )
     got = done(tmp_path, "jsonl", tmp_path / "in", label="day", piece_bytes=piece_bytes)
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["classes"] == sorted(days)
     assert got["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
@@ -147,7 +155,9 @@ def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[st
     ],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_integers_in_json_that_would_be_rounded_are_refused(tmp_path: Path, values: Any, line: int, lost: str, piece_bytes: int) -> None:
+def test_integers_in_json_that_would_be_rounded_are_refused(
+    tmp_path: Path, values: Any, line: int, lost: str, piece_bytes: int
+) -> None:
     (tmp_path / "in").mkdir()
     files = [[value] for value in values] if piece_bytes == 1 else [values]
     for i, lines in enumerate(files):
@@ -159,7 +169,12 @@ def test_integers_in_json_that_would_be_rounded_are_refused(tmp_path: Path, valu
 
 
 def test_large_numbers_in_json_that_are_kept_are_allowed(tmp_path: Path) -> None:
-    columns = {"id": [2**63 - 1, -(2**63)], "x": [1e300, 10**18], "v": [[2**60, 0.1], [9007199254740993.0, 3]], "text": ["9" * 30, "1"]}
+    columns = {
+        "id": [2**63 - 1, -(2**63)],
+        "x": [1e300, 10**18],
+        "v": [[2**60, 0.1], [9007199254740993.0, 3]],
+        "text": ["9" * 30, "1"],
+    }
     (tmp_path / "f.jsonl").write_text(
         "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
     )
@@ -170,7 +185,9 @@ def test_large_numbers_in_json_that_are_kept_are_allowed(tmp_path: Path) -> None
 
 def run_apart(code: str) -> None:
     """Runs Python in a process of its own, which a crash in C may end."""
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
     assert ended.returncode == 0, f"exit code {ended.returncode}: {ended.stdout}{ended.stderr}"
 
 
@@ -194,8 +211,12 @@ def test_json_that_would_end_the_process_is_skipped(tmp_path: Path) -> None:
     for number, lines in enumerate(cases):
         source = tmp_path / f"{number}.jsonl"
         source.write_text("\n".join([*lines, '{"b": 1}']))
-        options.append(IngestOptions("jsonl", str(tmp_path / f"out{number}"), str(source), on_bad_row="skip", max_bad_rows=1000))
-    run_apart(f"from ray_app.ingest.ingest import *\nfor each in {options!r}: print(each.input, flush=True), ingest(each)")
+        options.append(
+            IngestOptions("jsonl", str(tmp_path / f"out{number}"), str(source), on_bad_row="skip", max_bad_rows=1000)
+        )
+    run_apart(
+        f"from ray_app.ingest.ingest import *\nfor each in {options!r}: print(each.input, flush=True), ingest(each)"
+    )
     for number, lines in enumerate(cases):
         out = tmp_path / f"out{number}"
         assert read(out) == {"row_id": [f"{number}.jsonl:{len(lines) + 1}"], "b": [1]}
@@ -286,7 +307,9 @@ def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
         unpickled(io.BytesIO(data))
 
 
-@pytest.mark.parametrize("value", [r"b')' + b'\x85' * 300_000", r"b')' + b'q\x00h\x00\x86' * 60"], ids=["deep", "shared"])
+@pytest.mark.parametrize(
+    "value", [r"b')' + b'\x85' * 300_000", r"b')' + b'q\x00h\x00\x86' * 60"], ids=["deep", "shared"]
+)
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -296,7 +319,9 @@ def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
     ],
 )
 def test_tuples_in_tuples_in_a_pickle_are_refused(value: str, before: str, after: str, expected: str) -> None:
-    """To hash or print one that is nested deeply ends the process, with one that is in itself in many places it does not end."""
+    """To hash or print one that is nested deeply ends the process, with one that is in itself in many places it does
+    not end.
+    """
     run_apart(
         "import io; from ray_app.ingest.readers.cifar import unpickled\n"
         f"try: unpickled(io.BytesIO(b'{before}' + {value} + b'{after}'))\n"
@@ -308,7 +333,11 @@ def test_tuples_in_tuples_in_a_pickle_are_refused(value: str, before: str, after
 def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
     shared = [1, 2]
     value = {"a": [1, -5, 70_000, 2**40, 1.5, None, True], "b": {"c": shared, "d": shared}, "e": b"\x00\xff", "f": "x"}
-    arrays = {"g": np.arange(6).reshape(2, 3), "h": np.asfortranarray(np.ones((2, 3), ">f4")), "i": np.arange(3, dtype="<u2")}
+    arrays = {
+        "g": np.arange(6).reshape(2, 3),
+        "h": np.asfortranarray(np.ones((2, 3), ">f4")),
+        "i": np.arange(3, dtype="<u2"),
+    }
     got = unpickled(io.BytesIO(pickle.dumps(value | arrays, protocol=protocol)))
     assert {key: got[key] for key in value} == value
     for key, array in arrays.items():
@@ -320,10 +349,19 @@ def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
     ("change", "expected"),
     [
         (lambda folder: (folder / "data_batch_2.bin").unlink(), "data_batch_2.bin of CIFAR is missing"),
-        (lambda folder: (folder / "data_batch_2.bin").write_bytes(bytes(3000)), "3000 bytes are not a whole number of records of 3073"),
-        (lambda folder: (folder / "data_batch_2.bin").write_bytes(b"\x09" + bytes(3072)), "row data_batch_2.bin:0: label 9; the 4 classes"),
+        (
+            lambda folder: (folder / "data_batch_2.bin").write_bytes(bytes(3000)),
+            "3000 bytes are not a whole number of records of 3073",
+        ),
+        (
+            lambda folder: (folder / "data_batch_2.bin").write_bytes(b"\x09" + bytes(3072)),
+            "row data_batch_2.bin:0: label 9; the 4 classes",
+        ),
         (shutil.rmtree, "no CIFAR files; expected the unpacked folder"),
-        (lambda folder: (folder / "batches.meta.txt").write_bytes(b"\xff"), "batches.meta.txt: 'utf-8' codec can't decode"),
+        (
+            lambda folder: (folder / "batches.meta.txt").write_bytes(b"\xff"),
+            "batches.meta.txt: 'utf-8' codec can't decode",
+        ),
     ],
 )
 def test_bad_cifar_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
@@ -345,7 +383,9 @@ def test_bad_cifar_is_refused(tmp_path: Path, change: Any, expected: str) -> Non
         ({}, {"label_names": None}, "batches.meta: no list `label_names`"),
     ],
 )
-def test_cifar_pickles_of_other_content_are_refused(tmp_path: Path, batch: dict[str, Any], meta: dict[str, Any], expected: str) -> None:
+def test_cifar_pickles_of_other_content_are_refused(
+    tmp_path: Path, batch: dict[str, Any], meta: dict[str, Any], expected: str
+) -> None:
     (tmp_path / "in").mkdir()
     whole = {"data": np.zeros((2, 3072), np.uint8), "labels": [0, 1]} | batch
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
@@ -393,18 +433,33 @@ def test_webdataset_tars_are_read(tmp_path: Path, given: str) -> None:
 
 
 def test_webdataset_label_may_come_from_json(tmp_path: Path) -> None:
-    write_tar(tmp_path / "in" / "x.tar", {"0.png": png(0), "0.json": b'{"kind": 4}', "1.png": png(1), "1.json": b'{"kind": 2}'})
+    write_tar(
+        tmp_path / "in" / "x.tar",
+        {"0.png": png(0), "0.json": b'{"kind": 4}', "1.png": png(1), "1.json": b'{"kind": 2}'},
+    )
     assert done(tmp_path, "webdataset", tmp_path / "in" / "x.tar", label="kind")["label"] == [4, 2]
 
 
 @pytest.mark.parametrize(
     ("bad", "options", "reason"),
     [
-        ({"b.npy": npy(np.ones(2)), "b.cls": b"9" * 20}, {}, "label 99999999999999999999; expected an integer of 64 bits"),
-        ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %d}' % 2**64}, {"label": "y"}, "label 18446744073709551616; expected an integer"),
+        (
+            {"b.npy": npy(np.ones(2)), "b.cls": b"9" * 20},
+            {},
+            "label 99999999999999999999; expected an integer of 64 bits",
+        ),
+        (
+            {"b.npy": npy(np.ones(2)), "b.json": b'{"y": %d}' % 2**64},
+            {"label": "y"},
+            "label 18446744073709551616; expected an integer",
+        ),
         ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": true}'}, {"label": "y"}, "label True; expected an integer"),
         ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %s' % DEEP}, {}, "maximum recursion depth exceeded"),
-        ({"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(2305843009213693951,)"), "b.cls": b"1"}, {}, ".npy cannot be read"),
+        (
+            {"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(2305843009213693951,)"), "b.cls": b"1"},
+            {},
+            ".npy cannot be read",
+        ),
         ({"b.npy": npy(np.ones(2))[:-9].replace(b"(2,)", b"(%s)" % DEEP), "b.cls": b"1"}, {}, ".npy cannot be read"),
     ],
 )
@@ -412,7 +467,9 @@ def test_webdataset_rows_that_cannot_be_used_are_skipped(
     tmp_path: Path, bad: dict[str, bytes], options: dict[str, Any], reason: str
 ) -> None:
     other = {"json": b'{"y": 1}'} if "b.json" in bad else {"cls": b"1"}
-    good = [{f"{name}.npy": npy(np.ones(2))} | {f"{name}.{kind}": data for kind, data in other.items()} for name in "ac"]
+    good = [
+        {f"{name}.npy": npy(np.ones(2))} | {f"{name}.{kind}": data for kind, data in other.items()} for name in "ac"
+    ]
     write_tar(tmp_path / "in" / "x.tar", good[0] | bad | good[1])
     got = done(tmp_path, "webdataset", tmp_path / "in", on_bad_row="skip", **options)
     assert got["row_id"] == ["x.tar:a", "x.tar:c"]
@@ -440,18 +497,32 @@ def test_braces_expand_as_the_shell_does() -> None:
         ({"/etc/0.png": png(0)}, {}, "the member '/etc/0.png' is refused"),
         ({"0.png": png(0), "0.cls": b"one"}, {}, "row x.tar:0: invalid literal for int"),
         ({"0.png": png(0)[:-20], "0.cls": b"1"}, {}, "row x.tar:0: not an image that can be decoded"),
-        ({"0.png": png(0), "0.cls": b"1", "1.png": png(1)}, {}, "row x.tar:1: the members are ['png'], of the first row ['cls', 'png']"),
-        ({"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))}, {}, "row x.tar:1: .npy is float64 (3,), in the first row"),
+        (
+            {"0.png": png(0), "0.cls": b"1", "1.png": png(1)},
+            {},
+            "row x.tar:1: the members are ['png'], of the first row ['cls', 'png']",
+        ),
+        (
+            {"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))},
+            {},
+            "row x.tar:1: .npy is float64 (3,), in the first row",
+        ),
         ({"0.npy": npy(np.array([{}], dtype=object))}, {}, "Object arrays cannot be loaded when allow_pickle=False"),
         ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy cannot be read: No data left in file"),
         ({"0.mp4": b"x"}, {}, "the members ['.mp4'], of which no column is made; allowed are"),
         ({"0.png": png(0), "0.jpg": png(0)}, {}, "two would be the same column"),
-        ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "row x.tar:0: label None; expected an integer of 64 bits"),
+        (
+            {"0.png": png(0), "0.json": b"{}"},
+            {"label": "kind"},
+            "row x.tar:0: label None; expected an integer of 64 bits",
+        ),
         ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "label='kind' is for rows with a .json"),
         ({"plain": b"x"}, {}, "no member in these tar files"),
     ],
 )
-def test_bad_tars_are_refused(tmp_path: Path, members: dict[str, bytes], options: dict[str, Any], expected: str) -> None:
+def test_bad_tars_are_refused(
+    tmp_path: Path, members: dict[str, bytes], options: dict[str, Any], expected: str
+) -> None:
     write_tar(tmp_path / "in" / "x.tar", members)
     assert expected in refusal(tmp_path, "webdataset", tmp_path / "in", **options)
 
@@ -569,7 +640,9 @@ def test_hugging_face_data_is_read_without_its_library(tmp_path: Path, kind: str
     for side, rows in sides.items():
         got = read(tmp_path / "out" / side)
         assert list(got) == ["row_id", "image", "label", "text", "vector", "grid"]
-        assert [np.asarray(Image.open(io.BytesIO(image)))[0, 0, 0] for image in got["image"]] == [10 * i for i in range(rows)]
+        assert [np.asarray(Image.open(io.BytesIO(image)))[0, 0, 0] for image in got["image"]] == [
+            10 * i for i in range(rows)
+        ]
         assert (got["label"], got["text"]) == ([i % 3 for i in range(rows)], [f"row {i}" for i in range(rows)])
         np.testing.assert_array_equal(got["vector"], [[i, 1, 2] for i in range(rows)])
         np.testing.assert_array_equal(got["grid"], np.array([[[i, 1], [2, 3]] for i in range(rows)], np.float32))
@@ -579,9 +652,14 @@ def test_hugging_face_data_is_read_without_its_library(tmp_path: Path, kind: str
 def saved(folder: Path, table: pa.Table, features: dict[str, Any]) -> Path:
     """A data set as `save_to_disk` lays it out."""
     folder.mkdir()
-    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None})
+    )
     (folder / "dataset_info.json").write_text(json.dumps({"features": features}))
     return folder
 
@@ -610,7 +688,9 @@ def test_hugging_face_rows_without_a_label_can_be_skipped(tmp_path: Path) -> Non
         ({"a": [1]}, {"columns": ["b"]}, "no column 'b'; the columns are ['a']"),
     ],
 )
-def test_bad_hugging_face_data_is_refused(tmp_path: Path, table: dict[str, Any], options: dict[str, Any], expected: str) -> None:
+def test_bad_hugging_face_data_is_refused(
+    tmp_path: Path, table: dict[str, Any], options: dict[str, Any], expected: str
+) -> None:
     assert expected in refusal(tmp_path, "hf", saved(tmp_path / "in", pa.table(table), CLASSES), **options)
 
 
@@ -637,7 +717,11 @@ def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) ->
         else:
             pq.write_table(pa.table({"a": [number]}), place)
     assert done(tmp_path / "whole", "hf", tmp_path / "in")["a"] == [0, 1, 2]
-    twice = tmp_path / "in" / (f"train-00000-of-00001{suffix}" if suffix == ".arrow" else "train-00001-of-00003-ffffff.parquet")
+    twice = (
+        tmp_path
+        / "in"
+        / (f"train-00000-of-00001{suffix}" if suffix == ".arrow" else "train-00001-of-00003-ffffff.parquet")
+    )
     shutil.copy(tmp_path / "in" / f"train-00001-of-00003{suffix}", twice)
     assert "the files train-... are numbered more than once" in refusal(tmp_path, "hf", tmp_path / "in")
     twice.unlink()
@@ -651,12 +735,22 @@ def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) ->
     [
         (pa.array([1], pa.int32()), pa.array([1], pa.int64()), "int64"),
         (pa.array([[1]], pa.list_(pa.int32())), pa.array([[1]], pa.list_(pa.int64())), "int64"),
-        (pa.array([[1]]), pa.array([1]), "column 'a' holds int64, and lists of numbers in the first file. Save it again"),
+        (
+            pa.array([[1]]),
+            pa.array([1]),
+            "column 'a' holds int64, and lists of numbers in the first file. Save it again",
+        ),
         (pa.array([[], []], pa.list_(pa.list_(pa.int8()))), pa.array([1]), "column 'a' has no value at all"),
-        (pa.array([[1]]), pa.array([["x"]]), "column 'a' holds list<element: string>, and lists of numbers in the first file"),
+        (
+            pa.array([[1]]),
+            pa.array([["x"]]),
+            "column 'a' holds list<element: string>, and lists of numbers in the first file",
+        ),
     ],
 )
-def test_files_of_one_split_have_the_same_types(tmp_path: Path, first: pa.Array, second: pa.Array, expected: str, piece_bytes: int) -> None:
+def test_files_of_one_split_have_the_same_types(
+    tmp_path: Path, first: pa.Array, second: pa.Array, expected: str, piece_bytes: int
+) -> None:
     (tmp_path / "in").mkdir()
     for number, column in enumerate((first, second)):
         pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
@@ -686,9 +780,17 @@ def test_a_column_without_a_value_in_a_later_file_is_of_the_first_files_type(
     for number, column in enumerate((first, second)):
         pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
     got = done(
-        tmp_path, "hf", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip", max_bad_rows=9, ragged=["a"] if ragged else None
+        tmp_path,
+        "hf",
+        tmp_path / "in",
+        piece_bytes=piece_bytes,
+        on_bad_row="skip",
+        max_bad_rows=9,
+        ragged=["a"] if ragged else None,
     )
-    found = sorted((list(np.asarray(each).tolist()) if pa.types.is_nested(first.type) else each for each in got["a"]), key=str)
+    found = sorted(
+        (list(np.asarray(each).tolist()) if pa.types.is_nested(first.type) else each for each in got["a"]), key=str
+    )
     assert found == sorted(expected, key=str)
 
 
@@ -743,7 +845,9 @@ def test_an_arrow_stream_is_read_to_its_end_or_not_at_all(tmp_path: Path, old: b
 def test_parquet_is_described_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for i, rows in enumerate((5, 3)):
-        pq.write_table(pa.table({"x": [0.5] * rows, "label": [i] * rows}), tmp_path / "in" / f"{i}.parquet", row_group_size=2)
+        pq.write_table(
+            pa.table({"x": [0.5] * rows, "label": [i] * rows}), tmp_path / "in" / f"{i}.parquet", row_group_size=2
+        )
     summary = ingest(IngestOptions("parquet", input=str(tmp_path / "in")))
     part = summary.parts[""]
     assert (summary.reused, part.rows, part.path) == (True, 8, str(tmp_path / "in"))

@@ -36,7 +36,9 @@ def refusal(tmp_path: Path, source: Path | str, **options: Any) -> str:
 
 def test_what_tensorflow_wrote_comes_back_equal(tmp_path: Path) -> None:
     """Two files, one that is gzipped, text, images, floats and integers to their limits."""
-    summary = made(tmp_path, WRITTEN, label="image/class/label", columns=COLUMNS, rename={"image/encoded": "image"}, piece_bytes=1)
+    summary = made(
+        tmp_path, WRITTEN, label="image/class/label", columns=COLUMNS, rename={"image/encoded": "image"}, piece_bytes=1
+    )
     assert {name: part.rows for name, part in summary.parts.items()} == {"train": 5, "test": 3}
     for side, rows in (("train", range(5)), ("test", range(5, 8))):
         got = read(tmp_path / "out" / side)
@@ -51,7 +53,10 @@ def test_what_tensorflow_wrote_comes_back_equal(tmp_path: Path) -> None:
 
 def test_a_pattern_or_a_file_gives_one_data_set(tmp_path: Path) -> None:
     pattern = str(WRITTEN / "train.tfrecord-*")
-    assert {name: part.rows for name, part in made(tmp_path / "a", pattern, columns=COLUMNS, eval_fraction=0.5).parts.items()}.keys() == {
+    assert {
+        name: part.rows
+        for name, part in made(tmp_path / "a", pattern, columns=COLUMNS, eval_fraction=0.5).parts.items()
+    }.keys() == {
         "train",
         "eval",
     }
@@ -73,7 +78,9 @@ def example(**features: list[Any]) -> bytes:
     """A serialized row; the kind of a feature is that of its values."""
     made = _example()()
     for name, values in features.items():
-        kind = {bytes: "bytes_list", float: "float_list", int: "int64_list"}[type(values[0])] if values else "int64_list"
+        kind = (
+            {bytes: "bytes_list", float: "float_list", int: "int64_list"}[type(values[0])] if values else "int64_list"
+        )
         getattr(made.features.feature[name], kind).value.extend(values)
     return made.SerializeToString()
 
@@ -130,7 +137,11 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
         ([example(a=[1], label=[2])], {"label": "a"}, "another feature 'label'"),
         ([example(a=[])], {}, "'a' has 0 values"),
         ([example(a=[b"x", b"y"])], {}, "'a' has 2 values (bytes_list)"),
-        ([example(a=[1, 2]), example(a=[1, 2, 3])], {}, ":1: feature 'a' has 3 values (int64_list), in the first row 2 (int64_list)"),
+        (
+            [example(a=[1, 2]), example(a=[1, 2, 3])],
+            {},
+            ":1: feature 'a' has 3 values (int64_list), in the first row 2 (int64_list)",
+        ),
         ([example(a=[1]), example(b=[1])], {}, "'a' has 0 values (nothing)"),
         ([example(a=[1]), b"\xff\xff"], {}, ":1: no tf.train.Example"),
         ([example(a=[1.5]), example(a=[1])], {}, "(int64_list), in the first row 1 (float_list)"),
@@ -138,14 +149,21 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
         ([example(a=[b"\x89PNG\r\n"])], {}, "not an image that can be decoded"),
     ],
 )
-def test_what_cannot_be_used_is_refused(tmp_path: Path, rows: list[bytes], options: dict[str, Any], expected: str) -> None:
+def test_what_cannot_be_used_is_refused(
+    tmp_path: Path, rows: list[bytes], options: dict[str, Any], expected: str
+) -> None:
     said = refusal(tmp_path, write(tmp_path / "in" / "a.tfrecord", *rows), **options)
     assert expected in said
     assert str(tmp_path / "in" / "a.tfrecord") in said
 
 
 def test_a_row_of_another_form_may_be_left_out(tmp_path: Path) -> None:
-    file = write(tmp_path / "in" / "a.tfrecord", example(a=[1], b=[b"x"]), example(a=[1, 2], b=[b"x"]), example(a=[3], b=[b"y"], c=[1]))
+    file = write(
+        tmp_path / "in" / "a.tfrecord",
+        example(a=[1], b=[b"x"]),
+        example(a=[1, 2], b=[b"x"]),
+        example(a=[3], b=[b"y"], c=[1]),
+    )
     summary = made(tmp_path, file, on_bad_row="skip")
     assert (summary.rows, summary.parts[""].refused) == (2, 1)
     assert read(tmp_path / "out")["a"] == [1, 3]

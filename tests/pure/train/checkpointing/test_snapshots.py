@@ -11,7 +11,7 @@ import pytest
 
 from ray_app.checkpoint.format import MODEL, pack
 from ray_app.train.checkpointing import snapshots
-from ray_app.train.checkpointing.snapshots import SnapshotActor, Kept, SnapshotSender
+from ray_app.train.checkpointing.snapshots import Kept, SnapshotActor, SnapshotSender
 from tests.support.checkpoints import snapshot_of
 
 

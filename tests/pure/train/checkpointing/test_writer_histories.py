@@ -1,8 +1,10 @@
-"""Random histories of the saver: checkpoints that are written at the first try, later, or never, beside followers that hold some.
+"""Random histories of the saver: checkpoints that are written at the first try, later, or never, beside followers that
+hold some.
 
-What is committed is what could be written, but for what nobody needs. Each that could not be written, and each that goes before an
-evaluator has seen it, is told once, also where the storage takes no events for a while. Nothing is left of what was given up; a start
-that was followed writes nothing and says so, also while the next one writes the same step.
+What is committed is what could be written, but for what nobody needs. Each that could not be written, and each that
+goes before an evaluator has seen it, is told once, also where the storage takes no events for a while. Nothing is left
+of what was given up; a start that was followed writes nothing and says so, also while the next one writes the same
+step.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class Saving(RuleBasedStateMachine):
         follows=st.sampled_from([False] * 9 + [True]),
     )
     def save(self, ahead: int, refused: int, is_full: bool, follows: bool) -> None:
-        """The commit is refused so many times; the sixth is the last try. Or a later start takes the run over before it."""
+        """The commit is refused so many times; the sixth is the last try. Or a later start takes the run over before
+        it.
+        """
         self.step += ahead
         error = OSError(errno.ENOSPC if is_full else errno.EIO, "refused")
         self.refusals = [error] * refused
@@ -127,7 +131,9 @@ class Saving(RuleBasedStateMachine):
 
     @rule(ahead=st.integers(1, 3), order=st.sampled_from([1, -1]))
     def save_beside_an_earlier_start(self, ahead: int, order: int) -> None:
-        """Whose driver still lives and saves the same step at the same time: it commits nothing, leaves nothing, and is told."""
+        """Whose driver still lives and saves the same step at the same time: it commits nothing, leaves nothing, and is
+        told.
+        """
         if self.earlier is None:
             return
         self.step += ahead
@@ -155,7 +161,9 @@ class Saving(RuleBasedStateMachine):
             if name is OWN or hold in live:
                 self.skipped |= {(step, name) for step in gone if step > hold.done_step} - self.evaluated
 
-    @rule(name=FOLLOWERS, behind=st.integers(0, 8), most=st.integers(1, 4), is_over=st.sampled_from([False, False, True]))
+    @rule(
+        name=FOLLOWERS, behind=st.integers(0, 8), most=st.integers(1, 4), is_over=st.sampled_from([False, False, True])
+    )
     def hold(self, name: str | None, behind: int, most: int, is_over: bool) -> None:
         self.holds[name] = Hold(max(0, self.step - behind), time.time() + (-1 if is_over else 3600), most, name)
         self.store.hold(name or "evaluator", self.holds[name])
@@ -199,7 +207,10 @@ class Saving(RuleBasedStateMachine):
     def each_is_told_once(self) -> None:
         if not self.is_deaf:
             assert [event.details["step"] for event in read_events(self.paths, "write_failed")] == self.given_up
-            told = [(event.details["step"], event.details.get("by")) for event in read_events(self.paths, "evaluation_skipped")]
+            told = [
+                (event.details["step"], event.details.get("by"))
+                for event in read_events(self.paths, "evaluation_skipped")
+            ]
             assert Counter(told) == Counter(self.skipped)
 
 

@@ -31,9 +31,13 @@ def test_a_copy_has_memory_of_its_own_or_that_of_another_that_is_alike() -> None
 def test_a_device_is_given_all_copies_before_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     monkeypatch.setattr(transfer, "cuda", streams)
-    monkeypatch.setattr(transfer, "views_like", lambda values: [streams.note("page-locked", torch.empty(v.shape)) for v in values])
     monkeypatch.setattr(
-        Tensor, "copy_", lambda into, value, non_blocking=False: streams.note(f"copy{'' if non_blocking else ' and wait'}", into)
+        transfer, "views_like", lambda values: [streams.note("page-locked", torch.empty(v.shape)) for v in values]
+    )
+    monkeypatch.setattr(
+        Tensor,
+        "copy_",
+        lambda into, value, non_blocking=False: streams.note(f"copy{'' if non_blocking else ' and wait'}", into),
     )
     state = {"a": torch.zeros(3, device=DEVICE), "b": [torch.zeros(2, device=DEVICE)]}
     old = {"a": torch.zeros(3)}

@@ -49,7 +49,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return Driver(monkeypatch)
 
 
-STATE = [torch.zeros(33), torch.zeros((2, 3), dtype=torch.bfloat16), torch.tensor(7), torch.zeros(0), torch.zeros(5, dtype=torch.bool)]
+STATE = [
+    torch.zeros(33),
+    torch.zeros((2, 3), dtype=torch.bfloat16),
+    torch.tensor(7),
+    torch.zeros(0),
+    torch.zeros(5, dtype=torch.bool),
+]
 
 
 def test_copies_lie_in_one_piece_of_their_size(driver: Driver) -> None:
@@ -62,9 +68,15 @@ def test_copies_lie_in_one_piece_of_their_size(driver: Driver) -> None:
 
 
 def test_a_checkpoint_of_a_copy_holds_each_tensor_once_and_takes_all_types(driver: Driver) -> None:
-    """`torch.save` writes the whole storage of a tensor: one that all tensors shared would put the model into `training.pt`, too."""
-    model, moment, mask, empty, half = views_like([torch.zeros(9999), torch.zeros(9), torch.zeros(9, dtype=torch.bool), *STATE[3:0:-2]])
-    copy = Snapshot(1, {"weight": model}, {"state": {0: {"moment": moment, "mask": mask, "empty": empty, "half": half}}}, None)
+    """`torch.save` writes the whole storage of a tensor: one that all tensors shared would put the model into
+    `training.pt`, too.
+    """
+    model, moment, mask, empty, half = views_like(
+        [torch.zeros(9999), torch.zeros(9), torch.zeros(9, dtype=torch.bool), *STATE[3:0:-2]]
+    )
+    copy = Snapshot(
+        1, {"weight": model}, {"state": {0: {"moment": moment, "mask": mask, "empty": empty, "half": half}}}, None
+    )
     files = pack(copy)
     assert len(files[TRAINING]) < model.nbytes
     again = unpack(files)

@@ -34,7 +34,9 @@ def test_what_is_clipped_has_the_bits_of_torch(dtype: torch.dtype) -> None:
             p.grad = part.clone()
         torch.nn.utils.clip_grads_with_norm_(parameters, most, torch.tensor(norm))
         correct(parts, 1.0, norm, most)
-        assert all(torch.equal(part, p.grad) for p, part in zip(parameters, parts, strict=True) if p.grad is not None), trial
+        assert all(
+            torch.equal(part, p.grad) for p, part in zip(parameters, parts, strict=True) if p.grad is not None
+        ), trial
 
 
 def test_the_greatest_value_of_float32_is_a_norm() -> None:

@@ -21,7 +21,9 @@ def test_the_rate_is_that_asked_for_and_nobody_does_more(workers: int, more: int
     shares, steps = blocks(workers, workers + more), 300
     found = [due(step, seed, rate, shares, [range(workers)]) for step in range(steps)]
     total = sum(map(len, found))
-    assert total == pytest.approx(rate * (workers + more) * steps, abs=6 * workers * (1 + (rate * (1 + more) * steps) ** 0.5))
+    assert total == pytest.approx(
+        rate * (workers + more) * steps, abs=6 * workers * (1 + (rate * (1 + more) * steps) ** 0.5)
+    )
     for each in found:
         done = [again.by for again in each]
         assert not each or max(done.count(rank) for rank in range(workers)) <= -(-(workers + more) // workers) + 1
@@ -31,11 +33,16 @@ def test_the_rate_is_that_asked_for_and_nobody_does_more(workers: int, more: int
 def test_all_are_computed_twice_at_a_rate_of_one() -> None:
     for workers in (2, 3, 4):
         shares = blocks(workers, 8)
-        assert all({each.logical_worker for each in due(step, 7, 1.0, shares, [range(workers)])} == set(range(8)) for step in range(50))
+        assert all(
+            {each.logical_worker for each in due(step, 7, 1.0, shares, [range(workers)])} == set(range(8))
+            for step in range(50)
+        )
 
 
 def test_every_share_and_every_rank_has_its_turn() -> None:
-    found = {(each.logical_worker, each.by) for step in range(3000) for each in due(step, 1, 0.05, blocks(4, 8), [range(4)])}
+    found = {
+        (each.logical_worker, each.by) for step in range(3000) for each in due(step, 1, 0.05, blocks(4, 8), [range(4)])
+    }
     assert found == {(v, by) for v in range(8) for by in range(4) if by != v // 2}
 
 
@@ -45,7 +52,9 @@ def test_only_equals_are_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "third", "expected"), [((1, 2), 2, 0), ((1, 2), 1, 1), ((1, 2), 3, None)], ids=["the owner", "the other", "nobody knows"]
+    ("bits", "third", "expected"),
+    [((1, 2), 2, 0), ((1, 2), 1, 1), ((1, 2), 3, None)],
+    ids=["the owner", "the other", "nobody knows"],
 )
 def test_a_third_decides(bits: tuple[int, int], third: int, expected: int | None) -> None:
     share = Again(5, 0, 1)

@@ -38,7 +38,9 @@ def shard(value: Tensor, rank: int, size: int) -> Tensor:
     return value[rank * rows : (rank + 1) * rows].clone()
 
 
-def moved(optimizer: Any, args: dict[str, Any], rank: int, size: int) -> tuple[list[nn.Parameter], Optimizer, dict[Tensor, Any]]:
+def moved(
+    optimizer: Any, args: dict[str, Any], rank: int, size: int
+) -> tuple[list[nn.Parameter], Optimizer, dict[Tensor, Any]]:
     """What an optimizer makes in some steps of a rank's shards of some parameters, and where they are cut."""
     generator = torch.Generator().manual_seed(0)
     wholes = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -67,7 +69,9 @@ def moved(optimizer: Any, args: dict[str, Any], rank: int, size: int) -> tuple[l
 )
 def test_fused_kernels(optimizer: Any, args: dict[str, Any]) -> None:
     whole, of_whole, cuts = moved(optimizer, args, 0, 1)
-    assert all(len(each) == 1 and not each[0][3] for p, each in cuts.items() if p.numel() >= 64), "nothing of it is copied"
+    assert all(len(each) == 1 and not each[0][3] for p, each in cuts.items() if p.numel() >= 64), (
+        "nothing of it is copied"
+    )
     for size in (2, 3, 4, 5):
         shards = [moved(optimizer, args, rank, size)[:2] for rank in range(size)]
         for i, p in enumerate(whole):

@@ -110,7 +110,9 @@ def test_a_killed_server_is_restored(short_run: ShortRun, reference: dict[str, A
 
 
 def test_a_server_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
-    """It hangs when a step's gradients are all there, since each logical worker has a worker: the coordinator waits for it first."""
+    """It hangs when a step's gradients are all there, since each logical worker has a worker: the coordinator waits for
+    it first.
+    """
     stopped = tmp_path / "stopped"
     fields = SERVERS | {"scaling__min_workers": 4, "scaling__max_workers": 4, "failure__step_timeout_s": 10.0}
     config, watch = short_run(**fields), killing("server-{}-0", stopped, signal.SIGSTOP)
@@ -122,10 +124,14 @@ def test_a_server_that_hangs_is_ended(short_run: ShortRun, reference: dict[str, 
     assert record_of(result.path) == reference["record"]
 
 
-def test_a_killed_coordinator_goes_on_from_the_newest_checkpoint(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_killed_coordinator_goes_on_from_the_newest_checkpoint(
+    short_run: ShortRun, reference: dict[str, Any], tmp_path: Path
+) -> None:
     killed = tmp_path / "killed"
     watch = killing("parameters-{}", killed)
-    result = run_training(short_run(**SERVERS), faults=Faults(train=Hooks(after_step=WaitFor(str(killed), step=12))), observe=watch)
+    result = run_training(
+        short_run(**SERVERS), faults=Faults(train=Hooks(after_step=WaitFor(str(killed), step=12))), observe=watch
+    )
     assert is_gone(killed)
     [resumed] = read_events(RunPaths(result.path), "resumed")
     assert resumed.details["step"] == 8

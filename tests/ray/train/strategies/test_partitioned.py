@@ -1,4 +1,6 @@
-"""Strategies whose state no worker has alone, on a real cluster: a worker is killed, the other goes on from a copy in its memory."""
+"""Strategies whose state no worker has alone, on a real cluster: a worker is killed, the other goes on from a copy in
+its memory.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,24 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.mark.parametrize("strategy", ["central_storage", "fsdp"])
-def test_a_killed_worker(short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path, strategy: str) -> None:
-    fields = {"train__strategy": strategy, "scaling__min_workers": 2, "scaling__max_workers": 2, "checkpoint__snapshot_every_steps": 4}
+def test_a_killed_worker(
+    short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path, strategy: str
+) -> None:
+    fields = {
+        "train__strategy": strategy,
+        "scaling__min_workers": 2,
+        "scaling__max_workers": 2,
+        "checkpoint__snapshot_every_steps": 4,
+    }
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
     result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
     events = read_events(RunPaths(result.path), "formed", "resumed")
     assert (result.summary["status"], kill.happened) == ("finished", 1)
     fewer = 2 if strategy == "fsdp" else 1  # who holds a part waits until there is memory for all again
     assert [e.details["workers"] for e in events if e.kind == "formed"][:2] == [2, fewer]
-    resumed = [e for e in events if e.kind == "resumed" and e.details["step"] < 30]  # a new worker may come when all is done
+    resumed = [
+        e for e in events if e.kind == "resumed" and e.details["step"] < 30
+    ]  # a new worker may come when all is done
     assert not resumed, "the survivor's memory is enough"
     assert result.summary["redone_steps"] <= 2
     record = record_of(result.path)
@@ -37,8 +48,15 @@ def test_a_killed_worker(short_run: Callable[..., Config], reference: dict[str, 
     assert record == reference["record"]
 
 
-def test_all_workers_start_again_as_in_stock_ray_train(short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path) -> None:
-    fields = {"train__strategy": "fsdp", "scaling__min_workers": 2, "scaling__max_workers": 2, "failure__recovery": "restart"}
+def test_all_workers_start_again_as_in_stock_ray_train(
+    short_run: Callable[..., Config], reference: dict[str, Any], tmp_path: Path
+) -> None:
+    fields = {
+        "train__strategy": "fsdp",
+        "scaling__min_workers": 2,
+        "scaling__max_workers": 2,
+        "failure__recovery": "restart",
+    }
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
     result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))
     assert (result.summary["status"], kill.happened, kill.gone) == ("finished", 1, True)

@@ -59,17 +59,28 @@ def test_single_trains_in_the_calling_process_and_gives_the_same_bits(
     assert record_of(tmp_path / "runs" / "run") == reference["record"]
 
 
-def test_a_run_of_workers_is_continued_in_the_calling_process(short_run: Callable[..., Config], reference: dict[str, Any]) -> None:
+def test_a_run_of_workers_is_continued_in_the_calling_process(
+    short_run: Callable[..., Config], reference: dict[str, Any]
+) -> None:
     config = short_run(scaling__min_workers=1, scaling__max_workers=1)
     stopping = Seen(interrupt_after=5)
-    assert run_training(config.replace(train__strategy="single"), faults=Faults(train=Hooks(after_step=stopping))).status == "interrupted"
+    assert (
+        run_training(config.replace(train__strategy="single"), faults=Faults(train=Hooks(after_step=stopping))).status
+        == "interrupted"
+    )
     assert run_training(config).summary["params_digest"] == reference["params_digest"]
 
 
 def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Config], tmp_path: Path) -> None:
-    """The others go back to the last average, also behind windows that they left, and take over its logical workers; the bits are those of
-    a run in one process."""
-    fields: dict[str, Any] = {"train__strategy": "local_sgd", "train__local_steps": 4, "scaling__min_workers": 2, "scaling__max_workers": 2}
+    """The others go back to the last average, also behind windows that they left, and take over its logical workers;
+    the bits are those of a run in one process.
+    """
+    fields: dict[str, Any] = {
+        "train__strategy": "local_sgd",
+        "train__local_steps": 4,
+        "scaling__min_workers": 2,
+        "scaling__max_workers": 2,
+    }
     fields |= {"data__cache": "none", "data__shuffle_window_rows": 16}
     alone = claim(prepare(short_run(run__name="undisturbed", **fields)), 1).job
     assert 12 // alone.plan.steps_per_window < 13 // alone.plan.steps_per_window

@@ -31,7 +31,17 @@ from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator, Units
 from ray_app.train.strategies.parameter_server.server import _NONE
-from tests.support.local_world import CLASSES, Pool, TinyImages, Trained, cached, make_job, result_of, streamed, write_images
+from tests.support.local_world import (
+    CLASSES,
+    Pool,
+    TinyImages,
+    Trained,
+    cached,
+    make_job,
+    result_of,
+    streamed,
+    write_images,
+)
 from tests.support.server_world import World
 
 ROWS = [[50, 1], [46]]
@@ -79,7 +89,11 @@ def planned(data: Path, folder: Path, pool: Pool) -> list[tuple[int, list[int], 
     "fields",
     [
         pytest.param({}, marks=pytest.mark.rest),
-        {"schedule": ONE_CYCLE, **CLIPPED, "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}},
+        {
+            "schedule": ONE_CYCLE,
+            **CLIPPED,
+            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}},
+        },
         {"train__ema_decay": 0.9, "task": TinyImages("unused"), "train__freeze": ["1.*"]},
     ],
     ids=["adam", "sgd with momentum, clipped, scheduled", "average, given, frozen and unused parameters"],
@@ -120,11 +134,17 @@ def test_the_record_says_what_each_server_holds(data: Path, tmp_path: Path) -> N
     held = summarize(job, "finished")["parameter_servers"]
     shapes = {name: tuple(p.shape) for name, p in job.task.build_model().named_parameters()}
     rows = {name: sorted(rows for part in held for rows in part["variables"].get(name, [])) for name in shapes}
-    assert {name: (found[0][0], found[-1][1]) for name, found in rows.items()} == {name: (0, shape[0]) for name, shape in shapes.items()}
+    assert {name: (found[0][0], found[-1][1]) for name, found in rows.items()} == {
+        name: (0, shape[0]) for name, shape in shapes.items()
+    }
     assert len(rows["1.weight"]) == 3, "it was not split"
-    assert all(before[1] == after[0] for found in rows.values() for before, after in pairwise(found)), "parts overlap or are missing"
+    assert all(before[1] == after[0] for found in rows.values() for before, after in pairwise(found)), (
+        "parts overlap or are missing"
+    )
     row_bytes = {name: 4 * prod(shape[1:]) for name, shape in shapes.items()}
-    counted = [[(high - low) * row_bytes[name] for name, parts in p["variables"].items() for low, high in parts] for p in held]
+    counted = [
+        [(high - low) * row_bytes[name] for name, parts in p["variables"].items() for low, high in parts] for p in held
+    ]
     assert [part["bytes"] for part in held] == [sum(each) for each in counted]
 
 
@@ -143,7 +163,9 @@ def test_a_resume_on_other_workers_and_servers_changes_nothing(data: Path, tmp_p
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_worker_is_lost_and_another_joins(pool: Pool, data: Path, tmp_path: Path, staleness: int) -> None:
-    """It is lost when its gradient is applied but nobody was told, so that the unit is done again and must not count twice."""
+    """It is lost when its gradient is applied but nobody was told, so that the unit is done again and must not count
+    twice.
+    """
     world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 3)
     world.run(turns=6)
     while world.workers["1"]._done is None:
@@ -187,7 +209,9 @@ def test_who_leaves_finishes_what_it_has_and_takes_on_nothing_more(data: Path, t
 
 def test_a_gradient_counts_once(data: Path, tmp_path: Path) -> None:
     """Every server applies each gradient of each logical worker once, also when it comes twice."""
-    job = job_of(tmp_path / "run", data, train__staleness=2, train__max_steps=4, optimizer={"class_path": "torch.optim.Adam"})
+    job = job_of(
+        tmp_path / "run", data, train__staleness=2, train__max_steps=4, optimizer={"class_path": "torch.optim.Adam"}
+    )
     world = World(job, 2)
     call = world.servers.call
 
@@ -214,7 +238,9 @@ def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tm
     assert [c.step for c in store.commits()] == [5, 10, 15, world.job.total_steps]
     rows = [rows for _, rows, _ in consumed(world.job)]
     assert [r for r in rows if 0 in r] == 2 * [[1, 0, 0, 0]]
-    for commit in store.commits():  # a cut holds just the gradients of the steps before it; units without rows have none
+    for (
+        commit
+    ) in store.commits():  # a cut holds just the gradients of the steps before it; units without rows have none
         state = unpack(store.load(commit)).optimizer["state"]
         applied = sum(map(bool, itertools.chain(*rows[: commit.step]))) if staleness else commit.step
         assert {int(values["step"]) for values in state.values()} == {applied}
@@ -222,7 +248,9 @@ def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tm
         assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
 
 
-def test_large_rows_are_gathered_ahead_also_after_going_back(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+def test_large_rows_are_gathered_ahead_also_after_going_back(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
     fields: dict[str, Any] = {"data__shuffle_window_rows": 16, "train__max_steps": 8}
     undisturbed = trained(job_of(tmp_path / "undisturbed", data, **fields), 1)
     monkeypatch.setattr("ray_app.data.feed._WORTH_A_THREAD", 0)
@@ -313,7 +341,9 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
 ) -> None:
     world, killed = World(job_of(tmp_path / "run", data), 1), list[Any]()
     monkeypatch.setattr(CoordinatorActor, "_watch", lambda self, look: None)
-    actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {world.job.rendezvous: Handle(None)}
+    actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {
+        world.job.rendezvous: Handle(None)
+    }
     monkeypatch.setattr(ray, "get_actor", actors.__getitem__)
     monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([], calls))
     monkeypatch.setattr(ray, "kill", lambda server, no_restart: killed.append(server))
@@ -331,7 +361,13 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
     world.coordinator, world.workers = coordinator, {}
     world.add()
     world.run()
-    assert {method: set(ended) for method, ended in waited.items()} == {"era": {2}, "load": {0}, "norms": {2}, "apply": {2}, "state": {0}}
+    assert {method: set(ended) for method, ended in waited.items()} == {
+        "era": {2},
+        "load": {0},
+        "norms": {2},
+        "apply": {2},
+        "state": {0},
+    }
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the exit
@@ -367,7 +403,9 @@ def test_the_rendezvous_is_told_while_the_coordinator_waits_for_the_storage(
     assert not world.coordinator.is_held_up
 
 
-def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
     def fails(self: CheckpointStore, on_fallback: Any, above: int) -> Any:
         raise CheckpointError("not one is intact")
 
@@ -382,7 +420,9 @@ def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(monkeypatch: pytes
 def test_what_was_done_for_a_coordinator_that_died_with_all_servers_counts_for_nothing(
     pool: Pool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
-    """Ray sends what a worker said to the former coordinator again to the new one; the gradients are gone with the servers."""
+    """Ray sends what a worker said to the former coordinator again to the new one; the gradients are gone with the
+    servers.
+    """
     world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 2)
     while world.coordinator._units.complete < 5 or not all(worker._done for worker in world.workers.values()):
         world.run(turns=1)
@@ -435,7 +475,12 @@ def test_who_calls_for_another_era_changes_nothing(data: Path, tmp_path: Path, s
     before = held[1].tobytes()
     zeros = held[1] * 0
     assert server.push(now - 1, 0, 3, zeros, None) is None
-    assert [server.pull(now - 1), server.norms(now - 1, 0, []), server.apply(now - 1, 0, 1.0, 1.0), server.state(now - 1)] == [None] * 4
+    assert [
+        server.pull(now - 1),
+        server.norms(now - 1, 0, []),
+        server.apply(now - 1, 0, 1.0, 1.0),
+        server.state(now - 1),
+    ] == [None] * 4
     after = server.pull(now)
     assert after is not None
     assert after[1].tobytes() == before
@@ -482,7 +527,9 @@ def test_a_step_without_all_of_its_rows_ends_the_run(data: Path, tmp_path: Path)
         world.run()
 
 
-def test_who_waits_for_servers_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+def test_who_waits_for_servers_does_not_hold_the_others_up(
+    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
+) -> None:
     world, phases, found = World(job_of(tmp_path / "run", data, train__max_steps=1), 1), ["starting"], []
     monkeypatch.setattr(world.workers["0"]._membership, "enter", phases.append)
     call = world.servers.call
@@ -592,7 +639,9 @@ def test_a_stop_after_a_lost_worker_counts_what_it_had_sent(data: Path, tmp_path
     world.run()
     store = CheckpointStore(world.job.paths)
     [commit] = store.commits()
-    assert {int(values["step"]) for values in unpack(store.load(commit)).optimizer["state"].values()} == {4 * commit.step}
+    assert {int(values["step"]) for values in unpack(store.load(commit)).optimizer["state"].values()} == {
+        4 * commit.step
+    }
 
 
 def test_who_is_ahead_waits_at_the_bound(data: Path, tmp_path: Path) -> None:
@@ -605,7 +654,9 @@ def test_who_is_ahead_waits_at_the_bound(data: Path, tmp_path: Path) -> None:
 
 
 def test_parameters_that_came_with_the_last_answer_serve_unless_too_much_is_missing(data: Path, tmp_path: Path) -> None:
-    """One worker runs ahead to the bound, and its next unit may not do without gradients that are not in what it got with its last."""
+    """One worker runs ahead to the bound, and its next unit may not do without gradients that are not in what it got
+    with its last.
+    """
     world = World(job_of(tmp_path / "run", data, train__staleness=2), 2)
     call, methods = world.servers.call, list[str]()
 
@@ -622,7 +673,9 @@ def test_parameters_that_came_with_the_last_answer_serve_unless_too_much_is_miss
     for _ in range(2):
         world.turn("1")  # its first step is on the servers, and told
     world.turn("0")
-    assert methods == ["push", "push", "pull", "push"], "the one that was ahead did not look at what was missing, or the other one did"
+    assert methods == ["push", "push", "pull", "push"], (
+        "the one that was ahead did not look at what was missing, or the other one did"
+    )
     world.run()
     assert methods.count("pull") < methods.count("push") / 2
 
@@ -660,7 +713,9 @@ def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 6), st.integers(0, 3), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
-def test_units_are_done_in_order_within_the_bound_and_never_by_two(logical: int, staleness: int, asks: list[tuple[str, bool]]) -> None:
+def test_units_are_done_in_order_within_the_bound_and_never_by_two(
+    logical: int, staleness: int, asks: list[tuple[str, bool]]
+) -> None:
     units, end = Units(logical, 3, staleness), 9
     running: dict[str, tuple[int, int]] = {}
     done = [3] * logical

@@ -36,7 +36,18 @@ def echo() -> tuple[Listener, tuple[str, int]]:
 def test_what_is_sent_arrives(echo: tuple[Listener, tuple[str, int]]) -> None:
     listener, address = echo
     files = {"model.safetensors": b"\x00\n\xff", "training.pt": b""}
-    values = ["push", 3, None, True, 0.1, math.inf, -0.0, files, np.arange(5, dtype=np.uint8), [1, [np.empty(0, np.uint8), b"after"]]]
+    values = [
+        "push",
+        3,
+        None,
+        True,
+        0.1,
+        math.inf,
+        -0.0,
+        files,
+        np.arange(5, dtype=np.uint8),
+        [1, [np.empty(0, np.uint8), b"after"]],
+    ]
     with connect(address, listener.secret, WAIT_S) as line:
         send(line, values)
         came = receive(line)
@@ -72,7 +83,9 @@ def test_more_than_the_kernel_holds_travels_both_ways_at_once(echo: tuple[Listen
 
 
 @pytest.mark.parametrize(
-    "shown", ["0" * 32, "", "GET / HTTP/1.1\r\nHost: parameters\r\n\r\n"], ids=["another secret", "nothing", "a browser"]
+    "shown",
+    ["0" * 32, "", "GET / HTTP/1.1\r\nHost: parameters\r\n\r\n"],
+    ids=["another secret", "nothing", "a browser"],
 )
 def test_who_does_not_know_the_secret_is_not_heard(shown: str) -> None:
     heard: list[Any] = []
@@ -87,7 +100,9 @@ def test_who_does_not_know_the_secret_is_not_heard(shown: str) -> None:
 
 
 def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]) -> None:
-    """They have some seconds in all to show the secret, however little they say at a time, and only so many are listened to."""
+    """They have some seconds in all to show the secret, however little they say at a time, and only so many are
+    listened to.
+    """
     monkeypatch.setattr(protocol, "_INTRODUCTION_S", 0.3)
     monkeypatch.setattr(protocol, "_MOST_STRANGERS", 2)
     listener, address = echo
@@ -122,7 +137,9 @@ def is_closed(line: socket.socket) -> bool:
         return True
 
 
-def test_a_listener_outlives_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]) -> None:
+def test_a_listener_outlives_a_lack_of_threads(
+    monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]
+) -> None:
     listener, address = echo
     start, refused = threading.Thread.start, list[str]()
 
@@ -142,7 +159,9 @@ def test_a_listener_outlives_a_lack_of_threads(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_an_answer_may_wait_until_another_one_is_read(echo: tuple[Listener, tuple[str, int]]) -> None:
-    """The kernel does not take a full buffer for a dead connection: no end of it has a limit on how long that may be."""
+    """The kernel does not take a full buffer for a dead connection: no end of it has a limit on how long that
+    may be.
+    """
     listener, address = echo
     with connect(address, listener.secret, WAIT_S) as line:
         assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0

@@ -1,4 +1,6 @@
-"""What parameter servers' bookkeeping of units costs, in operations of Python, and that it is even whoever comes and goes."""
+"""What parameter servers' bookkeeping of units costs, in operations of Python, and that it is even whoever comes and
+goes.
+"""
 
 from __future__ import annotations
 

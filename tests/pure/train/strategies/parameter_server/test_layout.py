@@ -18,7 +18,9 @@ SHAPES = st.lists(st.lists(st.integers(1, 300), max_size=3).map(tuple), min_size
 def test_every_value_is_on_one_server(shapes: list[tuple[int, ...]], servers: int, min_bytes: int) -> None:
     parts = partition(shapes, 4, servers, min_bytes)
     assert len(parts) == servers
-    rows: Counter[tuple[int, int]] = Counter((p.variable, row) for part in parts for p in part for row in range(p.low, p.high))
+    rows: Counter[tuple[int, int]] = Counter(
+        (p.variable, row) for part in parts for p in part for row in range(p.low, p.high)
+    )
     assert rows == Counter((i, row) for i, shape in enumerate(shapes) for row in range(shape[0] if shape else 1))
     assert sum(strip_bytes(p, shapes, 4) for part in parts for p in part) == 4 * sum(map(prod, shapes))
 
@@ -31,7 +33,12 @@ def test_the_load_is_even_but_for_one_part(shapes: list[tuple[int, ...]], server
 
 
 def test_a_variable_is_split_along_its_first_dimension_into_parts_that_are_large_enough() -> None:
-    assert strips_of(0, (1000, 64), 4, 4, 1) == [Strip(0, 0, 250), Strip(0, 250, 500), Strip(0, 500, 750), Strip(0, 750, 1000)]
+    assert strips_of(0, (1000, 64), 4, 4, 1) == [
+        Strip(0, 0, 250),
+        Strip(0, 250, 500),
+        Strip(0, 500, 750),
+        Strip(0, 750, 1000),
+    ]
     assert len(strips_of(0, (1000, 64), 4, 4, 100_000)) == 2
     assert strips_of(0, (1000, 64), 4, 4, 1 << 20) == [Strip(0, 0, 1000)]
     assert strips_of(0, (), 4, 4, 1) == [Strip(0, 0, 1)]

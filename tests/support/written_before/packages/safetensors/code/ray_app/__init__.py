@@ -31,7 +31,8 @@ __all__ = [
     "start_training",
 ]
 
-logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook Ray asks for ipywidgets, which nothing here needs
+# In a notebook Ray asks for ipywidgets, which nothing here needs
+logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
 
 _PLACES = {
     "Comparison": "report.comparison",

@@ -1,4 +1,5 @@
-"""Encoded images: decoded by torchvision, after a look at the header, since a small file can say that it is enormous."""
+"""Encoded images: decoded by torchvision, after a look at the header, since a small file can say that it is enormous.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def _pixels(encoded: bytes) -> int:
 
     try:
         with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG", "WEBP", "GIF")) as image:
-            frames = getattr(image, "n_frames", 1) if image.format in ("WEBP", "GIF") else 1  # of the others one is decoded
+            # Of the others one is decoded
+            frames = getattr(image, "n_frames", 1) if image.format in ("WEBP", "GIF") else 1
             return image.width * image.height * frames
     except Exception as error:  # Pillow's readers raise what they like
         raise ValueError(f"its header is refused: {error}") from error
