@@ -377,9 +377,15 @@ def _positions(spec: ReadSpec) -> npt.NDArray[np.int64]:
 
 _LIBRARIES = ("numpy", "torch", "torchvision", "Pillow", "simplejpeg")
 _DIGITS = 32
-_OURS = ("data/dataset/*.py", "data/read/*.py", "plan/partitions.py", "task/**/*.py")
+_OURS = (
+    *(f"data/{name}.py" for name in ("dataset", "arrays", "parquet_files", "footer_trial", "reader", "bad_rows")),
+    *(f"data/{name}.py" for name in ("ray_tasks", "local_readers", "probes")),
+    "storage/data_files.py",
+    "plan/manifest.py",
+    "task/**/*.py",
+)
 """Code of the application, below `_APPLICATION`, that has a part in what a decoded row is."""
-_APPLICATION = Path(__file__).parents[2]
+_APPLICATION = Path(__file__).parents[1]
 _NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
 """Name of a cache's folder, see `identity`."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,7 +52,7 @@ from ray_app.driver.services import (
     make_tracker,
     observers_of,
 )
-from ray_app.driver.signals import Bounds, stopping_at_signals
+from ray_app.driver.signals import stopping_at_signals
 from ray_app.driver.single import alone_in_front, train_in_front
 from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
@@ -68,7 +68,7 @@ from ray_app.track.tracker import Tracker, check_available
 from ray_app.train.checkpointing.restore import note_fallback
 from ray_app.train.checkpointing.snapshots import start_keepers
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import Flags
+from ray_app.train.membership import Flags, Phase, RendezvousStatus
 from ray_app.train.membership import RendezvousStatus as Gathering
 from ray_app.train.strategies.parameter_server.actors import start_parameters
 from ray_app.version import __version__
@@ -527,3 +527,54 @@ def _patiently(work: Callable[[], T]) -> T:
                 raise
             logger.warning("How the run ended could not be recorded, will try again: %s", error)
             time.sleep(_END_PAUSE_S)
+
+
+STOP_S, END_S = 15.0, 60.0
+
+
+class Bounds:
+    """Says when it is no use to wait any longer for workers that are to end, or for the controller after they have.
+
+    A worker that computes, writes a checkpoint or exchanges gradients is not given up here: the step watchdog looks
+    after it.
+
+    Args:
+        total_steps: Steps of the run.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._step, self._reason, self._since_s = -1, "", 0.0
+
+    def look(self, now_s: float, seen: RendezvousStatus | None, phases: Collection[Phase] | None) -> str | None:
+        """Takes how the run is now.
+
+        Args:
+            now_s: When that is, by any clock that does not jump.
+            seen: What the rendezvous says; None: it does not answer.
+            phases: What the workers do, if the run is to stop.
+
+        Returns:
+            Why nothing more is waited for; None while something is.
+        """
+        reason, limit_s = self._waits_for(seen, phases)
+        step = seen.step if seen is not None else self._step
+        if reason != self._reason or step != self._step:
+            self._reason, self._step, self._since_s = reason, step, now_s
+        return f"{reason} for {limit_s:g} s" if reason and now_s - self._since_s >= limit_s else None
+
+    def _waits_for(self, seen: RendezvousStatus | None, phases: Collection[Phase] | None) -> tuple[str, float]:
+        if phases is None:
+            is_done = seen is not None and seen.step >= self._total_steps and not seen.live and not seen.leaving
+            return (
+                "all steps are done, all workers have left, and Ray Train's controller has not ended" if is_done else ""
+            ), END_S
+        if seen is None:
+            return "the rendezvous has not answered", STOP_S
+        if "data" in phases:
+            return "a worker has waited for data", STOP_S
+        if not seen.live and not seen.leaving:
+            return "there has been no worker, and the controller has not ended", STOP_S
+        if not phases:
+            return "the workers have formed no group", STOP_S
+        return "", STOP_S

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+import torch
 from torch import nn
 
 from ray_app.data.dataset import open_dataset
@@ -355,3 +356,14 @@ def _read(data: Path, called: str, source: dict[str, Any], digest: str) -> Packa
             " it came from, or"
             " register that again."
         ) from error
+
+
+def module_on(exported: torch.export.ExportedProgram, device: torch.device) -> nn.Module:
+    """Returns the module of an exported program on a device.
+
+    `Module.to` would move the parameters alone: the operations of the graph that make a tensor, such as `arange`, keep
+    the device that they were exported on, and the module checks that its inputs are there.
+    """
+    from torch.export.passes import move_to_device_pass
+
+    return (move_to_device_pass(exported, device) if device.type != "cpu" else exported).module()

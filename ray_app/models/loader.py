@@ -3,8 +3,6 @@
 It stands alone: it needs torch and NumPy, safetensors for a package with weights of its own, and neither Ray nor the
 rest of ray_app. Nothing is unpickled, and no expression of an archive is evaluated that does more than count rows; a
 package that asks for it is refused.
-
-Exported programs on another device than the one that they were exported on.
 """
 
 from __future__ import annotations
@@ -307,14 +305,3 @@ def _tensor(values: Any, spec: dict[str, Any]) -> Tensor:
             f"The input {spec['name']!r} is of shape (rows, {str(spec['shape'])[1:-1]}); {array.shape} was given."
         )
     return torch.from_numpy(array)
-
-
-def module_on(exported: torch.export.ExportedProgram, device: torch.device) -> nn.Module:
-    """Returns the module of an exported program on a device.
-
-    `Module.to` would move the parameters alone: the operations of the graph that make a tensor, such as `arange`, keep
-    the device that they were exported on, and the module checks that its inputs are there.
-    """
-    from torch.export.passes import move_to_device_pass
-
-    return (move_to_device_pass(exported, device) if device.type != "cpu" else exported).module()

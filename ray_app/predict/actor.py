@@ -27,7 +27,7 @@ from ray_app.data.parquet_files import DataFile, Partitions
 from ray_app.data.reader import POSITION, ReadSpec, check_positions, stored
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
-from ray_app.models.loader import module_on
+from ray_app.models.export import module_on
 from ray_app.process import keep_freed_memory
 from ray_app.storage.files import location, put_atomic
 from ray_app.task import device as environment

@@ -21,7 +21,7 @@ from ray import cloudpickle
 from ray_app.errors import RayAppError, TaskError
 from ray_app.preflight import sandbox_server
 
-_PACKAGES = Path(__file__).resolve().parents[3]
+_PACKAGES = Path(__file__).resolve().parents[2]
 _SHOWN_LINES = 15
 
 

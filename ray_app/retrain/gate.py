@@ -47,7 +47,7 @@ from ray_app.data.reader import RowSource, specs_of
 from ray_app.errors import ConfigError
 from ray_app.ingest.shards import Shards
 from ray_app.models import loader
-from ray_app.models.loader import module_on
+from ray_app.models.export import module_on
 from ray_app.plan.hashing import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment

@@ -3,7 +3,7 @@
 Files of data, on a disk or in a bucket: what is there, and reading and writing big ones in streams.
 
 Buckets are read through pyarrow, so that Parquet is fetched by ranges; where S3 is and who may read it is as in
-`record/s3.py`.
+`storage/object_stores.py`.
 
 The files of data below a folder: what counts as data, and what must not be taken for it.
 """

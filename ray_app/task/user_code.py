@@ -18,7 +18,7 @@ from ray_app.errors import RayAppError, TaskError, without_addresses
 
 _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
-_OF_OURS = ("base", "losses", "own_code", "score/scoring", "script/batches", "script/trainerless", "script/scripted")
+_OF_OURS = ("base", "user_code", "metrics", "metric_classes", "whole_batches", "lightning", "user_loop")
 _MACHINERY = tuple(_TASKS / f"{name}.py" for name in _OF_OURS)
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _MOST_CALLS = 30

@@ -27,8 +27,8 @@ from ray_app.driver.run import Faults
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Hooks
-from ray_app.cluster.controller.scaling_policy import Sizes
-from ray_app.cluster.controller.backend import Control
+from ray_app.cluster.controller.scaling_policy import ElasticPolicy
+from ray_app.cluster.controller.backend import ControllerContext
 from tests.support.injector import Linger
 from tests.support.injector import NoteNode
 
@@ -44,13 +44,13 @@ config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).
 
 
 def possible(config):
-    sizes = Sizes(ScalingConfig(num_workers=(1, 2), label_selector=config.scaling.label_selector),
-        Control(str(out), 1, config, None, 1.0, True))
-    sizes.after_controller_start(SimpleNamespace(run_id="probe"))
-    asked = ray.get(sizes._autoscaling_coordinator.__ray_call__.remote(
+    policy = ElasticPolicy(ScalingConfig(num_workers=(1, 2), label_selector=config.scaling.label_selector),
+        ControllerContext(str(out), 1, config, None, 1.0, True))
+    policy.after_controller_start(SimpleNamespace(run_id="probe"))
+    asked = ray.get(policy._autoscaling_coordinator.__ray_call__.remote(
         lambda self: [len(request.requested_resources) for request in self._ongoing_reqs.values()]))
-    found = sizes.possible()
-    sizes._cancel_resource_request()
+    found = policy.possible()
+    policy._cancel_resource_request()
     return found, asked
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from ray_app import load_config, run_training
 from ray_app.drill.delays import Hold
-from ray_app.drill.faults import Proofs
+from ray_app.drill.faults import Evidence
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
 
@@ -31,7 +31,7 @@ ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=Fal
 config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).replace(
     run__storage_path=str(out), run__name="run", tracking__enabled=False, train__max_steps=60, scaling__max_workers=2,
     checkpoint__every_epochs=None, checkpoint__every_steps=20)
-proofs = Proofs(str(out / "proofs"))
+proofs = Evidence(str(out / "proofs"))
 hooks = Hooks(after_step=Hold(proofs, "held", "released", 30, 0)) if kills else Hooks()
 
 

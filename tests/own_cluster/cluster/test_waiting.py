@@ -23,7 +23,7 @@ from rich.console import Console
 from ray_app import load_config, run_training
 from ray_app.drill.cluster import local_nodes
 from ray_app.drill.delays import Hold
-from ray_app.drill.faults import Proofs
+from ray_app.drill.faults import Evidence
 from ray_app.runlog.journal import read_events
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
@@ -37,7 +37,7 @@ config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).
 said = StringIO()
 with local_nodes(2, evaluates=False) as nodes:
     undisturbed = run_training(config.replace(run__name="undisturbed"), Console(file=StringIO()))
-    proofs, lost, added = Proofs(str(out / "proofs")), [], []
+    proofs, lost, added = Evidence(str(out / "proofs")), [], []
 
     def act(job):
         held = proofs.get("held")

@@ -96,7 +96,7 @@ def test_every_scenario(digits: Path, tmp_path: Path) -> None:
 HANGS = """
 import sys
 from ray_app.cli.drill import main
-from ray_app.drill.scenario import Disturbance
+from ray_app.drill.scenario import Scenario
 from ray_app.drill.session import SCENARIOS
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
@@ -104,7 +104,7 @@ from tests.support.drilled import Forever
 
 def hangs(ground):
     "No worker ends its step."
-    return Disturbance([1], [], lambda run: [], Faults(train=Hooks(after_step=Forever())))
+    return Scenario([1], [], lambda run: [], Faults(train=Hooks(after_step=Forever())))
 
 if __name__ == "__main__":
     SCENARIOS["hangs"] = hangs

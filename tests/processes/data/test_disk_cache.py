@@ -134,7 +134,7 @@ def test_other_data_settings_or_code_have_another_cache(
     shutil.copytree(disk_folder._APPLICATION, changed)
     monkeypatch.setattr(disk_folder, "_APPLICATION", changed)
     assert not is_new(job.source)
-    for name in ("task/rows/images.py", "data/read/bad_rows.py", "data/dataset/arrays.py", "task/image.py"):
+    for name in ("task/images.py", "data/bad_rows.py", "data/arrays.py", "task/image.py"):
         (changed / name).write_text((changed / name).read_text() + "\n# another version")
         assert is_new(job.source), name
     module = tmp_path / "changing.py"

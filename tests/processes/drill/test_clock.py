@@ -15,7 +15,7 @@ from tests.support.drilled import ended, record
 
 CLOCKS = """
 import ctypes, datetime, threading, time
-from ray_app.drill import clock
+from ray_app.drill import process_scenarios
 libc, over = ctypes.CDLL(None), threading.Event()
 def ask():
     while not over.is_set():
@@ -30,7 +30,7 @@ for thread in threads:
     thread.start()
 before, steady = time.time(), time.monotonic()
 for offset in (7200, -10800, 0):
-    clock.move_to(offset)
+    process_scenarios.move_to(offset)
     took = time.monotonic() - steady
     assert took < 600, took
     off = [each - before - took - offset for each in seen()]

@@ -17,13 +17,13 @@ def test_the_kernel_ends_who_uses_more_than_the_limit_of_its_group() -> None:
     group = memory_faults.make_group()
     try:
         script = (
-            f"import os, pathlib; from ray_app.drill import memory; memory.put_into(pathlib.Path({str(group)!r}),"
-            f" os.getpid())"
+            "import os, pathlib; from ray_app.drill import memory_faults;"
+            f" memory_faults.put_into(pathlib.Path({str(group)!r}), os.getpid())"
         )
         assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
         assert memory_faults.kills(str(group)) == 0
         done = subprocess.run(
-            [sys.executable, "-c", f"{script}; memory.use_up()"], capture_output=True, text=True, check=False
+            [sys.executable, "-c", f"{script}; memory_faults.use_up()"], capture_output=True, text=True, check=False
         )
         assert done.returncode == -9, done.stderr
         assert memory_faults.kills(str(group)) == 1

@@ -104,9 +104,9 @@ def test_dataset_json_describes_what_is_there(tmp_path: Path) -> None:
 
 MEASURE = """
 import sys
-from ray_app.ingest import mixing
+from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest
-mixing.BUCKET_BYTES = 16 << 20
+shuffle.BUCKET_BYTES = 16 << 20
 ingest(IngestOptions(sys.argv[1], sys.argv[3], sys.argv[2], row_group_bytes=4 << 20, shard_rows=10_000))
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """

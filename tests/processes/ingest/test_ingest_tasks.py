@@ -78,18 +78,18 @@ KILLED = """
 import os, signal, sys
 from functools import partial
 from ray_app.ingest import ingest
-from ray_app.ingest import mixing, pieces
+from ray_app.ingest import shuffle, splits
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.ingest import run_in_threads
 
-write = {"write_piece": pieces.write_piece, "write_bucket": mixing.write_bucket}[sys.argv[3]]
+write = {"write_piece": splits.write_piece, "write_bucket": shuffle.write_bucket}[sys.argv[3]]
 
 def deadly(task):
     if task.number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return write(task)
 
-mixing.BUCKET_BYTES = 1000
+shuffle.BUCKET_BYTES = 1000
 setattr(ingest, sys.argv[3], deadly)
 ingest.ingest(IngestOptions("csv", sys.argv[2], sys.argv[1], label="y", piece_bytes=1), partial(run_in_threads, threads=1))
 """  # noqa: E501

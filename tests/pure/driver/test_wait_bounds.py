@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ray_app.driver.signals import END_S, STOP_S, Bounds
+from ray_app.driver.run import END_S, STOP_S, Bounds
 from ray_app.train.membership import RendezvousStatus
 
 LIVE = {"a", "b"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.models import loader
-from ray_app.models.loader import module_on
+from ray_app.models.export import module_on
 from ray_app.retrain.gate import _load
 
 DEVICE = torch.device("meta")
