@@ -76,9 +76,8 @@ def reconfigured(rank: int, store: Path, size: int, port: int) -> float:
     del store
     meet = TCPStore(HERE, port, is_master=False)
     options: dict[str, Any] = {"enable_reconfigure": True}
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("group", meet), rank=rank, world_size=size, timeout=_TIMEOUT, **options
-    )  # type: ignore[attr-defined]
+    prefixed = dist.PrefixStore("group", meet)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=_TIMEOUT, **options)
     try:
         _reconfigure(meet, 1, rank, size)
         since_s = exchange_until_lost(rank, size)
