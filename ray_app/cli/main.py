@@ -18,8 +18,7 @@ from types import ModuleType
 
 from ray_app.driver.signals import ending_at_sigterm
 from ray_app.errors import is_refusal, unwrap_app_error
-from ray_app.process import without_gc
-from ray_app.runlog.output import make_standard_streams_safe
+from ray_app.process import make_standard_streams_safe, without_gc
 from ray_app.runlog.redaction import redact
 from ray_app.version import __version__
 

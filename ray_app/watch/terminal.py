@@ -29,12 +29,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from ray_app.checkpoint.store import Commit
 from ray_app.cluster.controller.failure_budget import disturbing, spent
 from ray_app.errors import ConfigError, DataError
+from ray_app.process import SafeStream
 from ray_app.report.charts import sparkline
 from ray_app.report.facts import Facts
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.history import count, disturbances, restarts
 from ray_app.runlog.journal import StepRecord, newest_record
-from ray_app.runlog.output import NewLines, SafeStream
+from ray_app.runlog.output import NewLines
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_s
 from ray_app.train.job import Job

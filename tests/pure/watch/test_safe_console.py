@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ray_app.process import SafeStream
 from ray_app.runlog.journal import StepRecord
-from ray_app.runlog.output import SafeStream, copied_output
+from ray_app.runlog.output import copied_output
 from ray_app.runlog.paths import RunPaths
 from ray_app.watch import terminal as shown_by
 from ray_app.watch.terminal import RunConsole, SafeConsole
