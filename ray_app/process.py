@@ -215,6 +215,3 @@ def make_standard_streams_safe() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, SafeStream):
             setattr(sys, name, SafeStream(stream, called))
-
-
-_MOST_CHARS = 1 << 20

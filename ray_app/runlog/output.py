@@ -23,6 +23,9 @@ from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, poll_s, put_atomic
 
 
+_MOST_CHARS = 1 << 20
+
+
 class Output:
     """Copies what this process prints from now on, until it is closed.
 
