@@ -16,10 +16,8 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from ray_app.driver.signals import ending_at_sigterm
 from ray_app.errors import is_refusal, unwrap_app_error
 from ray_app.process import make_standard_streams_safe, without_gc
-from ray_app.runlog.redaction import redact
 from ray_app.version import __version__
 
 COMMANDS = {
@@ -134,6 +132,10 @@ def exit_code(work: Callable[[], object], failed: str) -> int:
     Returns:
         0 done, 2 refused, 75 interrupted, 1 failed.
     """
+    # These import YAML and NumPy, which `--help` and `--version` do without.
+    from ray_app.driver.signals import ending_at_sigterm
+    from ray_app.runlog.redaction import redact
+
     try:
         with ending_at_sigterm():
             work()

@@ -12,7 +12,8 @@ import pyarrow as pa
 import ray
 
 from ray_app.data.local_readers import Decoded, load_all
-from ray_app.data.ray_tasks import MAX_DEATHS, died, fetch_ray
+from ray_app.data.process_deaths import MAX_DEATHS, died
+from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Reader, ReadSpec, RowSource, fetch_here
 from ray_app.errors import unwrap_app_error
 

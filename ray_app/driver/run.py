@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -25,20 +25,15 @@ from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.cluster.ray_private import most_resources, ray_job
-from ray_app.cluster.rendezvous.server import start_rendezvous
 from ray_app.cluster.resources import (
     cluster,
     fits_object_stores,
     import_ahead,
     refuse_windows,
-    reserved_cpus,
     shared_bytes,
     workers_that_fit,
 )
-from ray_app.cluster.trainer import WorkerArgs, fit
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.data.memory_cache import end_memory_cache, is_small, start_memory_cache
-from ray_app.data.ray_tasks import anchor_here
 from ray_app.driver.announce import announce, say_changed_environment
 from ray_app.driver.finalize import Status, mlflow_status, newest_commit, report_end, summarize
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
@@ -66,56 +61,12 @@ from ray_app.track.mlflow_client import IMPATIENT
 from ray_app.track.tensorboard import Board, check_board
 from ray_app.track.tracker import Tracker, check_available
 from ray_app.train.checkpointing.restore import note_fallback
-from ray_app.train.checkpointing.snapshots import start_keepers
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, Phase, RendezvousStatus
 from ray_app.train.membership import RendezvousStatus as Gathering
-from ray_app.train.strategies.parameter_server.actors import start_parameters
 from ray_app.version import __version__
 from ray_app.watch.observers import Observers
 from ray_app.watch.terminal import RunConsole, SafeConsole, print_end
-
-_GIVE_UP_S = 15.0
-
-
-class TrainThread(threading.Thread):
-    """Trains while its context lasts; who leaves that earlier has given the run up, and its workers are ended.
-
-    Args:
-        start: See `fit`.
-        max_workers: Likewise.
-
-    Attributes:
-        error: What ended the run, if anything did.
-    """
-
-    def __init__(self, start: WorkerArgs, max_workers: int) -> None:
-        super().__init__(name="fit", daemon=True)
-        self._passed, self._max_workers = start, max_workers
-        self._given_up = threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        """See `fit`."""
-        try:
-            fit(self._passed, self._max_workers, reserved_cpus(self._passed.job.config), self._given_up)
-        except BaseException as error:  # shown and raised by the main thread
-            if not self._given_up.is_set():
-                self.error = unwrap_app_error(error)
-
-    def __enter__(self) -> TrainThread:
-        """Begins."""
-        self.start()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Waits until the workers are gone, which they are if it has ended. What ended it explains what the other
-        thread then met.
-        """
-        self._given_up.set()
-        self.join(_GIVE_UP_S)
-        if isinstance(error, Exception) and self.error is not None:
-            raise self.error from error
 
 
 class Phases:
@@ -135,63 +86,6 @@ class Phases:
         if self._since_s is not None:
             self.seconds[phase] = now - self._since_s
         self._since_s = now
-
-
-_COMPILING_S = 600.0
-_CLOSE_S = 2.0
-
-
-def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
-    """Starts the rendezvous and, where the configuration has them, keepers of snapshots, caches and parameter servers.
-
-    Args:
-        stack: Ends them.
-        job: The run.
-        hooks: For fault tests.
-    """
-    config = job.config
-    least = (
-        config.scaling.min_workers if config.train.strategy == "fsdp" else 1
-    )  # fewer have not the memory; others go on meanwhile
-    rendezvous = start_rendezvous(job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), least)
-    stack.callback(_end_rendezvous, rendezvous)
-    keepers = start_keepers() if config.checkpoint.snapshot_every_steps else []
-    for actor in keepers:
-        stack.callback(_end_actor, actor)
-    memory_cache = None
-    if config.data.cache == "memory":
-        memory_cache = start_memory_cache(job.source)
-        stack.callback(end_memory_cache, memory_cache)
-    evaluation = None
-    if job.workers_evaluate and job.evaluation is not None:
-        evaluation = start_memory_cache(job.evaluation)
-        stack.callback(end_memory_cache, evaluation)
-    parameters = None
-    if config.train.strategy == "parameter_server":
-        parameters = start_parameters(job, keepers, hooks)
-        for actor in parameters.actors:
-            stack.callback(_end_actor, actor)
-    held = [
-        source for source in (job.source if memory_cache is not None else None, job.evaluation) if source is not None
-    ]
-    if memory_cache is None or not all(map(is_small, held)):
-        threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
-    return WorkerArgs(job, rendezvous, memory_cache, tuple(keepers), evaluation, hooks, parameters)
-
-
-def _step_timeout_s(config: Config) -> float | None:
-    """See `failure.step_timeout_s`."""
-    return config.failure.step_timeout_s or (_COMPILING_S if config.train.compile else None)
-
-
-def _end_rendezvous(rendezvous: Any) -> None:
-    with suppress(ray.exceptions.RayError):
-        ray.get(rendezvous.close.remote(), timeout=_CLOSE_S)
-    _end_actor(rendezvous)
-
-
-def _end_actor(actor: Any) -> None:
-    ray.kill(actor, no_restart=True)
 
 
 @dataclass(frozen=True)
@@ -440,6 +334,9 @@ class Run:
 
     def _train(self, stack: ExitStack, following: EvaluatorClient, observe: Observe | None) -> None:
         """Trains beside the main thread, which is for signals and the console."""
+
+        # This imports Ray Train and Ray Data, which takes as long as the start of the cluster that it is beside.
+        from ray_app.driver.train_thread import TrainThread, start_actors
 
         job, start = self.job, start_actors(stack, self.job, self._faults.train)
         rendezvous = start.rendezvous

@@ -25,7 +25,7 @@ from ray_app.checkpoint.store import ALL, CheckpointStore, Commit, Hold
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.local_readers import load_all
 from ray_app.data.memory_cache import fetch_at_once
-from ray_app.data.ray_tasks import MAX_DEATHS, died
+from ray_app.data.process_deaths import MAX_DEATHS, died
 from ray_app.data.reader import Fetch, RowSource
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.process import keep_freed_memory

@@ -88,7 +88,7 @@ def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iter
     """
     import ray
 
-    from ray_app.data.ray_tasks import Attempts
+    from ray_app.data.process_deaths import Attempts
 
     task = ray.remote(_call).options(num_cpus=1, max_retries=0)
     most = max(_AHEAD, _AHEAD * int(ray.cluster_resources().get("CPU", 1)))

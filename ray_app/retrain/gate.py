@@ -42,7 +42,7 @@ from ray_app.data.arrays import Columns
 from ray_app.data.dataset import Dataset
 from ray_app.data.memory_cache import fetch_at_once
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.ray_tasks import Attempts
+from ray_app.data.process_deaths import Attempts
 from ray_app.data.reader import RowSource, specs_of
 from ray_app.errors import ConfigError
 from ray_app.ingest.shards import Shards

@@ -22,7 +22,6 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, poll_s, put_atomic
 
-
 _MOST_CHARS = 1 << 20
 
 

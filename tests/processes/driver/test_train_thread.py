@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from ray_app import load_config
-from ray_app.driver import run
+from ray_app.driver import train_thread
 from ray_app.errors import DataError
 from tests.support.places import ROOT
 
@@ -22,7 +22,7 @@ def test_what_ended_the_training_explains_what_its_watcher_met(monkeypatch: pyte
     def fit(*_: Any) -> None:
         raise DataError("row 3 cannot be used")
 
-    monkeypatch.setattr(run, "fit", fit)
+    monkeypatch.setattr(train_thread, "fit", fit)
 
     def watch() -> None:
         with run.TrainThread(START, 1) as training:
@@ -38,7 +38,7 @@ def test_what_comes_of_giving_up_explains_nothing(monkeypatch: pytest.MonkeyPatc
         assert given_up.wait(WAIT_S)
         raise DataError("aborted")
 
-    monkeypatch.setattr(run, "fit", fit)
+    monkeypatch.setattr(train_thread, "fit", fit)
     for error in (ray.exceptions.ActorDiedError, KeyboardInterrupt):
         with pytest.raises(error), run.TrainThread(START, 1) as training:
             raise error
