@@ -24,7 +24,8 @@ from ray_app.driver.finalize import newest_start, report_end
 from ray_app.driver.parsing import Parser, importable_from_here
 from ray_app.driver.trained_run import replay, training_data
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
-from ray_app.evaluate.evaluator import EvaluationJob, pending, start_evaluator
+from ray_app.evaluate.evaluator import start_evaluator
+from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.preflight.prepare import check_evaluation_data, evaluation_source, make_task
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence

@@ -19,7 +19,7 @@ from ray_app.config.config import Config
 from ray_app.config.import_paths import load_class
 from ray_app.driver.finalize import close_orphan, newest_commit
 from ray_app.errors import ConfigError, DataError, EvaluationError
-from ray_app.evaluate.evaluator import EvaluationJob, pending
+from ray_app.evaluate.job import EvaluationJob, pending
 from ray_app.preflight.changes import completed
 from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import DataSet

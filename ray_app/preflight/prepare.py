@@ -34,7 +34,7 @@ from ray_app.data.dataset import Dataset, open_dataset, read_labels
 from ray_app.data.probes import first_row, probe, rows_like, sample_rows
 from ray_app.data.reader import Reader, RowSource, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError
-from ray_app.evaluate.evaluator import EvaluationJob
+from ray_app.evaluate.job import EvaluationJob
 from ray_app.plan.class_balancing import Classes
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan, rows_of_files

@@ -13,7 +13,7 @@ import torch
 
 from ray_app.config.config import Config
 from ray_app.reduction.base import World
-from ray_app.reduction.build import build_exchange, data_parallel
+from ray_app.reduction.sharded import build_exchange, data_parallel
 from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.membership import Phase

@@ -25,7 +25,7 @@ def test_what_ended_the_training_explains_what_its_watcher_met(monkeypatch: pyte
     monkeypatch.setattr(train_thread, "fit", fit)
 
     def watch() -> None:
-        with run.TrainThread(START, 1) as training:
+        with train_thread.TrainThread(START, 1) as training:
             training.join(WAIT_S)
             raise ray.exceptions.ActorDiedError
 
@@ -40,6 +40,6 @@ def test_what_comes_of_giving_up_explains_nothing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(train_thread, "fit", fit)
     for error in (ray.exceptions.ActorDiedError, KeyboardInterrupt):
-        with pytest.raises(error), run.TrainThread(START, 1) as training:
+        with pytest.raises(error), train_thread.TrainThread(START, 1) as training:
             raise error
         assert training.error is None

@@ -22,7 +22,7 @@ from ray_app.cluster.ray_private import room_on_gpus
 from ray_app.cluster.resources import counted, workers_that_fit
 from ray_app.config.checks import check
 from ray_app.config.config import Config, from_yaml
-from ray_app.driver.announce import idle_gpus
+from ray_app.driver.run import idle_gpus
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.lease import acquire

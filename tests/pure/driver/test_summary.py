@@ -13,8 +13,8 @@ from ray_app.cluster.controller.failure_budget import spent
 from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config
 from ray_app.config.sections import FailureSection
-from ray_app.driver.announce import announce
 from ray_app.driver.finalize import summarize
+from ray_app.driver.run import announce
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import Prepared
 from ray_app.report.facts import read_facts

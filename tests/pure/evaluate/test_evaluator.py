@@ -23,7 +23,8 @@ from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_here
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import evaluator as actor
-from ray_app.evaluate.evaluator import EvaluationJob, Evaluator, deaths_in_a_row, pause_s, pending
+from ray_app.evaluate.evaluator import Evaluator, deaths_in_a_row
+from ray_app.evaluate.job import EvaluationJob, pause_s, pending
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.lease import acquire
