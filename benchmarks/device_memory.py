@@ -25,7 +25,7 @@ from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.build import build_exchange
+from ray_app.reduction.bucketed import build_exchange
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state
 from ray_app.train.membership import Flags

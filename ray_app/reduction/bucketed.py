@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ray_app.config.sections import TrainSection
 from ray_app.reduction.base import GradientReducer, Stage, T, World, backward_of, bits_of, in_parts
 from ray_app.reduction.overlap import SideStream, SideThread
 from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectTransport, Transport
@@ -408,3 +409,24 @@ def _bucketed(parameters: list[nn.Parameter], most_bytes: int) -> list[list[nn.P
         buckets[-1].append(p)
         room -= size
     return buckets
+
+
+def data_parallel(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
+    """The exchange of `ddp`, as configured."""
+    return BucketedReducer(model, world, train.reduction, train.bucket_mb, train.gradient_compression)
+
+
+def build_exchange(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
+    """Makes the exchange of the configured strategy for a model and the workers of now; all but `fsdp` have that of
+    `ddp`.
+    """
+    if train.strategy == "fsdp":
+        # This imports PyTorch's FSDP, which takes two seconds that the other strategies do not need.
+        from ray_app.reduction import sharded
+
+        return (
+            sharded.DeterministicShardedReducer(model, world)
+            if train.reduction == "exact"
+            else sharded.FsdpReducer(model, world)
+        )
+    return data_parallel(train, model, world)

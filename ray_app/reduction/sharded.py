@@ -32,7 +32,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import GradientReducer, World, backward_of, collective, in_parts
-from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.overlap import keep_until_done
 from ray_app.reduction.tree import TreeSum, parents
 
@@ -415,23 +414,3 @@ def _shard_bytes(p: DTensor, rank: int, size: int) -> int:
     """Bytes of a rank's shard of a parameter."""
     rows = -(-p.shape[0] // size)
     return max(0, min(rows, p.shape[0] - rank * rows)) * p.shape[1:].numel() * p.dtype.itemsize
-
-
-def build_exchange(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
-    """Makes the exchange of the configured strategy for a model and the workers of now; all but `fsdp` have that of
-    `ddp`.
-    """
-    if train.strategy == "fsdp":
-        from ray_app.reduction import sharded  # two seconds of imports that the others do not need
-
-        return (
-            sharded.DeterministicShardedReducer(model, world)
-            if train.reduction == "exact"
-            else sharded.FsdpReducer(model, world)
-        )
-    return data_parallel(train, model, world)
-
-
-def data_parallel(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
-    """The exchange of `ddp`, as configured."""
-    return BucketedReducer(model, world, train.reduction, train.bucket_mb, train.gradient_compression)

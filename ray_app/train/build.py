@@ -1,4 +1,4 @@
-"""The tables of what a strategy keeps (state) and how it steps; `reduction/build.py` has that of how its gradients meet
+"""The tables of what a strategy keeps (state) and how it steps; `reduction/bucketed.py` has that of how its gradients are reduced
 (exchange).
 
 `train/loop.py` runs any of them; `single` is `ddp` with `SingleProcessMembership` in the place of the other workers.
@@ -13,7 +13,7 @@ import torch
 
 from ray_app.config.config import Config
 from ray_app.reduction.base import World
-from ray_app.reduction.sharded import build_exchange, data_parallel
+from ray_app.reduction.bucketed import build_exchange, data_parallel
 from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.membership import Phase

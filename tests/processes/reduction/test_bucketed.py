@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError, PeerLostError
 from ray_app.reduction.base import World, collective
-from ray_app.reduction.bucketed import BucketedReducer, _bucketed
-from ray_app.reduction.sharded import build_exchange
+from ray_app.reduction.bucketed import BucketedReducer, _bucketed, build_exchange
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup, _sockets
 from tests.support.local_world import LocalMembership, Pool, TinyImages, make_job, write_images

@@ -18,7 +18,7 @@ from ray_app.driver.single import train_here
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.sharded import build_exchange
+from ray_app.reduction.bucketed import build_exchange
 from ray_app.task.base import Batch
 from ray_app.task.classification import mix, smooth_targets
 from ray_app.task.device import set_up_torch

@@ -15,7 +15,7 @@ from ray_app.data.windows import MicroBatch
 from ray_app.errors import TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, backward_of
-from ray_app.reduction.sharded import build_exchange
+from ray_app.reduction.bucketed import build_exchange
 from ray_app.task import device as environment
 from ray_app.task.base import NOTHING, summed
 from ray_app.train.job import Hooks, Job, OpenWindows

@@ -19,7 +19,7 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.sharded import build_exchange
+from ray_app.reduction.bucketed import build_exchange
 from ray_app.runlog.journal import MetricsReader
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
