@@ -114,8 +114,11 @@ class TaskError(RayAppError):
     """The task's own code, or what it called, raised; made by `ray_app.task.user_code`, and kept as text, since any
     class may not pickle.
 
-    Args: said: The error and the line of the user's that raised it: `KeyError: 'labels' (my_task.py, line 31, in
-        update)`. trace: The calls that led to it, a line or two each. place: What was being done, as far as is known.
+    Args:
+        said: The error and the line of the user's that raised it: `KeyError: 'labels' (my_task.py, line 31, in
+            update)`.
+        trace: The calls that led to it, a line or two each.
+        place: What was being done, as far as is known.
         positions: Manifest positions of the rows that it was done for.
     """
 

@@ -22,9 +22,13 @@ MODEL, TRAINING = "model.safetensors", "training.pt"
 class Snapshot:
     """The training state at a step boundary, in memory of its own.
 
-    Args: step: Finished steps. model: Parameters and persistent buffers of the model that is returned, by name, on the
-        CPU. optimizer: State of the optimizer. schedule: State of the learning-rate schedule, if there is one. more:
-        What else is needed to go on: the trained parameters where `model` holds their average, the scale of the loss.
+    Args:
+        step: Finished steps.
+        model: Parameters and persistent buffers of the model that is returned, by name, on the CPU.
+        optimizer: State of the optimizer.
+        schedule: State of the learning-rate schedule, if there is one.
+        more: What else is needed to go on: the trained parameters where `model` holds their average, the scale of the
+            loss.
     """
 
     step: int

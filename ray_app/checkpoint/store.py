@@ -269,9 +269,10 @@ class CheckpointStore:
         put where there is none, and what is there stays until it is committed or given up: whoever is first commits,
         and the other finds that done.
 
-        Raises: LeaseLostError: A later start has taken the run over; nothing was committed, and what was written is
-            removed. OSError: The storage refused; nothing was committed. Whole files stay for another try, `discard`
-            gives up.
+        Raises:
+            LeaseLostError: A later start has taken the run over; nothing was committed, and what was written is
+                removed.
+            OSError: The storage refused; nothing was committed. Whole files stay for another try, `discard` gives up.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if (folder / _BAD).exists():
@@ -362,9 +363,9 @@ class CheckpointStore:
     def load_newest(self, on_fallback: Callable[[Fallback], None], above: int = -1) -> tuple[Commit, Snapshot] | None:
         """The newest checkpoint that is intact, or None if none was ever committed.
 
-        Args: on_fallback: Told of every checkpoint that is passed over, whoever marked it. One that is damaged is
-            marked and not looked at
-                again; one whose content is refused stays as it is, since another version may read it.
+        Args:
+            on_fallback: Told of every checkpoint that is passed over, whoever marked it. One that is damaged is marked
+                and not looked at again; one whose content is refused stays as it is, since another version may read it.
             above: A step; checkpoints up to it count as if they were not there, and are not read.
 
         Raises:

@@ -163,7 +163,8 @@ def evaluator_gpus(config: Config) -> float:
 def ray_job() -> dict[str, Any] | None:
     """The job that this driver is on a cluster; None on no cluster.
 
-    Returns: `job_id`; `submission_id`: its name, None if it was not submitted; `dashboard`: address of the cluster's
+    Returns:
+        `job_id`; `submission_id`: its name, None if it was not submitted; `dashboard`: address of the cluster's
         dashboard, None if it has none; `page`: the job's page there.
     """
     if not ray.is_initialized():

@@ -324,9 +324,12 @@ def workers_that_fit(
 ) -> int:
     """How many workers the cluster has room for besides the evaluator and one CPU for reading, at most `max_workers`.
 
-    Args: config: What each part reserves. resources: All resources of the cluster by Ray's names. nodes: Its nodes;
-        looked at with `scaling.label_selector` only. most: What an autoscaler may make of the resources; then the run
-        waits for that, and nodes that are still to come have any label.
+    Args:
+        config: What each part reserves.
+        resources: All resources of the cluster by Ray's names.
+        nodes: Its nodes; looked at with `scaling.label_selector` only.
+        most: What an autoscaler may make of the resources; then the run waits for that, and nodes that are still to
+            come have any label.
 
     Raises:
         ConfigError: Not even `min_workers` fit, so that the run would wait for ever.

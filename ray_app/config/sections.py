@@ -33,9 +33,9 @@ class ClassSpec:
 class RunSection:
     """Where a run lives.
 
-    Args: name: Directory of the run below `storage_path` and its name in MLflow; starting the same name again resumes
-        it. Made up when
-            not given.
+    Args:
+        name: Directory of the run below `storage_path` and its name in MLflow; starting the same name again resumes it.
+            Made up when not given.
         storage_path: Folder that every node of the cluster sees under the same path, or `s3://bucket/prefix`. How S3 is
             reached comes from the usual `AWS_*` variables, on every node, or from the path:
             `?endpoint_override=host:port&scheme=http&region=...`.
@@ -59,9 +59,9 @@ class RunSection:
 class ScalingSection:
     """How many workers train, and with what.
 
-    Args: min_workers: Fewest workers to train with; the run waits where there is no room for them. While lost ones are
-        being replaced the
-            others go on, but with `train.strategy: fsdp`, whose state needs the memory of so many.
+    Args:
+        min_workers: Fewest workers to train with; the run waits where there is no room for them. While lost ones are
+            being replaced the others go on, but with `train.strategy: fsdp`, whose state needs the memory of so many.
         max_workers: Most workers; capped at what the cluster has. `all`: as many as it has room for at the first start,
             or what its autoscaler may make of it (if it tells, which that of KubeRay does not), and at most
             `logical_workers`; a run keeps that number.
@@ -107,12 +107,13 @@ class ScalingSection:
 class DataSection:
     """What is read, and in which portions.
 
-    Args: path: Folder (or file) of Parquet to train on. eval_path: Folder (or file) of Parquet to evaluate on; not
-        given: no evaluation. global_batch_size: Rows of one optimizer step over all workers; divisible by the number of
-        logical workers. shuffle_window_rows: Rows per logical worker that are shuffled together; a worker holds about
-        this many decoded rows, times
-            `prefetch_windows` + 1, for each logical worker that it plays, and one window more. What no node can hold is
-            refused before the start, unless `cache: memory` holds the rows.
+    Args:
+        path: Folder (or file) of Parquet to train on.
+        eval_path: Folder (or file) of Parquet to evaluate on; not given: no evaluation.
+        global_batch_size: Rows of one optimizer step over all workers; divisible by the number of logical workers.
+        shuffle_window_rows: Rows per logical worker that are shuffled together; a worker holds about this many decoded
+            rows, times `prefetch_windows` + 1, for each logical worker that it plays, and one window more. What no node
+            can hold is refused before the start, unless `cache: memory` holds the rows.
         shard: What a logical worker gets, as tf.data's AutoShardPolicy: `row` (DATA) an equal share of the rows,
             another in every epoch; `file` (FILE) whole files, the same in every epoch, which it shuffles among
             themselves; `off` (OFF) every row.
@@ -165,11 +166,14 @@ class DataSection:
 class CheckpointSection:
     """When checkpoints are made and which are kept.
 
-    Args: every_steps: Optimizer steps between two checkpoints; not given: none by steps. every_epochs: Epochs between
-        two checkpoints; not given: none by epochs. The end of training always makes one. keep_last: Newest checkpoints
-        to keep, at least 2. keep_best: Best checkpoints by `evaluate.metric` to keep besides. snapshot_every_steps:
-        Optimizer steps between two copies of the state to memory outside the workers, from which a run goes on that
-            loses all its workers at once; not given: none, such a run goes on from its newest checkpoint.
+    Args:
+        every_steps: Optimizer steps between two checkpoints; not given: none by steps.
+        every_epochs: Epochs between two checkpoints; not given: none by epochs. The end of training always makes one.
+        keep_last: Newest checkpoints to keep, at least 2.
+        keep_best: Best checkpoints by `evaluate.metric` to keep besides.
+        snapshot_every_steps: Optimizer steps between two copies of the state to memory outside the workers, from which
+            a run goes on that loses all its workers at once; not given: none, such a run goes on from its newest
+            checkpoint.
     """
 
     every_steps: int | None = None
@@ -183,11 +187,12 @@ class CheckpointSection:
 class FailureSection:
     """How much may go wrong.
 
-    Args: max_failures: Failures of workers before the run gives up; -1: any number. max_preemptions: Nodes taken away
-        (announced or not) before it gives up; -1: any number. step_timeout_s: Seconds without a finished step after
-        which the workers that hold it up are ended and replaced; not given: 50
-            times the median step, at least 60 (600 before any step is known); with `train.compile` 600. The first step
-            of each group of workers has five times as long.
+    Args:
+        max_failures: Failures of workers before the run gives up; -1: any number.
+        max_preemptions: Nodes taken away (announced or not) before it gives up; -1: any number.
+        step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended and replaced;
+            not given: 50 times the median step, at least 60 (600 before any step is known); with `train.compile` 600.
+            The first step of each group of workers has five times as long.
         heartbeat_timeout_s: Seconds without a sign of life after which the others go on without a worker.
         recovery: `in_place`: the others keep their state and go on when a worker is lost, and a new one joins them.
             `restart`: all workers start again from the newest checkpoint, as in stock Ray Train.
@@ -212,10 +217,10 @@ class FailureSection:
 class EvaluateSection:
     """How checkpoints are evaluated.
 
-    Args: where: Who evaluates the planned checkpoints, those of `checkpoint.every_steps`, `every_epochs` and of the
-        end: `actor` an evaluator
-            beside the training, which follows them; `workers` the training workers, which stop at each of them and
-            evaluate together.
+    Args:
+        where: Who evaluates the planned checkpoints, those of `checkpoint.every_steps`, `every_epochs` and of the end:
+            `actor` an evaluator beside the training, which follows them; `workers` the training workers, which stop at
+            each of them and evaluate together.
         every: `checkpoint` evaluates every committed checkpoint, `latest` only the newest whenever it is free.
         budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may take on average over
             time; the evaluator pauses in between. 1: no limit.
@@ -258,12 +263,15 @@ class EvaluateSection:
 class TrackingSection:
     """Where the run is recorded besides its own directory.
 
-    Args: enabled: Whether MLflow gets the record. uri: MLflow tracking URI; not given: a SQLite file `mlflow.db` in
-        `run.storage_path`, which must then be a folder. experiment: Name of the MLflow experiment. every_steps:
-        Optimizer steps that are combined into one point of each metric (the run's own record has every step).
+    Args:
+        enabled: Whether MLflow gets the record.
+        uri: MLflow tracking URI; not given: a SQLite file `mlflow.db` in `run.storage_path`, which must then be a
+            folder.
+        experiment: Name of the MLflow experiment.
+        every_steps: Optimizer steps that are combined into one point of each metric (the run's own record has every
+            step).
         registered_model: Name in MLflow's model registry under which the best checkpoint of a finished run becomes a
-        new version; not
-            given: none does.
+            new version; not given: none does.
         system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node; not given, or for a run
             without a cluster (`train.strategy: single`): none.
         tensorboard: Whether the driver also writes event files for TensorBoard, with or without MLflow, to
@@ -283,10 +291,11 @@ class TrackingSection:
 class TrainSection:
     """How it is trained.
 
-    Args: epochs: Passes over the training data; with `steps_per_epoch`, stretches of so many steps. More than at the
-        last start make a run
-            go on from its end, also one that has finished, with the bits of a run that was as long from the beginning;
-            a schedule that spreads over the whole run (`OneCycleLR` without `total_steps`) is refused then.
+    Args:
+        epochs: Passes over the training data; with `steps_per_epoch`, stretches of so many steps. More than at the last
+            start make a run go on from its end, also one that has finished, with the bits of a run that was as long
+            from the beginning; a schedule that spreads over the whole run (`OneCycleLR` without `total_steps`) is
+            refused then.
         steps_per_epoch: Optimizer steps of an epoch; not given: one pass over the data. Rows go on where the last epoch
             ended, so each is still used once per pass.
         max_steps: Most optimizer steps in all, whatever `epochs` says; not given: no limit. May grow as `epochs`.

@@ -232,8 +232,10 @@ class Training:
 def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
     """Starts a run like `run_training`, and returns at once; the run goes on while other cells are executed.
 
-    Args: config: From `load_config`. pause_s: Seconds of a pause after each step, for a short run that somebody wants
-        to watch. `wait` and `stop` end the pauses.
+    Args:
+        config: From `load_config`.
+        pause_s: Seconds of a pause after each step, for a short run that somebody wants to watch. `wait` and `stop` end
+            the pauses.
 
     Raises:
         ConfigError: The configuration is refused; nothing was started or written.

@@ -33,9 +33,9 @@ from ray_app.errors import DataError
 class ColumnFacts:
     """One column.
 
-    Args: kind: `number`, `integer`, `text`, `bytes` (one binary value per row), `array` (fixed shape), `list` (of
-        numbers, of any
-            length), or `other`.
+    Args:
+        kind: `number`, `integer`, `text`, `bytes` (one binary value per row), `array` (fixed shape), `list` (of
+            numbers, of any length), or `other`.
         dtype: NumPy dtype of numbers and arrays.
         shape: Shape of one row of an array.
         minimum: Least value of a column of numbers, or of lists of them, if the files say.
@@ -58,10 +58,14 @@ class ColumnFacts:
 class DataFacts:
     """A data set as its files describe it.
 
-    Args: path: Where it is, for messages. num_rows: Number of rows. columns: Facts of every column by name. classes:
-        Names of the classes of the label column, if the ingest recorded them. count: Reads a column of integers, and
-        returns how many rows have each of its values. index_columns: Columns that number the rows and are no data of
-        theirs: the index of a pandas table, and columns without a name.
+    Args:
+        path: Where it is, for messages.
+        num_rows: Number of rows.
+        columns: Facts of every column by name.
+        classes: Names of the classes of the label column, if the ingest recorded them.
+        count: Reads a column of integers, and returns how many rows have each of its values.
+        index_columns: Columns that number the rows and are no data of theirs: the index of a pandas table, and columns
+            without a name.
     """
 
     path: str

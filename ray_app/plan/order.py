@@ -115,14 +115,19 @@ class Segment:
 class Plan:
     """What every epoch of a run looks like.
 
-    Args: manifest: The row groups. seed: Everything random derives from it. logical_workers: L, the number of streams.
-        global_batch_size: Rows of one step; divisible by L. shuffle_window_rows: Wanted rows of a shuffle window per
-        logical worker, rounded down to whole micro-batches, at least one. keep_last: Whether an epoch ends with smaller
-        steps (True) or drops the rows that do not fill one (False). shard: What a stream is made of, see the module.
+    Args:
+        manifest: The row groups.
+        seed: Everything random derives from it.
+        logical_workers: L, the number of streams.
+        global_batch_size: Rows of one step; divisible by L.
+        shuffle_window_rows: Wanted rows of a shuffle window per logical worker, rounded down to whole micro-batches, at
+            least one.
+        keep_last: Whether an epoch ends with smaller steps (True) or drops the rows that do not fill one (False).
+        shard: What a stream is made of, see the module.
         classes: The class of every row, if rows are to be repeated so that all classes are used equally often; not with
-        `file`. by_length: The field by whose lengths the rows of a window are put into micro-batches, see
-        `plan/order.py`: by whoever has read
-            them, so that nothing here says which of the window's rows a step has.
+            `file`.
+        by_length: The field by whose lengths the rows of a window are put into micro-batches, see `plan/order.py`: by
+            whoever has read them, so that nothing here says which of the window's rows a step has.
     """
 
     manifest: Manifest

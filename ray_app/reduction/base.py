@@ -64,8 +64,9 @@ class Stage:
 def groups(hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
     """For each stage the ranks of its groups.
 
-    Args: hosts: The host of every rank. Two stages need hosts of equally many ranks, one host after the other; else
-        there is one.
+    Args:
+        hosts: The host of every rank. Two stages need hosts of equally many ranks, one host after the other; else there
+            is one.
     """
     size, each = len(hosts), hosts.count(hosts[0])
     if not 1 < each < size or list(hosts) != [host for host in dict.fromkeys(hosts) for _ in range(each)]:
@@ -94,10 +95,13 @@ T = TypeVar("T")
 class World:
     """The workers that step together now.
 
-    Args: rank: This worker. size: W, their number. logical_workers: L. hosts: The host of every rank; none: they count
-        as one. groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's
-        default group, or that the
-            stage needs none.
+    Args:
+        rank: This worker.
+        size: W, their number.
+        logical_workers: L.
+        hosts: The host of every rank; none: they count as one.
+        groups: The process group of this rank in each stage of the exchange, see `plan.route`; None is torch's default
+            group, or that the stage needs none.
         strided: Whether each plays every W-th logical worker, so that those of one pass are neighbours in the tree,
             instead of a block.
         shares: The block of every rank, where they are not as equal as can be.

@@ -134,10 +134,12 @@ _MEBI = 1 << 20
 class BucketedReducer(GradientReducer):
     """See the module.
 
-    Args: model: Its parameters get the gradients. world: The workers; torch's default process group must be theirs if
-        there are two or more. reduction: `exact` or `overlapped`. bucket_mb: Mebibytes of a bucket. With many the first
-        travels late; with 1 the calls themselves cost 10 % of a ResNet-18 step on
-            gloo. The tree adds value by value, so the bits of `exact` do not depend on it.
+    Args:
+        model: Its parameters get the gradients.
+        world: The workers; torch's default process group must be theirs if there are two or more.
+        reduction: `exact` or `overlapped`.
+        bucket_mb: Mebibytes of a bucket. With many the first travels late; with 1 the calls themselves cost 10 % of a
+            ResNet-18 step on gloo. The tree adds value by value, so the bits of `exact` do not depend on it.
         compression: `bf16` rounds what travels with `overlapped`.
     """
 

@@ -23,9 +23,11 @@ def stream_of(device: torch.device, purpose: str, priority: int = 0) -> Any:
     """The stream of a process for a purpose, always the same one: PyTorch hands out a few dozen in turn, and the next
     one may be in use.
 
-    Args: device: Of which. purpose: For what. priority: -1: a high one. PyTorch has streams of their own for it, and
-        NCCL, which takes another one of the others in each
-            generation, never gets the same.
+    Args:
+        device: Of which.
+        purpose: For what.
+        priority: -1: a high one. PyTorch has streams of their own for it, and NCCL, which takes another one of the
+            others in each generation, never gets the same.
     """
     if (device, purpose) not in _streams:
         _streams[device, purpose] = cuda.Stream(device, priority)

@@ -431,8 +431,10 @@ def files_below(folder: Place, suffix: str) -> list[Place]:
     """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders.
     Links are followed.
 
-    Raises: DataError: A folder on a disk may not be listed, links lead to a file in two ways, or there is a table with
-        a log of its own. StorageError: S3 does not answer.
+    Raises:
+        DataError: A folder on a disk may not be listed, links lead to a file in two ways, or there is a table with a
+            log of its own.
+        StorageError: S3 does not answer.
     """
     if isinstance(folder, Path):
         found: dict[str, Place] = {

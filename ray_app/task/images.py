@@ -55,14 +55,18 @@ _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
 def pixels_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """Decodes an image file.
 
-    Args: encoded: JPEG, PNG, WebP or GIF. exif_orientation: Whether the image is turned and mirrored as its EXIF
-        orientation says, which is how viewers show it.
+    Args:
+        encoded: JPEG, PNG, WebP or GIF.
+        exif_orientation: Whether the image is turned and mirrored as its EXIF orientation says, which is how viewers
+            show it.
 
-    Returns: RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the
-        upper 8 are kept.
+    Returns:
+        RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8
+        are kept.
 
-    Raises: ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message
-        says which.
+    Raises:
+        ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message says
+            which.
     """
     import torch
 
@@ -335,10 +339,14 @@ def decoded(
 ) -> dict[str, npt.NDArray]:
     """The images and masks of some rows.
 
-    Args: rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was
-        not read. kinds: `image` or `mask` by column. transforms: What is done to the images of a row and to its masks
-        alike. keys: Of the rows, see `transformed`. exif_orientation: See `pixels_of`. mask_classes: Value and class of
-        masks, in the order of the values; empty, if the values are the classes.
+    Args:
+        rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was not
+            read.
+        kinds: `image` or `mask` by column.
+        transforms: What is done to the images of a row and to its masks alike.
+        keys: Of the rows, see `transformed`.
+        exif_orientation: See `pixels_of`.
+        mask_classes: Value and class of masks, in the order of the values; empty, if the values are the classes.
 
     Returns:
         By column: images of shape (rows, channels, height, width), masks of shape (rows, height, width).

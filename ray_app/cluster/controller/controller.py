@@ -261,9 +261,13 @@ class _Controller(TrainController):
 class ElasticTrainer(DataParallelTrainer):
     """Ray Train's trainer with a controller and a scaling policy of our own.
 
-    Args: control: The run. prepare: Reference of a function without arguments that each worker calls before it joins;
-        what it raises is not looked at. given_up: Set when nobody waits for the run any more; then the controller ends
-        its workers and itself. arguments: Of `DataParallelTrainer`. options: Likewise.
+    Args:
+        control: The run.
+        prepare: Reference of a function without arguments that each worker calls before it joins; what it raises is not
+            looked at.
+        given_up: Set when nobody waits for the run any more; then the controller ends its workers and itself.
+        arguments: Of `DataParallelTrainer`.
+        options: Likewise.
     """
 
     def __init__(

@@ -56,10 +56,15 @@ def sizing(
     More workers pay only if the one that plays the most logical workers plays fewer of them. A group does not shrink by
     decision: workers whose nodes go away leave or are lost, and the others go on.
 
-    Args: now: Workers that train. possible: Workers that the cluster has room for, those of now included; nodes that
-        are about to go away do not count. logical_workers: L. min_workers: Fewest to train with. max_workers: Most.
-        since_change_s: Seconds since the number of workers changed. dwell_s: Fewest seconds between two changes that
-        are not urgent.
+    Args:
+        now: Workers that train.
+        possible: Workers that the cluster has room for, those of now included; nodes that are about to go away do not
+            count.
+        logical_workers: L.
+        min_workers: Fewest to train with.
+        max_workers: Most.
+        since_change_s: Seconds since the number of workers changed.
+        dwell_s: Fewest seconds between two changes that are not urgent.
     """
     target = min(possible, max_workers)
     if target <= now:

@@ -78,10 +78,10 @@ BEATS_PER_S = 1000
 class Rendezvous:
     """See the module.
 
-    Args: silence_s: Seconds without a heartbeat, from when it was due, after which a worker counts as lost.
+    Args:
+        silence_s: Seconds without a heartbeat, from when it was due, after which a worker counts as lost.
         step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended; None: a
-        multiple of the
-            median step.
+            multiple of the median step.
         clock: Tells the seconds.
         first: The least number of a generation that this instance forms: none that an instance before it has given.
         beats_per_s: See `BEATS_PER_S`.
