@@ -1,8 +1,8 @@
-"""The tables of what a strategy keeps (state) and how it steps; `reduction/bucketed.py` has that of how its gradients are reduced
-(exchange).
+"""The strategies: for each value of `train.strategy` the state that a worker keeps and the step that it runs.
 
-`train/loop.py` runs any of them; `single` is `ddp` with `SingleProcessMembership` in the place of the other workers.
-Only `parameter_server` has a loop of its own, `train/strategies/parameter_server/worker.py`, whose workers meet nobody.
+The reducers of their gradients are built in `reduction/bucketed.py`. `train/loop.py` runs every strategy; `single` is
+`ddp` with `SingleProcessMembership` instead of a rendezvous. Only `parameter_server` has a loop of its own,
+`train/strategies/parameter_server/worker.py`, because its workers form no generations.
 """
 
 from __future__ import annotations
