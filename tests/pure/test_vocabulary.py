@@ -19,39 +19,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # Names that say how a value was obtained and not what it is.
-EMPTY_NAMES = frozenset(
-    [
-        "found",
-        "told",
-        "held",
-        "given",
-        "said",
-        "there",
-        "mine",
-        "twice",
-        "made",
-        "got",
-        "own",
-        "each",
-        "place",
-        "places",
-        "seen",
-        "asked",
-        "wanted",
-        "took",
-        "gone",
-        "shown",
-        "known",
-        "what",
-        "which",
-        "them",
-        "these",
-        "those",
-        "thing",
-        "things",
-        "stuff",
-    ]
-)
+EMPTY_NAMES = {
+    *("found", "told", "held", "given", "said", "there", "mine", "twice", "made", "got", "own", "each", "place"),
+    *("places", "seen", "asked", "wanted", "took", "gone", "shown", "known", "what", "which", "them", "these"),
+    *("those", "thing", "things", "stuff"),
+}
 # Words of an identifier that have a standard term.
 WORDS = {
     "most": "max",
@@ -108,7 +80,7 @@ PHRASES = {
     r"\brooms?\b": "package, capacity, buffer pool",
     r"\brehears\w+": "dry run",
     r"\btells? of\b|\btold of\b": "reports",
-    r"\bis no (run|file|folder|number|mapping|list|name|field|class|image|mean|row|column|task|address)\b": "is not a ...",
+    r"\bis no (run|file|folder|number|mapping|list|name|field|class|image|mean|row|column|task)\b": "is not a ...",
 }
 EXCEPTIONS: dict[str, str] = {}
 """What is allowed, as `FILE: NAME` or `FILE: PHRASE`, and why."""
