@@ -197,7 +197,7 @@ def side(name: str, folder: Path) -> Cost:
     stall = median(ms for step, ms in steps.items() if step % (2 * PERIOD) == 1) - plain
     if name == SAVE:
         return Cost(plain, throughput, cpu, stall, median(hook.act_ms), 0.0)
-    calls = read_events(job.paths, "left")[0].details["stalls_ms"][:-1]
+    calls = read_events(job.paths, "worker_exit")[0].details["stalls_ms"][:-1]
     writes = [e.details["duration_s"] * 1e3 for e in read_events(job.paths, "checkpointed")][:-1]
     return Cost(plain, throughput, cpu, stall, median(calls), median(writes))
 

@@ -184,9 +184,9 @@ def flips(bench: Bench) -> None:
         with tempfile.TemporaryDirectory() as proofs:
             flip = Flip(Evidence(proofs), "flip", what, number, 4)
             paths = bench.run(task, Faults(train=Hooks(after_step=flip, built=flip.built)), train__max_steps=12, **few)
-            found += [event.details["rank"] for event in read_events(paths, "lied")] == [number] and flip.proofs.has(
-                "flip"
-            )
+            found += [event.details["rank"] for event in read_events(paths, "sdc_detected")] == [
+                number
+            ] and flip.proofs.has("flip")
     print(f"flipped bits in {', '.join(kinds)}: {found} of {len(kinds)} found")
     shares = 0
     for size in (2, 3):
@@ -194,7 +194,7 @@ def flips(bench: Bench) -> None:
             task, train__max_steps=850, **few | {"scaling__max_workers": size, "scaling__min_workers": size}
         )
         shares += read_steps(paths).replayed
-        assert not read_events(paths, "lied")
+        assert not read_events(paths, "sdc_detected")
     print(f"{shares:,} shares computed twice without a false alarm")
 
 

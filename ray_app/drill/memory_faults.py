@@ -99,7 +99,7 @@ def flip(ground: ScenarioContext) -> Scenario | str:
     hooks = Hooks(after_step=Several((bit, ground.pace(step + 1))), built=bit.built)
 
     def confirm(run: ScenarioResult) -> list[str]:
-        told = [e.details["rank"] for e in run.events("lied")]
+        told = [e.details["rank"] for e in run.events("sdc_detected")]
         return [] if told == [rank] else [f"rank {rank} computed wrongly once, found guilty were: {told or 'none'}"]
 
     return Scenario([step], ["flipped"], confirm, Faults(train=hooks), changes={"failure__sdc_check_rate": 1.0})

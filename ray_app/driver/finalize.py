@@ -92,7 +92,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
             "fallbacks": count(events, "fallback"),
             "failed_writes": count(events, "write_failed"),
         },
-        "replays": {"shares": course.replayed, "wrong": count(events, "lied")},
+        "replays": {"shares": course.replayed, "wrong": count(events, "sdc_detected")},
         "start_s": start(events, records),
         "timing": _timing(records, events),
         "parameter_servers": next(
@@ -116,7 +116,7 @@ def newest_commit(job: Job) -> Commit | None:
 def _timing(records: Sequence[StepRecord], events: list[Event]) -> dict[str, float | None]:
     events = [e for e in events if e.kind != "driver_lost"]  # that was when it was noticed
     started = [e.time_s for e in events if e.kind == "started"]
-    stalls = [s for e in events if e.kind == "left" for s in e.details["stalls_ms"]]
+    stalls = [s for e in events if e.kind == "worker_exit" for s in e.details["stalls_ms"]]
     total_ms = sum(r.step_ms for r in records)
     return {
         "wall_s": round(events[-1].time_s - started[0], 3) if started else None,
@@ -134,7 +134,7 @@ _ENDED: dict[str, Status] = {
     "finished": "finished",
     "stopped_early": "stopped_early",
     "interrupted": "interrupted",
-    "gave_up": "failed",
+    "run_failed": "failed",
 }
 """How a run ended, by the event that says it."""
 

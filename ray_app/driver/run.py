@@ -301,7 +301,7 @@ class Run:
         return Result(job.paths.root, summary, job.task)
 
     def _put_end(self, status: Status) -> None:
-        kind = "gave_up" if status == "failed" else status  # `failed` is a failure of the workers
+        kind = "run_failed" if status == "failed" else status  # `failed` is a failure of the workers
         if not put_event(self.job.paths, kind, self.job.fence, reason=str(self._error) if self._error else None):
             raise OSError(f"the end of the run could not be recorded in {self.job.paths.root}")
 

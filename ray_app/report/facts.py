@@ -43,7 +43,7 @@ def slow_now(events: list[Event]) -> dict[int, Event]:
             found.clear()
         elif event.kind == "slowed":
             found[event.details["rank"]] = event
-        elif event.kind == "kept_up":
+        elif event.kind == "straggler_recovered":
             found.pop(event.details["rank"], None)
     return found
 
@@ -166,7 +166,7 @@ def read_bad_rows(paths: RunPaths) -> ReportedBadRows:
 
 logger = logging.getLogger(__name__)
 
-_ENDS = {"finished": "finished", "stopped_early": "stopped early", "interrupted": "interrupted", "gave_up": "failed"}
+_ENDS = {"finished": "finished", "stopped_early": "stopped early", "interrupted": "interrupted", "run_failed": "failed"}
 _LOST = "driver_lost"
 """What whoever found the driver gone has recorded, with the status."""
 _NOT_SET = "not set"

@@ -275,7 +275,7 @@ def described(event: Event) -> str:
         "started": f"start {event.fence} of the driver, up to {details.get('max_workers')} workers",
         "resumed": f"went on{step}, from a {details.get('source')}",
         "formed": f"{details.get('workers')} workers step together from step {details.get('step')}",
-        "states_differed": f"after a failure the states of ranks {details.get('ranks')} were not those of the others;"
+        "params_diverged": f"after a failure the states of ranks {details.get('ranks')} were not those of the others;"
         f" went on{step}",
         "workers": f"{details.get('workers')} workers start",
         "failed": f"failure {details.get('number')}{step}, {details.get('left')} workers left:"
@@ -286,7 +286,7 @@ def described(event: Event) -> str:
         "resized": f"resized from {details.get('before')} to {details.get('after')} workers{step}:"
         f" {details.get('reason')}",
         "replaced": f"lost workers replaced, {details.get('before')} to {details.get('after')}{step}",
-        "spares": f"{details.get('ready')} spare workers are ready",
+        "standbys": f"{details.get('ready')} spare workers are ready",
         "start_failed": f"{details.get('workers')} more workers could not start: {details.get('reason')}",
         "checkpointed": f"checkpoint{step} ({details.get('why')}), took"
         f" {seconds(float(details.get('duration_s') or 0.0))}",
@@ -298,18 +298,18 @@ def described(event: Event) -> str:
         "data_changed": f"went on with changed data: {', '.join(map(str, details.get('changed') or []))}",
         "code_changed": f"went on with other code: {', '.join(map(str, details.get('changed') or []))}",
         "slowed": f"{_slow(details)}{step}",
-        "kept_up": f"rank {details.get('rank')}{_at_host(details)} keeps up again{step}",
+        "straggler_recovered": f"rank {details.get('rank')}{_at_host(details)} keeps up again{step}",
         "stalled": f"{_slow(details)} in one step{step}",
         "balanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
-        "spent": f"until{step.removeprefix(' at')} the workers' time was: {_spent(details)}",
+        "time_breakdown": f"until{step.removeprefix(' at')} the workers' time was: {_spent(details)}",
         "retired": f"rank {details.get('rank')}{_at_host(details)} had to leave{step}: {details.get('reason')}",
-        "lied": f"rank {details.get('rank')}{_at_host(details)} computed logical worker"
+        "sdc_detected": f"rank {details.get('rank')}{_at_host(details)} computed logical worker"
         f" {details.get('logical_worker')}{step} wrongly, and"
         f" ended; it was last known to be right at step {details.get('clean')}",
         "suspected": f"checkpoints {details.get('steps')} are marked: {details.get('reason')}",
         "stacks": f"worker {details.get('rank')} held the others up{step}, while {details.get('doing')}",
         "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",
-        "left": f"rank 0 left{step}",
+        "worker_exit": f"rank 0 left{step}",
         "profiled": f"steps {details.get('first')} to {details.get('step')} traced: {details.get('file')}",
     }
     reason = f": {details['reason']}" if details.get("reason") else ""

@@ -18,7 +18,7 @@ from ray_app.report.figures import described
 from ray_app.runlog.evaluations import Evaluation
 from ray_app.runlog.history import count, counted_word, recoveries, restarts
 
-_ORDINARY = ("checkpointed", "evaluated", "left", "workers")
+_ORDINARY = ("checkpointed", "evaluated", "worker_exit", "workers")
 _MOST_HAPPENINGS, _MOST_CHARS = 300, 8000
 
 
@@ -89,7 +89,7 @@ def health(facts: Facts) -> list[tuple[str, str, str]]:
     if slow:
         found.append(("slow workers now", f"{len(slow)}", "; ".join(described(event) for event in slow.values())))
     if facts.course.replayed:
-        wrong = counted_word(count(facts.events, "lied"), "worker")
+        wrong = counted_word(count(facts.events, "sdc_detected"), "worker")
         found.append(("shares computed twice", f"{facts.course.replayed:,}", f"{wrong} found to compute wrongly"))
     return found
 

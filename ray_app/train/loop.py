@@ -161,7 +161,7 @@ class _Worker:
                 job.paths, "formed", job.fence, generation=formed.number, workers=world.size, step=state.step, **details
             )
             if odd:
-                put_event(job.paths, "states_differed", job.fence, generation=formed.number, ranks=odd, step=state.step)
+                put_event(job.paths, "params_diverged", job.fence, generation=formed.number, ranks=odd, step=state.step)
 
     def _run(self, world: World, hosts: tuple[str, ...]) -> Flags:
         """The steps of one generation; returns the flags that ended it."""

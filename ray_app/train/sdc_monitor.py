@@ -60,7 +60,7 @@ class SdcMonitor:
         if self._rank == wrong.told_by:
             where = {"rank": wrong.rank, "name": wrong.place.name, "device": wrong.place.device}
             details = {"step": wrong.step, "logical_worker": wrong.logical_worker, "clean": wrong.clean}
-            put_event(self._job.paths, "lied", self._job.fence, **where, **details)
+            put_event(self._job.paths, "sdc_detected", self._job.fence, **where, **details)
 
     def compare(self, world: World, done: int) -> None:
         """Holds the parameters of all workers against each other if that is due; those of a minority are replaced in

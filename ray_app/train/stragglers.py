@@ -61,14 +61,14 @@ class Straggler:
         cause: Whether it computes for longer than others, or waits for its data, or does something else, see `Spent`.
         times: How many times as long as the others it takes.
         lost: The part of each step that all lose by it; for a single step the seconds.
-        what: `slowed`: for many steps now; `kept_up`: no longer; `stalled`: in a single step.
+        what: `slowed`: for many steps now; `straggler_recovered`: no longer; `stalled`: in a single step.
     """
 
     rank: int
     cause: Cause
     times: float
     lost: float
-    what: Literal["slowed", "kept_up", "stalled"]
+    what: Literal["slowed", "straggler_recovered", "stalled"]
 
 
 class StragglerDetector:
@@ -166,7 +166,7 @@ class StragglerDetector:
                 continue
             self._rows[rank] = 0
             if known:
-                found.append(replace(self.slow.pop(rank), what="kept_up"))
+                found.append(replace(self.slow.pop(rank), what="straggler_recovered"))
             else:
                 found.append(now)
                 self.slow[rank] = now
@@ -283,4 +283,4 @@ class StragglerReporter:
             {"rank": rank, "host": self._host(rank)} | each for rank, each in enumerate(spent)
         ]
         workers.sort(key=lambda worker: worker["waits"])
-        put_event(self._job.paths, "spent", self._job.fence, step=self._step, workers=workers[:_MOST_TOLD])
+        put_event(self._job.paths, "time_breakdown", self._job.fence, step=self._step, workers=workers[:_MOST_TOLD])

@@ -111,7 +111,7 @@ class MadeRun:
 
     def end(self, at_s: float, status: str = "finished", value: float | None = None, reason: str | None = None) -> None:
         """The end of a start, and the summary."""
-        self.event("gave_up" if status == "failed" else status, at_s, reason=reason)
+        self.event("run_failed" if status == "failed" else status, at_s, reason=reason)
         best = {"step": 300, "metric": "accuracy", "value": value} if value is not None else None
         timing = {"wall_s": at_s}
         summary = {

@@ -169,7 +169,7 @@ class _Controller(TrainController):
         newcomers.keep(policy.coming)
         if policy.has_spares and (ready := newcomers.ready()) != self._ready:
             self._ready = ready
-            self._budget.budget.note("spares", ready=ready)
+            self._budget.budget.note("standbys", ready=ready)
         if time.monotonic() >= policy.full_until_s:
             newcomers.begin(policy.coming - len(newcomers), self._worker_group.slot(policy.shunned))
 

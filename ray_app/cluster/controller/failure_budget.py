@@ -166,5 +166,13 @@ def spent(paths: RunPaths, limits: FailureSection) -> str:
 def disturbing(paths: RunPaths) -> list[Event]:
     """The events that tell what went wrong so far in all starts."""
     return read_events(
-        paths, "failed", "preempted", "storage_failed", "resized", "started", "finished", "stopped_early", "lied"
+        paths,
+        "failed",
+        "preempted",
+        "storage_failed",
+        "resized",
+        "started",
+        "finished",
+        "stopped_early",
+        "sdc_detected",
     )

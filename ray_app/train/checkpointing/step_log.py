@@ -295,7 +295,7 @@ class StepLog:
         self._writer.close()
         self._report()
         stalls = [s * 1e3 for s in self._saver.stall_s]
-        put_event(self._job.paths, "left", self._job.fence, step=self._state.step, stalls_ms=stalls)
+        put_event(self._job.paths, "worker_exit", self._job.fence, step=self._state.step, stalls_ms=stalls)
 
     def _write(self, record: StepRecord) -> None:
         if self._writer is None:

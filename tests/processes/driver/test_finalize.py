@@ -126,7 +126,7 @@ def test_a_run_that_had_done_everything_is_finished(config: Config, paths: RunPa
 
 
 def test_a_driver_that_was_killed_while_it_told_mlflow(config: Config, paths: RunPaths) -> None:
-    orphan(config, last=20, end="gave_up")
+    orphan(config, last=20, end="run_failed")
     assert close_orphan(str(paths.root))
     assert read_json(paths.summary)["status"] == "failed"
     assert mlflow_run(config).info.status == "FAILED"

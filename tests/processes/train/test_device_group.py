@@ -495,7 +495,7 @@ def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
     assert proof.read_text() == name
     assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
     assert result_of(job).commit.params_digest == expected
-    assert not read_events(job.paths, "states_differed"), "nobody had garbage, not for a step either"
+    assert not read_events(job.paths, "params_diverged"), "nobody had garbage, not for a step either"
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
@@ -532,7 +532,7 @@ def test_what_is_broken_on_a_device_alone_is_in_no_step(
     assert proof.exists(), name
     assert [each.value for each in outcomes] == ["done"] * 3, [each.trace for each in outcomes]
     assert result_of(job).commit.params_digest == expected
-    assert not read_events(job.paths, "states_differed"), "nobody had garbage, not for a step either"
+    assert not read_events(job.paths, "params_diverged"), "nobody had garbage, not for a step either"
 
 
 @pytest.mark.rest
@@ -560,4 +560,4 @@ def test_with_other_strategies_neither(pool: Pool, tmp_path: Path, strategy: str
     assert isinstance(outcomes[rank].error, KilledError)
     assert [outcomes[each].value for each in stay] == ["done", "done"], [each.trace for each in outcomes]
     assert result_of(job).commit.params_digest == expected
-    assert not read_events(job.paths, "states_differed")
+    assert not read_events(job.paths, "params_diverged")

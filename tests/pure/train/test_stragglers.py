@@ -115,7 +115,7 @@ def test_who_keeps_up_again_is_told_once() -> None:
         return 0.04 if rank == 1 and step < 100 else 0.02, 0.0
 
     steps = Steps(2, 2, times).go(300)
-    assert steps.told == [("slowed", 1, "compute"), ("kept_up", 1, "compute")]
+    assert steps.told == [("slowed", 1, "compute"), ("straggler_recovered", 1, "compute")]
     assert not steps.pace.slow
 
 

@@ -160,7 +160,7 @@ def test_slow_workers_are_told_while_they_are_slow(run: MadeRun) -> None:
     where = {"name": "host-7", "host": "10.0.0.7", "device": "cuda NVIDIA H200"}
     run.event("slowed", 12.0, rank=2, cause="compute", times=1.5, step=60, **where)
     run.event("slowed", 12.5, rank=1, cause="data", times=1.4, step=61, **where)
-    run.event("kept_up", 13.0, rank=1, cause="data", times=1.0, step=90, **where)
+    run.event("straggler_recovered", 13.0, rank=1, cause="data", times=1.0, step=90, **where)
     shown = drawn(*seen(run), width=200)
     assert "1: rank 2 (host-7, 10.0.0.7, cuda NVIDIA H200) computed 1.5 times as long as the others at step 60" in shown
     run.event("formed", 14.0, generation=9, workers=2, step=95)

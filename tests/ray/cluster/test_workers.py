@@ -85,11 +85,11 @@ def test_a_spare_takes_the_place_of_a_killed_worker(
 ) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__standby_workers=1)
     kill, run = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run")
-    ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
+    ready = Linger(run, "standbys", {"ready": 1}, after=5, each_s=60)
     joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
     summary, events = run_with(config, reference, after_step=Several((ready, kill, joined)))
     assert kill.happened == 1
-    assert [event.details["ready"] for event in events["spares"]][:2] == [1, 0], "it was there before, and joined"
+    assert [event.details["ready"] for event in events["standbys"]][:2] == [1, 0], "it was there before, and joined"
     assert sizes(events) == [2, 1, 2]
     assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
     [replaced] = events["replaced"]
@@ -103,7 +103,7 @@ def test_all_are_killed_and_the_run_goes_on_with_the_spare(
         scaling__min_workers=1, scaling__max_workers=2, scaling__standby_workers=1, checkpoint__snapshot_every_steps=1
     )
     kill, run = Kill(str(tmp_path / "killed"), step=13), str(tmp_path / "runs" / "run")
-    ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
+    ready = Linger(run, "standbys", {"ready": 1}, after=5, each_s=60)
     committed = Linger(run, "checkpointed", {"step": 8}, after=12, each_s=60)
     joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
     summary, events = run_with(config, reference, after_step=Several((ready, committed, kill, joined)))
@@ -123,7 +123,7 @@ def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: 
     }
     run = tmp_path / "runs" / "run"
     drag = Drag(str(tmp_path / "slow"), step=20, rank=1)
-    ready = Linger(str(run), "spares", {"ready": 1}, after=5, each_s=60)
+    ready = Linger(str(run), "standbys", {"ready": 1}, after=5, each_s=60)
     joined = Linger(str(run), "formed", {"workers": 2, "generation": 3}, after=490, each_s=10)
     result = run_training(
         short_run(**scaling, **longer), faults=Faults(train=Hooks(after_step=Several((ready, drag, joined))))

@@ -128,5 +128,5 @@ def test_a_driver_that_lost_its_lease_ends_and_writes_nothing(short_run: ShortRu
         run_training(config, observe=take_over)
     assert not paths.summary.exists()
     kinds: list[Any] = [e.kind for e in read_events(paths)]
-    assert "gave_up" not in kinds
+    assert "run_failed" not in kinds
     assert "finished" not in kinds

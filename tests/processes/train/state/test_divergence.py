@@ -73,7 +73,7 @@ def job_in(folder: Path, update: int = 0) -> Job:
 
 def differed(job: Job) -> list[tuple[list[int], int]]:
     """The ranks that did, and the step that was gone on from."""
-    return [(event.details["ranks"], event.details["step"]) for event in read_events(job.paths, "states_differed")]
+    return [(event.details["ranks"], event.details["step"]) for event in read_events(job.paths, "params_diverged")]
 
 
 def test_the_one_that_differs_gets_the_state_of_the_others(pool: Pool, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_what_is_computed_twice_is_that_of_the_turn(pool: Pool, data: Path, tmp_
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=OfPart(flip, part)))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     assert [outcomes[rank].value for rank in (0, 2)] == ["done"] * 2, [outcome.trace for outcome in outcomes]
-    assert [event.details["rank"] for event in read_events(job.paths, "lied")] == [1]
+    assert [event.details["rank"] for event in read_events(job.paths, "sdc_detected")] == [1]
 
 
 def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(
