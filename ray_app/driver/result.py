@@ -160,7 +160,7 @@ class Result:
         with torch.inference_mode():
             for low in range(0, len(next(iter(rows.values()))), size):
                 batch = to_batch(rows, slice(low, low + size))
-                found.append(self.task.predicted(self.task.forward(model, batch), batch))
+                found.append(self.task.predictions(self.task.forward(model, batch), batch))
         return {name: joined([part[name] for part in found]) for name in found[0]}
 
     def _decoded(self, data: Any) -> Arrays:

@@ -179,7 +179,7 @@ class PredictActor:
             rows = {name: values[low : low + self._job.batch_size] for name, values in arrays.items()}
             if (bad := _bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
                 raise _bad_row(spec, low + bad[0], f"{bad[1]!r} is NaN or infinite, and so is what the model gives")
-            found.append(self._job.model.task.predicted(on_cpu, batch))
+            found.append(self._job.model.task.predictions(on_cpu, batch))
         whole = {name: joined([one[name] for one in found]) for name in found[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:

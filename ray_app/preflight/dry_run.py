@@ -298,7 +298,7 @@ def _try_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Paramet
         _refuse_unknown_metric(job, chunks)
     with user_code(lambda: "predicting two rows"), torch.inference_mode():
         batch = to_batch(rows)
-        task.predicted(task.forward(state.model, batch), batch)
+        task.predictions(task.forward(state.model, batch), batch)
     return unused
 
 

@@ -75,7 +75,7 @@ def _forward(task: Task, model: nn.Module, rows: Arrays) -> Outputs:
     begun_s, outputs = time.monotonic(), []
     for i in range(len(next(iter(rows.values())))):
         batch = to_batch({name: values[i : i + 1] for name, values in rows.items()})
-        outputs.append((task.evaluated(model, batch), batch))
+        outputs.append((task.eval_outputs(model, batch), batch))
         if len(outputs) > 1 and time.monotonic() - begun_s > _MAX_SECONDS:
             break
     return outputs
@@ -350,7 +350,7 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     drawn: set[str] = set()
     for trial in range(num_trials(model)):
         with disturbed(model, trial):
-            again, whole, *parts = (task.evaluated(model, batch) for batch in (batches[0], *batches))
+            again, whole, *parts = (task.eval_outputs(model, batch) for batch in (batches[0], *batches))
         repeats = {**again.logged, "loss": again.loss}
         for name, value in (whole.logged if whole.weight is not None else {**whole.logged, "loss": whole.loss}).items():
             if name not in repeats or not np.array_equal(float(value), float(repeats[name]), equal_nan=True):

@@ -428,7 +428,7 @@ def _prepared_task(config: Config, begins: Beginning, dataset: Dataset) -> Task:
     refuse_unpicklable(task)
     where, of = f"data.path {config.data.path}", f"train.init_from {config.train.init_from}"
     refuse_other_names(begins.classes, task.data_schema["classes"], where, of)
-    if problems := task.unfit(config):
+    if problems := task.validate_config(config):
         raise ConfigError(f"{type(task).__name__} does not go with the configuration: {' '.join(problems)}")
     return task
 

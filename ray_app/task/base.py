@@ -239,9 +239,11 @@ class Task(ABC):
                 need_column(data, name, _NUMBERS, f"task {type(self).__name__}, which leaves `decode` out,")
         return self
 
-    def unfit(self, config: Config) -> list[str]:
-        """What of a configuration does not go with the task, a sentence each that says what to do; not overridden:
-        nothing.
+    def validate_config(self, config: Config) -> list[str]:
+        """Returns what of a configuration the task cannot be trained with, a sentence for each problem that says what
+        to do.
+
+        Not overridden: no problems. Called on the driver, before anything starts.
         """
         del config
         return []
@@ -385,23 +387,25 @@ class Task(ABC):
 
     @property
     def has_own_optimizer(self) -> bool:
-        """Whether `configure_optimizers` is used where the configuration has no optimizer: it is not that of `Task`."""
+        """Whether the task makes an optimizer where the configuration has none: it overrides `configure_optimizers`."""
         return type(self).configure_optimizers is not Task.configure_optimizers
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-        """Makes the optimizer, and a schedule that moves after every step, where the configuration has no optimizer.
+        """Makes the optimizer, and a schedule that is stepped after every step or None; called where the configuration
+        has no optimizer.
 
         Raises:
-            ConfigError: Not overridden, and `optimizer` asks for it all the same.
+            ConfigError: The task does not override it, and `optimizer` names `OwnOptimizer` all the same.
         """
         raise ConfigError(
             f"{type(self).__name__} makes no optimizer for a {type(model).__name__}; name another than this in"
             f" `optimizer`."
         )
 
-    def evaluated(self, model: nn.Module, batch: Batch) -> Any:
-        """What `loss` and `update` get of a batch in an evaluation: what `forward` returns, unless more than that is to
-        be evaluated.
+    def eval_outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """Computes the outputs of an evaluated batch, which `loss` and `update` get.
+
+        Not overridden: those of `forward`. To be replaced where `loss` or `update` need more than a prediction does.
         """
         return self.forward(model, batch)
 
@@ -434,24 +438,20 @@ class Task(ABC):
         if len(metrics):
             metrics.update(outputs, batch[targets[0]])
 
-    def predictions(self, outputs: Any) -> Arrays:
-        """What a batch prediction writes for every row: numbers or text by column, each (rows, ...), or `Ragged`, which
-        become lists.
+    def predictions(self, outputs: Any, batch: Batch) -> Arrays:
+        """Returns the columns that a batch prediction writes for every row: numbers or text, each (rows, ...), or
+        `Ragged`, which become lists.
 
-        Not overridden: the outputs of `forward`, which are on the CPU, themselves, a single tensor as `predicted`.
-        """
-        named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
-        return {name: values.numpy() for name, values in named.items()}
-
-    def predicted(self, outputs: Any, batch: Batch) -> Arrays:
-        """`predictions` of a batch's rows; to be replaced where that needs its fields, too, as the lengths of lists.
+        Not overridden: the outputs themselves, a single tensor as `predicted`.
 
         Args:
             outputs: From `forward`, on the CPU.
-            batch: What they were made of, where the model is.
+            batch: The decoded fields that they were computed from, on the device of the model, such as the lengths of
+                lists.
         """
         del batch
-        return self.predictions(outputs)
+        named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
+        return {name: values.numpy() for name, values in named.items()}
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
         """Writes more into the folder of an export: what programs without ray_app load the model from; not overridden:

@@ -209,8 +209,9 @@ class ObjectDetection(Task):
         found = [{name: outputs[name][i, :n] for name in _FOUND} for i, n in enumerate(outputs["found"].tolist())]
         metrics.update(found, _truths(batch))
 
-    def predictions(self, outputs: dict[str, Tensor]) -> Arrays:
-        """Lists of boxes, classes and scores of each row, the surest first."""
+    def predictions(self, outputs: dict[str, Tensor], batch: Batch) -> Arrays:
+        """Returns lists of boxes, classes and scores of each row, the surest first."""
+        del batch
         shapes = {"boxes": (4,), "labels": (), "scores": ()}
         counts = outputs["found"].tolist()
         return {

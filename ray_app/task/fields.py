@@ -218,7 +218,7 @@ def without_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[s
         raise DataError(
             f"The outputs are of shape {tuple(outputs.shape)}, of rows whose lists are padded: {said or 'none'}; which"
             f" of these they go"
-            " along with cannot be told, so what they say of padding cannot be left out. Write Task.predicted."
+            " along with cannot be told, so what they say of padding cannot be left out. Write Task.predictions."
         )
     there = np.arange(outputs.shape[1]) < lengths[0][:, None]
     return Ragged(outputs.numpy()[there], np.cumsum([0, *lengths[0]], dtype=np.int64))

@@ -228,8 +228,9 @@ class ImageClassification(Task):
         """See `Task.update`."""
         metrics.update(outputs.float().softmax(-1), batch["label"])
 
-    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
+    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """See `class_predictions`."""
+        del batch
         return class_predictions(outputs, self.classes)
 
     def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:

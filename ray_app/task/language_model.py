@@ -147,8 +147,11 @@ class CausalLanguageModel(Task):
         del batch
         metrics.update(outputs["losses"], outputs["tokens"])
 
-    def predictions(self, outputs: Any) -> dict[str, npt.NDArray]:
-        """How well the model knows a text: the mean `loss` of its tokens, and how many `tokens` that is over."""
+    def predictions(self, outputs: Any, batch: Batch) -> dict[str, npt.NDArray]:
+        """Returns how well the model predicts a text: the mean `loss` of its tokens, and the number of `tokens` that
+        the mean is over.
+        """
+        del batch
         losses, tokens = outputs["losses"].float(), outputs["tokens"]
         return {"loss": (losses / tokens.clamp(min=1)).numpy(), "tokens": tokens.numpy()}
 

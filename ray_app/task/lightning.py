@@ -233,7 +233,7 @@ class LightningTask(BatchTask):
         exif_orientation: See `ModuleTask`.
     """
 
-    def unfit(self, config: Config) -> list[str]:
+    def validate_config(self, config: Config) -> list[str]:
         """What knows only calls of the module itself."""
         problems = []
         if config.train.strategy == "fsdp":
@@ -300,7 +300,7 @@ class LightningTask(BatchTask):
         }  # recorded anyway
         return Losses(returned.expand(rows), metrics={name: value.expand(rows) for name, value in logged.items()})
 
-    def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
+    def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
         """What `validation_step` returns and logs; a `MeanMetric` that it logs as `val_loss` or `loss` is the loss,
         with its weights.
         """

@@ -131,7 +131,7 @@ def score(
         of one forward pass. device: Where to compute. part: Which of several processes this is. parts: How many there
         are. chunk_rows: Rows of a chunk; not given: a number that makes the work quick. keep: Names of the metrics
         whose states are kept; not given: all. forward: What runs the model on a batch; not given: the task's
-        `evaluated`. manifest: The rows, by which a message names one.
+        `eval_outputs`. manifest: The rows, by which a message names one.
 
     Raises:
         DataError: The loss of a row is NaN or infinite, and so is something in the row.
@@ -156,7 +156,7 @@ def score(
         # Not in inference mode: workers evaluate the model that they train, and what it makes once and keeps would be
         # useless for backward.
         with user_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
-            for first, some, outputs in _passes(partial(forward or task.evaluated, model), batch, size):
+            for first, some, outputs in _passes(partial(forward or task.eval_outputs, model), batch, size):
                 losses.append(Losses.of(task.loss(outputs, some)))
                 task.update(metrics, outputs, some)
                 mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MOST_MISTAKES)]

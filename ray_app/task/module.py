@@ -384,10 +384,17 @@ class ModuleTask(Task):
     def _classifies(self, outputs: Any) -> bool:
         return isinstance(outputs, Tensor) and outputs.ndim == 2 and 1 < outputs.shape[1] == len(self.classes)
 
-    def predictions(self, outputs: Any) -> Arrays:
-        """Class, number and confidence where there is one score for each class; of pixels and of tokens the numbers of
-        their classes, as `predicted_index`; else the outputs as `predicted`.
+    def predictions(self, outputs: Any, batch: Batch) -> Arrays:
+        """Returns class, number and confidence where there is one score for each class; of pixels and of tokens the
+        numbers of their classes, as `predicted_index`; else the outputs as `predicted`.
+
+        Where the target is a column of lists, each row is as long as its list: outputs for the padding are left out.
         """
+        if type(self).loss is ModuleTask.loss and self.kinds[self.target] == "list" and isinstance(outputs, Tensor):
+            name, values = "predicted", outputs
+            if self.classes_last and outputs.ndim == 3:
+                name, values = "predicted_index", outputs.argmax(2)
+            return {name: without_padding(values, batch, self._columns_of_model())}
         if self._classifies(outputs):
             return class_predictions(outputs, self.classes)
         if (
@@ -399,21 +406,7 @@ class ModuleTask(Task):
             return {"predicted_index": outputs.argmax(1).numpy()}
         if self.classes_last and isinstance(outputs, Tensor) and outputs.ndim == 3:
             return {"predicted_index": outputs.argmax(2).numpy()}
-        return super().predictions(outputs)
-
-    def predicted(self, outputs: Any, batch: Batch) -> Arrays:
-        """See `Task.predicted`; with a target of lists, which the outputs go along with, what they say of padding is
-        left out.
-        """
-        own = type(self).loss is not ModuleTask.loss or type(self).predictions is not ModuleTask.predictions
-        if own or self.kinds[self.target] != "list" or not isinstance(outputs, Tensor):
-            return self.predictions(outputs)
-        name, values = (
-            ("predicted_index", outputs.argmax(2))
-            if self.classes_last and outputs.ndim == 3
-            else ("predicted", outputs)
-        )
-        return {name: without_padding(values, batch, self._columns_of_model())}
+        return super().predictions(outputs, batch)
 
     def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
         """See `Task.mistakes`."""

@@ -192,8 +192,9 @@ class TabularClassification(_Tabular):
         """See `Task.update`."""
         metrics.update(outputs.float().softmax(-1), batch["label"])
 
-    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
+    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """See `class_predictions`."""
+        del batch
         return class_predictions(outputs, self.classes)
 
     def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:
@@ -247,6 +248,7 @@ class TabularRegression(_Tabular):
         """See `Task.update`."""
         metrics.update(outputs[:, 0].to(torch.float32), batch["label"])
 
-    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
+    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """The predicted number of every row as `predicted`."""
+        del batch
         return {"predicted": outputs[:, 0].to(torch.float32).numpy()}

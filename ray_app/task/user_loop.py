@@ -304,7 +304,7 @@ class LoopTask(BatchTask):
         )
         self.train, self.settings, self.evaluate = train, settings or {}, evaluate
 
-    def unfit(self, config: Config) -> list[str]:
+    def validate_config(self, config: Config) -> list[str]:
         """What the script has of its own, or what takes its model from it."""
         problems = []
         if config.optimizers is not None or config.optimizer not in (
@@ -375,7 +375,7 @@ class LoopTask(BatchTask):
         if model in _RUNNING:
             _RUNNING.pop(model).end()
 
-    def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
+    def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
         """What `evaluate` returns."""
         if self.evaluate is None:
             raise ConfigError(

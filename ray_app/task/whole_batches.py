@@ -40,7 +40,7 @@ class Evaluated(NamedTuple):
 
 
 class BatchTask(ModuleTask):
-    """Reads and decodes as `ModuleTask` does, and evaluates by `evaluated` of those who derive from it.
+    """Reads and decodes as `ModuleTask` does, and evaluates by `eval_outputs` of those who derive from it.
 
     Args:
         module: The model, or a function that returns one.
@@ -104,8 +104,8 @@ class BatchTask(ModuleTask):
         self.batch = batch
 
     @abstractmethod
-    def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """See `Task.evaluated`."""
+    def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
+        """See `Task.eval_outputs`."""
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
         """The mean of an evaluated batch, for each of its rows, with the share of each in the batch's weight if it has

@@ -48,9 +48,9 @@ class Mistaken(TinyImages):
         self._stumble("update")
         super().update(metrics, outputs, batch)
 
-    def predictions(self, outputs: Any) -> Any:
+    def predictions(self, outputs: Any, batch: Batch) -> Any:
         self._stumble("predictions")
-        return super().predictions(outputs)
+        return super().predictions(outputs, batch)
 
 
 def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:

@@ -167,7 +167,8 @@ def test_precision_is_resampled_by_rows() -> None:
 
 def test_predictions_are_lists_that_are_written_and_read_as_such() -> None:
     task, model = task_of(), Seeing().eval()
-    found = [task.predictions(task.forward(model, to_batch(task.decode(ROWS), slice(low, low + 2)))) for low in (0, 2)]
+    batches = [to_batch(task.decode(ROWS), slice(low, low + 2)) for low in (0, 2)]
+    found = [task.predictions(task.forward(model, batch), batch) for batch in batches]
     whole = {name: joined([one[name] for one in found]) for name in found[0]}
     table = pq.read_table(pa.BufferReader(part_file(pa.table({"position": [0, 1, 2]}), whole, "made from")))
     assert table.column("boxes").to_pylist() == [ROWS["boxes"].row(i).tolist() for i in range(3)]

@@ -118,7 +118,7 @@ def test_the_loss_of_pixels_is_a_mean_over_those_that_count() -> None:
     assert found.weights.tolist() == [16, 56, 64]
     expected = torch.nn.CrossEntropyLoss(ignore_index=9)(outputs, masks)
     torch.testing.assert_close(found.values.sum() / found.weights.sum(), expected)
-    assert task.predictions(outputs)["predicted_index"].tolist() == outputs.argmax(1).tolist()
+    assert task.predictions(outputs, {"masks": masks})["predicted_index"].tolist() == outputs.argmax(1).tolist()
 
 
 class Scores(torch.nn.Module):

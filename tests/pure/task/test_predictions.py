@@ -31,7 +31,7 @@ def test_a_class_without_a_name_has_its_number_as_its_name(task: ImageClassifica
     columns = {"label": label, "image": ColumnFacts("array", "uint8", (8, 8)), "a": ColumnFacts("number", "float64")}
     made = task.prepare(DataFacts("data", 9, columns, ("cat", "dog")))
     scores, labels = torch.eye(4), torch.tensor([0, 1, 1, 0])
-    assert made.predictions(scores)["predicted"].tolist() == ["cat", "dog", "2", "3"]
+    assert made.predictions(scores, {"label": labels})["predicted"].tolist() == ["cat", "dog", "2", "3"]
     assert [(wrong.truth, wrong.predicted) for wrong in made.mistakes(scores, {"label": labels}, 9)] == [
         ("dog", "2"),
         ("cat", "3"),
@@ -42,7 +42,7 @@ def test_targets_are_not_inputs() -> None:
     assert ImageClassification().targets() == ["label"]
     task = TabularRegression(label="price", features=["a", "b"])
     assert (task.targets(), task.columns()) == (["price"], ["a", "b", "price"])
-    assert task.predictions(torch.tensor([[2.0], [3.0]]))["predicted"].tolist() == [2.0, 3.0]
+    assert task.predictions(torch.tensor([[2.0], [3.0]]), {})["predicted"].tolist() == [2.0, 3.0]
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=6), min_size=1, max_size=4), st.integers(1, 50))

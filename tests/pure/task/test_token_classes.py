@@ -91,7 +91,7 @@ def test_predictions_of_tokens_are_as_long_as_their_rows(
 ) -> None:
     rows = task.decode({"tokens": lists(TOKENS), "tags": np.zeros(5, np.int64)})
     batches = [to_batch(rows, slice(low, low + size)) for low in range(0, 5, size)]
-    found = joined([task.predicted(task.forward(model, batch), batch)[name] for batch in batches])
+    found = joined([task.predictions(task.forward(model, batch), batch)[name] for batch in batches])
     scores = [[model.scores.weight[token] for token in row] for row in TOKENS]
     wanted: list[Any] = [[int(each.argmax()) for each in row] for row in scores]
     if name == "predicted":
@@ -136,7 +136,7 @@ def test_what_goes_along_with_no_list_is_not_predicted() -> None:
         DataError,
         match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which of these they go along",
     ):
-        tagging().predicted(tagging().forward(Halved(), batch), batch)
+        tagging().predictions(tagging().forward(Halved(), batch), batch)
 
 
 CLASSIFICATION = "torchmetrics.classification"
@@ -211,7 +211,7 @@ def test_classes_in_arrays_are_of_any_type_of_integers(kind: Any, labels: bool) 
 class Boxed(BatchTask):
     """Compares lists of lists by itself."""
 
-    def evaluated(self, model: nn.Module, batch: Any) -> Any:
+    def eval_outputs(self, model: nn.Module, batch: Any) -> Any:
         """Not called."""
         raise NotImplementedError
 
