@@ -45,7 +45,7 @@ Status = Literal["finished", "stopped_early", "interrupted", "failed"]
 
 
 def summarize(job: Job, status: Status) -> dict[str, Any]:
-    """Makes the content of `summary.json`, a public interface; see docs/architecture.md for its fields."""
+    """Makes the content of `summary.json`, a public interface; see docs/runs.md for its fields."""
     stop = job.early_stop()
     newest = newest_commit(job)
     last_step = stop.stop_step if stop else newest.step if newest else 0
