@@ -38,7 +38,7 @@ from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch, RowSource, fetch_here, whole
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.task.images import IMAGE, decoded
+from ray_app.task.images import IMAGE, decode_columns
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,9 @@ def measure_transforms(rounds: int) -> None:
     transforms = [v2.RandomResizedCrop([32, 32]), v2.RandAugment()]
 
     def steps(keys: np.ndarray | None) -> Sample:
-        return timed(10, lambda: [decoded({"image": images}, {"image": IMAGE}, transforms, keys) for _ in range(10)])
+        return timed(
+            10, lambda: [decode_columns({"image": images}, {"image": IMAGE}, transforms, keys) for _ in range(10)]
+        )
 
     sides = {"without keys": lambda: steps(None), "drawing by keys": lambda: steps(keys)}
     report(

@@ -19,8 +19,14 @@ from ray_app.data.ray_tasks import Pool, through
 from ray_app.data.reader import ReadSpec
 from ray_app.driver.parsing import parse_more
 from ray_app.errors import DataError
-from ray_app.predict.actor import PredictActor, facts_of
-from ray_app.predict.predict import MADE_FROM, PredictSection, PreparedPrediction, prepare_prediction, refuse_other
+from ray_app.predict.actor import PredictActor, part_facts
+from ray_app.predict.predict import (
+    MADE_FROM,
+    PredictSection,
+    PreparedPrediction,
+    prepare_prediction,
+    refuse_other_prediction,
+)
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, names, put_json, read_json, remove_temporary
 
@@ -61,7 +67,7 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
         with cluster(room):
             most = workers_that_fit(room, ray.cluster_resources(), ray.nodes(), most_resources())
             if not put_json(out / MADE_FROM, prepared.made_from, if_absent=True):
-                refuse_other(prepared)  # another may have begun here meanwhile
+                refuse_other_prediction(prepared)  # another may have begun here meanwhile
             pool = Pool(PredictActor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
             specs = dict(job.parts.values())
             for found in through(pool, prepared.reader, missing, lambda found: specs[found["name"]]):
@@ -80,7 +86,7 @@ def _intact(prepared: PreparedPrediction) -> dict[str, dict[str, Any]]:
 
     def look(name: str, spec: ReadSpec) -> dict[str, Any] | None:
         try:
-            facts = facts_of((prepared.out / name).read_bytes())
+            facts = part_facts((prepared.out / name).read_bytes())
         except (OSError, ValueError):
             return None
         rows = sum(piece.rows for piece in spec)

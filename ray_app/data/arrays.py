@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.task.ragged import Field, Ragged, put_together
+from ray_app.task.ragged import Field, Ragged, concat_ragged
 
 Array = npt.NDArray[np.generic]
 
@@ -103,7 +103,7 @@ def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if spec.padding is not None:
         parts = [_ragged(chunk, spec) for chunk in chunks if len(chunk)]
-        return put_together(parts) if parts else _none(spec)
+        return concat_ragged(parts) if parts else _none(spec)
     return fixed(column, spec)
 
 

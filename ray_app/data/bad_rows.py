@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.arrays import ArraySpec, spec_like
-from ray_app.task.ragged import Arrays, Field, Ragged, joined
-from ray_app.task.user_code import refusal
+from ray_app.task.ragged import Arrays, Field, Ragged, concat_fields
+from ray_app.task.user_code import row_error_reason
 
 REASON = "__reason__"
 """Column of decoded tables that says why a row could not be decoded; null where it could. Only where bad rows are
@@ -79,7 +79,7 @@ def decode_around(
             if high - low > 1:
                 todo += [(low, (low + high) // 2), ((low + high) // 2, high)]
             else:
-                reasons[low] = refusal(error)[:_LONGEST]
+                reasons[low] = row_error_reason(error)[:_LONGEST]
             continue
         if high - low == count:
             return part, reasons
@@ -90,7 +90,7 @@ def decode_around(
             parts.append({name: _empty(spec) for name, spec in fields.items()})
         elif low in good:
             parts.append(good[low])
-    return {name: joined([part[name] for part in parts]) for name in fields}, reasons
+    return {name: concat_fields([part[name] for part in parts]) for name in fields}, reasons
 
 
 def with_bad_rows(
@@ -117,7 +117,7 @@ def with_bad_rows(
         ]
         low = high
     parts.append({name: values[low:] for name, values in decoded.items()})
-    return {name: joined([part[name] for part in parts]) for name in fields}, whole
+    return {name: concat_fields([part[name] for part in parts]) for name in fields}, whole
 
 
 def _empty(spec: ArraySpec) -> Field:

@@ -45,7 +45,7 @@ from ray_app.data.bad_rows import REASON, Decode, reasons_in
 from ray_app.data.reader import POSITION, Cut, Fetch, Reader, ReadSpec, RowSource, Span, check_positions
 from ray_app.plan.hashing import UInt64, hash_array, key, mix_array
 from ray_app.storage.data_files import place_of, versions
-from ray_app.task.ragged import Field, Ragged, joined
+from ray_app.task.ragged import Field, Ragged, concat_fields
 
 _SUM = 31  # salt: what a key is for
 _PLACE = 16
@@ -311,7 +311,7 @@ class DiskCache:
         except OSError as error:
             logger.warning("The disk cache %s cannot be read, reading the data itself: %s", self._folder, error)
             return None
-        encoded = [to_column(name, joined([part[name] for part in parts])) for name in self._fields]
+        encoded = [to_column(name, concat_fields([part[name] for part in parts])) for name in self._fields]
         encoded.append(to_column(POSITION, _positions(spec)))
         table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
         return table.append_column(REASON, pa.array(reasons, pa.string())) if skips else table

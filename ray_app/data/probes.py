@@ -26,7 +26,7 @@ from ray_app.plan.hashing import key, permutation
 from ray_app.plan.manifest import Manifest
 from ray_app.storage.data_files import parsing, place_of
 from ray_app.task.ragged import Arrays, Field, Ragged
-from ray_app.task.user_code import refusal
+from ray_app.task.user_code import row_error_reason
 
 _MEASURED = 256
 """Rows whose lengths are looked at, where rows have different ones."""
@@ -53,7 +53,7 @@ def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_ba
         try:
             return decode_rows(rows_of(table))
         except Exception as error:
-            refused.append(BadRowError(span.path, span.row_group, row, refusal(error)))
+            refused.append(BadRowError(span.path, span.row_group, row, row_error_reason(error)))
     raise refused[-1]
 
 

@@ -55,7 +55,7 @@ from ray_app.plan.hashing import hash_array
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.storage.data_files import Place, place_of, unusable
-from ray_app.task.user_code import refusal
+from ray_app.task.user_code import row_error_reason
 
 
 class Cut:
@@ -269,8 +269,10 @@ class Reader:
             try:
                 decode_all(self.decode, {name: values[i : i + 1] for name, values in rows.items()}, 1, self.fields)
             except Exception as row_error:
-                return BadRowError(span.path, span.row_group, span.first + i, refusal(row_error))
-        return DataError(f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {refusal(error)}")
+                return BadRowError(span.path, span.row_group, span.first + i, row_error_reason(row_error))
+        return DataError(
+            f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {row_error_reason(error)}"
+        )
 
 
 def stored(file: DataFile, span: Span, columns: list[str]) -> pa.Table:

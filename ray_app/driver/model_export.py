@@ -24,7 +24,7 @@ from ray_app.driver.trained_run import best_commit, chosen, load_model, trained_
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
 from ray_app.models.package import make_package
-from ray_app.models.registry import Registered, find, promote, register, seconds_for
+from ray_app.models.registry import Registered, find, promote, register, request_timeout_s
 from ray_app.preflight.prepare import evaluation_source, prepare
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -110,7 +110,7 @@ def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None
         limit_s: Seconds to wait; not given: two minutes, and what uploading the model and reading it back may take.
     """
     if limit_s is None:
-        limit_s = _LIMIT_S + 2 * seconds_for(_model_bytes(job))
+        limit_s = _LIMIT_S + 2 * request_timeout_s(_model_bytes(job))
     name, uri = str(job.config.tracking.registered_model), default_tracking_uri(job.config)
     result: list[Registered | Exception] = []
 

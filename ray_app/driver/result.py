@@ -28,7 +28,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, location
 from ray_app.task.base import Batch, Task, WithoutTargets
 from ray_app.task.metrics import combine, score
-from ray_app.task.ragged import Arrays, Field, joined, to_batch
+from ray_app.task.ragged import Arrays, Field, concat_fields, to_batch
 from ray_app.train.job import Job
 
 
@@ -161,7 +161,7 @@ class Result:
             for low in range(0, len(next(iter(rows.values()))), size):
                 batch = to_batch(rows, slice(low, low + size))
                 found.append(self.task.predictions(self.task.forward(model, batch), batch))
-        return {name: joined([part[name] for part in found]) for name in found[0]}
+        return {name: concat_fields([part[name] for part in found]) for name in found[0]}
 
     def _decoded(self, data: Any) -> Arrays:
         """Decodes columns that are given."""

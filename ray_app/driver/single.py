@@ -23,7 +23,7 @@ from ray_app.driver.services import make_metrics
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
 from ray_app.storage.files import poll_s
-from ray_app.task.device import given_back
+from ray_app.task.device import restore_process_state
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
@@ -44,7 +44,7 @@ def train_here(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> N
     load = (
         (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
     )
-    with given_back():
+    with restore_process_state():
         train(job, membership, _open_windows, device, hooks, load_evaluation=load)
 
 

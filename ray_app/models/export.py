@@ -34,7 +34,7 @@ from ray_app.data.reader import Reader, RowSource, fetch_here, rows_per_task
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.package import write_files
-from ray_app.models.registry import fetch, named, parameters
+from ray_app.models.registry import download_version, load_parameters, resolve_version
 from ray_app.storage.files import to_json
 from ray_app.task.base import Batch, Task, WithoutTargets
 from ray_app.task.ragged import Arrays, to_batch
@@ -133,7 +133,7 @@ def load_model(folder: str | Path) -> loader.Predictor:
         RegistryError: Its files are not those that were written.
         ValueError: It asks for code to be unpickled, or another module of the name of one of its own is imported.
     """
-    data, described = checked(Path(folder).expanduser())
+    data, described = check_export(Path(folder).expanduser())
     return loader.Predictor(loader.load(data), described["inputs"])
 
 
@@ -153,15 +153,15 @@ def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
         ConfigError: The folder holds no such model, or the class of its task cannot be imported here.
         RegistryError: Its files are not those that were written, or do not say how to make the task again.
     """
-    data, described = checked(Path(folder).expanduser())
+    data, described = check_export(Path(folder).expanduser())
     made = described["task"]
     if made["settings"] is None:
         raise RegistryError(
             f"{folder} does not hold the settings of its task: JSON does not keep them, or one is a secret."
         )
-    task = _imported(made["class_path"]).from_settings(made["settings"])
+    task = _import_task_class(made["class_path"]).from_settings(made["settings"])
     model = task.build_model()
-    model.load_state_dict(parameters(data))
+    model.load_state_dict(load_parameters(data))
     return task, model.train()
 
 
@@ -198,7 +198,7 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
     return load_all(fetch_here, RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))).arrays
 
 
-def checked(folder: Path) -> tuple[Path, dict[str, Any]]:
+def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The folder with `package.json` and its content, after all files were compared with `export.json`; code becomes
     importable.
 
@@ -210,9 +210,9 @@ def checked(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not (data / loader.DESCRIPTION).is_file():
         raise ConfigError(
             f"{folder} holds no data/model/{loader.DESCRIPTION}: it is no exported model. ray-app export makes one of a"
-            f" run."
+            " run."
         )
-    said = origin(folder)
+    said = read_origin(folder)
     if said is not None:
         found = _digests(folder)
         wrong = sorted(name for name, digest in said["files"].items() if found.get(name) != digest)
@@ -220,7 +220,9 @@ def checked(folder: Path) -> tuple[Path, dict[str, Any]]:
             raise RegistryError(
                 f"{folder} is damaged: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was exported."
             )
-    described = _object(data / loader.DESCRIPTION, {"format": str, "inputs": list, "params_digest": str, "task": dict})
+    described = _read_object(
+        data / loader.DESCRIPTION, {"format": str, "inputs": list, "params_digest": str, "task": dict}
+    )
     if not {"class_path", "settings"} <= described["task"].keys():
         raise RegistryError(f"{data / loader.DESCRIPTION} is damaged: it does not say which task the model is of.")
     code = str((folder / "code").resolve())
@@ -229,17 +231,19 @@ def checked(folder: Path) -> tuple[Path, dict[str, Any]]:
     return data, described
 
 
-def origin(folder: Path) -> dict[str, Any] | None:
+def read_origin(folder: Path) -> dict[str, Any] | None:
     """The content of `export.json`; None if there is none, as in a downloaded version.
 
     Raises:
         RegistryError: It is damaged.
     """
     place = folder / EXPORT
-    return _object(place, {"run": str, "step": int, "params_digest": str, "files": dict}) if place.is_file() else None
+    return (
+        _read_object(place, {"run": str, "step": int, "params_digest": str, "files": dict}) if place.is_file() else None
+    )
 
 
-def _object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
+def _read_object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
     """The JSON object in a file, which has some fields."""
     try:
         said = json.loads(file.read_text())
@@ -253,7 +257,7 @@ def _object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
     return said
 
 
-def _imported(class_path: str) -> type[Task]:
+def _import_task_class(class_path: str) -> type[Task]:
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -308,14 +312,14 @@ def fetch_package(uri: str, model: str) -> Packaged:
         ConfigError: There is no such version, or its files are none of ours.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
-    version = named(uri, model)
+    version = resolve_version(uri, model)
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            folder = fetch(uri, version, Path(temporary))
+            folder = download_version(uri, version, Path(temporary))
         except RegistryError as error:
             raise ConfigError(str(error)) from error
         source = {"name": version.name, "version": version.version}
-        return _read(folder, f"{version.name} version {version.version}", source, version.params_digest)
+        return _read_package(folder, f"{version.name} version {version.version}", source, version.params_digest)
 
 
 def is_export(model: str) -> bool:
@@ -331,13 +335,13 @@ def read_export(folder: str) -> Packaged:
         RegistryError: Its files are not those that were exported.
     """
     place = Path(folder).expanduser()
-    data, described = checked(place)
-    said = origin(place)
+    data, described = check_export(place)
+    said = read_origin(place)
     source = {"run": said["run"], "step": said["step"]} if said else {"folder": place.resolve().name}
-    return _read(data, folder, source, (said or described)["params_digest"])
+    return _read_package(data, folder, source, (said or described)["params_digest"])
 
 
-def _read(data: Path, called: str, source: dict[str, Any], digest: str) -> Packaged:
+def _read_package(data: Path, called: str, source: dict[str, Any], digest: str) -> Packaged:
     """A package from its folder with `package.json`, whose parameters must have a digest."""
     try:
         described = loader.describe(data)
@@ -351,14 +355,12 @@ def _read(data: Path, called: str, source: dict[str, Any], digest: str) -> Packa
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{called} cannot be predicted with, its package lacks {error}: it comes from something else, from an older"
-            f" version of ray_app,"
-            " or its task has settings that JSON does not keep or that are secret. Use --predict.run with the run that"
-            " it came from, or"
-            " register that again."
+            " version of ray_app, or its task has settings that JSON does not keep or that are secret. Use"
+            " --predict.run with the run that it came from, or register that again."
         ) from error
 
 
-def module_on(exported: torch.export.ExportedProgram, device: torch.device) -> nn.Module:
+def exported_module(exported: torch.export.ExportedProgram, device: torch.device) -> nn.Module:
     """Returns the module of an exported program on a device.
 
     `Module.to` would move the parameters alone: the operations of the graph that make a tensor, such as `arange`, keep

@@ -25,26 +25,26 @@ from torch import Tensor, nn
 
 DESCRIPTION, EXPORTED, WEIGHTS, TASK = "package.json", "model.pt2", "model.safetensors", "task.json"
 
-_HARMLESS = re.compile(
+_ALLOWED_MEMBER = re.compile(
     r"[^/]+/(archive_format|archive_version|byteorder|\.data/\w+|models/\w+\.json|data/weights/weight_\d+|data/constants/tensor_\d+|"
     r"data/(weights|constants)/\w+_config\.json)"
 )
 """What an archive of `torch.export.save` holds besides pickles: JSON, raw numbers, and notes of zip's writer."""
 
 
-_OPERATOR = re.compile(
+_ALLOWED_OPERATOR = re.compile(
     r"torch\.ops\.(aten|prims|torchvision|higher_order)\.(?!(save|load|from_file)\b|__(?!and|or|xor|[lr]shift))\w+(\.(?!__)\w+)?|torch\.sym_\w+|math\.[a-z]\w*|"
     r"_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|and_|or_|not_|invert|xor|lshift|rshift|eq|ne|lt|le|gt|ge)"
 )
 """Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, do what they are
 told.
 """
-_CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
+_ALLOWED_CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 """What arguments and results may be nested in; for others, such as `collections.defaultdict`, torch imports a module
 named there.
 """
 _FUNCTION, _SYMBOL = re.compile(r"[A-Z][A-Za-z]*|floor|ceiling"), re.compile(r"[a-z]+\d+")
-_SIZE_PARTS = (
+_ALLOWED_SIZE_NODES = (
     ast.Expression,
     ast.Call,
     ast.Name,
@@ -56,7 +56,7 @@ _SIZE_PARTS = (
     ast.operator,
     ast.unaryop,
 )
-_SIZE_PARTS += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
+_ALLOWED_SIZE_NODES += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
 
 
 class Served(nn.Module):
@@ -102,10 +102,12 @@ class Predictor:
         """
         del params
         with torch.no_grad():
-            outputs = self.module(*(_tensor(_field(data, spec, len(self._inputs) == 1), spec) for spec in self._inputs))
+            outputs = self.module(
+                *(_input_tensor(_input_values(data, spec, len(self._inputs) == 1), spec) for spec in self._inputs)
+            )
         arrays = {
             name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
-            for name, values in named(outputs)
+            for name, values in name_outputs(outputs)
         }
         return arrays[""] if list(arrays) == [""] else arrays
 
@@ -130,7 +132,7 @@ def load(folder: str | Path) -> nn.Module:
     folder = Path(folder)
     if describe(folder)["format"] == "torch.export":
         return load_exported(folder / EXPORTED).module()
-    return _restored(folder).eval().requires_grad_(False)
+    return _restore_task_module(folder).eval().requires_grad_(False)
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     return json.loads((Path(folder) / DESCRIPTION).read_text())
 
 
-def named(outputs: Any) -> list[tuple[str, Tensor]]:
+def name_outputs(outputs: Any) -> list[tuple[str, Tensor]]:
     """The tensors of a task's outputs by name; a single one has the empty name.
 
     Raises:
@@ -152,7 +154,7 @@ def named(outputs: Any) -> list[tuple[str, Tensor]]:
     if not pairs or not all(isinstance(name, str) and isinstance(values, Tensor) for name, values in pairs):
         raise ValueError(
             f"forward returned {type(outputs).__name__}; a packaged model returns a tensor, or a dict or tuple of"
-            f" tensors."
+            " tensors."
         )
     return pairs
 
@@ -182,7 +184,7 @@ def refuse_code(archive: Path) -> None:
         for member in file.infolist():
             if re.fullmatch(r"[^/]+/data/sample_inputs/\w+\.pt", member.filename) and not member.file_size:
                 continue
-            if not _HARMLESS.fullmatch(member.filename):
+            if not _ALLOWED_MEMBER.fullmatch(member.filename):
                 raise ValueError(f"{archive} is refused: {member.filename} may hold pickled code.")
             if member.filename.endswith("_config.json"):
                 payloads = json.loads(file.read(member))["config"]
@@ -190,20 +192,20 @@ def refuse_code(archive: Path) -> None:
                     if payload["use_pickle"]:
                         raise ValueError(f"{archive} is refused: {name} is pickled.")
             elif member.filename.endswith(".json"):
-                for problem in _code_in(json.loads(file.read(member))):
+                for problem in _find_code(json.loads(file.read(member))):
                     raise ValueError(f"{archive} is refused: {member.filename} holds {problem}.")
 
 
-def _code_in(value: Any, key: str = "") -> Iterator[str]:
+def _find_code(value: Any, key: str = "") -> Iterator[str]:
     """What torch would execute of a program in JSON besides operators on tensors and sizes."""
     if isinstance(value, dict):
         if key == "range_constraints":
             yield from (f"the size {name[:80]!r}" for name in value if not _is_size(name))
         for name, inner in value.items():
-            yield from _code_in(inner, name)
+            yield from _find_code(inner, name)
     elif isinstance(value, list):
         for inner in value:
-            yield from _code_in(inner, key)
+            yield from _find_code(inner, key)
     elif isinstance(value, str):
         if key == "expr_str" and not _is_size(value):
             yield f"the size {value[:80]!r}"
@@ -211,7 +213,7 @@ def _code_in(value: Any, key: str = "") -> Iterator[str]:
             re.sub(r"L\['\w+'\](\[('\w+'|\d+)\])*\.size\(\)\[\d+\]", "s0", value)
         ):
             yield f"the check {value[:80]!r}"
-        elif key in ("target", "as_operator") and not _OPERATOR.fullmatch(value):
+        elif key in ("target", "as_operator") and not _ALLOWED_OPERATOR.fullmatch(value):
             yield f"the operator {value[:80]!r}"
         elif key in ("in_spec", "out_spec") and not _is_nesting(value):
             yield f"the structure {value[:80]!r}"
@@ -228,7 +230,7 @@ def _is_nesting(text: str) -> bool:
             is_plain = names is None or (
                 isinstance(names, list) and all(isinstance(name, str | int | float | None) for name in names)
             )
-            if not is_plain or (kind is None and children) or (kind is not None and kind not in _CONTAINERS):
+            if not is_plain or (kind is None and children) or (kind is not None and kind not in _ALLOWED_CONTAINERS):
                 return False
             todo += children
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -246,7 +248,7 @@ def _is_size(text: str) -> bool:
         return False
     calls = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     return all(
-        isinstance(node, _SIZE_PARTS)
+        isinstance(node, _ALLOWED_SIZE_NODES)
         and (not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node.value.isidentifier())
         and (not isinstance(node, ast.Call) or isinstance(node.func, ast.Name))
         and (not isinstance(node, ast.Name) or (_FUNCTION if id(node) in calls else _SYMBOL).fullmatch(node.id))
@@ -254,7 +256,7 @@ def _is_size(text: str) -> bool:
     )
 
 
-def _restored(folder: Path) -> nn.Module:
+def _restore_task_module(folder: Path) -> nn.Module:
     """Makes the task from its settings and the shipped code, and gives its model the weights."""
     import safetensors.torch
 
@@ -265,8 +267,7 @@ def _restored(folder: Path) -> nn.Module:
         if source is None or hashlib.sha256(Path(source).read_bytes()).hexdigest() != digest:
             raise ValueError(
                 f"{folder} needs the module {name} that it brings along, but another one of that name is imported"
-                f" ({source}). Load the"
-                " model in a process of its own."
+                f" ({source}). Load the model in a process of its own."
             )
     for part in made["class"].split("."):
         task_class = getattr(task_class, part)
@@ -277,7 +278,7 @@ def _restored(folder: Path) -> nn.Module:
     return Served(task, model, [spec["name"] for spec in describe(folder)["inputs"]])
 
 
-def _field(data: Any, spec: dict[str, Any], only: bool) -> Any:
+def _input_values(data: Any, spec: dict[str, Any], only: bool) -> Any:
     """The values of one input in what a caller gave."""
     name = spec["name"]
     if isinstance(data, dict) or (hasattr(data, "columns") and not only):
@@ -287,7 +288,7 @@ def _field(data: Any, spec: dict[str, Any], only: bool) -> Any:
     return data.to_numpy() if hasattr(data, "to_numpy") else data
 
 
-def _tensor(values: Any, spec: dict[str, Any]) -> Tensor:
+def _input_tensor(values: Any, spec: dict[str, Any]) -> Tensor:
     given = np.asarray(values)
     if given.dtype.kind not in "biufO":
         raise ValueError(

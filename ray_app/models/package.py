@@ -74,7 +74,7 @@ def sources_of(module: str) -> Sources:
     Raises:
         RegistryError: A module is not found, has no source, or needs Ray.
     """
-    found = followed(module)
+    found = follow_imports(module)
     if module not in found.files:
         raise RegistryError(
             f"The task's module {module!r} is not a source file of its own that could be shipped with the model."
@@ -86,7 +86,7 @@ def sources_of(module: str) -> Sources:
     return found
 
 
-def followed(module: str, ours: bool = True) -> Sources:
+def follow_imports(module: str, ours: bool = True) -> Sources:
     """`sources_of` whatever is found.
 
     Args:
@@ -95,21 +95,21 @@ def followed(module: str, ours: bool = True) -> Sources:
     """
     files: dict[str, Path] = {}
     libraries: set[str] = set()
-    todo = _with_packages(module)
+    todo = _module_and_parents(module)
     while todo:
         name = todo.pop()
         top = name.partition(".")[0]
         if name in files or top in sys.stdlib_module_names:
             continue
-        if not _is_own(top) or (top == "ray_app" and not ours):
+        if not _is_shippable(top) or (top == "ray_app" and not ours):
             libraries.add(top)
             continue
-        found = _origin(name)
+        found = _source_file(name)
         if found is None:
             continue
         files[name] = found
-        for imported in _imports(name, found):
-            todo += _with_packages(imported)
+        for imported in _imported_names(name, found):
+            todo += _module_and_parents(imported)
     return Sources(files, libraries)
 
 
@@ -122,12 +122,12 @@ def requirements(libraries: set[str]) -> list[str]:
     return sorted(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in names)
 
 
-def _with_packages(module: str) -> list[str]:
+def _module_and_parents(module: str) -> list[str]:
     parts = module.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
-def _is_own(top: str) -> bool:
+def _is_shippable(top: str) -> bool:
     """Whether a top-level module is the user's or ours, and not an installed library."""
     if top == "__main__":  # which has no specification
         return True
@@ -138,7 +138,7 @@ def _is_own(top: str) -> bool:
     return any(place and not set(_LIBRARY_FOLDERS) & set(Path(place).parts) for place in places)
 
 
-def _origin(module: str) -> Path | None:
+def _source_file(module: str) -> Path | None:
     """The source file of a module, or None if it has none or is not there."""
     try:
         spec = importlib.util.find_spec(module)
@@ -148,7 +148,7 @@ def _origin(module: str) -> Path | None:
     return file if file is not None and file.is_file() else None  # in a zip there is none
 
 
-def _imports(module: str, file: Path) -> set[str]:
+def _imported_names(module: str, file: Path) -> set[str]:
     """The dotted names that a source file imports; of `from a import b` both `a` and, if it is a module, `a.b`."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     found: set[str] = set()
@@ -167,8 +167,10 @@ def _imports(module: str, file: Path) -> set[str]:
                 else node.module or ""
             )
             found.add(base)
-            if base.partition(".")[0] not in sys.stdlib_module_names and _is_own(base.partition(".")[0]):
-                found |= {f"{base}.{alias.name}" for alias in node.names if _origin(f"{base}.{alias.name}") is not None}
+            if base.partition(".")[0] not in sys.stdlib_module_names and _is_shippable(base.partition(".")[0]):
+                found |= {
+                    f"{base}.{alias.name}" for alias in node.names if _source_file(f"{base}.{alias.name}") is not None
+                }
         todo += ast.iter_child_nodes(node)
     return found
 
@@ -176,7 +178,7 @@ def _imports(module: str, file: Path) -> set[str]:
 LOADER_MODULE = f"ray_app_loader_{hashlib.sha256(Path(loader.__file__).read_bytes()).hexdigest()[:8]}"
 """Another version of the loader is another module, so that one process can load models of both."""
 _SEED = 1
-_CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+_TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -234,17 +236,17 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
         data.mkdir(parents=True)
         code.mkdir()
         shutil.copy(loader.__file__, code / f"{LOADER_MODULE}.py")
-        _describe(data, name, served, inputs, ragged)
+        _write_description(data, name, served, inputs, ragged)
         try:
             _write_parameters(model, data)
             libraries = write(served, inputs, data, code, ragged)
-            outputs = _compared(served, inputs, data)
+            outputs = _compare_outputs(served, inputs, data)
         except Exception as error:  # torch.export raises whatever it meets
             refused.append(f"{name}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
             shutil.rmtree(folder / "data")
             shutil.rmtree(code)
             continue
-        return Files(folder, name, outputs, tuple(refused), libraries, inputs, _outputs(served, inputs), ragged)
+        return Files(folder, name, outputs, tuple(refused), libraries, inputs, _example_outputs(served, inputs), ragged)
     raise RegistryError(
         "The model cannot be stored without pickle:\n" + "\n".join(f"  - {reason}" for reason in refused)
     )
@@ -252,28 +254,28 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
 
 def read_fields(task: Task, model: nn.Module, example: dict[str, npt.NDArray]) -> list[str]:
     """The decoded fields that `forward` needs, such as `image` and not `label`, in the order of the example."""
-    whole = _batch(example, 2)
-    batch = _Watched(whole)
+    whole = _example_batch(example, 2)
+    batch = _RecordingBatch(whole)
     model.eval()
     with torch.no_grad():
-        wanted = _forwarded(task, model, batch)
+        wanted = _seeded_forward(task, model, batch)
         names = [name for name in example if name in batch.read]
         try:
-            got = _forwarded(task, model, {name: whole[name] for name in names})
+            got = _seeded_forward(task, model, {name: whole[name] for name in names})
         except Exception:  # more were read, in a way that is not watched
             return list(example)
     same = all(torch.equal(mine, other) for (_, mine), (_, other) in zip(wanted, got, strict=True))
     return names if same else list(example)
 
 
-def _forwarded(task: Task, model: nn.Module, batch: Batch) -> list[tuple[str, Tensor]]:
-    """See `_drawn_alike`."""
+def _seeded_forward(task: Task, model: nn.Module, batch: Batch) -> list[tuple[str, Tensor]]:
+    """See `_seeded_outputs`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        return loader.named(task.forward(model, batch))
+        return loader.name_outputs(task.forward(model, batch))
 
 
-class _Watched(dict[str, Tensor]):
+class _RecordingBatch(dict[str, Tensor]):
     """A batch that remembers which of its fields were read one by one."""
 
     def __init__(self, batch: Batch) -> None:
@@ -295,7 +297,7 @@ class _Watched(dict[str, Tensor]):
         return super().get(name, default)
 
 
-def _batch(example: dict[str, npt.NDArray], rows: int) -> Batch:
+def _example_batch(example: dict[str, npt.NDArray], rows: int) -> Batch:
     """So many rows of an example, the same ones again where it has fewer."""
     return {
         name: torch.from_numpy(np.take(values, np.arange(rows), axis=0, mode="wrap"))
@@ -303,7 +305,9 @@ def _batch(example: dict[str, npt.NDArray], rows: int) -> Batch:
     }
 
 
-def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, npt.NDArray], ragged: set[str]) -> None:
+def _write_description(
+    data: Path, name: str, served: loader.Served, inputs: dict[str, npt.NDArray], ragged: set[str]
+) -> None:
     def shape(field: str) -> list[int]:
         """Of one row; -1 is any length."""
         one = list(inputs[field].shape[1:])
@@ -317,7 +321,7 @@ def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, np
         "params_digest": params_digest(served.model.state_dict()),
         "torch": torch.__version__,
         "classes": served.task.classes,
-        "task": {"class_path": class_path(served.task), "settings": _settings(served.task)},
+        "task": {"class_path": class_path(served.task), "settings": _storable_settings(served.task)},
     }
     (data / loader.DESCRIPTION).write_text(to_json(described, indent=1))
 
@@ -327,7 +331,7 @@ def class_path(task: Task) -> str:
     return f"{type(task).__module__}.{type(task).__qualname__}"
 
 
-def _settings(task: Task) -> dict[str, Any] | None:
+def _storable_settings(task: Task) -> dict[str, Any] | None:
     """The settings of a prepared task, from which it can be made again; None if JSON does not keep them or they hold a
     secret.
     """
@@ -347,7 +351,9 @@ def _write_exported(
     any_rows, any_length = {0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     shapes = tuple(any_length if name in ragged else any_rows for name in inputs)
     with torch.no_grad():
-        exported = torch.export.export(served, tuple(_batch(inputs, 2).values()), dynamic_shapes={"fields": shapes})
+        exported = torch.export.export(
+            served, tuple(_example_batch(inputs, 2).values()), dynamic_shapes={"fields": shapes}
+        )
     exported.example_inputs = None  # they would be pickled
     torch.export.save(exported, data / loader.EXPORTED)
     state = {name.removeprefix("model."): values for name, values in exported.state_dict.items()}
@@ -369,14 +375,13 @@ def _write_weights(
     if "<locals>" in made.__qualname__ or made.__module__ == "__main__":
         raise RegistryError(
             f"the task's class {made.__module__}.{made.__qualname__} cannot be imported; define it at the top of a"
-            f" module"
+            " module"
         )
     for name, value in vars(served.task).items():
         if not _is_json(value):
             raise RegistryError(
                 f"the task's attribute {name!r} is a {type(value).__name__} that JSON does not keep; hold numbers,"
-                f" text, lists and"
-                " dictionaries of these, and make the rest of them when they are needed"
+                " text, lists and dictionaries of these, and make the rest of them when they are needed"
             )
         if redacted(value, name) != value:
             raise RegistryError(
@@ -407,7 +412,7 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _compared(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path) -> Literal["equal", "close"]:
+def _compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path) -> Literal["equal", "close"]:
     """Loads what was written, as a user would, and compares its outputs with the trained model's.
 
     Raises:
@@ -416,30 +421,30 @@ def _compared(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path)
     loaded = loader.load(data)
     equal = True
     for rows in (1, 2, 3):
-        batch = tuple(_batch(inputs, rows).values())
+        batch = tuple(_example_batch(inputs, rows).values())
         with torch.no_grad():
-            ours, theirs = (_drawn_alike(one, batch) for one in (served, loaded))
+            ours, theirs = (_seeded_outputs(one, batch) for one in (served, loaded))
         for (name, mine), (other, packaged) in zip(ours, theirs, strict=True):
             if (
                 name != other
                 or mine.shape != packaged.shape
-                or not torch.allclose(mine, packaged, equal_nan=True, **_CLOSE)
+                or not torch.allclose(mine, packaged, equal_nan=True, **_TOLERANCES)
             ):
                 raise RegistryError(f"loaded again, it predicts something else for {rows} rows")
             equal = equal and torch.equal(mine, packaged)
     return "equal" if equal else "close"
 
 
-def _drawn_alike(module: nn.Module, batch: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
+def _seeded_outputs(module: nn.Module, batch: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
     """Outputs of a model that may draw from torch's generators, as that of a GAN does: each time the same numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        return loader.named(module(*batch))
+        return loader.name_outputs(module(*batch))
 
 
-def _outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:
+def _example_outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:
     with torch.no_grad():
-        found = loader.named(served(*_batch(inputs, 2).values()))
+        found = loader.name_outputs(served(*_example_batch(inputs, 2).values()))
     return {
         name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy() for name, values in found
     }
@@ -476,11 +481,11 @@ def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], 
     """
     with tempfile.TemporaryDirectory() as temporary:
         files = write_files(task, model, example, Path(temporary))
-        _save(folder, files)
+        _save_mlflow_model(folder, files)
     return Package(folder, files.format, files.outputs, files.refused)
 
 
-def _save(folder: Path, files: Files) -> None:
+def _save_mlflow_model(folder: Path, files: Files) -> None:
     """Lets MLflow make a model of the files; nothing is logged anywhere."""
     import mlflow.pyfunc
     from mlflow.models import ModelSignature
@@ -493,12 +498,12 @@ def _save(folder: Path, files: Files) -> None:
         data_path=str(files.data),
         code_paths=[str(path) for path in sorted(files.code.iterdir())],
         pip_requirements=[f"mlflow=={importlib.metadata.version('mlflow')}", *requirements(files.libraries)],
-        signature=ModelSignature(_schema(inputs, only, files.ragged), _schema(outputs, "" in outputs)),
+        signature=ModelSignature(_mlflow_schema(inputs, only, files.ragged), _mlflow_schema(outputs, "" in outputs)),
         input_example=next(iter(inputs.values())) if only else inputs,
     )
 
 
-def _schema(arrays: dict[str, npt.NDArray], only: bool, ragged: Container[str] = ()) -> Any:
+def _mlflow_schema(arrays: dict[str, npt.NDArray], only: bool, ragged: Container[str] = ()) -> Any:
     """MLflow's schema of arrays with any number of rows, and ragged ones of any length; a single one has no name."""
     from mlflow.types import Schema, TensorSpec
 

@@ -39,18 +39,18 @@ from ray_app.track.mlflow_client import connect
 
 logger = logging.getLogger(__name__)
 
-_LEAST_S, _SLOWEST_BYTES_S = 60.0, 5e6
+_MIN_TIMEOUT_S, _MIN_BYTES_PER_S = 60.0, 5e6
 _PAUSES_S = (1.0, 5.0)
 """Before the second and the third try."""
 _TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 T = TypeVar("T")
 
 
-def seconds_for(num_bytes: int) -> float:
+def request_timeout_s(num_bytes: int) -> float:
     """How long one request with so many bytes may take: a server answers when it has passed them on to where they are
     kept.
     """
-    return _LEAST_S + num_bytes / _SLOWEST_BYTES_S
+    return _MIN_TIMEOUT_S + num_bytes / _MIN_BYTES_PER_S
 
 
 def upload(client: Any, run_id: str, place: str, folder: Path) -> str:
@@ -64,9 +64,9 @@ def upload(client: Any, run_id: str, place: str, folder: Path) -> str:
 
     wanted = _digests(folder)
     largest = max((file.stat().st_size for file in folder.rglob("*") if file.is_file()), default=0)
-    with _patient(largest), tempfile.TemporaryDirectory() as temporary:
-        _tried(lambda: client.log_artifacts(run_id, str(folder), place))
-        got = _digests(Path(_tried(lambda: client.download_artifacts(run_id, place, temporary))))
+    with _request_timeout(largest), tempfile.TemporaryDirectory() as temporary:
+        _retry(lambda: client.log_artifacts(run_id, str(folder), place))
+        got = _digests(Path(_retry(lambda: client.download_artifacts(run_id, place, temporary))))
     wrong = [name for name, digest in wanted.items() if got.get(name) != digest]
     if wrong:
         raise RegistryError(
@@ -75,7 +75,7 @@ def upload(client: Any, run_id: str, place: str, folder: Path) -> str:
     return str(append_to_uri_path(client.get_run(run_id).info.artifact_uri, place))
 
 
-def _tried(call: Callable[[], T]) -> T:
+def _retry(call: Callable[[], T]) -> T:
     """What a call returns that may be done again: with the same files in the same place."""
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
@@ -90,12 +90,12 @@ def _tried(call: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _patient(num_bytes: int) -> Iterator[None]:
+def _request_timeout(num_bytes: int) -> Iterator[None]:
     """Lets MLflow's requests take as long as such a file may need; elsewhere they end soon, since training does not
     wait for a server.
     """
     before = os.environ.get(_TIMEOUT)
-    os.environ[_TIMEOUT] = str(int(max(seconds_for(num_bytes), float(before or 0))))
+    os.environ[_TIMEOUT] = str(int(max(request_timeout_s(num_bytes), float(before or 0))))
     try:
         yield
     finally:
@@ -117,22 +117,26 @@ def _digest(file: Path) -> str:
 CHAMPION, CHALLENGER = "champion", "challenger"
 RUN_UUID, PARAMS_DIGEST = "ray_app.run_uuid", "ray_app.params_digest"
 _REGISTERED = "ray_app.registered_at"
-_BECAUSE, _AT, _BY, _REPLACES = (
+_PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES = (
     "ray_app.promoted_because",
     "ray_app.promoted_at",
     "ray_app.promoted_by",
     "ray_app.replaces",
 )
-_WHY = (_BECAUSE, _AT, _BY, _REPLACES)
-_WAS = "ray_app.promoted_before"
+_PROMOTION_TAGS = (_PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES)
+_EARLIER_PROMOTION = "ray_app.promoted_before"
 """What a version's tags said before its newest promotion: a rollback to it says that again, if that promotion was
 stopped. The next that happens to a version that serves removes it.
 """
-FIRST, _FIRST = "first version", "1"
+FIRST_REASON, _FIRST_VERSION = "first version", "1"
 """Why the first version of all serves, and its number, which MLflow gives to no other, also when it is deleted."""
-_BACK_BECAUSE, _BACK_AT, _BACK_BY = "ray_app.rolled_back_because", "ray_app.rolled_back_at", "ray_app.rolled_back_by"
+_ROLLED_BACK_BECAUSE, _ROLLED_BACK_AT, _ROLLED_BACK_BY = (
+    "ray_app.rolled_back_because",
+    "ray_app.rolled_back_at",
+    "ray_app.rolled_back_by",
+)
 _TAG_CHARS = 5000
-_KEPT_CHARS = 1000
+_EARLIER_TAG_CHARS = 1000
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ class Registered:
 
 def find(client: Any, name: str, run_uuid: str, params_digest: str) -> Registered | None:
     """The complete version that a run's parameters became already, or None."""
-    found = _find(client, name, run_uuid, params_digest)
+    found = _find_version(client, name, run_uuid, params_digest)
     return _registered(client, found) if found is not None and _REGISTERED in found.tags else None
 
 
@@ -183,7 +187,7 @@ def register(
         RegistryError: What MLflow stored is not what was uploaded; no version was made.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
-    version = _find(client, name, run_uuid, params_digest)
+    version = _find_version(client, name, run_uuid, params_digest)
     if version is None:
         tags = {RUN_UUID: run_uuid, PARAMS_DIGEST: params_digest, **tags}
         with tempfile.TemporaryDirectory() as temporary:
@@ -191,20 +195,20 @@ def register(
             source = upload(client, run_id, f"models/{params_digest[:16]}-{uuid.uuid4().hex[:8]}", made.folder)
             tags |= {"ray_app.format": made.format, "ray_app.outputs": made.outputs}
             tags |= {"ray_app.refused": "; ".join(made.refused)} if made.refused else {}
-        _make_model(client, name)
+        _create_model(client, name)
         tags = {tag: str(value)[:_TAG_CHARS] for tag, value in tags.items()}
         version = client.create_model_version(name, source, run_id, tags=tags)
     if _REGISTERED not in version.tags:
         client.set_registered_model_alias(name, CHALLENGER, version.version)
-        if first_serves and str(version.version) == _FIRST and champion_of(client, name) is None:
-            promote(client, name, version.version, FIRST, by)
+        if first_serves and str(version.version) == _FIRST_VERSION and champion_of(client, name) is None:
+            promote(client, name, version.version, FIRST_REASON, by)
         client.set_model_version_tag(name, version.version, _REGISTERED, _now())
     return _registered(client, version)
 
 
 def champion_of(client: Any, name: str) -> str | None:
     """The version that serves, or None if the model or the alias is not there."""
-    model = _model(client, name)
+    model = _find_model(client, name)
     return None if model is None or CHAMPION not in model.aliases else str(model.aliases[CHAMPION])
 
 
@@ -237,13 +241,20 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     if before == str(version):
         return False
     made = _need_version(client, name, version)
-    _delete_tags(client, made, _BACK_BECAUSE, _BACK_AT, _BACK_BY)
+    _delete_tags(client, made, _ROLLED_BACK_BECAUSE, _ROLLED_BACK_AT, _ROLLED_BACK_BY)
     if before is not None:
-        _delete_tags(client, _need_version(client, name, before), _BACK_BECAUSE, _BACK_AT, _BACK_BY, _WAS)
-    if _WAS not in made.tags:
-        was = {tag: made.tags[tag][:_KEPT_CHARS] for tag in _WHY if tag in made.tags}
-        client.set_model_version_tag(name, version, _WAS, json.dumps(was, ensure_ascii=False))
-    for tag, value in zip(_WHY, (reason[:_TAG_CHARS], _now(), by, before or "none"), strict=True):
+        _delete_tags(
+            client,
+            _need_version(client, name, before),
+            _ROLLED_BACK_BECAUSE,
+            _ROLLED_BACK_AT,
+            _ROLLED_BACK_BY,
+            _EARLIER_PROMOTION,
+        )
+    if _EARLIER_PROMOTION not in made.tags:
+        was = {tag: made.tags[tag][:_EARLIER_TAG_CHARS] for tag in _PROMOTION_TAGS if tag in made.tags}
+        client.set_model_version_tag(name, version, _EARLIER_PROMOTION, json.dumps(was, ensure_ascii=False))
+    for tag, value in zip(_PROMOTION_TAGS, (reason[:_TAG_CHARS], _now(), by, before or "none"), strict=True):
         client.set_model_version_tag(name, version, tag, value)
     client.set_registered_model_alias(name, CHAMPION, version)
     return True
@@ -291,30 +302,32 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
         raise RegistryError(f"{name!r} has no champion that could be rolled back.")
     leaves = client.get_model_version(name, now)
     done = rollbacks(client, name)[-1:]
-    if done and (done[0].to, done[0].reason) == (now, reason[:_TAG_CHARS]) and done[0].at >= leaves.tags.get(_AT, ""):
+    if (
+        done
+        and (done[0].to, done[0].reason) == (now, reason[:_TAG_CHARS])
+        and done[0].at >= leaves.tags.get(_PROMOTED_AT, "")
+    ):
         return done[0]
     before = leaves.tags.get(_REPLACES, "none")
     if before == "none":
         raise RegistryError(
             f"Version {now} of {name!r} replaced no other champion, so there is none to go back to. Promote another"
-            f" version with"
-            " ray-app register --promote."
+            " version with ray-app register --promote."
         )
     back_to = _need_version(client, name, before)
     left = back_to.tags
-    if _BACK_AT in left:
+    if _ROLLED_BACK_AT in left:
         raise RegistryError(
             f"Version {now} of {name!r} replaced version {before}, which was rolled back itself:"
-            f" {left.get(_BACK_BECAUSE, '')}. Promote"
-            " another version with ray-app register --promote."
+            f" {left.get(_ROLLED_BACK_BECAUSE, '')}. Promote another version with ray-app register --promote."
         )
-    _delete_tags(client, leaves, _WAS)
-    if _WAS in left:  # somebody began to promote it, and was stopped
-        for tag, value in json.loads(left[_WAS]).items():
+    _delete_tags(client, leaves, _EARLIER_PROMOTION)
+    if _EARLIER_PROMOTION in left:  # somebody began to promote it, and was stopped
+        for tag, value in json.loads(left[_EARLIER_PROMOTION]).items():
             client.set_model_version_tag(name, before, tag, value)
-        _delete_tags(client, back_to, _WAS)
+        _delete_tags(client, back_to, _EARLIER_PROMOTION)
     made = Rollback(now, before, reason[:_TAG_CHARS], _now(), by)
-    for tag, value in ((_BACK_BECAUSE, made.reason), (_BACK_AT, made.at), (_BACK_BY, by)):
+    for tag, value in ((_ROLLED_BACK_BECAUSE, made.reason), (_ROLLED_BACK_AT, made.at), (_ROLLED_BACK_BY, by)):
         client.set_model_version_tag(name, now, tag, value)
     client.set_registered_model_alias(name, CHAMPION, before)
     return made
@@ -327,17 +340,17 @@ def rollbacks(client: Any, name: str) -> list[Rollback]:
         Rollback(
             str(v.version),
             v.tags.get(_REPLACES, "none"),
-            v.tags.get(_BACK_BECAUSE, ""),
-            v.tags[_BACK_AT],
-            v.tags.get(_BACK_BY, ""),
+            v.tags.get(_ROLLED_BACK_BECAUSE, ""),
+            v.tags[_ROLLED_BACK_AT],
+            v.tags.get(_ROLLED_BACK_BY, ""),
         )
         for v in client.search_model_versions(_filter("name", name))
-        if _BACK_AT in v.tags and str(v.version) != serves
+        if _ROLLED_BACK_AT in v.tags and str(v.version) != serves
     ]
     return sorted(found, key=lambda one: one.at)
 
 
-def _make_model(client: Any, name: str) -> None:
+def _create_model(client: Any, name: str) -> None:
     from mlflow.exceptions import MlflowException
 
     try:
@@ -358,7 +371,7 @@ def _need_version(client: Any, name: str, version: str) -> Any:
         raise RegistryError(f"{name!r} has no version {version!r}: {error.message}") from error
 
 
-def _model(client: Any, name: str) -> Any | None:
+def _find_model(client: Any, name: str) -> Any | None:
     from mlflow.exceptions import MlflowException
 
     try:
@@ -369,7 +382,7 @@ def _model(client: Any, name: str) -> Any | None:
         return None
 
 
-def _find(client: Any, name: str, run_uuid: str, params_digest: str) -> Any | None:
+def _find_version(client: Any, name: str, run_uuid: str, params_digest: str) -> Any | None:
     """The oldest version with these parameters of this run, complete or not."""
     same_run = _filter("name", name) + " and " + _filter(f"tags.`{RUN_UUID}`", run_uuid)
     found = [v for v in client.search_model_versions(same_run) if v.tags.get(PARAMS_DIGEST) == params_digest]
@@ -377,7 +390,7 @@ def _find(client: Any, name: str, run_uuid: str, params_digest: str) -> Any | No
 
 
 def _registered(client: Any, version: Any) -> Registered:
-    model = _model(client, version.name)
+    model = _find_model(client, version.name)
     aliases = model.aliases if model is not None else {}
     return Registered(
         version.name,
@@ -435,7 +448,7 @@ def version_of(client: Any, name: str, version: str) -> Version:
     return Version(name, str(version), found.run_id, found.source, dict(found.tags))
 
 
-def tagged(client: Any, name: str, tag: str, value: str) -> list[str]:
+def versions_with_tag(client: Any, name: str, tag: str, value: str) -> list[str]:
     """The versions of a model that have a tag of this value; none if there is no such model."""
     return [str(v.version) for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(tag) == value]
 
@@ -446,7 +459,7 @@ def champion(client: Any, name: str) -> Version | None:
     return None if serves is None else version_of(client, name, serves)
 
 
-def named(uri: str, model: str) -> Version:
+def resolve_version(uri: str, model: str) -> Version:
     """The version that a text names.
 
     Args:
@@ -463,8 +476,7 @@ def named(uri: str, model: str) -> Version:
     if match is None:
         raise ConfigError(
             f"The model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, as models:/m@champion, or"
-            f" the folder of an"
-            " export."
+            " the folder of an export."
         )
     name, alias, version = match.groups()
     client = connect(uri)
@@ -478,7 +490,7 @@ def named(uri: str, model: str) -> Version:
         ) from error
 
 
-def fetch(uri: str, version: Version, folder: Path) -> Path:
+def download_version(uri: str, version: Version, folder: Path) -> Path:
     """Downloads a version's model, but not the code that it brings along; returns the folder with `package.json`.
 
     Args:
@@ -500,7 +512,7 @@ def fetch(uri: str, version: Version, folder: Path) -> Path:
     return Path(download_artifacts(artifact_uri=f"{version.source}/data/model", dst_path=str(folder), tracking_uri=uri))
 
 
-def parameters(folder: Path) -> dict[str, Tensor]:
+def load_parameters(folder: Path) -> dict[str, Tensor]:
     """The parameters and persistent buffers of a package, of either format, by their names in the model.
 
     Args:
@@ -522,7 +534,7 @@ def parameters(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def tag(client: Any, version: Version, tags: dict[str, str]) -> None:
+def tag_version(client: Any, version: Version, tags: dict[str, str]) -> None:
     """Adds tags to a version; those that are there already are written over."""
     for name, value in tags.items():
         client.set_model_version_tag(version.name, version.version, name, redact(value)[:_TAG_CHARS])
@@ -540,7 +552,7 @@ def tag_model(client: Any, name: str, tags: dict[str, str]) -> None:
             raise
 
 
-def log_figures(client: Any, version: Version, figures: dict[str, float], time_s: float) -> None:
+def log_metrics(client: Any, version: Version, figures: dict[str, float], time_s: float) -> None:
     """Adds metrics to the MLflow run of a version; logged again with the same time they are there once.
 
     Args:

@@ -27,12 +27,12 @@ from ray_app.data.parquet_files import DataFile, Partitions
 from ray_app.data.reader import POSITION, ReadSpec, check_positions, stored
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
-from ray_app.models.export import module_on
+from ray_app.models.export import exported_module
 from ray_app.process import keep_freed_memory
 from ray_app.storage.files import location, put_atomic
 from ray_app.task import device as environment
 from ray_app.task.base import Batch, Task
-from ray_app.task.ragged import Field, Ragged, joined, to_batch
+from ray_app.task.ragged import Field, Ragged, concat_fields, to_batch
 from ray_app.task.roi_align import use_eager_roi_align
 
 MADE_FROM = b"ray_app.made_from"
@@ -81,7 +81,7 @@ class Model:
             file.write_bytes(self.weights)
             exported = loader.load_exported(file)
         state = {name.removeprefix("model."): values for name, values in exported.state_dict.items()}
-        module = module_on(exported, device)
+        module = exported_module(exported, device)
         return state, lambda batch: module(*(batch[name] for name in names))
 
     def _built(self, device: torch.device) -> tuple[dict[str, Tensor], Predict]:
@@ -156,11 +156,11 @@ class PredictActor:
         check_positions(table, np.arange(position, position + rows))
         outputs = self._outputs(table, spec)
         positions = pa.table({"position": np.arange(position, position + rows)})
-        carried = _columns(self._job, spec)
+        carried = _read_carried_columns(self._job, spec)
         start = positions if carried is None else carried.append_column("position", positions.column(0))
-        data = part_file(start, outputs, self._job.made_from)
+        data = encode_part(start, outputs, self._job.made_from)
         put_atomic(location(self._job.out) / name, data)
-        return pa.table({"name": [name], "facts": [json.dumps(facts_of(data))]})
+        return pa.table({"name": [name], "facts": [json.dumps(part_facts(data))]})
 
     def _outputs(self, table: pa.Table, spec: ReadSpec) -> dict[str, Field]:
         """What the task makes of the rows of a part, by column.
@@ -175,19 +175,19 @@ class PredictActor:
             batch = {name: values.to(self._device) for name, values in some.items()}
             with torch.inference_mode():
                 outputs = self._predict(batch)
-            on_cpu = _on_cpu(outputs)
+            on_cpu = _to_cpu(outputs)
             rows = {name: values[low : low + self._job.batch_size] for name, values in arrays.items()}
-            if (bad := _bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
+            if (bad := _find_bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
                 raise _bad_row(spec, low + bad[0], f"{bad[1]!r} is NaN or infinite, and so is what the model gives")
             found.append(self._job.model.task.predictions(on_cpu, batch))
-        whole = {name: joined([one[name] for one in found]) for name in found[0]}
+        whole = {name: concat_fields([one[name] for one in found]) for name in found[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:
                 raise DataError(
                     f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it needs"
-                    f" one each."
+                    " one each."
                 )
-            if (row := _not_finite(values)) is not None:
+            if (row := _find_non_finite_row(values)) is not None:
                 raise _bad_row(spec, row, f"its prediction {name!r} is NaN or infinite")
         return whole
 
@@ -201,7 +201,7 @@ def _bad_row(spec: ReadSpec, row: int, reason: str) -> BadRowError:
     raise AssertionError("the part has fewer rows")
 
 
-def _bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tuple[int, str] | None:
+def _find_bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tuple[int, str] | None:
     """The first row, and its field, with a number that is NaN or infinite, in the decoded row and in what the model
     gives for it.
     """
@@ -211,7 +211,7 @@ def _bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tuple[in
             bad |= ~values.reshape(count, -1).isfinite().all(1).numpy()
     for row in np.flatnonzero(bad).tolist():
         for name, field in rows.items():
-            if _not_finite(field[row : row + 1]) is not None:
+            if _find_non_finite_row(field[row : row + 1]) is not None:
                 return int(row), name
     return None
 
@@ -225,7 +225,7 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _not_finite(values: Field) -> int | None:
+def _find_non_finite_row(values: Field) -> int | None:
     """The first row with a number that is NaN or infinite."""
     numbers = values.values if isinstance(values, Ragged) else values
     if numbers.dtype.kind != "f" or (finite := np.isfinite(numbers).all(tuple(range(1, numbers.ndim)))).all():
@@ -234,16 +234,16 @@ def _not_finite(values: Field) -> int | None:
     return int(np.searchsorted(values.offsets, first, "right")) - 1 if isinstance(values, Ragged) else first
 
 
-def _on_cpu(outputs: Any) -> Any:
+def _to_cpu(outputs: Any) -> Any:
     """A task's outputs as tensors that NumPy takes."""
     if isinstance(outputs, Tensor):
         return outputs.float().cpu() if outputs.dtype == torch.bfloat16 else outputs.cpu()
     if isinstance(outputs, dict):
-        return {name: _on_cpu(values) for name, values in outputs.items()}
-    return type(outputs)(map(_on_cpu, outputs)) if isinstance(outputs, list | tuple) else outputs
+        return {name: _to_cpu(values) for name, values in outputs.items()}
+    return type(outputs)(map(_to_cpu, outputs)) if isinstance(outputs, list | tuple) else outputs
 
 
-def _columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
+def _read_carried_columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
     """The columns that are carried through of a part, as they are in the data set; None if none is asked for."""
     parts = []
     for span in spec if job.columns else ():
@@ -252,7 +252,7 @@ def _columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
     return pa.concat_tables(parts).select(job.columns) if parts else None
 
 
-def part_file(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -> bytes:
+def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -> bytes:
     """The content of a part: Parquet with a checksum on every page, the same bytes for the same values.
 
     Args:
@@ -270,7 +270,7 @@ def part_file(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -
     return file.getvalue()
 
 
-def facts_of(data: bytes) -> dict[str, Any]:
+def part_facts(data: bytes) -> dict[str, Any]:
     """What there is to know of the content of a part.
 
     Returns: `rows`, `bytes`, `sha256`, what it was `made_from`, the `counts` of its predicted texts, and the `sums` of

@@ -41,11 +41,11 @@ from ray_app.task.base import Task, WithoutTargets
 from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_schema
 
-Found = tuple[Model, dict[str, Any], list[dict[str, Any]]]
+ModelSource = tuple[Model, dict[str, Any], list[dict[str, Any]]]
 """A model, what it is called, and name, dtype and shape of the inputs that it needs, as far as they are known."""
 
 
-def model_of_package(config: Config, model: str | None) -> Found:
+def model_of_package(config: Config, model: str | None) -> ModelSource:
     """The model, what it is called, and the inputs that it was trained on.
 
     Its class is the configuration's, which is trusted; its settings are those that it was trained with, as the package
@@ -55,8 +55,7 @@ def model_of_package(config: Config, model: str | None) -> Found:
     if model is None and name is None:
         raise ConfigError(
             "Say which model: --predict.model models:/NAME@champion or the folder of an export, --predict.run"
-            " runs/NAME, or"
-            " tracking.registered_model."
+            " runs/NAME, or tracking.registered_model."
         )
     wanted = model or f"models:/{name}@champion"
     found = read_export(wanted) if is_export(wanted) else fetch_package(default_tracking_uri(config), wanted)
@@ -65,27 +64,27 @@ def model_of_package(config: Config, model: str | None) -> Found:
     if class_path(made) != found.class_path:
         raise ConfigError(
             f"{called} is of the task {found.class_path}, task.class_path is {class_path(made)}. Give that one's"
-            f" configuration."
+            " configuration."
         )
     for argument, parameter in inspect.signature(type(made)).parameters.items():
         value = config.task.init_args.get(argument, parameter.default)
         if value is not None and argument in found.settings and found.settings[argument] != value:
             raise ConfigError(
                 f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}."
-                f" Give that."
+                " Give that."
             )
     task = type(made).from_settings(found.settings)
     inputs = [spec["name"] for spec in found.inputs] if found.format == "torch.export" else None
     return Model(task, found.weights, inputs, found.params_digest), found.source, found.inputs
 
 
-def model_of_run(config: Config, run: str) -> Found:
+def model_of_run(config: Config, run: str) -> ModelSource:
     """The best checkpoint of a run that ended."""
     paths = RunPaths(location(run))
     if read_json(paths.summary) is None:
         raise ConfigError(
             f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's"
-            f" directory."
+            " directory."
         )
     trained = read_config(paths)
     if trained.task != config.task:
@@ -161,7 +160,7 @@ class PreparedPrediction:
         return location(self.job.out)
 
 
-def inputs_of(fields: dict[str, ArraySpec]) -> dict[str, tuple[str, list[int]]]:
+def input_specs(fields: dict[str, ArraySpec]) -> dict[str, tuple[str, list[int]]]:
     """Dtype and shape of a row of what a task's batch has; -1 is any length."""
     found: dict[str, tuple[str, list[int]]] = {}
     for name, spec in fields.items():
@@ -183,7 +182,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         DataError: The data does not fit the model.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
-    _check(section)
+    _check_section(section)
     dataset = open_dataset(section.data)
     model, source, inputs = (
         model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
@@ -192,9 +191,9 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     refuse_other_schema(
         model.task.data_schema, dataset.facts, f"predict.data {section.data}", "what the model was trained on"
     )
-    reader, carried = _reader(dataset, model.task), _carried(dataset, section.columns)
+    reader, carried = _make_reader(dataset, model.task), _carried_columns(dataset, section.columns)
     for wanted in inputs:
-        got = inputs_of(reader.fields).get(wanted["name"])
+        got = input_specs(reader.fields).get(wanted["name"])
         if got != (wanted["dtype"], wanted["shape"]):
             raise DataError(
                 f"A decoded row of predict.data {section.data} has {got} as {wanted['name']!r}; the model was trained"
@@ -202,13 +201,13 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
             )
     device = "cuda" if section.num_gpus else "cpu"
     manifest = dataset.manifest
-    cut = parts_of(manifest, min(section.part_rows, rows_per_task(reader.fields, config.data.read_task_mb)))
+    cut = cut_parts(manifest, min(section.part_rows, rows_per_task(reader.fields, config.data.read_task_mb)))
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(cut)}
     made_from = {
         "model": source,
         "params_digest": model.params_digest,
         "task": class_path(model.task),
-        "code": _digest(files_of(class_path(model.task))),
+        "code": _code_digest(files_of(class_path(model.task))),
         "manifest_digest": manifest.digest,
         "content_digest": hashlib.sha256(
             json.dumps(contents(place_of(dataset.root), manifest.paths)).encode()
@@ -228,17 +227,17 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     prepared = PreparedPrediction(
         job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows, described
     )
-    refuse_other(prepared)
+    refuse_other_prediction(prepared)
     return prepared
 
 
-def _digest(files: dict[str, Path]) -> str:
+def _code_digest(files: dict[str, Path]) -> str:
     """Of the Python files of a task, by the names of their modules."""
     told = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-def _check(section: PredictSection) -> None:
+def _check_section(section: PredictSection) -> None:
     problems = [f"predict.{name} is missing." for name in ("data", "out") if not getattr(section, name)]
     problems += [
         f"predict.{n} is {getattr(section, n)}; it must be at least 1." for n in _COUNTS if getattr(section, n) < 1
@@ -248,8 +247,7 @@ def _check(section: PredictSection) -> None:
     if section.num_gpus > 1:
         problems.append(
             f"predict.num_gpus is {section.num_gpus:g}, but an actor computes on one GPU and would leave the others"
-            f" idle. Set it to at most"
-            " 1, and predict.workers to the number of GPUs."
+            " idle. Set it to at most 1, and predict.workers to the number of GPUs."
         )
     if section.model is not None and section.run is not None:
         problems.append("predict.model and predict.run are both given; give one of them.")
@@ -257,15 +255,14 @@ def _check(section: PredictSection) -> None:
         raise ConfigError("The prediction is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def _reader(dataset: Dataset, task: Task) -> Reader:
+def _make_reader(dataset: Dataset, task: Task) -> Reader:
     decode = WithoutTargets(task)
     columns = decode.columns
     missing = [name for name in columns if name not in dataset.facts.columns]
     if missing:
         raise DataError(
             f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs;"
-            f" its columns are"
-            f" {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
+            f" its columns are {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
         )
     if type(task).decode.__module__.startswith(f"{Task.__module__.rpartition('.')[0]}."):
         _refuse_missing(dataset, columns)
@@ -287,12 +284,12 @@ def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
             if missing.any():
                 raise DataError(
                     f"{path}, row {int(missing.argmax())}: column {name!r} of predict.data {dataset.facts.path} has no"
-                    f" value there, and"
-                    f" {dataset.facts.columns[name].nulls} missing values in all. Fill them, or leave these rows out."
+                    f" value there, and {dataset.facts.columns[name].nulls} missing values in all. Fill them, or leave"
+                    " these rows out."
                 )
 
 
-def _carried(dataset: Dataset, columns: str | None) -> list[str]:
+def _carried_columns(dataset: Dataset, columns: str | None) -> list[str]:
     known = dataset.facts.columns
     default = "row_id" if "row_id" in known else ""
     wanted = [name.strip() for name in (default if columns is None else columns).split(",") if name.strip()]
@@ -306,7 +303,7 @@ def _carried(dataset: Dataset, columns: str | None) -> list[str]:
     return wanted
 
 
-def parts_of(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
+def cut_parts(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
     """The whole data set in its order, in parts of whole row groups; a row group of more than `most_rows` rows
     is cut.
     """
@@ -321,7 +318,7 @@ def parts_of(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
     return [spec for group in groups for spec in cut_specs(manifest, group, most_rows)]
 
 
-def refuse_other(prepared: PreparedPrediction) -> None:
+def refuse_other_prediction(prepared: PreparedPrediction) -> None:
     """Refuses a folder that holds anything but what the same prediction wrote.
 
     Raises:
@@ -331,7 +328,7 @@ def refuse_other(prepared: PreparedPrediction) -> None:
     if before is None and (names(prepared.out) or folders(prepared.out)):
         raise ConfigError(
             f"predict.out {prepared.out} is not empty and has no {MADE_FROM}: it holds something else. Give another"
-            f" folder."
+            " folder."
         )
     if before is not None and before != now:
         other = [f"  - {name}: {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]

@@ -24,7 +24,7 @@ from ray_app.config.config import Config, flatten, from_dict
 from ray_app.config.import_paths import load_class
 from ray_app.data.reader import RowSource
 from ray_app.errors import RegistryError, RunExistsError
-from ray_app.models.package import followed, sources_of
+from ray_app.models.package import follow_imports, sources_of
 from ray_app.runlog.paths import RunPaths, known_fields, versioned
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.data_files import place_of, versions
@@ -57,7 +57,7 @@ def code_of(config: Config) -> Code:
         made = load_class(class_path)
         if _top(made.__module__) == "ray_app":
             continue
-        found = followed(made.__module__, ours=False)
+        found = follow_imports(made.__module__, ours=False)
         libraries |= found.libraries - {"ray_app"}
         files |= {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in found.files.items()}
         is_read = (

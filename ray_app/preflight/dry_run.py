@@ -34,12 +34,12 @@ from ray_app.preflight.metric_checks import check_metrics
 from ray_app.preflight.model_checks import Kernels, find_refused, first_line, kept_whole, refuse_unshardable
 from ray_app.preflight.probe_rows import SHORT, RowProbe, cut, numbers_of
 from ray_app.preflight.rare_rows import RareRows, refuse_out_of_range
-from ray_app.task.base import Batch, Task, of_rows, summed
-from ray_app.task.device import given_back, pin
+from ray_app.task.base import Batch, Task, check_losses, sum_losses
+from ray_app.task.device import pin, restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.metrics import Chunk, combine, score
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, to_batch, twice
+from ray_app.task.ragged import Arrays, repeat_rows, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.task.whole_batches import BatchTask
@@ -89,7 +89,7 @@ def dry_run(
     """
     config, task, doubts = job.config, job.task, list[str]()
     try:
-        with given_back(), user_code(lambda: "making model, optimizer and schedule"):
+        with restore_process_state(), user_code(lambda: "making model, optimizer and schedule"):
             pin(torch.get_num_threads(), config.train.reduction == "exact")
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
@@ -97,7 +97,7 @@ def dry_run(
                 doubts = _try_rows(
                     job,
                     state,
-                    {name: twice(values) for name, values in row.items()},
+                    {name: repeat_rows(values) for name, values in row.items()},
                     beyond,
                     evaluated,
                     has_all,
@@ -284,8 +284,8 @@ def _try_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Paramet
                 if turn is None
                 else task.loss_for_optimizer(turn, state.model, fields)
             )
-            found = of_rows(task, losses, count)
-            summed(task, found)
+            found = check_losses(task, losses, count)
+            sum_losses(task, found)
             moved = moved_parameters(state, turn)
             unused |= {name: moved[name] for name in parameters_without_gradient(found.values, moved)}
             if gpus and found.values.requires_grad:

@@ -27,7 +27,7 @@ from ray_app.errors import ConfigError
 from ray_app.plan.order import Plan
 from ray_app.preflight.metric_checks import MIN_ROWS, are_close, disturbed, num_trials, repeated
 from ray_app.preflight.probe_rows import SHORT, RowProbe
-from ray_app.task.base import of_rows, summed
+from ray_app.task.base import check_losses, sum_losses
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.whole_batches import BatchTask
 from ray_app.train.job import Job
@@ -81,7 +81,7 @@ def _unused_by(attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arra
                 else task.loss_for_optimizer(turn, state.model, fields)
             )
             without.update(
-                parameters_without_gradient(of_rows(task, losses, count).values, moved_parameters(state, turn))
+                parameters_without_gradient(check_losses(task, losses, count).values, moved_parameters(state, turn))
             )
     except Exception:  # what is wrong with these rows is said where they are read
         return dict(unused)
@@ -195,7 +195,7 @@ def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: slice, seed: i
     torch.manual_seed(seed)
     keys = torch.arange(len(next(iter(rows.values()))))[part]
     batch = task.augment(to_batch({name: values[part] for name, values in rows.items()}), keys)
-    sums = summed(task, of_rows(task, task.training_loss(model, batch), len(keys)))
+    sums = sum_losses(task, check_losses(task, task.training_loss(model, batch), len(keys)))
     return {name: (value, sums.weight) for name, value in {"loss": sums.loss, **sums.metrics}.items()}
 
 

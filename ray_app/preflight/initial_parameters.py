@@ -17,7 +17,7 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import ConfigError
 from ray_app.models.export import is_export
 from ray_app.models.loader import DESCRIPTION, WEIGHTS
-from ray_app.models.registry import fetch, named, parameters
+from ray_app.models.registry import download_version, load_parameters, resolve_version
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import location, read_json
 from ray_app.task.schema import named_classes
@@ -120,8 +120,8 @@ def _registered(config: Config, model: str) -> tuple[dict[str, Tensor], Sequence
     uri = default_tracking_uri(config)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            data = fetch(uri, named(uri, model), Path(folder))
-            return parameters(data), _classes_beside(str(data / WEIGHTS))
+            data = download_version(uri, resolve_version(uri, model), Path(folder))
+            return load_parameters(data), _classes_beside(str(data / WEIGHTS))
     except ConfigError:
         raise
     except Exception as error:  # whatever MLflow raises, mostly because it cannot be reached

@@ -21,11 +21,18 @@ from torch import Tensor, nn
 from ray_app.errors import ConfigError, RayAppError, TaskError
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Task
-from ray_app.task.metric_states import States, attributes_of, load_states, make_metrics, metric_parts, states_of
-from ray_app.task.metrics import computed_values
+from ray_app.task.metric_states import (
+    States,
+    attribute_fingerprints,
+    load_states,
+    make_metrics,
+    metric_parts,
+    states_of,
+)
+from ray_app.task.metrics import compute_values
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
-from ray_app.task.whole_batches import BatchTask, rows_in
+from ray_app.task.whole_batches import BatchTask, count_rows
 
 MAX_ROWS = 16
 """Rows that are looked at."""
@@ -121,10 +128,12 @@ def _check_states(task: Task, outputs: Outputs) -> None:
         ConfigError: There is one.
     """
     metrics = make_metrics(task)
-    before = {str(name): attributes_of(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)}
+    before = {
+        str(name): attribute_fingerprints(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)
+    }
     _updated(task, outputs, metrics)
     for name, metric in metrics.items(keep_base=True, copy_state=False):
-        after = attributes_of(metric)
+        after = attribute_fingerprints(metric)
         if changed := [key for key, value in after.items() if before[str(name)].get(key) != value]:
             raise ConfigError(
                 f"The metric {name!r} ({type(metric).__name__}) changes {', '.join(changed)} in its update, which are"
@@ -190,7 +199,7 @@ def _wrappers_of(metric: Any) -> set[str]:
 def _values(metrics: MetricCollection) -> Values:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        values, tables = computed_values(metrics)
+        values, tables = compute_values(metrics)
     return {**values, **tables}
 
 
@@ -238,7 +247,7 @@ def _check_computed(task: Task, outputs: Outputs, has_all: bool) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            values, _ = computed_values(_updated(task, outputs))
+            values, _ = compute_values(_updated(task, outputs))
         except TaskError as error:
             raise ConfigError(
                 f"The metrics of {type(task).__name__} cannot be computed of the {count} row{'s' * (count > 1)} of"
@@ -361,7 +370,7 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
                 continue
             mean = (
                 sum(
-                    float(each) * rows_in(batch)
+                    float(each) * count_rows(batch)
                     for each, batch in zip(known, batches[1:], strict=True)
                     if each is not None
                 )

@@ -64,7 +64,7 @@ from ray_app.runlog.redaction import guard, redacted
 from ray_app.runlog.stored_config import parsed, read_manifest, stored_config
 from ray_app.storage.files import location, put_atomic, put_json, read_json
 from ray_app.task.base import Rows, Task
-from ray_app.task.metrics import completed_mode
+from ray_app.task.metrics import resolve_mode
 from ray_app.task.ragged import Arrays
 from ray_app.task.schema import prepare_task, refuse_other_names, refuse_other_schema
 from ray_app.task.user_loop import LoopTask
@@ -358,7 +358,7 @@ def prepare(config: Config) -> Prepared:
     if config.optimizer == Config.optimizer and config.optimizers is None and task.has_own_optimizer:
         config = config.replace(optimizer={"class_path": OWN_OPTIMIZER})
         check(config)
-    config = config.replace(evaluate__mode=completed_mode(task, config.evaluate.metric, config.evaluate.mode))
+    config = config.replace(evaluate__mode=resolve_mode(task, config.evaluate.metric, config.evaluate.mode))
     plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
     code, changed = code_of(config), list[str]()
     if before is not None:

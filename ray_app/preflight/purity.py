@@ -27,7 +27,7 @@ from ray_app.plan.hashing import hash_array
 from ray_app.preflight.changes import classes_in
 from ray_app.task.base import Batch, Losses, Rows, Task
 from ray_app.task.ragged import Arrays, Field, Ragged, to_batch
-from ray_app.task.user_code import is_own, user_code
+from ray_app.task.user_code import is_user_code, user_code
 from ray_app.train.job import Job
 from ray_app.train.state.state import seed_init, seed_step
 
@@ -121,13 +121,16 @@ class _Lines:
     def _default_rng(self, seed: Any = None) -> np.random.Generator:
         if seed is None:
             self.unseeded.append(
-                next((_place(frame) for frame in _callers(sys._getframe(1)) if is_own(frame.f_code.co_filename)), None)
+                next(
+                    (_place(frame) for frame in _callers(sys._getframe(1)) if is_user_code(frame.f_code.co_filename)),
+                    None,
+                )
             )
         return self._make(seed)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
         del event, argument
-        return self._line if is_own(frame.f_code.co_filename) else None
+        return self._line if is_user_code(frame.f_code.co_filename) else None
 
     _last: str | None
 
@@ -139,7 +142,7 @@ class _Lines:
             return None
         self._look()
         caller = frame.f_back if event == "return" else frame
-        self._last = _place(caller) if caller is not None and is_own(caller.f_code.co_filename) else self._last
+        self._last = _place(caller) if caller is not None and is_user_code(caller.f_code.co_filename) else self._last
         return self._line
 
     def _look(self) -> None:

@@ -23,10 +23,10 @@ from ray_app.data.reader import POSITION, Reader, rows_of
 from ray_app.errors import ConfigError, DataError, TaskError
 from ray_app.preflight.probe_rows import MOST_NUMBERS, RowProbe, numbers_of, too_costly
 from ray_app.task.base import Rows, Task
-from ray_app.task.device import given_back
+from ray_app.task.device import restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, Ragged, twice
+from ray_app.task.ragged import Arrays, Ragged, repeat_rows
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 
@@ -193,7 +193,7 @@ class RareRows:
         numbers = numbers_of(self.longest)
         if not known < numbers <= MOST_NUMBERS:
             return known
-        rows = {name: twice(self.longest[name]) for name in tried}
+        rows = {name: repeat_rows(self.longest[name]) for name in tried}
         if (cost := too_costly(attempt, rows)) is not None:
             logger.warning(
                 "The longest row of %s (%d numbers) is not tried before the start: it would take %s. Whether the model"
@@ -245,7 +245,7 @@ def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) ->
     where = " Look at task.init_args.transforms." if getattr(task, "transforms", None) else ""
     for key in _KEYS:
         try:
-            with given_back(), user_code(lambda: "decoding a row to train on"):
+            with restore_process_state(), user_code(lambda: "decoding a row to train on"):
                 decoded = task.decode_training(rows, key[None])
         except TaskError as error:
             raise ConfigError(f"A row to train on cannot be decoded: {error}{where}") from error

@@ -20,7 +20,7 @@ import numpy as np
 import torchmetrics  # noqa: F401 - as the loop
 
 from ray_app.errors import RayAppError, TaskError
-from ray_app.task.user_code import calls, in_a_line
+from ray_app.task.user_code import describe_error, format_calls
 from ray_app.train import loop  # noqa: F401 - imported once for all
 
 _LOOK_S, _MOST_BYTES = 0.1, 1 << 20
@@ -43,7 +43,7 @@ def call(path: Path) -> None:
     except RayAppError as own:
         error = own
     except BaseException as other:
-        error = TaskError(in_a_line(other), calls(other))
+        error = TaskError(describe_error(other), format_calls(other))
     made = path.with_suffix(".tmp")
     made.write_bytes(pickle.dumps((value, error)))
     made.rename(path.with_suffix(".result"))

@@ -19,7 +19,7 @@ import safetensors.torch
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.driver.model_export import user
 from ray_app.models.loader import DESCRIPTION
-from ray_app.models.registry import Rollback, Version, fetch, parameters, rollback, rollbacks
+from ray_app.models.registry import Rollback, Version, download_version, load_parameters, rollback, rollbacks
 from ray_app.retrain.gate import Files, files_of
 from ray_app.retrain.profile import Known, Profile
 from ray_app.retrain.rounds import Delivery, RetrainPaths, Round, audit, entries
@@ -76,7 +76,7 @@ class Champion:
     def export(self) -> Location:
         """Writes its parameters to a file that a run can begin with, unless they are there; returns the file."""
         with tempfile.TemporaryDirectory() as folder:
-            found = parameters(fetch(self.uri, self.version, Path(folder)))
+            found = load_parameters(download_version(self.uri, self.version, Path(folder)))
         place = self.paths.parameters(self.version.params_digest)
         put_atomic(place, safetensors.torch.save(found), if_absent=True)
         return place
@@ -101,7 +101,7 @@ class Champion:
 def package(uri: str, version: Version) -> Files:
     """The files of a version's package."""
     with tempfile.TemporaryDirectory() as folder:
-        return files_of(fetch(uri, version, Path(folder)))
+        return files_of(download_version(uri, version, Path(folder)))
 
 
 def roll_back(config: Config, reason: str) -> Rollback:

@@ -47,7 +47,7 @@ from ray_app.data.reader import RowSource, specs_of
 from ray_app.errors import ConfigError
 from ray_app.ingest.shards import Shards
 from ray_app.models import loader
-from ray_app.models.export import module_on
+from ray_app.models.export import exported_module
 from ray_app.plan.hashing import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
@@ -55,7 +55,7 @@ from ray_app.retrain.options import RetrainSection
 from ray_app.storage.files import remove_tree, to_json
 from ray_app.task import device as environment
 from ray_app.task.base import Batch, Task
-from ray_app.task.metrics import Chunk, combine, resampled, score
+from ray_app.task.metrics import Chunk, combine, resample, score
 from ray_app.task.ragged import Arrays
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def figures(
     before = combine(task, champion)
     sign = 1 if mode == "max" else -1
     counts = draws(seed, section.resamples, len(challenger))
-    gains = sign * (resampled(task, challenger, metric, counts) - resampled(task, champion, metric, counts))
+    gains = sign * (resample(task, challenger, metric, counts) - resample(task, champion, metric, counts))
     low, high = np.quantile(gains, [(1 - section.confidence) / 2, (1 + section.confidence) / 2]).tolist()
     recalls = {
         task.classes[i]: recall
@@ -392,7 +392,7 @@ def _load(files: Files, folder: Path, device: torch.device) -> tuple[nn.Module, 
         (folder / name).write_bytes(content)
     description = loader.describe(folder)
     if description["format"] == "torch.export":
-        model = module_on(loader.load_exported(folder / loader.EXPORTED), device)
+        model = exported_module(loader.load_exported(folder / loader.EXPORTED), device)
     else:
         model = loader.load(folder).to(device)
     return model, [spec["name"] for spec in description["inputs"]]

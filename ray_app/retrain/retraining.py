@@ -24,7 +24,16 @@ from ray_app.data.dataset import open_dataset
 from ray_app.driver.model_export import register_best, user
 from ray_app.driver.run import run_training
 from ray_app.errors import DataError, RegistryError, StorageError
-from ray_app.models.registry import Version, champion_of, log_figures, promote, tag, tag_model, tagged, version_of
+from ray_app.models.registry import (
+    Version,
+    champion_of,
+    log_metrics,
+    promote,
+    tag_model,
+    tag_version,
+    version_of,
+    versions_with_tag,
+)
 from ray_app.preflight.prepare import prepare
 from ray_app.retrain.champion import KEY_TAG, deciding, package, record_rollbacks
 from ray_app.retrain.gate import (
@@ -160,7 +169,7 @@ class Stages:
         decision = self._still(decision, challenger, before)
         outcome = "promoted" if decision.promote else "gate refused"
         if challenger.version != before:  # else the same parameters came out again: nothing new is to be said of it
-            log_figures(
+            log_metrics(
                 now.client, challenger, _numbers(judged["figures"]), datetime.fromisoformat(judged["at"]).timestamp()
             )
             why = (self._round.read("decided") or {})["decision"]["reason"]
@@ -170,7 +179,7 @@ class Stages:
                 "ray_app.gate_reason": decision.reason,
                 "ray_app.trained_because": why,
             }
-            tag(now.client, challenger, tags | {"ray_app.data_digest": self._round.inputs.data})
+            tag_version(now.client, challenger, tags | {"ray_app.data_digest": self._round.inputs.data})
         if decision.promote:
             promote(now.client, now.model, challenger.version, f"retraining: {decision.reason}", user())
         return {"outcome": outcome, "reason": decision.reason, "version": challenger.version, "before": before}
@@ -362,7 +371,7 @@ class _Start:
         why = "data, configuration or code changed before it was done"
         details = {"key": round.key, "inputs": decided["inputs"], "decision": decided["decision"]}
         audit(self._paths, f"superseded {round.key} {decided['at']}", "superseded", why, details)
-        if tagged(
+        if versions_with_tag(
             self._client, self._name, KEY_TAG, round.key
         ):  # a version says by it what data it is of, and may come to serve
             round.put("recorded", {"superseded": why})

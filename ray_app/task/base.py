@@ -25,18 +25,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.fields import Mistake, class_names, count_classes, need_column, need_finite, plain
+from ray_app.task.fields import Mistake, class_names, count_classes, need_column, need_finite, to_model_types
 from ray_app.task.ragged import LENGTHS, Arrays
 from ray_app.task.transforms import uniform
 
 if TYPE_CHECKING:
     from ray_app.config.config import Config
 
-TAKEN = frozenset(
+STEP_METRICS = frozenset(
     {"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts", "imbalance"}
 )
 """What is recorded of every step; a metric of a task's own has another name."""
-_FEW = 16
+_MAX_SEPARATE_READS = 16
 """So many tensors of the host are read one by one in less time than at once."""
 _NAME = re.compile(r"(?!eval_)[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}")
 
@@ -83,11 +83,11 @@ class LossSums(NamedTuple):
     metrics: dict[str, float]
 
 
-NOTHING = LossSums(0.0, 0.0, {})
+ZERO_SUMS = LossSums(0.0, 0.0, {})
 """What no rows add."""
 
 
-def of_rows(task: object, found: Tensor | Losses, rows: int) -> Losses:
+def check_losses(task: object, found: Tensor | Losses, rows: int) -> Losses:
     """What `Task.loss` or `Task.training_loss` returned for so many rows.
 
     Raises:
@@ -102,15 +102,13 @@ def of_rows(task: object, found: Tensor | Losses, rows: int) -> Losses:
         if shape != (rows,):
             raise ConfigError(
                 f"{type(task).__name__}.loss returned {name and f'{name!r} of '}shape {shape} for {rows} rows; it must"
-                f" return one value per"
-                " row, shape (rows,). Use reduction='none' in the loss function."
+                " return one value per row, shape (rows,). Use reduction='none' in the loss function."
             )
     for name in losses.metrics:
-        if name in TAKEN or not _NAME.fullmatch(name):
+        if name in STEP_METRICS or not _NAME.fullmatch(name):
             raise ConfigError(
                 f"{type(task).__name__}.loss returned a metric {name!r}; use letters, digits, '_', '.', '-' and spaces,"
-                f" nothing that begins"
-                f" with eval_, and none of {', '.join(sorted(TAKEN))}, which every step has."
+                f" nothing that begins with eval_, and none of {', '.join(sorted(STEP_METRICS))}, which every step has."
             )
     return losses
 
@@ -127,7 +125,7 @@ class DeviceSums(NamedTuple):
     metrics: tuple[str, ...] | None
 
 
-def sums_of(losses: Losses) -> DeviceSums:
+def sum_on_device(losses: Losses) -> DeviceSums:
     """The sums over rows; does not wait for the device."""
     values = losses.values.detach()
     if losses.weights is None and not losses.metrics:
@@ -137,10 +135,10 @@ def sums_of(losses: Losses) -> DeviceSums:
     return DeviceSums(torch.stack([values.sum().double(), *more]), len(values), tuple(losses.metrics))
 
 
-def read(
+def read_sums(
     task: object, found: Sequence[DeviceSums | None], also: Sequence[Tensor] = ()
 ) -> tuple[list[LossSums], list[float]]:
-    """What sums are, `NOTHING` for None, and other numbers; waits for the device once.
+    """What sums are, `ZERO_SUMS` for None, and other numbers; waits for the device once.
 
     Args:
         task: Whose they are.
@@ -150,11 +148,11 @@ def read(
     Raises:
         ConfigError: Weights are negative, infinite or NaN.
     """
-    numbers = _numbers([*[each.values for each in found if each is not None], *also])
+    numbers = _read_values([*[each.values for each in found if each is not None], *also])
     told, at = [], 0
     for each in found:
         if each is None:
-            told.append(NOTHING)
+            told.append(ZERO_SUMS)
         elif each.metrics is None:
             told.append(LossSums(numbers[at], float(each.rows), {}))
             at += 1
@@ -163,34 +161,33 @@ def read(
             if not 0 <= weight < math.inf:
                 raise ConfigError(
                     f"{type(task).__name__}.loss returned weights whose sum over {each.rows} rows is {weight}; each"
-                    f" must be a number of at"
-                    " least 0, such as how many tokens a row has."
+                    " must be a number of at least 0, such as how many tokens a row has."
                 )
             told.append(LossSums(loss, weight, dict(zip(each.metrics, metrics, strict=True))))
             at += 2 + len(metrics)
     return told, numbers[at:]
 
 
-def _numbers(held: list[Tensor]) -> list[float]:
+def _read_values(held: list[Tensor]) -> list[float]:
     """All their values, read at once from a device."""
-    if len(held) <= (_FEW if _are_here(held) else 1):
+    if len(held) <= (_MAX_SEPARATE_READS if _are_on_cpu(held) else 1):
         return [value for each in held for value in (each.tolist() if each.ndim else (each.item(),))]
     return (torch.stack if {each.ndim for each in held} == {0} else torch.hstack)(held).tolist()
 
 
-def _are_here(held: list[Tensor]) -> bool:
+def _are_on_cpu(held: list[Tensor]) -> bool:
     return not held or held[0].is_cpu
 
 
-def summed(task: object, losses: Losses) -> LossSums:
+def sum_losses(task: object, losses: Losses) -> LossSums:
     """The sums over rows; see `read`."""
-    return read(task, [sums_of(losses)])[0][0]
+    return read_sums(task, [sum_on_device(losses)])[0][0]
 
 
 __all__ = ["Batch", "Mistake", "Rows", "Task", "class_names", "count_classes", "need_column", "uniform"]
 
-_NUMBERS = ("number", "integer", "array", "list")
-_UNIT_VALUES = 100_000
+_NUMERIC_KINDS = ("number", "integer", "array", "list")
+_MIN_UNIT_VALUES = 100_000
 """Fewer are not worth an exchange of their own."""
 
 Batch = dict[str, Tensor]
@@ -236,7 +233,7 @@ class Task(ABC):
         """
         if type(self).decode is Task.decode:
             for name in self.columns():
-                need_column(data, name, _NUMBERS, f"task {type(self).__name__}, which leaves `decode` out,")
+                need_column(data, name, _NUMERIC_KINDS, f"task {type(self).__name__}, which leaves `decode` out,")
         return self
 
     def validate_config(self, config: Config) -> list[str]:
@@ -271,7 +268,7 @@ class Task(ABC):
         Raises:
             Exception: Any, for rows that cannot be decoded; the reader finds out which row it is and says so.
         """
-        fields = {name: plain(rows[name]) for name in self.columns()}
+        fields = {name: to_model_types(rows[name]) for name in self.columns()}
         for name, values in fields.items():
             need_finite(f"column {name!r}", values)
         return fields
@@ -323,7 +320,7 @@ class Task(ABC):
         for child in model.children():
             if isinstance(child, nn.Sequential | nn.ModuleList):
                 found += Task.shard_units(self, child)
-            elif sum(p.numel() for p in child.parameters()) >= _UNIT_VALUES:
+            elif sum(p.numel() for p in child.parameters()) >= _MIN_UNIT_VALUES:
                 found.append(child)
         return found
 
@@ -340,9 +337,8 @@ class Task(ABC):
         if absent := [name for name in names if name not in batch]:
             raise ConfigError(
                 f"{type(self).__name__} leaves `forward` out, so its model is called with its columns"
-                f" {', '.join(names)}; decoded fields"
-                f" are {', '.join(batch)}, without {', '.join(absent)}. Write `forward`, or let `decode` name its"
-                f" fields as the columns."
+                f" {', '.join(names)}; decoded fields are {', '.join(batch)}, without {', '.join(absent)}. Write"
+                " `forward`, or let `decode` name its fields as the columns."
             )
         return model(*(batch[field] for name in names for field in (name, name + LENGTHS) if field in batch))
 
@@ -399,7 +395,7 @@ class Task(ABC):
         """
         raise ConfigError(
             f"{type(self).__name__} makes no optimizer for a {type(model).__name__}; name another than this in"
-            f" `optimizer`."
+            " `optimizer`."
         )
 
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Any:
@@ -432,8 +428,7 @@ class Task(ABC):
         if len(metrics) and len(targets) != 1:
             raise ConfigError(
                 f"{type(self).__name__} has metrics and leaves `update` out, which then compares the outputs with the"
-                f" only target; its"
-                f" `targets` are {', '.join(targets) or 'none'}. Write `update`."
+                f" only target; its `targets` are {', '.join(targets) or 'none'}. Write `update`."
             )
         if len(metrics):
             metrics.update(outputs, batch[targets[0]])

@@ -23,7 +23,7 @@ from ray_app.errors import ConfigError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake, uniform
-from ray_app.task.device import constant, sent
+from ray_app.task.device import constant_tensor, to_device
 
 ClassWeights = list[float] | Literal["balanced"] | None
 """How much a row of each class counts in the training loss: a number for each, or what makes all classes count the same
@@ -59,23 +59,22 @@ def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes:
     ):
         raise ConfigError(
             f"task.init_args.class_weights is {weights}; it must be balanced, or a list of {classes} numbers of at"
-            f" least 0, one for each"
-            " class and not all 0."
+            " least 0, one for each class and not all 0."
         )
     return weights
 
 
-def weigh(batch: Batch, weights: list[float] | None) -> Batch:
+def add_class_weights(batch: Batch, weights: list[float] | None) -> Batch:
     """A training batch with the weight of each row's class as `class_weight`, shape (rows,); of a mixed target's
     classes the mean.
     """
     if weights is None:
         return batch
-    of_class = constant(weights, batch["label"].device)
+    of_class = constant_tensor(weights, batch["label"].device)
     return {**batch, "class_weight": batch["target"] @ of_class if "target" in batch else of_class[batch["label"]]}
 
 
-def weighted(losses: Tensor, batch: Batch) -> Tensor:
+def apply_class_weights(losses: Tensor, batch: Batch) -> Tensor:
     """Losses times what `weigh` added, shape (rows,)."""
     return losses * batch["class_weight"] if "class_weight" in batch else losses
 
@@ -108,7 +107,7 @@ def classification_metrics(classes: int) -> MetricCollection:
     return MetricCollection(metrics)
 
 
-def wrong_classes(scores: Tensor, labels: Tensor, classes: Sequence[str], most: int) -> list[Mistake]:
+def find_mistakes(scores: Tensor, labels: Tensor, classes: Sequence[str], most: int) -> list[Mistake]:
     """The rows whose highest score is not their class, the surest first.
 
     Args:
@@ -124,7 +123,7 @@ def wrong_classes(scores: Tensor, labels: Tensor, classes: Sequence[str], most: 
     return [Mistake(i, classes[int(labels[i])], classes[int(predicted[i])], confidence) for i, confidence in found]
 
 
-def class_predictions(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDArray]:
+def predict_classes(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDArray]:
     """The class with the highest score of every row by name (`predicted`) and number (`predicted_index`), and its
     `confidence`, 0 to 1.
 
@@ -159,7 +158,7 @@ def smooth_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
     return one_hot * (1 - smoothing) + smoothing / classes
 
 
-def mix(images: Tensor, target: Tensor, keys: Tensor, mixup: float, cutmix: float) -> tuple[Tensor, Tensor]:
+def mix_images(images: Tensor, target: Tensor, keys: Tensor, mixup: float, cutmix: float) -> tuple[Tensor, Tensor]:
     """Mixes every image with the one before it, and their truths in the same proportion.
 
     Mixup: Zhang et al., ICLR 2018. Cutmix: Yun et al., ICCV 2019.
@@ -175,10 +174,10 @@ def mix(images: Tensor, target: Tensor, keys: Tensor, mixup: float, cutmix: floa
         The images, float32 with `mixup`, and the truths.
     """
     pastes = uniform(keys, _KIND) < (0.5 if mixup and cutmix else 1.0 if cutmix else 0.0)
-    share = torch.where(pastes, _beta(keys, cutmix), _beta(keys, mixup))
-    rectangle, pasted = _rectangles(keys, share, images.shape[-2], images.shape[-1])
+    share = torch.where(pastes, _draw_beta(keys, cutmix), _draw_beta(keys, mixup))
+    rectangle, pasted = _draw_rectangles(keys, share, images.shape[-2], images.shape[-1])
     kept = torch.where(pastes, 1 - pasted, share).to(torch.float32)
-    kept, pastes, rectangle = (sent(each, images.device) for each in (kept, pastes, rectangle))
+    kept, pastes, rectangle = (to_device(each, images.device) for each in (kept, pastes, rectangle))
     other = images.roll(1, 0)
     mixed = torch.where(rectangle[:, None], other, images)
     if mixup:
@@ -187,7 +186,7 @@ def mix(images: Tensor, target: Tensor, keys: Tensor, mixup: float, cutmix: floa
     return mixed, target * kept[:, None] + target.roll(1, 0) * (1 - kept[:, None])
 
 
-def _beta(keys: Tensor, alpha: float) -> Tensor:
+def _draw_beta(keys: Tensor, alpha: float) -> Tensor:
     """One number of Beta(alpha, alpha) per key, float64, shape (rows,); ones with `alpha` 0."""
     if not alpha:
         return torch.ones(len(keys), dtype=torch.float64)
@@ -196,7 +195,7 @@ def _beta(keys: Tensor, alpha: float) -> Tensor:
     return torch.from_numpy(np.asarray(betaincinv(alpha, alpha, uniform(keys, _SHARE).numpy())))
 
 
-def _rectangles(keys: Tensor, share: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+def _draw_rectangles(keys: Tensor, share: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     """A rectangle per row that covers about 1 - share of an image, as far as it lies inside.
 
     Returns:

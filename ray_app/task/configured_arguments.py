@@ -24,10 +24,10 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.base import Losses
 from ray_app.task.metrics import Mode, mode_of
-from ray_app.task.transforms import Spec, made
+from ray_app.task.transforms import Spec, instantiate
 
-_AT = "task.init_args"
-_EVERY_HAS = ("loss", "rows")
+_INIT_ARGS = "task.init_args"
+_RESERVED_METRICS = ("loss", "rows")
 """What an evaluation has besides its metrics."""
 
 
@@ -45,17 +45,18 @@ def need_specs(**given: Any) -> None:
         for place, one in ({name: value} if several is None else several).items():
             if not isinstance(one, dict) or not isinstance(one.get("class_path"), str):
                 raise ConfigError(
-                    f"{_AT}.{place} is {one!r}; it must have class_path, an import path such as"
-                    f" torch.nn.CrossEntropyLoss, and may have"
-                    " init_args."
+                    f"{_INIT_ARGS}.{place} is {one!r}; it must have class_path, an import path such as"
+                    " torch.nn.CrossEntropyLoss, and may have init_args."
                 )
 
 
 def need_names(metrics: Iterable[str]) -> None:
     """Refuses metrics by the name of something else."""
     for name in metrics:
-        if name in _EVERY_HAS:
-            raise ConfigError(f"{_AT}.metrics has {name!r}, which every evaluation has. Give the metric another name.")
+        if name in _RESERVED_METRICS:
+            raise ConfigError(
+                f"{_INIT_ARGS}.metrics has {name!r}, which every evaluation has. Give the metric another name."
+            )
 
 
 def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_length: int | None) -> None:
@@ -65,20 +66,21 @@ def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_l
         ConfigError: One is such.
     """
     if not all(value > 0 for value in std):
-        raise ConfigError(f"{_AT}.std is {list(std)}; images are divided by it, so each must be greater than 0.")
+        raise ConfigError(f"{_INIT_ARGS}.std is {list(std)}; images are divided by it, so each must be greater than 0.")
     if not mean or not std:
         raise ConfigError(
-            f"{_AT}.mean and std are {list(mean)} and {list(std)}; give a number for each channel, or one for all."
+            f"{_INIT_ARGS}.mean and std are {list(mean)} and {list(std)}; give a number for each channel, or one for"
+            " all."
         )
     if pad_to < 1:
         raise ConfigError(
-            f"{_AT}.pad_to is {pad_to}; padded lists are as long as a multiple of it, so it must be at least 1."
+            f"{_INIT_ARGS}.pad_to is {pad_to}; padded lists are as long as a multiple of it, so it must be at least 1."
         )
     if max_length is not None and max_length < 1:
-        raise ConfigError(f"{_AT}.max_length is {max_length}; it must be at least 1, or null for all.")
+        raise ConfigError(f"{_INIT_ARGS}.max_length is {max_length}; it must be at least 1, or null for all.")
 
 
-def mask_pairs(values: Any) -> list[list[int]]:
+def parse_mask_values(values: Any) -> list[list[int]]:
     """Value and class of masks in the order of the values, as `task.init_args.mask_values` has them; empty where that
     is not given.
 
@@ -88,8 +90,8 @@ def mask_pairs(values: Any) -> list[list[int]]:
     given = values or {}
     if not isinstance(given, Mapping) or not all(type(n) is int for pair in given.items() for n in pair):
         raise ConfigError(
-            f"{_AT}.mask_values is {values!r}; it must be classes by the values of a mask, integers both, as"
-            f" {{0: 0, 255: 1}}."
+            f"{_INIT_ARGS}.mask_values is {values!r}; it must be classes by the values of a mask, integers both, as"
+            " {0: 0, 255: 1}."
         )
     return [[value, given[value]] for value in sorted(given)]
 
@@ -100,9 +102,8 @@ def need_channels(name: str, column: ColumnFacts, **given: Sequence[float]) -> N
     for argument, values in given.items():
         if len(values) not in (1, channels):
             raise ConfigError(
-                f"{_AT}.{argument} is {list(values)}, {len(values)} numbers; images of {name!r} have {channels}"
-                f" channels. Give a number for"
-                " each, or one for all."
+                f"{_INIT_ARGS}.{argument} is {list(values)}, {len(values)} numbers; images of {name!r} have {channels}"
+                " channels. Give a number for each, or one for all."
             )
 
 
@@ -111,9 +112,8 @@ def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterab
     for name in padded:
         if facts[name].kind != "list":
             raise DataError(
-                f"{_AT}.inputs names {name}.mask, which is 1 where a list has a number and 0 where it is padded; column"
-                f" {name!r} of"
-                f" {data.path} holds {facts[name].kind}, no lists. Leave .mask out."
+                f"{_INIT_ARGS}.inputs names {name}.mask, which is 1 where a list has a number and 0 where it is padded;"
+                f" column {name!r} of {data.path} holds {facts[name].kind}, no lists. Leave .mask out."
             )
 
 
@@ -125,14 +125,13 @@ def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
     """
     if column.kind == "list" and (column.shape or column.dtype.count("list<") > 1):
         raise DataError(
-            f"{_AT}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a target is"
-            f" one number for each"
-            " place of a list. Name another column, make lists of one size of it, or write a Task, whose `loss` gets"
-            " the lists padded."
+            f"{_INIT_ARGS}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a"
+            " target is one number for each place of a list. Name another column, make lists of one size of it, or"
+            " write a Task, whose `loss` gets the lists padded."
         )
 
 
-def direction(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
+def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
     """Whether less or more of the metric that decides is better.
 
     Args:
@@ -144,23 +143,23 @@ def direction(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mo
         ConfigError: Nothing says so.
     """
     if mode is not None and mode not in get_args(Mode):
-        raise ConfigError(f"{_AT}.best_mode is {mode!r}; it must be min or max.")
+        raise ConfigError(f"{_INIT_ARGS}.best_mode is {mode!r}; it must be min or max.")
     spec = metrics.get(metric) if mode is None else None
-    found = mode or mode_of(metric, made(spec, f"{_AT}.metrics.{metric}") if spec else None)
+    found = mode or mode_of(metric, instantiate(spec, f"{_INIT_ARGS}.metrics.{metric}") if spec else None)
     if found is None:
         named = f" The metrics are {', '.join(['loss', *metrics])}." if metrics and not spec else ""
         raise ConfigError(
-            f"{_AT}.best_metric is {metric!r}, and nothing says whether less or more of it is better.{named} Set"
-            f" {_AT}.best_mode to min or max."
+            f"{_INIT_ARGS}.best_metric is {metric!r}, and nothing says whether less or more of it is better.{named} Set"
+            f" {_INIT_ARGS}.best_mode to min or max."
         )
     return found
 
 
 Activation = Literal["sigmoid", "softmax", "none"]
 """What makes probabilities of a model's outputs."""
-_OF_CLASSES = ("weight", "pos_weight")
+_CLASS_WEIGHT_ARGUMENTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors, lists in a configuration."""
-_OF_LOGITS: dict[Activation, tuple[str, ...]] = {
+_LOSSES_OF_SCORES: dict[Activation, tuple[str, ...]] = {
     "sigmoid": (
         "BCEWithLogitsLoss",
         "MultiLabelSoftMarginLoss",
@@ -177,11 +176,16 @@ _OF_LOGITS: dict[Activation, tuple[str, ...]] = {
 """Losses of torch and torchvision that take scores, by what makes probabilities of these; softmax does of
 log-probabilities, too.
 """
-_BETWEEN = {nn.BCEWithLogitsLoss: 0.0, nn.MultiLabelSoftMarginLoss: 0.0, nn.SoftMarginLoss: 0.0, nn.BCELoss: 0.5}
+_BINARY_THRESHOLDS = {
+    nn.BCEWithLogitsLoss: 0.0,
+    nn.MultiLabelSoftMarginLoss: 0.0,
+    nn.SoftMarginLoss: 0.0,
+    nn.BCELoss: 0.5,
+}
 """Losses of two classes with one output, and the output between the two."""
 
 
-def loss_of_rows(
+def compute_row_losses(
     spec: Spec, outputs: Any, target: Tensor, accuracy: bool = False, there: Tensor | None = None
 ) -> Tensor | Losses:
     """What a loss gives for each row; where that is several values (pixels, several numbers), the mean is over all of
@@ -204,39 +208,38 @@ def loss_of_rows(
     if there is not None:
         target = target.masked_fill(~there, 0)
     loss = make_loss(json.dumps(spec), str(target.device))
-    right = _right(loss, outputs, target) if accuracy else None
+    right = _is_correct(loss, outputs, target) if accuracy else None
     if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
-        outputs, target = _in_full(outputs), target.to(_in_full(outputs).dtype)
-    losses = _in_full(loss(outputs, target))
+        outputs, target = _to_full_precision(outputs), target.to(_to_full_precision(outputs).dtype)
+    losses = _to_full_precision(loss(outputs, target))
     is_torchs = type(loss).__module__ == "torch.nn.modules.loss"
     if is_torchs and isinstance(outputs, Tensor) and losses.shape == outputs.shape != target.shape:
         raise ConfigError(
-            f"The model's outputs are of shape {_rows(outputs)}, the target of {_rows(target)}; {spec['class_path']}"
-            f" compares each with"
-            " each of these. Let the model give as many outputs as there are numbers in a row of the target."
+            f"The model's outputs are of shape {_format_shape(outputs)}, the target of {_format_shape(target)};"
+            f" {spec['class_path']} compares each with each of these. Let the model give as many outputs as there are"
+            " numbers in a row of the target."
         )
-    counted = _counted(loss, losses, target)
+    counted = _value_weights(loss, losses, target)
     if there is not None:
         if losses.shape != target.shape:
             raise ConfigError(
-                f"{spec['class_path']} gave values of shape {_rows(losses)} for a target of lists, {_rows(target)},"
-                f" which are padded:"
-                " what is padding would count. Use a loss that gives a value for each number of a list; where classes"
-                " are the last axis"
-                " of the outputs, set task.init_args.classes_last."
+                f"{spec['class_path']} gave values of shape {_format_shape(losses)} for a target of lists,"
+                f" {_format_shape(target)}, which are padded: what is padding would count. Use a loss that gives a"
+                " value for each number of a list; where classes are the last axis of the outputs, set"
+                " task.init_args.classes_last."
             )
         losses, counted = losses.masked_fill(~there, 0), there if counted is None else counted * there
     if right is None and (
         (counted is None and losses.ndim < 2) or (spec.get("init_args") or {}).get("reduction") == "batchmean"
     ):
-        return _of_rows(losses)
+        return _sum_by_row(losses)
     counted = torch.ones_like(losses) if counted is None else counted
     if right is None:
-        return Losses(_of_rows(losses), _of_rows(counted))
+        return Losses(_sum_by_row(losses), _sum_by_row(counted))
     right = (
         right.float() if right.ndim <= counted.ndim else right.float().flatten(1).mean(1)
     )  # the loss made one value of a row's
-    return Losses(_of_rows(losses), _of_rows(counted), {"accuracy": _of_rows(right * counted)})
+    return Losses(_sum_by_row(losses), _sum_by_row(counted), {"accuracy": _sum_by_row(right * counted)})
 
 
 def reduction_of(spec: Spec) -> str:
@@ -255,15 +258,13 @@ def reduction_of(spec: Spec) -> str:
     if reduction not in known:
         raise ConfigError(
             f"task.init_args.loss has reduction {reduction!r}; it must be one of {', '.join(known)}. A step's loss is a"
-            f" mean over the"
-            " global batch, so that the learning rate does not depend on its rows; with a sum of before, multiply the"
-            " learning rate by"
-            " the rows that were summed."
+            " mean over the global batch, so that the learning rate does not depend on its rows; with a sum of before,"
+            " multiply the learning rate by the rows that were summed."
         )
     if old := sorted(name for name in ("size_average", "reduce") if given.get(name) is not None):
         raise ConfigError(
             f"task.init_args.loss has {', '.join(old)}, which torch replaces by reduction; leave it out, the mean is"
-            f" taken."
+            " taken."
         )
     return str(reduction)
 
@@ -279,7 +280,7 @@ def activation_of(spec: str) -> Activation:
     loss = make_loss(spec, "cpu")
     kinds = [loss.func] if isinstance(loss, partial) else [kind for kind in type(loss).__mro__ if kind is not object]
     names = {kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "torchvision")}
-    return next((activation for activation, losses in _OF_LOGITS.items() if names & set(losses)), "none")
+    return next((activation for activation, losses in _LOSSES_OF_SCORES.items() if names & set(losses)), "none")
 
 
 def probabilities(outputs: Any, activation: Activation) -> Any:
@@ -292,23 +293,23 @@ def probabilities(outputs: Any, activation: Activation) -> Any:
     """
     if activation == "none" or not isinstance(outputs, Tensor):
         return outputs
-    scores = _in_full(outputs)
+    scores = _to_full_precision(outputs)
     return scores.sigmoid() if activation == "sigmoid" else scores.softmax(1) if scores.ndim > 1 else scores
 
 
-def _in_full(values: Tensor) -> Tensor:
+def _to_full_precision(values: Tensor) -> Tensor:
     """Values of half precision in single precision, others as they are: targets and sums are not rounded to what a
     model computes in.
     """
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _of_rows(values: Tensor) -> Tensor:
+def _sum_by_row(values: Tensor) -> Tensor:
     """The sum of what a row has, shape (rows,)."""
     return values.flatten(1).sum(1) if values.ndim > 1 else values
 
 
-def _right(loss: Any, outputs: Any, target: Tensor) -> Tensor:
+def _is_correct(loss: Any, outputs: Any, target: Tensor) -> Tensor:
     """Where the outputs say the target's class, in its shape: by the highest score, of two classes with one score by
     what the loss parts.
 
@@ -318,22 +319,21 @@ def _right(loss: Any, outputs: Any, target: Tensor) -> Tensor:
     if isinstance(outputs, Tensor):
         if outputs.ndim == target.ndim + 1 and not target.is_floating_point():
             return outputs.argmax(1) == target
-        parts = next((value for kind, value in _BETWEEN.items() if isinstance(loss, kind)), None)
+        parts = next((value for kind, value in _BINARY_THRESHOLDS.items() if isinstance(loss, kind)), None)
         if outputs.shape == target.shape and parts is not None:
             return (outputs > parts) == (target > 0.5)
     raise ConfigError(
-        f"task.init_args.train_accuracy is true, and the target, {target.dtype} of shape {_rows(target)}, is not the"
-        f" index of a class for"
-        f" which the outputs have a score, nor 0 and 1 for {', '.join(kind.__name__ for kind in _BETWEEN)}. Leave it"
-        f" out."
+        f"task.init_args.train_accuracy is true, and the target, {target.dtype} of shape {_format_shape(target)}, is"
+        " not the index of a class for which the outputs have a score, nor 0 and 1 for"
+        f" {', '.join(kind.__name__ for kind in _BINARY_THRESHOLDS)}. Leave it out."
     )
 
 
-def _rows(values: Tensor) -> str:
+def _format_shape(values: Tensor) -> str:
     return f"({', '.join(['rows', *map(str, values.shape[1:])])})"
 
 
-def _counted(loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
+def _value_weights(loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
     """How much each value of a loss that goes by class indices counts, as torch's own mean has it; None: as much as the
     others.
     """
@@ -365,35 +365,35 @@ def make_loss(spec: str, device: str) -> Any:
     init_args = {**(given.get("init_args") or {}), "reduction": "none"}
     tensors = {
         name: torch.tensor(init_args[name], dtype=torch.float32)
-        for name in _OF_CLASSES
+        for name in _CLASS_WEIGHT_ARGUMENTS
         if isinstance(init_args.get(name), list)
     }
-    if (called := _function_of(given, init_args)) is not None:
+    if (called := _loss_function(given, init_args)) is not None:
         return partial(called, **(init_args | {name: value.to(device) for name, value in tensors.items()}))
-    loss = made({**given, "init_args": init_args | tensors}, "task.init_args.loss")
+    loss = instantiate({**given, "init_args": init_args | tensors}, "task.init_args.loss")
     return loss.to(device) if isinstance(loss, nn.Module) else loss
 
 
-def _function_of(spec: Spec, init_args: dict[str, Any]) -> Any:
+def _loss_function(spec: Spec, init_args: dict[str, Any]) -> Any:
     """The function that is the loss itself, called with outputs and target (`torchvision.ops.sigmoid_focal_loss`);
     None: it makes one.
     """
     try:
         found = load_class(spec["class_path"])
         parameters = inspect.signature(found).parameters.values()
-    except (ImportError, AttributeError, TypeError, ValueError):  # `made` says what is wrong
+    except (ImportError, AttributeError, TypeError, ValueError):  # `instantiate` says what is wrong
         return None
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     is_loss = inspect.isfunction(found) and len([p for p in needed if p.name not in init_args]) == 2
     return found if is_loss else None
 
 
-_BY_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss)
-_OF_TWO = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss)
+_CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_BINARY_LOSSES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss)
 _MAX_NAMED = 8
 
 
-def range_of(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
+def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
     """The least and the greatest value that a loss takes in a target, and the one that it ignores, if there is one.
 
     Args:
@@ -406,13 +406,18 @@ def range_of(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
     """
     loss = make_loss(json.dumps(spec), "cpu")
     kind = next(
-        (kind for kind in (*_BY_INDEX, *_OF_TWO) if isinstance(loss, kind) and type(loss).forward is kind.forward), None
+        (
+            kind
+            for kind in (*_CLASS_INDEX_LOSSES, *_BINARY_LOSSES)
+            if isinstance(loss, kind) and type(loss).forward is kind.forward
+        ),
+        None,
     )
     if kind is None or not isinstance(outputs, Tensor):
         return None
-    if kind in _BY_INDEX and outputs.ndim == target.ndim + 1 and not target.is_floating_point():
+    if kind in _CLASS_INDEX_LOSSES and outputs.ndim == target.ndim + 1 and not target.is_floating_point():
         return [0, outputs.shape[1] - 1, int(loss.ignore_index)]
-    return [0, 1] if kind in _OF_TWO and outputs.shape == target.shape else None
+    return [0, 1] if kind in _BINARY_LOSSES and outputs.shape == target.shape else None
 
 
 def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask: bool) -> None:
@@ -421,7 +426,7 @@ def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask:
     Args:
         column: The target.
         values: Its values, of any shape.
-        allowed: See `range_of`.
+        allowed: See `target_range`.
         is_mask: Whether they are masks of images.
 
     Raises:
@@ -434,20 +439,18 @@ def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask:
         return
     remedy = (
         "Map the values of masks to classes by task.init_args.mask_values, such as {0: 0, 255: 1}; or leave pixels of a"
-        " value out by"
-        " ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or let the model have an output"
-        " for each class"
+        " value out by ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or let the model"
+        " have an output for each class"
         if is_mask
         else "Correct the column, or let the model have an output for each class"
     )
     raise ValueError(
-        f"the {'mask' if is_mask else 'target'} {column!r} has the values {_some(values)}; the loss and the model's"
-        f" {greatest + 1} classes"
-        f" allow {least} to {greatest}. {remedy}"
+        f"the {'mask' if is_mask else 'target'} {column!r} has the values {_format_values(values)}; the loss and the"
+        f" model's {greatest + 1} classes allow {least} to {greatest}. {remedy}"
     )
 
 
-def _some(values: npt.NDArray) -> str:
+def _format_values(values: npt.NDArray) -> str:
     distinct = np.unique(values).tolist()
     return ", ".join(f"{value:g}" for value in distinct[:_MAX_NAMED]) + (
         f", ... ({len(distinct)} values)" if len(distinct) > _MAX_NAMED else ""

@@ -16,12 +16,12 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Losses, Rows, Task, need_column
-from ray_app.task.images import image_of, is_image_column
+from ray_app.task.images import is_image_column, load_image
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
-from ray_app.task.transforms import Spec, made, made_once, plain, transformed
+from ray_app.task.transforms import Spec, apply_transforms, as_plain_tensor, instantiate, instantiate_once
 
-_FOUND = ("boxes", "labels", "scores")
-_KEPT = ("map", "map_50", "map_75", "mar_100")
+_OBJECT_FIELDS = ("boxes", "labels", "scores")
+_RECORDED_METRICS = ("map", "map_50", "map_75", "mar_100")
 
 
 class ObjectDetection(Task):
@@ -83,8 +83,7 @@ class ObjectDetection(Task):
         if not is_image_column(need_column(data, self.image, ("bytes", "array"), "detector")):
             raise DataError(
                 f"Column {self.image!r} of {data.path} holds arrays that are no images; images are files, or uint8 of"
-                f" shape (height, width)"
-                " or (height, width, channels). Name another column in task.init_args.image."
+                " shape (height, width) or (height, width, channels). Name another column in task.init_args.image."
             )
         for name in self.targets():
             need_column(data, name, ("list",), "detector")
@@ -111,21 +110,23 @@ class ObjectDetection(Task):
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
         """Likewise, after the transforms."""
-        return self._decoded(rows, made_once(self.transforms, "task.init_args.transforms"), keys)
+        return self._decoded(rows, instantiate_once(self.transforms, "task.init_args.transforms"), keys)
 
     def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
         samples = []
         for i in range(len(rows[self.image])):
-            image = image_of(rows[self.image][i], self.exif_orientation)
+            image = load_image(rows[self.image][i], self.exif_orientation)
             if image.ndim != 3:
                 raise ValueError("the image is animated; detectors take one picture of each row")
             boxes, labels = self._truth(rows, i, *image.shape[-2:])
             sample = {"image": image.expand(3, -1, -1), "boxes": boxes, "labels": labels}
-            samples.append(_changed(sample, transforms, int(keys[i])) if keys is not None else sample)
+            samples.append(_transform_sample(sample, transforms, int(keys[i])) if keys is not None else sample)
         return {
-            "image": Ragged.of((plain(sample["image"]).numpy() for sample in samples), np.uint8),
+            "image": Ragged.of((as_plain_tensor(sample["image"]).numpy() for sample in samples), np.uint8),
             "size": np.array([sample["image"].shape[-2:] for sample in samples], np.int64).reshape(-1, 2),
-            "boxes": Ragged.of((plain(sample["boxes"]).numpy() for sample in samples), np.float32, row_shape=(4,)),
+            "boxes": Ragged.of(
+                (as_plain_tensor(sample["boxes"]).numpy() for sample in samples), np.float32, row_shape=(4,)
+            ),
             "labels": Ragged.of((sample["labels"].numpy() for sample in samples), np.int64),
         }
 
@@ -151,8 +152,7 @@ class ObjectDetection(Task):
         if not there.all():
             raise ValueError(
                 f"the box {boxes[~there][0].tolist()} is none in an image {width} wide and {height} high; give left,"
-                f" top, right and bottom"
-                " in pixels"
+                " top, right and bottom in pixels"
             )
         most = (self.detector.get("init_args") or {}).get("num_classes", np.inf)
         if wrong := labels[(labels < 1) | (labels >= most)].tolist():
@@ -163,11 +163,11 @@ class ObjectDetection(Task):
 
     def build_model(self) -> nn.Module:
         """See `Task.build_model`."""
-        model = made(self.detector, "task.init_args.detector")
+        model = instantiate(self.detector, "task.init_args.detector")
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"task.init_args.detector {self.detector['class_path']} makes a {type(model).__name__}; it must make an"
-                f" nn.Module."
+                " nn.Module."
             )
         return model
 
@@ -177,7 +177,7 @@ class ObjectDetection(Task):
         """
         losses = {
             name: loss.expand(len(batch["size"]))
-            for name, loss in _fresh(model)(_images(batch), _truths(batch)).items()
+            for name, loss in _reset_scales(model)(_images(batch), _targets_of(batch)).items()
         }
         return Losses(torch.stack(list(losses.values())).sum(0), metrics=losses)
 
@@ -185,9 +185,9 @@ class ObjectDetection(Task):
         """What is found, the surest first, padded to the most of an image: `boxes` (rows, most, 4), `labels` and
         `scores` (rows, most), and how many of them count, `found` (rows,). Needs a model in evaluation mode.
         """
-        found = _fresh(model)(_images(batch))
+        found = _reset_scales(model)(_images(batch))
         counts = torch.tensor([len(one["boxes"]) for one in found], device=batch["size"].device)
-        return {name: pad_sequence([one[name] for one in found], batch_first=True) for name in _FOUND} | {
+        return {name: pad_sequence([one[name] for one in found], batch_first=True) for name in _OBJECT_FIELDS} | {
             "found": counts
         }
 
@@ -206,8 +206,10 @@ class ObjectDetection(Task):
 
     def update(self, metrics: MetricCollection, outputs: dict[str, Tensor], batch: Batch) -> None:
         """See `Task.update`."""
-        found = [{name: outputs[name][i, :n] for name in _FOUND} for i, n in enumerate(outputs["found"].tolist())]
-        metrics.update(found, _truths(batch))
+        found = [
+            {name: outputs[name][i, :n] for name in _OBJECT_FIELDS} for i, n in enumerate(outputs["found"].tolist())
+        ]
+        metrics.update(found, _targets_of(batch))
 
     def predictions(self, outputs: dict[str, Tensor], batch: Batch) -> Arrays:
         """Returns lists of boxes, classes and scores of each row, the surest first."""
@@ -220,11 +222,11 @@ class ObjectDetection(Task):
                 outputs[name].numpy().dtype,
                 row_shape=shapes[name],
             )
-            for name in _FOUND
+            for name in _OBJECT_FIELDS
         }
 
 
-def _changed(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dict[str, Any]:
+def _transform_sample(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dict[str, Any]:
     """Image and boxes after the transforms, without boxes that are no longer there, and their classes.
 
     Raises:
@@ -235,7 +237,7 @@ def _changed(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dic
 
     size = tuple(sample["image"].shape[-2:])
     boxes = tv_tensors.BoundingBoxes(sample["boxes"], format="XYXY", canvas_size=size)
-    sample = transformed(sample | {"image": tv_tensors.Image(sample["image"]), "boxes": boxes}, transforms, key)
+    sample = apply_transforms(sample | {"image": tv_tensors.Image(sample["image"]), "boxes": boxes}, transforms, key)
     if sample["image"].dtype != torch.uint8:
         raise ValueError(
             "task.init_args.transforms make images of fractions; leave that out, the detector gets them from 0 to 1"
@@ -244,7 +246,7 @@ def _changed(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dic
     return v2.SanitizeBoundingBoxes()(v2.ClampBoundingBoxes()(sample))
 
 
-def _fresh(model: nn.Module) -> nn.Module:
+def _reset_scales(model: nn.Module) -> nn.Module:
     """A detector that has forgotten the batches before: torchvision's keep the scales of the first one, which small
     images make uneven, and which is another one on every worker.
     """
@@ -265,7 +267,7 @@ def _images(batch: Batch) -> list[Tensor]:
     ]
 
 
-def _truths(batch: Batch) -> list[dict[str, Tensor]]:
+def _targets_of(batch: Batch) -> list[dict[str, Tensor]]:
     """The boxes and classes of each row."""
     return [
         {name: batch[name][i, :n] for name in ("boxes", "labels")}
@@ -283,6 +285,6 @@ def _average_precision() -> Metric:
 
         def compute(self) -> dict[str, Tensor]:
             found = super().compute()
-            return {name: found[name] for name in _KEPT}
+            return {name: found[name] for name in _RECORDED_METRICS}
 
     return AveragePrecision()

@@ -46,7 +46,7 @@ def set_up_torch(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False
         if config.train.reduction == "exact":
-            _try_product(device)
+            _check_cublas_workspace(device)
 
 
 def use_device(device: torch.device) -> None:
@@ -59,7 +59,7 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _try_product(device: torch.device) -> None:
+def _check_cublas_workspace(device: torch.device) -> None:
     """Multiplies two matrices: PyTorch looks once, at the first product of a process, whether cuBLAS was given a
     deterministic workspace, and refuses all of them if it was not; that of a notebook may have been before this run.
 
@@ -73,9 +73,8 @@ def _try_product(device: torch.device) -> None:
             raise
         raise ConfigError(
             "This process has used its GPU before it was asked for the same bits each time, which cuBLAS does not"
-            " change any more. Restart"
-            f" the kernel and set {_WORKSPACE}=:4096:8 in its first cell, or train with another strategy than single,"
-            f" in other processes."
+            f" change any more. Restart the kernel and set {_WORKSPACE}=:4096:8 in its first cell, or train with"
+            " another strategy than single, in other processes."
         ) from error
 
 
@@ -105,7 +104,7 @@ def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
 
 
 @contextmanager
-def given_back() -> Iterator[None]:
+def restore_process_state() -> Iterator[None]:
     """Gives a process that is not only a worker's its threads, its choice of kernels, its GPU and its random numbers
     back.
     """
@@ -176,21 +175,23 @@ def describe(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "device": f"cpu {platform.machine()}"
         if device.type == "cpu"
-        else f"{device.type} {_ask(torch.cuda.get_device_name, device)}",
+        else f"{device.type} {_query(torch.cuda.get_device_name, device)}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
     }
     if device.type == "cuda":
         environment |= {
             "cuda": f"{torch.version.cuda}, driver for {driver_version()}",
-            "cudnn": _ask(torch.backends.cudnn.version),
-            "nccl": _ask(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
-            "tf32": _ask(lambda: ", ".join(f"{name} {kernels.fp32_precision}" for name, kernels in _ROUNDING.items())),
+            "cudnn": _query(torch.backends.cudnn.version),
+            "nccl": _query(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
+            "tf32": _query(
+                lambda: ", ".join(f"{name} {kernels.fp32_precision}" for name, kernels in _ROUNDING.items())
+            ),
         }
     return environment
 
 
-def _ask(question: Callable[..., object], *arguments: object) -> str:
+def _query(question: Callable[..., object], *arguments: object) -> str:
     """Returns an answer as text, or "unknown" if the question raises."""
     try:
         return str(question(*arguments))
@@ -204,15 +205,15 @@ def need_compiler(device: torch.device) -> None:
     Raises:
         ConfigError: There is no C++ compiler for a CPU, or no C compiler or no header of Python for a GPU.
     """
-    missing = _missing_for_cpus() if device.type == "cpu" else _missing_for_triton()
+    missing = _missing_for_cpu() if device.type == "cpu" else _missing_for_triton()
     if missing is not None:
         raise ConfigError(
             f"train.compile needs {missing} on every node, and {platform.node()} has none. Install it, or set"
-            f" train.compile to false."
+            " train.compile to false."
         )
 
 
-def _missing_for_cpus() -> str | None:
+def _missing_for_cpu() -> str | None:
     """Returns what the compiler of PyTorch lacks on this machine to compile for a CPU, None if nothing."""
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
@@ -235,12 +236,12 @@ def _missing_for_triton() -> str | None:
     return None
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Values that were made on the host, such as random numbers of `keys`, on a device."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
-def constant(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def constant_tensor(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers that stay what they are, shape (numbers,); made once for each device, so that a step and a CUDA graph
     find them there.
     """

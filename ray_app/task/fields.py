@@ -32,8 +32,7 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) ->
     if facts is None:
         raise DataError(
             f"{data.path} has no column {name!r} for the {use}; its columns are {', '.join(sorted(data.columns))}. Name"
-            f" another"
-            " column in task.init_args or ingest the data again."
+            " another column in task.init_args or ingest the data again."
         )
     if facts.kind not in kinds:
         raise DataError(
@@ -69,16 +68,14 @@ def count_classes(data: DataFacts, label: str, wanted: int | None) -> int:
     if (low is not None and low < 0) or (high is not None and high >= count):
         raise DataError(
             f"Column {label!r} of {data.path} has labels from {low:g} to {high:g}; {count} classes allow 0 to"
-            f" {count - 1}. Correct the"
-            " labels or set task.init_args.num_classes."
+            f" {count - 1}. Correct the labels or set task.init_args.num_classes."
         )
     if known is None and (reason := too_many_classes(data, count)):
         raise DataError(
             f"Column {label!r} of {data.path} has labels from {low:.0f} to {high:.0f}, which makes {count} classes:"
-            f" {reason}. If the labels"
-            " are identifiers (numbers of articles, ZIP codes), number them from 0, or ingest them as text (ray-app"
-            " ingest --label), whose"
-            " values become classes; if there are so many classes, set task.init_args.num_classes."
+            f" {reason}. If the labels are identifiers (numbers of articles, ZIP codes), number them from 0, or ingest"
+            " them as text (ray-app ingest --label), whose values become classes; if there are so many classes, set"
+            " task.init_args.num_classes."
         )
     return count
 
@@ -96,13 +93,13 @@ def class_names(data: DataFacts, count: int) -> list[str]:
     return named + [str(number) for number in range(len(named), count)]
 
 
-_OF_LISTS = {np.dtype(kind): np.int64 for kind in ("i1", "i2", "u1", "u2", "u4", "u8", "?")} | {
+_LIST_DTYPES = {np.dtype(kind): np.int64 for kind in ("i1", "i2", "u1", "u2", "u4", "u8", "?")} | {
     np.dtype(kind): np.float32 for kind in ("f2", "f8")
 }
 """What numbers in lists become that embeddings, or layers, do not take."""
 
 
-def plain(values: Any) -> Field:
+def to_model_types(values: Any) -> Field:
     """A column of numbers, arrays or lists as read, in types that models are made of.
 
     Returns:
@@ -121,7 +118,7 @@ def plain(values: Any) -> Field:
     return replace(values, values=array) if isinstance(values, Ragged) else array
 
 
-def of_kind(values: Any, kind: str) -> Field:
+def convert_column(values: Any, kind: str) -> Field:
     """A column as read in types that layers take, and what stays as small as it was.
 
     Args: values: The column. kind: What it holds (`ColumnFacts.kind`): numbers become float32, integers int64, lists
@@ -136,7 +133,7 @@ def of_kind(values: Any, kind: str) -> Field:
             values = Ragged.of(values, np.int64)
         if not isinstance(values, Ragged):
             raise ValueError("a list holds no numbers, or a missing value")
-        wanted = _OF_LISTS.get(values.values.dtype)
+        wanted = _LIST_DTYPES.get(values.values.dtype)
         if wanted is None:
             return values
         return replace(values, values=_as_int64(values.values) if wanted is np.int64 else values.values.astype(wanted))
@@ -168,7 +165,7 @@ def _as_int64(values: npt.NDArray) -> npt.NDArray[np.int64]:
     if values.dtype == np.uint64 and values.size and (most := int(values.max())) > np.iinfo(np.int64).max:
         raise ValueError(
             f"{most} is above 2^63 - 1, the greatest integer that models take; keep such numbers as text, or as"
-            f" fractions"
+            " fractions"
         )
     return values.astype(np.int64, copy=False)
 
@@ -194,7 +191,7 @@ def need_as_long(rows: Mapping[str, Any], name: str, others: Sequence[str]) -> N
         raise ValueError(f"{one.lengths[row]} numbers in {name!r}, {said}; there must be one for each of these")
 
 
-def without_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[str]) -> Ragged:
+def strip_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[str]) -> Ragged:
     """What a model says of padded lists, each row as long as its own list.
 
     Args: outputs: Shape (rows, length), (rows, length, 1), or (rows, values, length), on the CPU. batch: What they were
@@ -217,8 +214,8 @@ def without_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[s
         said = ", ".join(f"{name!r} to {length}" for name, length in padded.items())
         raise DataError(
             f"The outputs are of shape {tuple(outputs.shape)}, of rows whose lists are padded: {said or 'none'}; which"
-            f" of these they go"
-            " along with cannot be told, so what they say of padding cannot be left out. Write Task.predictions."
+            " of these they go along with cannot be told, so what they say of padding cannot be left out. Write"
+            " Task.predictions."
         )
     there = np.arange(outputs.shape[1]) < lengths[0][:, None]
     return Ragged(outputs.numpy()[there], np.cumsum([0, *lengths[0]], dtype=np.int64))

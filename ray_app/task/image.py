@@ -23,17 +23,17 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, count_classes, need_column, uniform
 from ray_app.task.classification import (
     ClassWeights,
-    class_predictions,
+    add_class_weights,
+    apply_class_weights,
     classification_metrics,
-    mix,
+    find_mistakes,
+    mix_images,
+    predict_classes,
     resolve_weights,
     smooth_targets,
-    weigh,
-    weighted,
-    wrong_classes,
 )
-from ray_app.task.device import constant, sent
-from ray_app.task.images import pixels_of
+from ray_app.task.device import constant_tensor, to_device
+from ray_app.task.images import decode_image
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 
@@ -87,9 +87,9 @@ class ImageClassification(Task):
         train_accuracy: bool = False,
         exif_orientation: bool = True,
     ) -> None:
-        if model != "small_cnn" and model not in _classifiers():
+        if model != "small_cnn" and model not in _list_classifiers():
             raise ConfigError(
-                f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_classifiers())}."
+                f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_list_classifiers())}."
             )
         self.model, self.model_args, self.num_classes = model, dict(model_args or {}), num_classes
         self.image, self.label, self.size = image, label, size
@@ -98,8 +98,7 @@ class ImageClassification(Task):
         if not 0 <= label_smoothing < 1 or mixup < 0 or cutmix < 0:
             raise ConfigError(
                 f"task.init_args.label_smoothing is {label_smoothing}, mixup {mixup}, cutmix {cutmix}; label_smoothing"
-                f" must be at least 0"
-                " and below 1, the others at least 0."
+                " must be at least 0 and below 1, the others at least 0."
             )
         self.label_smoothing, self.mixup, self.cutmix, self.class_weights = (
             label_smoothing,
@@ -121,7 +120,7 @@ class ImageClassification(Task):
         if facts.kind == "bytes" and self.size is None:
             raise DataError(
                 f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in"
-                f" pixels."
+                " pixels."
             )
         if facts.kind == "bytes":
             require("torchvision", f"Resizing the images of column {self.image!r}")
@@ -129,8 +128,7 @@ class ImageClassification(Task):
             if len(facts.shape) not in (2, 3) or np.dtype(facts.dtype) != np.uint8:
                 raise DataError(
                     f"Column {self.image!r} of {data.path} holds {facts.dtype} arrays of shape {facts.shape}; images"
-                    f" are uint8 of shape"
-                    " (height, width) or (height, width, channels)."
+                    " are uint8 of shape (height, width) or (height, width, channels)."
                 )
             made.channels = facts.shape[2] if len(facts.shape) == 3 else 1
         return made
@@ -164,7 +162,7 @@ class ImageClassification(Task):
         from torchvision.transforms.v2 import functional as transforms
 
         assert self.size is not None
-        pixels = pixels_of(data, self.exif_orientation)
+        pixels = decode_image(data, self.exif_orientation)
         if pixels.ndim != 3:
             raise ValueError(f"the image has {len(pixels)} frames; a classifier takes still images")
         return transforms.center_crop(transforms.resize(pixels, [self.size], antialias=True), [self.size]).numpy()
@@ -184,23 +182,23 @@ class ImageClassification(Task):
         """
         images = batch["image"]
         if self.flip:
-            flipped = sent(uniform(keys, _FLIP) < 0.5, images.device)[:, None, None, None]
+            flipped = to_device(uniform(keys, _FLIP) < 0.5, images.device)[:, None, None, None]
             images = torch.where(flipped, images.flip(-1), images)
         if self.crop_padding:
-            images = _shift(images, keys, self.crop_padding)
+            images = _shift_images(images, keys, self.crop_padding)
         if not (self.label_smoothing or self.mixup or self.cutmix):
-            return weigh({**batch, "image": images}, self.weights)
+            return add_class_weights({**batch, "image": images}, self.weights)
         assert self.num_classes is not None, "prepare() comes first"
         target = smooth_targets(batch["label"], self.num_classes, self.label_smoothing)
         if self.mixup or self.cutmix:
-            images, target = mix(images, target, keys, self.mixup, self.cutmix)
-        return weigh({**batch, "image": images, "target": target}, self.weights)
+            images, target = mix_images(images, target, keys, self.mixup, self.cutmix)
+        return add_class_weights({**batch, "image": images, "target": target}, self.weights)
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Class scores, shape (rows, classes)."""
         images = batch["image"].to(torch.float32) / self.pixel_max
         if self.mean != [0.0] or self.std != [1.0]:
-            mean, std = (constant(each, images.device)[:, None, None] for each in (self.mean, self.std))
+            mean, std = (constant_tensor(each, images.device)[:, None, None] for each in (self.mean, self.std))
             images = (images - mean) / std
         outputs = model(images)
         return (
@@ -209,7 +207,9 @@ class ImageClassification(Task):
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of every row, shape (rows,)."""
-        return weighted(functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none"), batch)
+        return apply_class_weights(
+            functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none"), batch
+        )
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """See `Task.training_loss`."""
@@ -231,11 +231,11 @@ class ImageClassification(Task):
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """See `class_predictions`."""
         del batch
-        return class_predictions(outputs, self.classes)
+        return predict_classes(outputs, self.classes)
 
     def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:
         """See `Task.mistakes`."""
-        return wrong_classes(outputs, batch["label"], self.classes, most)
+        return find_mistakes(outputs, batch["label"], self.classes, most)
 
     def picture(self, batch: Batch, row: int) -> bytes | None:
         """See `Task.picture`."""
@@ -250,21 +250,21 @@ class ImageClassification(Task):
         return file.getvalue()
 
 
-def _classifiers() -> list[str]:
+def _list_classifiers() -> list[str]:
     require("torchvision", "A task.init_args.model other than small_cnn")
     import torchvision
 
     return torchvision.models.list_models(module=torchvision.models)
 
 
-def _shift(images: Tensor, keys: Tensor, padding: int) -> Tensor:
+def _shift_images(images: Tensor, keys: Tensor, padding: int) -> Tensor:
     """Every image cropped at its own place from its padded version, shape unchanged."""
     rows, _, height, width = images.shape
     padded = functional.pad(images.to(torch.float32), [padding] * 4, mode="replicate").to(images.dtype)
     span = 2 * padding + 1
     top = (uniform(keys, _CROP_Y) * span).long()[:, None] + torch.arange(height)
     left = (uniform(keys, _CROP_X) * span).long()[:, None] + torch.arange(width)
-    row, top, left = (sent(t, images.device) for t in (torch.arange(rows), top, left))
+    row, top, left = (to_device(t, images.device) for t in (torch.arange(rows), top, left))
     return padded[row[:, None, None], :, top[:, :, None], left[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ray_app.errors import without_addresses
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import HEAD_BYTES, has_image_signature, name_other_format
-from ray_app.task.transforms import plain, transformed
+from ray_app.task.transforms import apply_transforms, as_plain_tensor
 
 MAX_PIXELS = 2**27
 """Of all frames together: 403 MB as RGB, an image of 11585 x 11585."""
@@ -52,7 +52,7 @@ _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
 """By EXIF orientation: whether rows and columns change places, and which axes are reversed afterwards."""
 
 
-def pixels_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
+def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """Decodes an image file.
 
     Args: encoded: JPEG, PNG, WebP or GIF. exif_orientation: Whether the image is turned and mirrored as its EXIF
@@ -66,7 +66,7 @@ def pixels_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """
     import torch
 
-    with _explained(encoded), _opened(encoded) as image:
+    with _explain_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG:
             pixels = _jpeg_pixels(encoded, image)
         elif image.format in _ANIMATED and getattr(image, "n_frames", 1) > 1:
@@ -76,39 +76,40 @@ def pixels_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
             _check_palette(image, encoded)
             pixels = _rgb_pixels(image)
         if exif_orientation:
-            pixels = _turned(pixels, _orientation_of(image), (-3, -2))
+            pixels = _apply_orientation(pixels, _read_orientation(image), (-3, -2))
     return torch.from_numpy(pixels).movedim(-1, -3)
 
 
-def mask_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
+def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """Decodes a mask: the numbers of the classes of pixels, as they are stored.
 
     Args:
         encoded: PNG or GIF of one channel, whose values are the numbers, or of a palette, whose indices are.
-        exif_orientation: See `pixels_of`.
+        exif_orientation: See `decode_image`.
 
     Returns:
         Shape (height, width); uint8, or int32 where there are more than 8 bits.
 
     Raises:
-        ValueError: It is an image of colours, or see `pixels_of`.
+        ValueError: It is an image of colours, or see `decode_image`.
     """
     import torch
 
-    with _explained(encoded), _opened(encoded) as image:
+    with _explain_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(
                 f"it is a {image.format} of mode {image.mode}, which is no mask; a mask is a PNG of one channel, or of"
-                f" a palette, whose"
-                " values are the numbers of classes"
+                " a palette, whose values are the numbers of classes"
             )
         _load(image, encoded)
         values = np.array(image).astype(np.int32 if image.mode.startswith("I") else np.uint8)
-        return torch.from_numpy(_turned(values, _orientation_of(image) if exif_orientation else 1, (-2, -1)))
+        return torch.from_numpy(
+            _apply_orientation(values, _read_orientation(image) if exif_orientation else 1, (-2, -1))
+        )
 
 
 @contextmanager
-def _explained(encoded: bytes) -> Iterator[None]:
+def _explain_errors(encoded: bytes) -> Iterator[None]:
     """Turns every error of a library about a file into a ValueError with a reason: Pillow's readers raise errors of all
     kinds.
 
@@ -139,11 +140,11 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _opened(encoded: bytes) -> Any:
+def _open_image(encoded: bytes) -> Any:
     """Opens a file by its header and refuses one that says that it is enormous.
 
     Raises:
-        ValueError: See `pixels_of`.
+        ValueError: See `decode_image`.
         Exception: What Pillow raises.
     """
     from PIL import Image
@@ -285,7 +286,7 @@ def _has_gif_end(encoded: bytes) -> bool:
         return False
 
 
-def _orientation_of(image: Any) -> int:
+def _read_orientation(image: Any) -> int:
     """The EXIF orientation of an image, 1 to 8; 1, as it is stored, where nothing valid is said."""
     try:
         orientation = image.getexif().get(_ORIENTATION)
@@ -296,7 +297,7 @@ def _orientation_of(image: Any) -> int:
     return orientation if isinstance(orientation, int) and orientation in _TURNS else 1
 
 
-def _turned(values: npt.NDArray[Any], orientation: int, axes: tuple[int, int]) -> npt.NDArray[Any]:
+def _apply_orientation(values: npt.NDArray[Any], orientation: int, axes: tuple[int, int]) -> npt.NDArray[Any]:
     """An image as its EXIF orientation says; `axes` are those of rows (y) and columns (x)."""
     if orientation == 1:
         return values
@@ -325,7 +326,7 @@ def is_mask(facts: ColumnFacts) -> bool:
     )
 
 
-def decoded(
+def decode_columns(
     rows: Mapping[str, Any],
     kinds: Mapping[str, str],
     transforms: Sequence[Any],
@@ -333,12 +334,16 @@ def decoded(
     exif_orientation: bool = True,
     mask_classes: Sequence[Sequence[int]] = (),
 ) -> dict[str, npt.NDArray]:
-    """The images and masks of some rows.
+    """Decodes the columns of images and masks of some rows, and applies the transforms to them.
 
-    Args: rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was
-        not read. kinds: `image` or `mask` by column. transforms: What is done to the images of a row and to its masks
-        alike. keys: Of the rows, see `transformed`. exif_orientation: See `pixels_of`. mask_classes: Value and class of
-        masks, in the order of the values; empty, if the values are the classes.
+    Args:
+        rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was not
+            read.
+        kinds: `image` or `mask` by column.
+        transforms: Applied to the images of a row and to its masks alike.
+        keys: Keys of the rows, see `apply_transforms`.
+        exif_orientation: See `decode_image`.
+        mask_classes: Value and class of masks, in the order of the values; empty, if the values are the classes.
 
     Returns:
         By column: images of shape (rows, channels, height, width), masks of shape (rows, height, width).
@@ -350,24 +355,25 @@ def decoded(
     lacking = [name for name in stored if rows[name].ndim == 1]
     there = {name: kind for name, kind in kinds.items() if name not in lacking}
     if not transforms and stored >= there.keys():
-        found = {name: _stored(rows[name], kind) for name, kind in there.items()}
+        found = {name: _convert_array(rows[name], kind) for name, kind in there.items()}
         found = {
-            name: classes_of(values, mask_classes) if there[name] == MASK else values for name, values in found.items()
+            name: map_mask_classes(values, mask_classes) if there[name] == MASK else values
+            for name, values in found.items()
         }
     else:
-        found = _one_by_one(rows, there, transforms, keys, exif_orientation, mask_classes)
+        found = _decode_by_row(rows, there, transforms, keys, exif_orientation, mask_classes)
     size = next(iter(found.values())).shape[-2:] if found else (1, 1)
     return found | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in lacking}
 
 
-def _stored(values: npt.NDArray, kind: str) -> npt.NDArray:
+def _convert_array(values: npt.NDArray, kind: str) -> npt.NDArray:
     """Arrays as read: (rows, height, width) with channels or without, which come first afterwards."""
     if kind == MASK:
         return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if values.ndim == 4 else values[:, None]
 
 
-def _one_by_one(
+def _decode_by_row(
     rows: Mapping[str, Any],
     kinds: Mapping[str, str],
     transforms: Sequence[Any],
@@ -379,31 +385,31 @@ def _one_by_one(
     for row in range(len(next(iter(rows.values())))):
         stored = {name: rows[name][row] for name in kinds}
         masks = {
-            name: _mask(stored[name], exif_orientation, mask_classes) for name, kind in kinds.items() if kind == MASK
+            name: _load_mask(stored[name], exif_orientation, mask_classes)
+            for name, kind in kinds.items()
+            if kind == MASK
         }
-        sample = {name: masks[name] if name in masks else image_of(stored[name], exif_orientation) for name in kinds}
-        sample = transformed(sample, transforms, None if keys is None else int(keys[row]))
+        sample = {name: masks[name] if name in masks else load_image(stored[name], exif_orientation) for name in kinds}
+        sample = apply_transforms(sample, transforms, None if keys is None else int(keys[row]))
         for name, kind in kinds.items():
             if kind == IMAGE and sample[name].dtype != torch.uint8:
                 raise ValueError(
-                    f"task.init_args.transforms or evaluate_transforms make"
-                    f" {str(sample[name].dtype).removeprefix('torch.')} of the image"
-                    f" {name!r}; leave that out (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided"
-                    f" by std"
+                    "task.init_args.transforms or evaluate_transforms make"
+                    f" {str(sample[name].dtype).removeprefix('torch.')} of the image {name!r}; leave that out"
+                    " (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided by std"
                 )
-            found[name].append(plain(sample[name]).numpy())
+            found[name].append(as_plain_tensor(sample[name]).numpy())
     for name, values in found.items():
         shapes = sorted({one.shape for one in values})
         if len(shapes) > 1:
             raise ValueError(
                 f"images of {name!r} have the shapes {shapes[:3]}; let task.init_args.transforms and"
-                f" evaluate_transforms give them one size"
-                " (Resize, CenterCrop, RandomResizedCrop)"
+                " evaluate_transforms give them one size (Resize, CenterCrop, RandomResizedCrop)"
             )
     return {name: np.stack(values) for name, values in found.items()}
 
 
-def classes_of(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
+def map_mask_classes(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
     """A mask with classes in place of its values, as bytes if they fit, in its shape; as it is, if there are no pairs.
 
     Args:
@@ -427,18 +433,18 @@ def classes_of(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray
     return classes[index]
 
 
-def image_of(stored: Any, exif_orientation: bool = True) -> Tensor:
-    """A row's image, encoded (see `pixels_of`) or an array, channels first, as transforms know it."""
+def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
+    """A row's image, encoded (see `decode_image`) or an array, channels first, as transforms know it."""
     from torchvision import tv_tensors
 
     if isinstance(stored, bytes):
-        return tv_tensors.Image(pixels_of(stored, exif_orientation))
-    return tv_tensors.Image(torch.from_numpy(_stored(stored[None], IMAGE)[0]))
+        return tv_tensors.Image(decode_image(stored, exif_orientation))
+    return tv_tensors.Image(torch.from_numpy(_convert_array(stored[None], IMAGE)[0]))
 
 
-def _mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
-    """A row's mask, encoded (see `mask_of`) or an array, (height, width), with its classes."""
+def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
+    """A row's mask, encoded (see `decode_mask`) or an array, (height, width), with its classes."""
     from torchvision import tv_tensors
 
-    mask = mask_of(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _stored(stored, MASK)
-    return tv_tensors.Mask(torch.from_numpy(classes_of(mask, pairs)))
+    mask = decode_mask(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _convert_array(stored, MASK)
+    return tv_tensors.Mask(torch.from_numpy(map_mask_classes(mask, pairs)))

@@ -19,7 +19,7 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Losses, Rows, Task
 from ray_app.task.fields import need_column
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
-from ray_app.task.transforms import Spec, made
+from ray_app.task.transforms import Spec, instantiate
 
 
 class CausalLanguageModel(Task):
@@ -79,11 +79,11 @@ class CausalLanguageModel(Task):
         Raises:
             ConfigError: It is none of `transformers`, or its vocabulary lacks tokens of the data.
         """
-        model = made(self.model, "task.init_args.model")
+        model = instantiate(self.model, "task.init_args.model")
         if not hasattr(model, "save_pretrained"):
             raise ConfigError(
                 f"task.init_args.model makes a {type(model).__name__}; it must make a causal language model of"
-                f" transformers."
+                " transformers."
             )
         if (why := self.unknown_tokens(model)) is not None:
             raise ConfigError(why)
@@ -104,8 +104,7 @@ class CausalLanguageModel(Task):
             return None
         return (
             f"Column {self.tokens!r} has tokens up to {self.greatest}, the model knows {known}, 0 to {known - 1}. Set"
-            f" the config's"
-            " vocab_size to that of the tokenizer, or ingest with the tokenizer of the model."
+            " the config's vocab_size to that of the tokenizer, or ingest with the tokenizer of the model."
         )
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:

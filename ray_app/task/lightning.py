@@ -24,13 +24,13 @@ from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric
 from ray_app.task.base import Batch, Losses
 from ray_app.task.metric_states import isolate
-from ray_app.task.transforms import made
-from ray_app.task.whole_batches import BatchTask, Evaluated, mean_of, rows_in
+from ray_app.task.transforms import instantiate
+from ray_app.task.whole_batches import BatchTask, Evaluated, as_mean, count_rows
 
 if TYPE_CHECKING:
     from ray_app.config.config import Config
 
-_LIGHTNING = ("pytorch_lightning", "lightning", "torch")
+_LIGHTNING_PACKAGES = ("pytorch_lightning", "lightning", "torch")
 _NEVER_CALLED = (
     "backward",
     "configure_callbacks",
@@ -63,9 +63,11 @@ _LOG_OPTIONS = (
 """Arguments of Lightning's `log` and `log_dict` after the values, in their order."""
 
 
-def has_own(kind: type, name: str) -> bool:
+def has_user_attribute(kind: type, name: str) -> bool:
     """Whether a class, or one that it derives from, but Lightning's, has something of this name."""
-    return any(name in vars(each) and each.__module__.partition(".")[0] not in _LIGHTNING for each in kind.__mro__)
+    return any(
+        name in vars(each) and each.__module__.partition(".")[0] not in _LIGHTNING_PACKAGES for each in kind.__mro__
+    )
 
 
 def refuse_hooks(module: nn.Module) -> None:
@@ -75,22 +77,23 @@ def refuse_hooks(module: nn.Module) -> None:
         ConfigError: There is such.
     """
     kind = type(module)
-    hooks = [name for name in dir(kind) if (name.startswith("on_") or name in _NEVER_CALLED) and has_own(kind, name)]
+    hooks = [
+        name
+        for name in dir(kind)
+        if (name.startswith("on_") or name in _NEVER_CALLED) and has_user_attribute(kind, name)
+    ]
     if hooks:
         raise ConfigError(
             f"{type(module).__name__} has {', '.join(hooks)}, which Lightning's trainer calls and nothing here does."
-            f" Take them out: what is"
-            " done to a batch belongs into a subclass of LightningTask as augment(batch, keys), what is done to an"
-            " update as"
-            " apply_gradients, clipping into train.grad_clip_norm, and what only watches into an observer"
-            " (docs/runs.md)."
+            " Take them out: what is done to a batch belongs into a subclass of LightningTask as augment(batch, keys),"
+            " what is done to an update as apply_gradients, clipping into train.grad_clip_norm, and what only watches"
+            " into an observer (docs/runs.md)."
         )
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(
             f"{type(module).__name__} sets automatic_optimization to False; its own calls of optimizers would not wait"
-            f" for the gradients of"
-            " the other workers. Write a Task with loss_for_optimizer and configure optimizers that take turns"
-            " (docs/own-task.md)."
+            " for the gradients of the other workers. Write a Task with loss_for_optimizer and configure optimizers"
+            " that take turns (docs/own-task.md)."
         )
 
 
@@ -116,7 +119,7 @@ def _metric_of(value: Any, parts: list[Any]) -> Metric | None:
 
 
 @contextmanager
-def played(module: nn.Module, method: str, rows: int | None = None) -> Iterator[Log]:
+def capture_logs(module: nn.Module, method: str, rows: int | None = None) -> Iterator[Log]:
     """The time in which a method of a module is called: what it logs is kept, and whoever asks for a trainer hears that
     there is none.
 
@@ -143,16 +146,15 @@ def played(module: nn.Module, method: str, rows: int | None = None) -> Iterator[
         if counted is not None and rows is not None and int(counted) != rows:
             raise ValueError(
                 f"{name!r} is logged with batch_size {int(counted)}, and the batch has {rows} rows, by which its mean"
-                f" counts here. Leave"
-                " batch_size out; a mean over something else than rows (tokens) is a torchmetrics.MeanMetric that is"
-                " updated with weights"
+                " counts here. Leave batch_size out; a mean over something else than rows (tokens) is a"
+                " torchmetrics.MeanMetric that is updated with weights"
             )
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
             raise ValueError(
                 f"{name!r} is logged with reduce_fx; means over rows are recorded, or torchmetrics objects, nothing"
-                f" else"
+                " else"
             )
-        logged.numbers[recorded] = mean_of(name, value).detach().float()
+        logged.numbers[recorded] = as_mean(name, value).detach().float()
 
     def log_dict(values: Any, *flags: Any, **options: Any) -> None:
         is_collection = isinstance(values, nn.Module)  # a MetricCollection, whose items may be copies
@@ -186,8 +188,7 @@ class _NoTrainer:
             raise AttributeError(name)
         raise RuntimeError(
             f"{self.method} asks the trainer for {name}, and there is no trainer: what a step computes may depend on"
-            f" its rows alone, and a"
-            " schedule that needs the number of steps is `schedule` in the configuration"
+            " its rows alone, and a schedule that needs the number of steps is `schedule` in the configuration"
         )
 
 
@@ -239,8 +240,8 @@ class LightningTask(BatchTask):
         if config.train.strategy == "fsdp":
             problems.append(
                 "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is"
-                " called; of a Lightning"
-                " module it is training_step. Use ddp, local_sgd, parameter_server or central_storage."
+                " called; of a Lightning module it is training_step. Use ddp, local_sgd, parameter_server or"
+                " central_storage."
             )
         if config.train.compile:
             problems.append(
@@ -260,7 +261,7 @@ class LightningTask(BatchTask):
         Raises:
             ConfigError: It is none, or has what only Lightning's trainer would call.
         """
-        module = made(self.model, "task.init_args.module")
+        module = instantiate(self.model, "task.init_args.module")
         if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
             raise ConfigError(
                 f"task.init_args.module makes a {type(module).__name__}; it must make a module with training_step."
@@ -276,25 +277,25 @@ class LightningTask(BatchTask):
         found = load_class(self.model["class_path"])
         with torch.random.fork_rng(devices=[]):
             kind = found if isinstance(found, type) else type(self.build_model())
-        return has_own(kind, "configure_optimizers")
+        return has_user_attribute(kind, "configure_optimizers")
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
         """What `configure_optimizers` returns: one optimizer, and a scheduler that moves after every step."""
-        with played(model, "configure_optimizers"):
+        with capture_logs(model, "configure_optimizers"):
             return _one_optimizer(model.configure_optimizers())  # type: ignore[operator]
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """The mean that `training_step` returns, for each of the rows, and what it logs."""
         with self._stepped(model, "training_step", batch) as (returned, log):
             logged = {
-                name: mean_of(name, metric.compute()).float() for name, metric in log.metrics.items()
+                name: as_mean(name, metric.compute()).float() for name, metric in log.metrics.items()
             } | log.numbers
         if returned is None:
             raise ConfigError(
                 f"{type(model).__name__}.training_step returned no loss; every row of every step counts. Return the"
-                f" mean over the batch."
+                " mean over the batch."
             )
-        rows = rows_in(batch)
+        rows = count_rows(batch)
         logged = {
             name: value.detach().to(returned.device) for name, value in logged.items() if name != "loss"
         }  # recorded anyway
@@ -304,17 +305,17 @@ class LightningTask(BatchTask):
         """What `validation_step` returns and logs; a `MeanMetric` that it logs as `val_loss` or `loss` is the loss,
         with its weights.
         """
-        if not has_own(type(model), "validation_step"):
+        if not has_user_attribute(type(model), "validation_step"):
             raise ConfigError(
                 f"{type(model).__name__} has no validation_step, but data.eval_path is given. Write one, or leave"
-                f" data.eval_path out."
+                " data.eval_path out."
             )
-        from ray_app.task.metric_classes import need_no_clash, take_metrics, weighted_mean
+        from ray_app.task.metric_classes import refuse_name_clash, take_metrics, weighted_mean
 
         with self._stepped(model, "validation_step", batch) as (returned, log):
             means = [weighted_mean(log.metrics[name]) for name in _VALIDATION_LOSSES if name in log.metrics]
             metrics = take_metrics(log.metrics)
-        need_no_clash(log.numbers, metrics)
+        refuse_name_clash(log.numbers, metrics)
         device = next(iter(batch.values())).device
         logged = {name: value.to(device) for name, value in log.numbers.items() if name != "loss"}
         metrics = {name: metric for name, metric in metrics.items() if name != "loss"}
@@ -337,10 +338,10 @@ class LightningTask(BatchTask):
         """
         fields, step = self.fields(batch), getattr(model, name)
         arguments = (fields if isinstance(self.batch, dict) else tuple(fields.values()), NoNumber(name))
-        with played(model, name, rows_in(batch)) as log:
+        with capture_logs(model, name, count_rows(batch)) as log:
             returned = step(*arguments[: len(inspect.signature(step).parameters)])
             loss = returned.get("loss") if isinstance(returned, dict) else returned
-            yield None if loss is None else mean_of(f"{name}'s loss", loss), log
+            yield None if loss is None else as_mean(f"{name}'s loss", loss), log
 
 
 def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
@@ -365,10 +366,8 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     if len(optimizers) != 1 or len(schedulers) > 1 or not isinstance(optimizers[0], Optimizer):
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; one torch"
-            f" optimizer and at"
-            " most one scheduler can be used. Several optimizers take turns by `optimizers` in the configuration, with"
-            " a Task that has"
-            " loss_for_optimizer."
+            " optimizer and at most one scheduler can be used. Several optimizers take turns by `optimizers` in the"
+            " configuration, with a Task that has loss_for_optimizer."
         )
     settings = (
         schedulers[0]
@@ -389,11 +388,10 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     by_step = settings.get("interval", "epoch") == "step" and settings.get("frequency", 1) == 1
     if not isinstance(schedule, LRScheduler) or by_value or not by_step:
         raise ConfigError(
-            f"configure_optimizers returned {type(schedule).__name__}, {_told_settings(settings)}; a schedule here is"
-            f" one of"
-            " torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval': 'step'} and"
-            " count its numbers in"
-            " steps, or return the optimizer alone and write `schedule` in the configuration."
+            f"configure_optimizers returned {type(schedule).__name__}, {_describe_settings(settings)}; a schedule here"
+            " is one of torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval':"
+            " 'step'} and count its numbers in steps, or return the optimizer alone and write `schedule` in the"
+            " configuration."
         )
     return optimizers[0], schedule
 
@@ -410,7 +408,7 @@ def _refuse_unknown(given: dict[str, Any], known: tuple[str, ...]) -> None:
         )
 
 
-def _told_settings(settings: dict[str, Any]) -> str:
+def _describe_settings(settings: dict[str, Any]) -> str:
     """What of a schedule's settings decides when it moves, in words."""
     told, frequency = [f"interval {settings.get('interval', 'epoch')!r}"], settings.get("frequency", 1)
     if frequency != 1:

@@ -64,7 +64,7 @@ def take_metrics(logged: Mapping[str, Metric]) -> dict[str, LoggedMetric]:
     states = {id(metric): states_of(metric) for metric in logged.values()}
     for metric in logged.values():
         reset_parts(metric)
-    return {name: LoggedMetric(_copy(name, metric), states[id(metric)]) for name, metric in logged.items()}
+    return {name: LoggedMetric(_copy_metric(name, metric), states[id(metric)]) for name, metric in logged.items()}
 
 
 class WeightedMean(NamedTuple):
@@ -82,14 +82,14 @@ def weighted_mean(metric: Metric) -> WeightedMean | None:
     return WeightedMean((metric.mean_value.detach() / weight).where(weight != 0, 0.0), weight)
 
 
-def _copy(name: str, metric: Metric) -> Metric:
+def _copy_metric(name: str, metric: Metric) -> Metric:
     try:
         return copy.deepcopy(metric).cpu()
     except Exception as error:  # an attribute of a user's raises anything
         raise ConfigError(
             f"The metric {name!r} ({type(metric).__name__}) cannot be copied to be computed of all rows:"
-            f" {type(error).__name__}: {error}."
-            " Keep states and settings in it, and make locks, open files and connections where they are used."
+            f" {type(error).__name__}: {error}. Keep states and settings in it, and make locks, open files and"
+            " connections where they are used."
         ) from error
 
 
@@ -147,7 +147,7 @@ class Logged(Metric):
         return values
 
 
-def need_no_clash(numbers: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+def refuse_name_clash(numbers: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
     """Refuses a name that is a number and a metric.
 
     Raises:
@@ -156,5 +156,5 @@ def need_no_clash(numbers: Mapping[str, Any], metrics: Mapping[str, Any]) -> Non
     if both := sorted(numbers.keys() & metrics.keys()):
         raise ConfigError(
             f"{', '.join(map(repr, both))} is logged as a number and as a torchmetrics object; give one of them another"
-            f" name."
+            " name."
         )

@@ -45,8 +45,7 @@ def make_metrics(task: Task) -> MetricCollection:
     if not isinstance(metrics, MetricCollection):
         raise ConfigError(
             f"{type(task).__name__}.metrics returned a {type(metrics).__name__}; it must return a"
-            f" torchmetrics.MetricCollection, such as"
-            " MetricCollection({'accuracy': ...})."
+            " torchmetrics.MetricCollection, such as MetricCollection({'accuracy': ...})."
         )
     isolate(metrics)
     return metrics
@@ -125,9 +124,8 @@ def states_of(metric: Metric) -> States:
     if not any(part._defaults for part in parts.values()):
         raise ConfigError(
             f"The metric {type(metric).__name__} has no states: what it counts in plain attributes is not in the value"
-            f" of an evaluation,"
-            " which is combined from the states of parts of the rows. Register what it counts in __init__ with"
-            " self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
+            " of an evaluation, which is combined from the states of parts of the rows. Register what it counts in"
+            " __init__ with self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
         )
     return {
         state_key(path, name): _on_cpu(state)
@@ -149,13 +147,12 @@ def load_states(metric: Metric, states: Sequence[States]) -> None:
             different = sorted(found.keys() ^ expected)
             raise ConfigError(
                 f"The metric {type(metric).__name__} has other states after an update than when it is made:"
-                f" {', '.join(different)}. Make"
-                " all of its metrics, and call add_state, in __init__."
+                f" {', '.join(different)}. Make all of its metrics, and call add_state, in __init__."
             )
     for path, part in parts.items():
         for name in part._defaults:
             key = state_key(path, name)
-            setattr(part, name, combined(part, name, [found[key] for found in states]))
+            setattr(part, name, combine_states(part, name, [found[key] for found in states]))
         part._update_count, part._computed = len(states), None
 
 
@@ -168,7 +165,7 @@ def _on_cpu(state: Any) -> Any:
     return [part.detach().cpu() for part in state] if isinstance(state, list) else state.detach().cpu().clone()
 
 
-def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
+def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:
     """One state of a metric after all chunks: what updating it with one chunk after the other would have given.
 
     `Metric.merge_state` puts lists together the other way around, and refuses metrics that do not say how they sync.
@@ -196,12 +193,11 @@ def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
     raise ConfigError(
         f"The metric {type(metric).__name__} cannot be put together from parts: the reduction of its state {name!r} is"
         f" {getattr(reduction, '__name__', type(reduction).__name__)}. Use metrics whose states are sums, minima,"
-        f" maxima or lists, such as"
-        " R2Score or SpearmanCorrCoef in the place of PearsonCorrCoef."
+        " maxima or lists, such as R2Score or SpearmanCorrCoef in the place of PearsonCorrCoef."
     )
 
 
-def attributes_of(metric: Metric) -> dict[str, bytes]:
+def attribute_fingerprints(metric: Metric) -> dict[str, bytes]:
     """Fingerprints of what a metric and its parts keep beside their states, by path; without what cannot be pickled."""
     found: dict[str, bytes] = {}
     for path, part in metric_parts(metric).items():
@@ -217,7 +213,7 @@ def attributes_of(metric: Metric) -> dict[str, bytes]:
     return found
 
 
-_OF_TORCHMETRICS = (
+_TORCHMETRICS_ATTRIBUTES = (
     "_update_count",
     "_computed",
     "_forward_cache",
@@ -236,5 +232,5 @@ _OF_TORCHMETRICS = (
     "distributed_available_fn",
     "update",
 )
-_BOOKKEEPING = frozenset([*vars(nn.Module()), *_OF_TORCHMETRICS])
+_BOOKKEEPING = frozenset([*vars(nn.Module()), *_TORCHMETRICS_ATTRIBUTES])
 """Attributes that torch and torchmetrics change by themselves."""

@@ -39,31 +39,31 @@ from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.task.user_code import user_code
 
-_NAME = "_bincount"
+_BINCOUNT = "_bincount"
 
 
-def count_directly() -> None:
+def use_direct_bincount() -> None:
     """Lets the metrics of torchmetrics that are imported by now count with `torch.bincount`, whatever kernels may do
     otherwise.
     """
     from torchmetrics.utilities import data
 
-    theirs = vars(data)[_NAME]
-    if theirs is _counted:
+    theirs = vars(data)[_BINCOUNT]
+    if theirs is _direct_bincount:
         return
     for name, module in list(sys.modules.items()):
-        if name.startswith("torchmetrics.") and vars(module).get(_NAME) is theirs:
-            vars(module)[_NAME] = _counted
+        if name.startswith("torchmetrics.") and vars(module).get(_BINCOUNT) is theirs:
+            vars(module)[_BINCOUNT] = _direct_bincount
 
 
-def _counted(x: Tensor, minlength: Any = None) -> Tensor:
+def _direct_bincount(x: Tensor, minlength: Any = None) -> Tensor:
     """As torchmetrics' `_bincount` without the comparing."""
     return torch.bincount(x, minlength=minlength if minlength is not None else len(torch.unique(x)))
 
 
-MOST_MISTAKES = 12
-_WANTED_CHUNKS, _MOST_ROWS, _MOST_BYTES = 16, 8192, 64_000_000
-_MOST_NUMBERS = 10_000
+MAX_MISTAKES = 12
+_TARGET_CHUNKS, _MAX_CHUNK_ROWS, _MAX_CHUNK_BYTES = 16, 8192, 64_000_000
+_MAX_TABLE_NUMBERS = 10_000
 """Largest table that is recorded: a confusion matrix of 100 classes."""
 
 
@@ -138,7 +138,7 @@ def score(
     """
     model.eval()
     metrics = make_metrics(task).to(device)
-    count_directly()
+    use_direct_bincount()
     if device.type == "cuda":
         use_eager_roi_align()
     rows, worst = len(next(iter(arrays.values()))), list[float]()
@@ -156,14 +156,14 @@ def score(
         # Not in inference mode: workers evaluate the model that they train, and what it makes once and keeps would be
         # useless for backward.
         with user_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
-            for first, some, outputs in _passes(partial(forward or task.eval_outputs, model), batch, size):
+            for first, some, outputs in _forward_passes(partial(forward or task.eval_outputs, model), batch, size):
                 losses.append(Losses.of(task.loss(outputs, some)))
                 task.update(metrics, outputs, some)
-                mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MOST_MISTAKES)]
+                mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MAX_MISTAKES)]
         found = []
         for mistake in mistakes:
-            if len(worst) < MOST_MISTAKES or mistake.confidence > worst[-1]:  # pictures are made of no others
-                worst = sorted([*worst, mistake.confidence], reverse=True)[:MOST_MISTAKES]
+            if len(worst) < MAX_MISTAKES or mistake.confidence > worst[-1]:  # pictures are made of no others
+                worst = sorted([*worst, mistake.confidence], reverse=True)[:MAX_MISTAKES]
                 found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
         kept = [
             (str(name), metric)
@@ -173,13 +173,13 @@ def score(
         states = {name: states_of(metric) for name, metric in kept}
         values = torch.cat([each.values for each in losses])
         if not values.isfinite().all():
-            _check_rows(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)
+            _refuse_non_finite_row(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)
         weights = [each.weights if each.weights is not None else torch.ones_like(each.values) for each in losses]
         weight = torch.cat(weights).sum(dtype=torch.float64).item()
         yield Chunk(low, len(values), values.double().sum().item(), weight, states, found)
 
 
-def _check_rows(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Manifest | None) -> None:
+def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Manifest | None) -> None:
     """Refuses the first of some rows in which something is NaN or infinite; of others, the model is to blame for their
     losses.
     """
@@ -197,11 +197,11 @@ def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
     """Rows of a chunk: some forward passes, since a metric's update costs much more than a row, but enough chunks to
     share.
     """
-    passes = min(rows // (_WANTED_CHUNKS * size), _MOST_ROWS // size, _MOST_BYTES // max(1, row_bytes * size))
+    passes = min(rows // (_TARGET_CHUNKS * size), _MAX_CHUNK_ROWS // size, _MAX_CHUNK_BYTES // max(1, row_bytes * size))
     return size * max(1, passes)
 
 
-def _passes(forward: Callable[[Batch], Any], batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
+def _forward_passes(forward: Callable[[Batch], Any], batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
     """First row, rows and outputs of each forward pass of `size` rows of a chunk; tensors are put together as one."""
     rows = len(next(iter(batch.values())))
     parts = [(low, {name: values[low : low + size] for name, values in batch.items()}) for low in range(0, rows, size)]
@@ -220,19 +220,19 @@ def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
         ConfigError: A metric of the task cannot be put together from parts.
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.low)
-    metrics = kept_metrics(task, ordered)
-    count_directly()
+    metrics = metrics_with_states(task, ordered)
+    use_direct_bincount()
     for name, metric in metrics.items(keep_base=True, copy_state=True):
         load_states(metric, [chunk.states[str(name)] for chunk in ordered])
-    values, tables = computed_values(metrics)
+    values, tables = compute_values(metrics)
     weight = math.fsum(chunk.weight for chunk in ordered)
     if weight:
         values["loss"] = math.fsum(chunk.loss for chunk in ordered) / weight
     worst = sorted((m for chunk in ordered for m in chunk.mistakes), key=lambda m: (-m.confidence, m.row))
-    return Scores(values, tables, worst[:MOST_MISTAKES])
+    return Scores(values, tables, worst[:MAX_MISTAKES])
 
 
-def computed_values(metrics: MetricCollection) -> tuple[dict[str, float], dict[str, list[Any]]]:
+def compute_values(metrics: MetricCollection) -> tuple[dict[str, float], dict[str, list[Any]]]:
     """What metrics compute from their states: those of one number, and those that are lists or matrices."""
     values: dict[str, float] = {}
     tables: dict[str, list[Any]] = {}
@@ -243,12 +243,12 @@ def computed_values(metrics: MetricCollection) -> tuple[dict[str, float], dict[s
         value = torch.as_tensor(found)
         if value.numel() == 1:
             values[key] = float(value)
-        elif value.numel() <= _MOST_NUMBERS:
+        elif value.numel() <= _MAX_TABLE_NUMBERS:
             tables[key] = value.tolist()
     return values, tables
 
 
-def kept_metrics(task: Task, chunks: Sequence[Chunk]) -> MetricCollection:
+def metrics_with_states(task: Task, chunks: Sequence[Chunk]) -> MetricCollection:
     """The task's metrics whose states the chunks hold; all of them if there is no chunk."""
     metrics = make_metrics(task)
     if not chunks or all(str(name) in chunks[0].states for name in metrics.keys(keep_base=True)):
@@ -273,7 +273,7 @@ def mode_of(name: str, metric: Any) -> Mode | None:
     return None if higher is None else "max" if higher else "min"
 
 
-def completed_mode(task: Task, metric: str | None, mode: str | None) -> str | None:
+def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None:
     """`evaluate.mode`, where `evaluate.metric` is another metric than the task's own, and nothing says whether less or
     more is better.
 
@@ -293,13 +293,12 @@ def completed_mode(task: Task, metric: str | None, mode: str | None) -> str | No
     if (found := mode_of(metric, known.get(metric))) is None:
         raise ConfigError(
             f"evaluate.metric is {metric!r}, and nothing says whether less or more of it is better. The task's metrics"
-            f" are"
-            f" {', '.join(['loss', *map(str, known)])}. Name one of them, or set evaluate.mode to min or max."
+            f" are {', '.join(['loss', *map(str, known)])}. Name one of them, or set evaluate.mode to min or max."
         )
     return found
 
 
-def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def resample(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """A metric of data sets in which each chunk occurs so many times.
 
     Args:
@@ -317,7 +316,7 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
     if name == "loss":
         losses, weights = np.array([chunk.loss for chunk in chunks]), np.array([chunk.weight for chunk in chunks])
         return (counts @ losses) / (counts @ weights)
-    metrics = kept_metrics(task, chunks)
+    metrics = metrics_with_states(task, chunks)
     if name not in metrics:
         raise ConfigError(
             f"{name!r} is no metric of its own of the task, so it cannot be resampled; there are"
@@ -331,7 +330,7 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
         for key in [state_key(path, state)]
     }
     states = {
-        key: _states(part, state, [chunk.states[name][key] for chunk in chunks], counts)
+        key: _resample_state(part, state, [chunk.states[name][key] for chunk in chunks], counts)
         for key, (part, state) in parts.items()
     }
     values = []
@@ -344,7 +343,7 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
     return np.array(values)
 
 
-def _states(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.int64]) -> Sequence[Any]:
+def _resample_state(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.int64]) -> Sequence[Any]:
     """One state of a metric for each data set."""
     from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
@@ -355,8 +354,7 @@ def _states(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.
     if metric._reductions[name] is not dim_zero_sum:
         raise ConfigError(
             f"The metric {type(metric).__name__} cannot be resampled: its state {name!r} is neither a sum nor a list."
-            f" Set"
-            " evaluate.metric to another one, such as loss."
+            " Set evaluate.metric to another one, such as loss."
         )
     stacked = torch.stack(parts)
     total = torch.tensordot(torch.from_numpy(counts).double(), stacked.double(), dims=1)

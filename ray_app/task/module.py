@@ -17,32 +17,32 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, need_column
-from ray_app.task.classification import class_predictions, wrong_classes
+from ray_app.task.classification import find_mistakes, predict_classes
 from ray_app.task.configured_arguments import (
     Activation,
     activation_of,
-    direction,
-    loss_of_rows,
-    mask_pairs,
+    compute_row_losses,
     need_channels,
     need_flat,
     need_lists,
     need_numbers,
     need_specs,
+    parse_mask_values,
     probabilities,
-    range_of,
     reduction_of,
     refuse_values,
+    resolve_best_mode,
+    target_range,
 )
-from ray_app.task.device import constant
-from ray_app.task.fields import need_as_long, need_finite, of_kind, too_many_classes, without_padding
-from ray_app.task.images import IMAGE, MASK, decoded, is_image_column, is_mask
+from ray_app.task.device import constant_tensor
+from ray_app.task.fields import convert_column, need_as_long, need_finite, strip_padding, too_many_classes
+from ray_app.task.images import IMAGE, MASK, decode_columns, is_image_column, is_mask
 from ray_app.task.metric_states import is_classification
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import LENGTHS, Arrays, Field, Ragged
-from ray_app.task.transforms import Spec, made, made_once
+from ray_app.task.transforms import Spec, instantiate, instantiate_once
 
-_PADDING = ".mask"
+_MASK_SUFFIX = ".mask"
 _KINDS = ("number", "integer", "array", "bytes", "list")
 
 
@@ -149,7 +149,7 @@ class ModuleTask(Task):
             pad_to,
             max_length,
         )
-        self.mask_classes = mask_pairs(mask_values)
+        self.mask_classes = parse_mask_values(mask_values)
         need_specs(
             model=model,
             metrics=self.metric_specs,
@@ -161,11 +161,11 @@ class ModuleTask(Task):
             need_specs(loss=loss)
             reduction_of(loss)
         self.best_metric = best_metric  # type: ignore[misc]
-        self.best_mode = direction(best_metric, best_mode, self.metric_specs)  # type: ignore[misc]
+        self.best_mode = resolve_best_mode(best_metric, best_mode, self.metric_specs)  # type: ignore[misc]
         self.kinds: dict[str, str] = {}
         self.ranges: dict[str, list[float]] = {}
         self.classes: list[str] = []
-        # What the loss and the model allow in the target, see `range_of`; the preflight sets it.
+        # What the loss and the model allow in the target, see `target_range`; the preflight sets it.
         self.target_range: list[int] | None = None
 
     def prepare(self, data: DataFacts) -> ModuleTask:
@@ -176,7 +176,9 @@ class ModuleTask(Task):
             name: need_column(data, name, _KINDS, "target" if name == self.target else "model")
             for name in self.columns()
         }
-        need_lists(data, facts, (name.removesuffix(_PADDING) for name in self._named() if name.endswith(_PADDING)))
+        need_lists(
+            data, facts, (name.removesuffix(_MASK_SUFFIX) for name in self._named() if name.endswith(_MASK_SUFFIX))
+        )
         if type(self).loss is ModuleTask.loss:
             need_flat(data, self.target, facts[self.target])
         beside_images = any(is_image_column(facts[name]) for name in self._columns_of_model())
@@ -199,7 +201,7 @@ class ModuleTask(Task):
         if (self.transforms or self.evaluate_transforms) and IMAGE not in prepared.kinds.values():
             raise DataError(
                 f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a"
-                f" column of images."
+                " column of images."
             )
         known = {
             name: (column.minimum, column.maximum)
@@ -224,7 +226,7 @@ class ModuleTask(Task):
         return list(self.inputs.values() if isinstance(self.inputs, dict) else self.inputs)
 
     def _columns_of_model(self) -> list[str]:
-        return list(dict.fromkeys(name.removesuffix(_PADDING) for name in self._named()))
+        return list(dict.fromkeys(name.removesuffix(_MASK_SUFFIX) for name in self._named()))
 
     def columns(self) -> list[str]:
         """See `Task.columns`."""
@@ -241,11 +243,13 @@ class ModuleTask(Task):
 
     def decode(self, rows: Rows) -> Arrays:
         """See the class."""
-        return self._decoded(rows, made_once(self.evaluate_transforms, "task.init_args.evaluate_transforms"), None)
+        return self._decoded(
+            rows, instantiate_once(self.evaluate_transforms, "task.init_args.evaluate_transforms"), None
+        )
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
         """See the class."""
-        return self._decoded(rows, made_once(self.transforms, "task.init_args.transforms"), keys)
+        return self._decoded(rows, instantiate_once(self.transforms, "task.init_args.transforms"), keys)
 
     def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
         if self.classes_last:
@@ -258,12 +262,12 @@ class ModuleTask(Task):
             need_finite(f"column {name!r}", values)
         if images:
             stored = {name: rows[name] for name in images}
-            fields |= decoded(stored, images, transforms, keys, self.exif_orientation, self.mask_classes)
+            fields |= decode_columns(stored, images, transforms, keys, self.exif_orientation, self.mask_classes)
         self.refuse_target(fields)
         return fields
 
     def _values(self, values: Any, kind: str) -> Field:
-        found = of_kind(values, kind)
+        found = convert_column(values, kind)
         if not isinstance(found, Ragged):
             return found
         cut = found if self.max_length is None else found.cut(self.max_length)
@@ -271,25 +275,25 @@ class ModuleTask(Task):
 
     def build_model(self) -> nn.Module:
         """See `Task.build_model`."""
-        model = made(self.model, "task.init_args.model")
+        model = instantiate(self.model, "task.init_args.model")
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"task.init_args.model {self.model['class_path']} makes a {type(model).__name__}; it must make an"
-                f" nn.Module."
+                " nn.Module."
             )
         return model
 
     def _input(self, batch: Batch, name: str) -> Tensor:
-        column = name.removesuffix(_PADDING)
+        column = name.removesuffix(_MASK_SUFFIX)
         values = batch[column]
-        if name.endswith(_PADDING):
+        if name.endswith(_MASK_SUFFIX):
             return (torch.arange(values.shape[1], device=values.device) < batch[column + LENGTHS][:, None]).long()
         if self.kinds[column] == MASK:
             return values.long()
         if self.kinds[column] == IMAGE:
             values = values.float() / 255
             if self.mean != [0.0] or self.std != [1.0]:
-                mean, std = (constant(each, values.device)[:, None, None] for each in (self.mean, self.std))
+                mean, std = (constant_tensor(each, values.device)[:, None, None] for each in (self.mean, self.std))
                 values = (values - mean) / std
         return values
 
@@ -328,7 +332,7 @@ class ModuleTask(Task):
         if type(self).loss is not ModuleTask.loss or type(self).training_loss is not ModuleTask.training_loss:
             return
         outputs, target = self._compared(self.forward(model, batch), batch)
-        self.target_range = range_of(self.loss_spec, outputs, target)
+        self.target_range = target_range(self.loss_spec, outputs, target)
         values, there = batch[self.target], self._there(batch)
         self.refuse_target({self.target: (values if there is None else values[there]).numpy()})
 
@@ -345,17 +349,21 @@ class ModuleTask(Task):
 
     def _there(self, batch: Batch) -> Tensor | None:
         """Which values of a target of lists are no padding; of another target None."""
-        return self._input(batch, self.target + _PADDING).bool() if self.kinds[self.target] == "list" else None
+        return self._input(batch, self.target + _MASK_SUFFIX).bool() if self.kinds[self.target] == "list" else None
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
-        """See `loss_of_rows`."""
-        return loss_of_rows(self.loss_spec, *self._compared(outputs, batch), self.train_accuracy, self._there(batch))
+        """See `compute_row_losses`."""
+        return compute_row_losses(
+            self.loss_spec, *self._compared(outputs, batch), self.train_accuracy, self._there(batch)
+        )
 
     def metrics(self) -> MetricCollection:
         """Those of the configuration."""
         from torchmetrics import MetricCollection
 
-        metrics = {name: made(spec, f"task.init_args.metrics.{name}") for name, spec in self.metric_specs.items()}
+        metrics = {
+            name: instantiate(spec, f"task.init_args.metrics.{name}") for name, spec in self.metric_specs.items()
+        }
         return MetricCollection(metrics, compute_groups=False)
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
@@ -394,9 +402,9 @@ class ModuleTask(Task):
             name, values = "predicted", outputs
             if self.classes_last and outputs.ndim == 3:
                 name, values = "predicted_index", outputs.argmax(2)
-            return {name: without_padding(values, batch, self._columns_of_model())}
+            return {name: strip_padding(values, batch, self._columns_of_model())}
         if self._classifies(outputs):
-            return class_predictions(outputs, self.classes)
+            return predict_classes(outputs, self.classes)
         if (
             self.kinds[self.target] == MASK
             and isinstance(outputs, Tensor)
@@ -410,4 +418,4 @@ class ModuleTask(Task):
 
     def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
         """See `Task.mistakes`."""
-        return wrong_classes(outputs, batch[self.target], self.classes, most) if self._classifies(outputs) else []
+        return find_mistakes(outputs, batch[self.target], self.classes, most) if self._classifies(outputs) else []

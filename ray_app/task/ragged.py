@@ -183,18 +183,18 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
     return batch
 
 
-def twice(values: Field) -> Field:
+def repeat_rows(values: Field) -> Field:
     """The same rows two times."""
-    return put_together([values, values]) if isinstance(values, Ragged) else np.concatenate([values, values])
+    return concat_ragged([values, values]) if isinstance(values, Ragged) else np.concatenate([values, values])
 
 
-def joined(parts: Sequence[Field]) -> Field:
+def concat_fields(parts: Sequence[Field]) -> Field:
     """The rows of several parts of a field, one after the other."""
     ragged = [part for part in parts if isinstance(part, Ragged)]
-    return put_together(ragged) if ragged else np.concatenate(parts)  # type: ignore[arg-type]
+    return concat_ragged(ragged) if ragged else np.concatenate(parts)  # type: ignore[arg-type]
 
 
-def put_together(parts: list[Ragged]) -> Ragged:
+def concat_ragged(parts: list[Ragged]) -> Ragged:
     """The rows of several, one after the other."""
     own = [part.compact() for part in parts]
     if len(own) == 1:

@@ -59,8 +59,7 @@ def refuse_other_schema(known: Schema, data: DataFacts, where: str, of: str) -> 
         if facts is not None and not _fits(kind, dtype, facts):
             raise DataError(
                 f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds"
-                f" {_described(kind, dtype)}."
-                " Both must be of one type: convert the one, or ingest both the same way."
+                f" {_described(kind, dtype)}. Both must be of one type: convert the one, or ingest both the same way."
             )
     refuse_other_names(known.get("classes"), data.classes, where, of)
 
@@ -88,8 +87,8 @@ def refuse_other_names(known: Sequence[str] | None, classes: Sequence[str] | Non
     knows = f"{other!r} in {of}" if other is not None else f"none in {of}"
     raise DataError(
         f"Class {number} is {one!r} in {where} and {knows}: they have the classes {_some(classes)} and {_some(known)}."
-        f" Classes agree by"
-        " name, never by number alone. Ingest both in one go (eval_fraction), or from sources with the same labels."
+        " Classes agree by name, never by number alone. Ingest both in one go (eval_fraction), or from sources with the"
+        " same labels."
     )
 
 

@@ -17,12 +17,12 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, count_classes, need_column
 from ray_app.task.classification import (
     ClassWeights,
-    class_predictions,
+    add_class_weights,
+    apply_class_weights,
     classification_metrics,
+    find_mistakes,
+    predict_classes,
     resolve_weights,
-    weigh,
-    weighted,
-    wrong_classes,
 )
 from ray_app.task.fields import need_finite
 
@@ -63,7 +63,7 @@ class _Tabular(Task):
             raise DataError(
                 f"{data.path} has no column of numbers besides {self.label!r} to predict it from; its columns are"
                 f" {', '.join(sorted(data.columns))}. Name the features in task.init_args.features, or convert columns"
-                f" of text to numbers."
+                " of text to numbers."
             )
         shapes = [need_column(data, name, (*_NUMBERS, "array"), "features").shape for name in made.features]
         made.inputs = int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
@@ -170,11 +170,11 @@ class TabularClassification(_Tabular):
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         """Weighs; see `Task.augment`."""
         del keys
-        return weigh(batch, self.weights)
+        return add_class_weights(batch, self.weights)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of every row, shape (rows,)."""
-        return weighted(functional.cross_entropy(outputs, batch["label"], reduction="none"), batch)
+        return apply_class_weights(functional.cross_entropy(outputs, batch["label"], reduction="none"), batch)
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """See `Task.training_loss`."""
@@ -195,11 +195,11 @@ class TabularClassification(_Tabular):
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """See `class_predictions`."""
         del batch
-        return class_predictions(outputs, self.classes)
+        return predict_classes(outputs, self.classes)
 
     def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:
         """See `Task.mistakes`."""
-        return wrong_classes(outputs, batch["label"], self.classes, most)
+        return find_mistakes(outputs, batch["label"], self.classes, most)
 
 
 class TabularRegression(_Tabular):

@@ -19,7 +19,7 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.plan.hashing import hash_array, key
 
-_DRAWING = {
+_DRAWING_FUNCTIONS = {
     torch.rand,
     torch.randn,
     torch.randint,
@@ -39,7 +39,7 @@ _DRAWING = {
     Tensor.cauchy_,
     Tensor.multinomial,
 }
-_LIKE = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
+_LIKE_FUNCTIONS = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
 
 
 class drawing(TorchFunctionMode):
@@ -67,12 +67,12 @@ class drawing(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """See `TorchFunctionMode`."""
-        if func not in _DRAWING and func not in _LIKE:
+        if func not in _DRAWING_FUNCTIONS and func not in _LIKE_FUNCTIONS:
             return func(*args, **kwargs) if kwargs else func(*args)
         named = dict(kwargs or {})
-        if func in _LIKE:
+        if func in _LIKE_FUNCTIONS:
             like = args[0]
-            return _LIKE[func](
+            return _LIKE_FUNCTIONS[func](
                 like.shape, generator=self._generator, **{"dtype": like.dtype, "device": like.device} | named
             )
         if named.get("generator") is None:
@@ -98,7 +98,7 @@ Spec = dict[str, Any]
 """`class_path` (a class or a function) and `init_args`, whose values may be such specifications themselves."""
 
 
-def made(spec: Any, called: str) -> Any:
+def instantiate(spec: Any, called: str) -> Any:
     """What a specification stands for; whatever is none stands for itself.
 
     Args:
@@ -109,11 +109,11 @@ def made(spec: Any, called: str) -> Any:
         ConfigError: It cannot be imported or made.
     """
     if isinstance(spec, list):
-        return [made(one, called) for one in spec]
+        return [instantiate(one, called) for one in spec]
     if not isinstance(spec, dict):
         return spec
     if "class_path" not in spec:
-        return {name: made(value, called) for name, value in spec.items()}
+        return {name: instantiate(value, called) for name, value in spec.items()}
     if unknown := sorted(spec.keys() - {"class_path", "init_args"}):
         raise ConfigError(f"{called} has {', '.join(unknown)} beside class_path; its arguments belong below init_args.")
     try:
@@ -123,10 +123,9 @@ def made(spec: Any, called: str) -> Any:
     if not callable(found):
         raise ConfigError(
             f"{called}.class_path is {spec['class_path']!r}, which is nothing that can be made. Name a class or a"
-            f" function by its import"
-            " path, such as torchvision.models.resnet18."
+            " function by its import path, such as torchvision.models.resnet18."
         )
-    arguments = {name: made(value, called) for name, value in (spec.get("init_args") or {}).items()}
+    arguments = {name: instantiate(value, called) for name, value in (spec.get("init_args") or {}).items()}
     try:
         return found(**arguments)
     except TypeError as error:
@@ -135,18 +134,18 @@ def made(spec: Any, called: str) -> Any:
         ) from error
 
 
-def made_once(spec: Any, called: str) -> Any:
-    """What a specification stands for, see `made`, made once in a process: a task holds settings only."""
-    return _made_once(json.dumps(spec), called)
+def instantiate_once(spec: Any, called: str) -> Any:
+    """What a specification stands for, see `instantiate`, made once in a process: a task holds settings only."""
+    return _instantiate_json(json.dumps(spec), called)
 
 
 @lru_cache(64)
 @torch.inference_mode(False)  # an evaluation may be the first to ask
-def _made_once(spec: str, called: str) -> Any:
-    return made(json.loads(spec), called)
+def _instantiate_json(spec: str, called: str) -> Any:
+    return instantiate(json.loads(spec), called)
 
 
-def transformed(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:
+def apply_transforms(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:
     """A sample after all transforms, which draw from its key.
 
     Args: sample: An image as a tensor (channels, height, width), or a dictionary of such with `torchvision.tv_tensors`
@@ -163,7 +162,7 @@ def transformed(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:
     return sample
 
 
-def plain(image: Any) -> Tensor:
+def as_plain_tensor(image: Any) -> Tensor:
     """A transformed image as a tensor like any other."""
     from torchvision.tv_tensors import TVTensor
 

@@ -18,10 +18,10 @@ from ray_app.errors import RayAppError, TaskError, without_addresses
 
 _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
-_OF_OURS = ("base", "user_code", "metrics", "metric_classes", "whole_batches", "lightning", "user_loop")
-_MACHINERY = tuple(_TASKS / f"{name}.py" for name in _OF_OURS)
+_MACHINERY_MODULES = ("base", "user_code", "metrics", "metric_classes", "whole_batches", "lightning", "user_loop")
+_MACHINERY = tuple(_TASKS / f"{name}.py" for name in _MACHINERY_MODULES)
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-_MOST_CALLS = 30
+_MAX_CALLS = 30
 _ON_DEVICE = "CUDA error"
 
 
@@ -47,49 +47,51 @@ class user_code:
     ) -> None:
         """Ends it, see `Raises`."""
         if isinstance(error, Exception) and not isinstance(error, RayAppError):
-            raise TaskError(in_a_line(error), calls(error), self._place(), tuple(self._positions())) from error
+            raise TaskError(
+                describe_error(error), format_calls(error), self._place(), tuple(self._positions())
+            ) from error
 
 
-def in_a_line(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error and the last of the user's own lines on the way to it: `KeyError: 'labels' (my_task.py, line 31, in
     update)`.
     """
     said = without_addresses(f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0])
     if _ON_DEVICE in said:
         said += " (a GPU tells of errors later, maybe of those before: CUDA_LAUNCH_BLOCKING=1 shows where)"
-    own = _own_calls(error)
+    own = _user_frames(error)
     return said + (f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else "")
 
 
-def refusal(error: BaseException) -> str:
+def row_error_reason(error: BaseException) -> str:
     """Why a row cannot be decoded: what a task of the application's says of it needs no more, what a user's raises
     needs the line.
     """
-    own = _own_calls(error)
+    own = _user_frames(error)
     is_users = bool(own) and not Path(own[-1].filename).is_relative_to(_TASKS)
-    return in_a_line(error) if is_users else without_addresses(str(error)) or type(error).__name__
+    return describe_error(error) if is_users else without_addresses(str(error)) or type(error).__name__
 
 
-def _own_calls(error: BaseException) -> list[traceback.FrameSummary]:
-    return [call for call in traceback.extract_tb(error.__traceback__) if is_own(call.filename)]
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [call for call in traceback.extract_tb(error.__traceback__) if is_user_code(call.filename)]
 
 
-def calls(error: BaseException) -> str:
+def format_calls(error: BaseException) -> str:
     """The calls that led to an error, and to those that it came from, as Python shows them."""
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    told = [calls(before), "", "which led to:", ""] if before is not None else []
+    told = [format_calls(before), "", "which led to:", ""] if before is not None else []
     said = without_addresses(f"{type(error).__name__}: {error}".rstrip(": "))
-    return "\n".join([*told, *_told(traceback.extract_tb(error.__traceback__)), said])
+    return "\n".join([*told, *_format_frames(traceback.extract_tb(error.__traceback__)), said])
 
 
-def _told(found: Sequence[traceback.FrameSummary]) -> Iterator[str]:
+def _format_frames(found: Sequence[traceback.FrameSummary]) -> Iterator[str]:
     """Calls in words, from the first of the user's own on; without one of them all are shown."""
-    own = [i for i, call in enumerate(found) if is_own(call.filename)]
+    own = [i for i, call in enumerate(found) if is_user_code(call.filename)]
     told = found[own[0] if own else 0 :]
-    if len(told) > _MOST_CALLS:
-        yield f"  ... {len(told) - _MOST_CALLS} calls"
+    if len(told) > _MAX_CALLS:
+        yield f"  ... {len(told) - _MAX_CALLS} calls"
     for origin, group in groupby(
-        told[-_MOST_CALLS:], lambda call: _origin(call.filename) if own and call is not found[-1] else None
+        told[-_MAX_CALLS:], lambda call: _library_of(call.filename) if own and call is not found[-1] else None
     ):
         some = list(group)
         if origin is not None:
@@ -101,13 +103,13 @@ def _told(found: Sequence[traceback.FrameSummary]) -> Iterator[str]:
                 yield f"    {call.line}"
 
 
-def is_own(filename: str) -> bool:
+def is_user_code(filename: str) -> bool:
     """Whether code is in a file of the user's, or in a task of the application's."""
-    return _origin(filename) is None
+    return _library_of(filename) is None
 
 
-def _origin(filename: str) -> str | None:
-    """The library that code is in; None: see `is_own`."""
+def _library_of(filename: str) -> str | None:
+    """The library that code is in; None: see `is_user_code`."""
     path = Path(filename)
     if path.is_relative_to(_APPLICATION):
         return None if path.is_relative_to(_TASKS) and path not in _MACHINERY else _APPLICATION.name

@@ -25,13 +25,13 @@ from ray_app.errors import ConfigError
 from ray_app.task.base import Batch, Losses
 from ray_app.task.metrics import Mode
 from ray_app.task.transforms import Spec
-from ray_app.task.whole_batches import BatchTask, Evaluated, mean_of, rows_in
+from ray_app.task.whole_batches import BatchTask, Evaluated, as_mean, count_rows
 
 if TYPE_CHECKING:
     from ray_app.config.config import Config
 
 
-class _Said(Enum):
+class _Signal(Enum):
     WAITS = auto()
     GRADIENTS = auto()
     END = auto()
@@ -79,10 +79,10 @@ class Loop:
 
     def __iter__(self) -> Iterator[LoopStep]:
         while True:
-            said = self._wait(_Said.WAITS)
-            if said is _Said.END:
+            said = self._wait(_Signal.WAITS)
+            if said is _Signal.END:
                 return
-            self._rows = None if said is _Said.GRADIENTS else said
+            self._rows = None if said is _Signal.GRADIENTS else said
             yield LoopStep(self)
 
     def _wait(self, told: Any) -> Any:
@@ -113,9 +113,9 @@ class LoopStep:
             if self._losses is None:
                 raise RuntimeError("the loop went on without step.add(loss) for the rows that it had")
             said = loop._wait(self._losses)
-            if said is _Said.END:
+            if said is _Signal.END:
                 raise _EndedError
-            loop._rows = None if said is _Said.GRADIENTS else said
+            loop._rows = None if said is _Signal.GRADIENTS else said
 
     def add(self, loss: Tensor | Losses, **metrics: Tensor | float) -> None:
         """Adds the gradient of a loss of the rows at hand; backward follows when the loop asks for the next.
@@ -126,14 +126,14 @@ class LoopStep:
         """
         if self._loop._rows is None or self._losses is not None:
             raise RuntimeError("step.add was called twice for the same rows, or without any; add losses up before it")
-        rows = rows_in(self._loop._rows)
-        found = loss if isinstance(loss, Losses) else Losses(_each("loss", loss, rows))
-        more = {name: _each(name, value, rows).detach().to(found.values) for name, value in metrics.items()}
+        rows = count_rows(self._loop._rows)
+        found = loss if isinstance(loss, Losses) else Losses(_per_row("loss", loss, rows))
+        more = {name: _per_row(name, value, rows).detach().to(found.values) for name, value in metrics.items()}
         self._losses = Losses(found.values, found.weights, {**found.metrics, **more})
 
 
-def _each(name: str, value: Any, rows: int) -> Tensor:
-    return value if isinstance(value, Tensor) and value.shape == (rows,) else mean_of(name, value).expand(rows)
+def _per_row(name: str, value: Any, rows: int) -> Tensor:
+    return value if isinstance(value, Tensor) and value.shape == (rows,) else as_mean(name, value).expand(rows)
 
 
 class Running:
@@ -151,8 +151,8 @@ class Running:
         self._loop, self._over = Loop(model), False
         self._thread = Thread(target=self._run, args=(train,), name="script", daemon=True)
         self._thread.start()
-        if self._heard() is not _Said.WAITS:
-            raise _too_early("has no `for step in loop`")
+        if self._heard() is not _Signal.WAITS:
+            raise _ended_early("has no `for step in loop`")
 
     def _run(self, train: Callable[[Loop], None]) -> None:
         place = next((p.device for p in self._loop.model.parameters()), None)
@@ -160,7 +160,7 @@ class Running:
             if place is not None and place.type == "cuda":
                 torch.cuda.set_device(place)
             train(self._loop)
-            self._loop._told.put(_Said.RETURNED)
+            self._loop._told.put(_Signal.RETURNED)
         except BaseException as error:
             self._loop._told.put(error)
 
@@ -177,7 +177,7 @@ class Running:
         found = self._say(rows)
         if isinstance(found, Losses):
             return found
-        raise _too_early("left the rows of a step before their end")
+        raise _ended_early("left the rows of a step before their end")
 
     def update(self) -> None:
         """Lets the script move the parameters by the gradients that they hold."""
@@ -186,14 +186,14 @@ class Running:
         optimizer, schedule = self._loop._kept
         moved = None if schedule is None else schedule.last_epoch
         hook = optimizer.register_step_post_hook(lambda *_: steps.append(None))
-        found = self._say(_Said.GRADIENTS)
+        found = self._say(_Signal.GRADIENTS)
         hook.remove()
-        if found is not _Said.WAITS:
-            raise _too_early("left `for step in loop` before it ended")
+        if found is not _Signal.WAITS:
+            raise _ended_early("left `for step in loop` before it ended")
         if len(steps) != 1:
             raise RuntimeError(
                 f"the script called optimizer.step {len(steps)} times in a step of its loop; call it once, after the"
-                f" rows"
+                " rows"
             )
         if schedule is not None and schedule.last_epoch != moved:
             raise RuntimeError(
@@ -204,7 +204,7 @@ class Running:
     def end(self) -> None:
         """Ends the loop, and waits for what the script does after it."""
         if not self._over:
-            self._say(_Said.END)
+            self._say(_Signal.END)
         self._thread.join()
 
     def _say(self, said: Any) -> Any:
@@ -215,13 +215,13 @@ class Running:
 
     def _heard(self) -> Any:
         found = self._loop._told.get()
-        self._over = found is _Said.RETURNED or isinstance(found, BaseException)
+        self._over = found is _Signal.RETURNED or isinstance(found, BaseException)
         if isinstance(found, BaseException) and not isinstance(found, _EndedError):
             raise found
         return found
 
 
-def _too_early(what: str) -> RuntimeError:
+def _ended_early(what: str) -> RuntimeError:
     return RuntimeError(f"the script {what}; its loop ends by itself after the last step of the run")
 
 
@@ -317,8 +317,7 @@ class LoopTask(BatchTask):
         if config.train.strategy not in _STRATEGIES:
             problems.append(
                 f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop"
-                f" leaves it; use"
-                f" {' or '.join(_STRATEGIES)}."
+                f" leaves it; use {' or '.join(_STRATEGIES)}."
             )
         if config.train.compile:
             problems.append(
@@ -365,8 +364,7 @@ class LoopTask(BatchTask):
         if model not in _RUNNING:
             raise ConfigError(
                 f"The script makes its optimizer, and the configuration has a {type(optimizer).__name__}, or"
-                f" train.strategy keeps a model"
-                " of its own to be moved. Leave optimizer out, and use ddp or single."
+                " train.strategy keeps a model of its own to be moved. Leave optimizer out, and use ddp or single."
             )
         _RUNNING[model].update()
 
@@ -388,7 +386,7 @@ class LoopTask(BatchTask):
 
         returned = load_class(self.evaluate)(model, self._rows(batch))
         metrics = {name: value for name, value in returned.items() if isinstance(value, Metric)}
-        found = {name: mean_of(name, value) for name, value in returned.items() if name not in metrics}
+        found = {name: as_mean(name, value) for name, value in returned.items() if name not in metrics}
         if "loss" not in found:
             raise ConfigError(
                 f"{self.evaluate} returned {', '.join(returned) or 'nothing'}, without loss; return it, too."

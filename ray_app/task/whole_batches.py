@@ -114,9 +114,9 @@ class BatchTask(ModuleTask):
         if not isinstance(outputs, Evaluated):
             raise ConfigError(
                 f"A {type(self).__name__} is evaluated with its model at hand; of a packaged one there are only the"
-                f" outputs."
+                " outputs."
             )
-        rows = rows_in(batch)
+        rows = count_rows(batch)
         if outputs.weight is None:
             return outputs.loss.expand(rows)
         share = outputs.weight / rows
@@ -132,7 +132,7 @@ class BatchTask(ModuleTask):
 
     def update(self, metrics: MetricCollection, outputs: Evaluated, batch: Batch) -> None:
         """See `Task.update`."""
-        metrics["logged"].update(outputs.logged, rows_in(batch), outputs.metrics)
+        metrics["logged"].update(outputs.logged, count_rows(batch), outputs.metrics)
 
     def fields(self, batch: Batch) -> dict[Any, Tensor]:
         """The columns as the user's code gets them, by their names in its batch or their places."""
@@ -140,12 +140,12 @@ class BatchTask(ModuleTask):
         return {key: self._input(batch, column) for key, column in named}
 
 
-def rows_in(batch: Batch) -> int:
+def count_rows(batch: Batch) -> int:
     """How many rows a batch has."""
     return len(next(iter(batch.values())))
 
 
-def mean_of(name: str, value: Any) -> Tensor:
+def as_mean(name: str, value: Any) -> Tensor:
     """A mean over a batch that the user's code made, as a tensor of shape ().
 
     Raises:
@@ -155,7 +155,7 @@ def mean_of(name: str, value: Any) -> Tensor:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise ValueError(
             f"{name!r} is a {type(value).__name__}{shape}; give one number, the mean over the rows of this batch, or a"
-            f" torchmetrics object"
+            " torchmetrics object"
         )
     return torch.as_tensor(value).reshape(())
 

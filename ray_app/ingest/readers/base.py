@@ -25,7 +25,7 @@ import pyarrow as pa
 from ray_app.data.arrays import Array, to_column
 from ray_app.errors import DataError
 from ray_app.storage.data_files import HEAD_BYTES, File, Place, files_in, find, is_folder, name_foreign_file, place_of
-from ray_app.task.images import pixels_of
+from ray_app.task.images import decode_image
 
 BLOCK_BYTES = 16 << 20
 T = TypeVar("T")
@@ -161,7 +161,7 @@ def undecodable(encoded: bytes) -> str | None:
     if not encoded:
         return "the file is empty"
     try:
-        image = pixels_of(encoded)
+        image = decode_image(encoded)
     except ValueError as error:
         return str(error)
     return None if image.ndim == 3 else f"it has {len(image)} frames"

@@ -21,7 +21,7 @@ from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, bits_of
 from ray_app.task import device as environment
-from ray_app.task.base import Batch, Losses, Task, of_rows
+from ray_app.task.base import Batch, Losses, Task, check_losses
 from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.train.state.state import seed_step
 
@@ -239,7 +239,7 @@ class Forward:
         called = self._compiled(model) if self._compiles and rows > 1 else model
         with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
             found = self._loss(called, fields)
-        return of_rows(self._task, found, rows).float()
+        return check_losses(self._task, found, rows).float()
 
     def weights(self, rows: int, over: float, scale: float) -> Tensor:
         """One over what the mean is over, scaled, for every row of a micro-batch, shape (rows,); made once for those

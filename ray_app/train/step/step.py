@@ -22,7 +22,7 @@ from ray_app.data.windows import MicroBatch
 from ray_app.errors import DataError, NonFiniteError, PeerLostError, TaskError, WrongResultError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, backward_of, gather
-from ray_app.task.base import Batch, DeviceSums, Losses, LossSums, Task, read, sums_of
+from ray_app.task.base import Batch, DeviceSums, Losses, LossSums, Task, read_sums, sum_on_device
 from ray_app.task.user_code import user_code
 from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.alternating_optimizers import Turns
@@ -223,7 +223,7 @@ class Step:
         """
         if self._world.settle is not None:
             self._world.settle()
-        return read(self._task, found, norms)
+        return read_sums(self._task, found, norms)
 
     def _settled(self, cursor: Cursor, result: StepResult, global_rows: int) -> StepResult:
         """Holds the rows against the plan, and makes of means over the planned rows means over what counts."""
@@ -274,7 +274,7 @@ class Step:
             return self._exchange.take(lambda: captured.run(fields, weights), batch.logical_worker)
         losses = self._losses(cursor, batch, self._state.model)
         self._exchange.backward(losses.values, weights, batch.logical_worker)
-        return sums_of(losses)
+        return sum_on_device(losses)
 
     def _weights(self, batch: MicroBatch, global_rows: int) -> Tensor:
         """What backward begins with."""
@@ -284,7 +284,7 @@ class Step:
         """Forward and backward of rows, see `Compute`."""
         losses = self._forward.losses(self._state.model, fields, len(weights))
         backward_of(losses.values, weights)
-        return sums_of(losses)
+        return sum_on_device(losses)
 
     def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Losses:
         """The losses of a micro-batch's rows."""

@@ -32,7 +32,7 @@ from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, backward_of, gather, settled
 from ray_app.reduction.bucketed import BucketedReducer
-from ray_app.task.base import DeviceSums, Task, read, sums_of
+from ray_app.task.base import DeviceSums, Task, read_sums, sum_on_device
 from ray_app.task.user_code import user_code
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, Phase
@@ -206,7 +206,7 @@ class LocalStep(Step):
             norms.append(norms_there)
         if self._timer is not None:
             self._timer.computed()
-        told, numbers = read(self._task, found, [norm for each in norms for norm in each])
+        told, numbers = read_sums(self._task, found, [norm for each in norms for norm in each])
         mine, own, rest = [], list[float](), iter(numbers)
         spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else UNTOLD
         for batch, sums, each in zip(batches, told, norms, strict=True):
@@ -244,7 +244,7 @@ class LocalStep(Step):
             return None, []
         restore(replica.modes)
         losses = self._losses(cursor, batch, replica.model)
-        sums = sums_of(losses)
+        sums = sum_on_device(losses)
         replica.forget()  # what the task has left
         backward_of(losses.values, self._shares(sums))
         for p in replica.trained:

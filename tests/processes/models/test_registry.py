@@ -33,7 +33,7 @@ from ray_app.models import loader
 from ray_app.models import registry as upload_module
 from ray_app.models.export import fetch_package
 from ray_app.models.package import make_package, read_fields, sources_of
-from ray_app.models.registry import champion_of, fetch, named, promote, register
+from ray_app.models.registry import champion_of, download_version, promote, register, resolve_version
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.storage.files import put_json, read_json
 from ray_app.task.base import Batch
@@ -480,7 +480,7 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
         found = fetch_package(place, model)
         assert (found.source, found.params_digest) == ({"name": "fetched", "version": "1"}, "p" * 64)
         (tmp_path / "to").mkdir()
-        folder = fetch(place, named(place, model), tmp_path / "to")
+        folder = download_version(place, resolve_version(place, model), tmp_path / "to")
         assert {file.name for file in (tmp_path / "to").rglob("*.*")} == {
             "model.pt2",
             "model.safetensors",
@@ -489,12 +489,12 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
         assert folder == next((tmp_path / "to").rglob("package.json")).parent
         shutil.rmtree(tmp_path / "to")
     with pytest.raises(RegistryError, match="was not packaged by ray_app"):
-        fetch(place, named(place, "models:/fetched/2"), tmp_path)
+        download_version(place, resolve_version(place, "models:/fetched/2"), tmp_path)
     with pytest.raises(ConfigError, match="was not packaged by ray_app"):
         fetch_package(place, "models:/fetched/2")
     for model in ("models:/fetched@nobody", "models:/fetched/9", "models:/nothing@champion"):
         with pytest.raises(ConfigError, match=f"MLflow has no {model}"):
-            named(place, model)
+            resolve_version(place, model)
 
 
 @pytest.mark.parametrize("uri", ["server", "store"])

@@ -20,7 +20,7 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import build_exchange
 from ray_app.task.base import Batch
-from ray_app.task.classification import mix, smooth_targets
+from ray_app.task.classification import mix_images, smooth_targets
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.train.job import Hooks, Job
@@ -329,12 +329,12 @@ def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix
     own = torch.zeros(rows, 1, 8, 8)
     own[::2] = 1.0  # every image is another colour than the one before
     target = torch.eye(2)[torch.arange(rows) % 2]
-    images, mixed = mix(own, target, keys, mixup, cutmix)
+    images, mixed = mix_images(own, target, keys, mixup, cutmix)
     assert torch.allclose(mixed.sum(1), torch.ones(rows))
     light = images.mean((1, 2, 3))
     assert torch.allclose(light, mixed[:, 0], atol=1e-5), "the share of light is the share of its class"
     assert 0.1 < mixed.std() < 0.6
-    again, _ = mix(own, target, keys, mixup, cutmix)
+    again, _ = mix_images(own, target, keys, mixup, cutmix)
     assert torch.equal(images, again)
     pasted = ((images == 0) | (images == 1)).flatten(1).all(1)
     assert pasted.all() if not mixup else (~pasted).any()

@@ -211,4 +211,4 @@ def test_a_folder_without_a_value_is_a_missing_value_of_what_the_model_reads(tmp
     with pytest.raises(
         DataError, match=r"k=__HIVE.*a.parquet, row 0: column 'k' of predict.data .* has no value there, and 2 missing"
     ):
-        predict._reader(dataset, task)
+        predict._make_reader(dataset, task)

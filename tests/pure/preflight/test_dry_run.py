@@ -17,7 +17,7 @@ from ray_app.errors import ConfigError
 from ray_app.preflight.dry_run import dry_run
 from ray_app.preflight.model_checks import Kernels
 from ray_app.task.base import Batch, Losses
-from ray_app.task.configured_arguments import loss_of_rows
+from ray_app.task.configured_arguments import compute_row_losses
 from tests.support.local_world import TinyImages, make_job, write_images
 
 
@@ -241,7 +241,9 @@ def test_classes_of_pixels_and_tokens_have_kernels_where_their_losses_are_not_re
     for shape in ((2, 3, 4, 4), (2, 3, 5)):
         scores, labels = torch.randn(shape, requires_grad=True), torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
         with Kernels() as kernels:
-            Losses.of(loss_of_rows({"class_path": "torch.nn.CrossEntropyLoss"}, scores, labels)).values.sum().backward()
+            Losses.of(
+                compute_row_losses({"class_path": "torch.nn.CrossEntropyLoss"}, scores, labels)
+            ).values.sum().backward()
         kernels.refuse(1)
     for reduction in ("mean", "sum"):
         with Kernels() as kernels:

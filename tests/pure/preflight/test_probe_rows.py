@@ -23,7 +23,7 @@ from ray_app.preflight.probe_rows import RowProbe
 from ray_app.task.base import Batch
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Ragged, twice
+from ray_app.task.ragged import Ragged, repeat_rows
 
 ROWS, LONG = 300, 200
 BERT = {
@@ -127,7 +127,7 @@ def test_what_a_long_row_takes_follows_from_short_ones(
     task = prepared.job.task
     state = probe_rows.RowProbe(task, _State(task.build_model()))  # type: ignore[arg-type]
     row = Ragged.of([np.arange(LONG) % 60], np.int64, 0, multiple)
-    rows = {"tokens": twice(row), "tags": twice(Ragged.of([np.arange(LONG) % 3], np.int64, 0, multiple))}
+    rows = {"tokens": repeat_rows(row), "tags": repeat_rows(Ragged.of([np.arange(LONG) % 3], np.int64, 0, multiple))}
     flops, sizes = probe_rows._measured(state, rows)
     padded = -(-LONG // multiple) * multiple
     assert flops == pytest.approx(operations, rel=0.01)

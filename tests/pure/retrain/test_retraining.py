@@ -39,7 +39,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.data.reader import Reader, RowSource, fetch_here
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.package import make_package
-from ray_app.models.registry import Version, parameters
+from ray_app.models.registry import Version, load_parameters
 from ray_app.plan.manifest import Manifest
 from ray_app.retrain import gate
 from ray_app.retrain import gate as comparison
@@ -87,7 +87,7 @@ from ray_app.retrain.rounds import (
 )
 from ray_app.retrain.situation import TriggerFacts, decide
 from ray_app.storage.files import location
-from ray_app.task.metrics import Chunk, combine, resampled, score
+from ray_app.task.metrics import Chunk, combine, resample, score
 from ray_app.task.tabular import TabularClassification, TabularRegression
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -529,7 +529,7 @@ def test_resampled_metrics_are_those_of_the_rows_that_were_drawn() -> None:
     assert not np.array_equal(counts, draws(2, 4, len(blocks)))
     counts = np.concatenate([counts, np.ones((1, len(blocks)), np.int64)])
     for name in ("accuracy", "loss"):
-        values = resampled(TASK, blocks, name, counts)
+        values = resample(TASK, blocks, name, counts)
         for row, value in zip(counts, values, strict=True):
             rows = np.concatenate(
                 [np.arange(10 * i, min(10 * i + 10, 359)) for i in np.repeat(np.arange(len(blocks)), row)]
@@ -538,7 +538,7 @@ def test_resampled_metrics_are_those_of_the_rows_that_were_drawn() -> None:
                 combine(TASK, chunks(predicted[rows], LABELS[rows], 64)).values[name], rel=1e-6
             )
     with pytest.raises(ConfigError, match="'f1' is no metric"):
-        resampled(TASK, blocks, "f1", counts)
+        resample(TASK, blocks, "f1", counts)
 
 
 def test_a_regression_is_compared_by_its_root_mean_squared_error() -> None:
@@ -585,7 +585,7 @@ def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(
     assert params_digest(load_file(package.folder / "data" / "model" / "model.safetensors")) == params_digest(
         model.state_dict()
     )
-    assert params_digest(parameters(package.folder / "data" / "model")) == params_digest(model.state_dict())
+    assert params_digest(load_parameters(package.folder / "data" / "model")) == params_digest(model.state_dict())
     files = files_of(package.folder / "data" / "model")
     assert not [name for name in files if name.endswith(".py")]
     (tmp_path / "elsewhere").mkdir()

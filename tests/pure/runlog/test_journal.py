@@ -35,7 +35,7 @@ from ray_app.runlog.journal import (
 )
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
-from ray_app.task.base import TAKEN
+from ray_app.task.base import STEP_METRICS
 from ray_app.track.mlflow_client import OWN, Backlog, Point, Sent, evaluation_point, step_point
 from tests.support.waiting import until
 
@@ -256,7 +256,7 @@ def test_means_are_over_what_each_step_was_over() -> None:
     assert means([record_of(3), *steps])["right"] == (4 + 16) / 24, "of the steps that have it"
     assert "imbalance" not in step_point(steps, []).metrics, "of one worker"
     known = step_point([steps[0], replace(steps[1], imbalance=1.25)], []).metrics
-    assert known.keys() == TAKEN | {"right"}, "what a metric of a task's own may not be called"
+    assert known.keys() == STEP_METRICS | {"right"}, "what a metric of a task's own may not be called"
     assert known["imbalance"] == 1.25
 
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from ray_app.data.arrays import lists_of, ragged_lists
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.predict.actor import _not_finite, part_file
+from ray_app.predict.actor import _find_non_finite_row, encode_part
 from ray_app.task.base import Losses, WithoutTargets
 from ray_app.task.detection import ObjectDetection
-from ray_app.task.metrics import combine, resampled, score
-from ray_app.task.ragged import Ragged, joined, to_batch
+from ray_app.task.metrics import combine, resample, score
+from ray_app.task.ragged import Ragged, concat_fields, to_batch
 from tests.support.pictures import encoded
 
 V2 = "torchvision.transforms.v2."
@@ -162,15 +162,15 @@ def test_a_class_that_is_never_found_counts() -> None:
 def test_precision_is_resampled_by_rows() -> None:
     task, chunks = scored(Seeing(blind=True), 1)
     counts = np.array([[1, 1, 1], [0, 0, 2], [2, 1, 0]])
-    assert resampled(task, chunks, "map", counts).tolist() == [0.5, 1.0, 0.5]
+    assert resample(task, chunks, "map", counts).tolist() == [0.5, 1.0, 0.5]
 
 
 def test_predictions_are_lists_that_are_written_and_read_as_such() -> None:
     task, model = task_of(), Seeing().eval()
     batches = [to_batch(task.decode(ROWS), slice(low, low + 2)) for low in (0, 2)]
     found = [task.predictions(task.forward(model, batch), batch) for batch in batches]
-    whole = {name: joined([one[name] for one in found]) for name in found[0]}
-    table = pq.read_table(pa.BufferReader(part_file(pa.table({"position": [0, 1, 2]}), whole, "made from")))
+    whole = {name: concat_fields([one[name] for one in found]) for name in found[0]}
+    table = pq.read_table(pa.BufferReader(encode_part(pa.table({"position": [0, 1, 2]}), whole, "made from")))
     assert table.column("boxes").to_pylist() == [ROWS["boxes"].row(i).tolist() for i in range(3)]
     assert table.column("labels").to_pylist() == [[1, 2], [], [1]]
     assert table.column("scores").to_pylist() == [[1.0, 1.0], [], [1.0]]
@@ -184,13 +184,13 @@ def test_predictions_are_lists_that_are_written_and_read_as_such() -> None:
 def test_a_number_that_is_not_finite_is_found_in_its_row(place: int, row: int | None) -> None:
     values = np.array([1, 2, 3], np.float32)
     values[place:] = np.nan
-    assert _not_finite(Ragged(values, np.array([0, 2, 2, 3]))) == row
+    assert _find_non_finite_row(Ragged(values, np.array([0, 2, 2, 3]))) == row
 
-    assert _not_finite(values[:, None]) == (place if place < 3 else None)
+    assert _find_non_finite_row(values[:, None]) == (place if place < 3 else None)
 
 
 def test_where_nothing_is_found_all_is_finite() -> None:
-    assert _not_finite(Ragged.of([[], []], np.float32, row_shape=(4,))) is None
+    assert _find_non_finite_row(Ragged.of([[], []], np.float32, row_shape=(4,))) is None
 
 
 def test_rows_without_any_object_are_read() -> None:

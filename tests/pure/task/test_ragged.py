@@ -29,7 +29,7 @@ from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, RowSource, fetch_here
 from ray_app.data.windows import CachedWindows, MicroBatch, Windows
 from ray_app.plan.order import Cursor, Plan, by_length
-from ray_app.task.ragged import Ragged, put_together, to_batch
+from ray_app.task.ragged import Ragged, concat_ragged, to_batch
 from ray_app.task.transforms import drawing
 from tests.support.delivered import Place, assert_same, delivered
 
@@ -180,7 +180,7 @@ def test_columns_keep_rows_of_any_length(rows: list[list[int]], data: st.DataObj
     assert isinstance(found, Ragged)
     assert [found.row(i).tolist() for i in range(len(found))] == rows[cut:] + rows[:cut]
     assert (found.fill, found.multiple, found.values.dtype) == (-7, 2, np.int16)
-    again = put_together([ragged[:cut], ragged[cut:]])
+    again = concat_ragged([ragged[:cut], ragged[cut:]])
     assert [again.row(i).tolist() for i in range(len(again))] == rows
 
 

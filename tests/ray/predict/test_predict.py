@@ -34,7 +34,7 @@ from ray_app.data.reader import Reader, fetch_here, whole
 from ray_app.driver.model_export import ExportOptions, export_run
 from ray_app.errors import BadRowError
 from ray_app.predict.actor import Model, PredictActor, PredictJob
-from ray_app.predict.predict import parts_of
+from ray_app.predict.predict import cut_parts
 from ray_app.task.base import Task
 from ray_app.task.tabular import TabularRegression
 from tests.support.finished_run import CHAMPION, Finished, champion_run, predict_command
@@ -198,7 +198,7 @@ def predictor_of(task: Task, data: Path, out: Path) -> tuple[PredictActor, list[
     reader = Reader(dataset.root, task.columns(), task.decode, probe(dataset, task.columns(), task.decode))
     model = task.build_model().eval()
     state = dict(model.state_dict())
-    parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(parts_of(dataset.manifest, 4))}
+    parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(cut_parts(dataset.manifest, 4))}
     made = Model(task, safetensors.torch.save(state), None, params_digest(state))
     job = PredictJob(
         made, dataset.root, reader.fields, [], {}, parts, str(out), "digest", 3, torch.get_num_threads(), "cpu"

@@ -17,7 +17,7 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, backward_of
 from ray_app.reduction.bucketed import build_exchange
 from ray_app.task import device as environment
-from ray_app.task.base import NOTHING, summed
+from ray_app.task.base import ZERO_SUMS, sum_losses
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, Membership, Phase
 from ray_app.train.state.state import TrainingState
@@ -196,10 +196,10 @@ class _UnitStep(Step):
             p.grad = None
         restore(self._modes)
         if not batch.rows:
-            return line(batch, NOTHING, 0.0, Flags(0), UNTOLD)
+            return line(batch, ZERO_SUMS, 0.0, Flags(0), UNTOLD)
         with self._blaming(batch):
             losses, share = self._losses(cursor, batch, self._state.model), batch.rows / global_rows
-            sums = summed(self._task, losses)
+            sums = sum_losses(self._task, losses)
             own = (sums.weight / batch.rows or 1.0) if self._config.train.staleness else 1.0
             for p in self._parameters:  # of what the task has left
                 p.grad = None
