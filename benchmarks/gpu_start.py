@@ -111,7 +111,7 @@ def opened_twice(rank: int, store: Path, port: int, device: str, variables: dict
             group.abort()
             for abort in group._aborts.values():
                 abort.join()
-            group_state.unwatch(group)  # otherwise the exchange would be refused before the backend is asked
+            group_state.clear_group(group)  # otherwise the exchange would be refused before the backend is asked
             try:
                 _exchange(group, place)
             except PeerLostError as error:
@@ -124,8 +124,8 @@ def _exchange(group: ProcessGroup, place: torch.device) -> None:
     values = torch.full((1024,), 3.0, device=place)
     with collective():
         dist.all_reduce(values)
-    if group.settle is not None:
-        group.settle()
+    if group.check_device_errors is not None:
+        group.check_device_errors()
     if not torch.equal(values.cpu(), torch.full((1024,), 3.0)):
         raise RuntimeError(f"the sum over one process of 3 is {values[0].item()}")
 

@@ -149,7 +149,7 @@ class Group(SingleProcessMembership):
         try:
             with collective():
                 group.open(formed, self._device, self._backend)  # type: ignore[arg-type]
-            yield replace(self._world, groups=group.groups, settle=group.settle), formed
+            yield replace(self._world, groups=group.groups, check_device_errors=group.check_device_errors), formed
             broken = False
         finally:
             group.close(broken)

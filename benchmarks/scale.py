@@ -37,8 +37,8 @@ from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import beat_of, orders_of, packed
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
-from ray_app.reduction.base import World, route
-from ray_app.reduction.transport import RING_AT_MOST, rounds
+from ray_app.reduction.base import World, plan_stages
+from ray_app.reduction.transport import MAX_RING_RANKS, doubling_rounds
 from ray_app.runlog import journal
 from ray_app.runlog.journal import FLUSH_S, MOST_SMALL, StepRecord
 from ray_app.runlog.paths import RunPaths
@@ -141,9 +141,9 @@ def planned(workers: int) -> dict[str, float]:
         order = plan.epoch(0)
         order.stored_positions(workers // 2, 0)[order.window_order(workers // 2, 0)]
 
-    plan_s, route_s = cpu_s(rank), cpu_s(lambda: stages.extend(route(workers // 2, hosts, workers)))
-    doubling = max(len(rounds(rank, workers)) for rank in range(workers))
-    hops = doubling if workers > RING_AT_MOST else 2 * (workers - 1)
+    plan_s, route_s = cpu_s(rank), cpu_s(lambda: stages.extend(plan_stages(workers // 2, hosts, workers)))
+    doubling = max(len(doubling_rounds(rank, workers)) for rank in range(workers))
+    hops = doubling if workers > MAX_RING_RANKS else 2 * (workers - 1)
     return {
         "plan of an epoch, ms of a rank": 1e3 * plan_s,
         "exchange plan, ms of a rank": 1e3 * route_s,
@@ -232,7 +232,12 @@ def remembered(workers: int, steps: int) -> dict[str, float]:
     del columns
     before = tracemalloc.get_traced_memory()[0]
     hosts = [f"10.0.0.{rank // EACH}" for rank in range(workers)]
-    kept = [list(range(2**62, 2**62 + workers)), [1000 + v for v in range(workers)], hosts, route(0, hosts, workers)]
+    kept = [
+        list(range(2**62, 2**62 + workers)),
+        [1000 + v for v in range(workers)],
+        hosts,
+        plan_stages(0, hosts, workers),
+    ]
     rank = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert kept

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ray_app.errors import ConfigError, without_addresses
-from ray_app.reduction.base import bits_of
+from ray_app.reduction.base import checksum
 from ray_app.task.base import Task
 from ray_app.train.step.micro_batch import replaced
 
@@ -102,7 +102,7 @@ def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
 def _bits(model: nn.Module) -> dict[str, int]:
     """Those of each parameter, in parts: each is copied."""
     parts = ((name, p.detach().reshape(-1).split(_PART)) for name, p in model.named_parameters())
-    return {name: sum(int(bits_of(part, 0)) for part in some) for name, some in parts}
+    return {name: sum(int(checksum(part, 0)) for part in some) for name, some in parts}
 
 
 def _trains(model: nn.Module) -> dict[str, bool]:

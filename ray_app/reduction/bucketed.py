@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ray_app.config.sections import TrainSection
-from ray_app.reduction.base import GradientReducer, Stage, T, World, backward_of, bits_of, in_parts
+from ray_app.reduction.base import GradientReducer, Stage, T, World, checksum, partial_gradient_error, run_backward
 from ray_app.reduction.overlap import SideStream, SideThread
 from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectTransport, Transport
-from ray_app.reduction.tree import TreeSum, parents
+from ray_app.reduction.tree import TreeSum, tree_parents
 
 _ALIGNED_BYTES = 64
 """Every parameter of a bucket begins at a multiple: a GPU adds up a norm in another order where memory is not aligned,
@@ -45,7 +45,7 @@ class Bucket:
         number: Which bucket it is.
 
     Attributes:
-        room: Memory that travels, see `BufferPool`.
+        get_buffer: Memory that travels, see `BufferPool`.
         is_direct: Whether ranks may come to the buckets in different orders.
     """
 
@@ -64,14 +64,14 @@ class Bucket:
             self.views.append(self.result[offset : offset + p.numel()].view_as(p))
             offset += p.numel() + gap
         self._own = self.result[self.shard * world.rank :][: self.shard]
-        self._parents = parents(world.logical_workers)
+        self._parents = tree_parents(world.logical_workers)
         self.tree = TreeSum(self._parents)
         self._spare: list[Tensor] = []
-        rooms = BufferPool(first.device)
-        self.room = rooms.room
-        self.is_direct = world.settle is None and first.device.type == "cpu"
+        pool = BufferPool(first.device)
+        self.get_buffer = pool.get
+        self.is_direct = world.check_device_errors is None and first.device.type == "cpu"
         self._transport: Transport = (
-            DirectTransport(rooms, world.rank, number) if self.is_direct else CollectiveTransport(rooms)
+            DirectTransport(pool, world.rank, number) if self.is_direct else CollectiveTransport(pool)
         )
         self.missing: set[nn.Parameter] = set()
         self.sums: list[Tensor] = []
@@ -112,14 +112,18 @@ class Bucket:
         """Waits for the exchange of a stage, and adds what came in the tree."""
         self._transport.wait()
         tree = TreeSum(self._parents, self._own if is_only else None)
-        for node, value in zip((node for held in stage.held for node in held), self._arriving, strict=True):
+        for node, value in zip((node for held in stage.nodes for node in held), self._arriving, strict=True):
             tree.push(node, value)
         self.sums, self._arriving = [value for _, value in tree.nodes], []
 
     def gather(self, stage: Stage, group: Any, is_first: bool) -> None:
         """Gathers the shards of a stage, on the way back; those of the first stage are the sum."""
         [part] = self.sums
-        whole = self.result if is_first else self.room(f"of {stage.ranks}", part.numel() * len(stage.ranks), part.dtype)
+        whole = (
+            self.result
+            if is_first
+            else self.get_buffer(f"of {stage.ranks}", part.numel() * len(stage.ranks), part.dtype)
+        )
         self._transport.gather(part, whole, stage, group)
         self.sums = [whole]
 
@@ -151,16 +155,16 @@ class BucketedReducer(GradientReducer):
     ) -> None:
         self._world, self._exact, self._compresses = world, reduction == "exact", compression == "bf16"
         self._alone = world.logical_workers == 1
-        self._route = list(zip(world.route, world.groups, strict=True))
+        self._route = list(zip(world.stages, world.groups, strict=True))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        buckets = [] if self._alone else _bucketed(self._parameters, int(bucket_mb * _MEBI))
+        buckets = [] if self._alone else _split_into_buckets(self._parameters, int(bucket_mb * _MEBI))
         self._buckets = [Bucket(parameters, world, number) for number, parameters in enumerate(buckets)]
-        self._last = world.played[-1]
+        self._last = world.assigned[-1]
         self._listening, self._next = False, 0
         self._ways, self._late = list[Iterator[Bucket]](), list[Iterator[Bucket]]()
         self._is_device, self._side = (
-            world.settle is not None,
-            SideStream(next(model.parameters()).device, "exchange", -1),
+            world.check_device_errors is not None,
+            SideStream(next(model.parameters()).device, "reduction", -1),
         )
         self._thread = SideThread() if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
         self._names = {p: name for name, p in model.named_parameters()}
@@ -177,7 +181,7 @@ class BucketedReducer(GradientReducer):
             if not self._listening:
                 return
             if p not in bucket.missing:
-                raise in_parts(self._names[p])  # type: ignore[index]
+                raise partial_gradient_error(self._names[p])  # type: ignore[index]
             bucket.missing.remove(p)  # type: ignore[arg-type]
             if self._world.size > 1:
                 self._launch_ready()
@@ -189,13 +193,13 @@ class BucketedReducer(GradientReducer):
         self._begin(logical_worker)
         self._listening = logical_worker == self._last
         try:
-            backward_of(losses, weights)
+            run_backward(losses, weights)
         finally:
             self._listening = False
         self._end(logical_worker)
 
-    def take(self, leave: Callable[[], T], logical_worker: int) -> T:
-        """See `GradientReducer.take`; nothing of the last one travels before `launch`."""
+    def collect_from(self, leave: Callable[[], T], logical_worker: int) -> T:
+        """See `GradientReducer.collect_from`; nothing of the last one travels before `launch`."""
         self._begin(logical_worker)
         found = leave()
         self._end(logical_worker)
@@ -203,7 +207,7 @@ class BucketedReducer(GradientReducer):
 
     def skip(self, logical_worker: int) -> None:
         """See `GradientReducer.skip`."""
-        self.take(lambda: None, logical_worker)
+        self.collect_from(lambda: None, logical_worker)
 
     def sum(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
         """Adds other values than gradients, between two steps and just as them; a collective of all ranks.
@@ -228,14 +232,14 @@ class BucketedReducer(GradientReducer):
                 bucket.put(logical_worker, [of[p] for p in bucket.parameters])
             found |= zip(bucket.parameters, bucket.views, strict=True)
         if self._world.size > 1:
-            with self._world.launching():
+            with self._world.launch_guard():
                 for bucket in self._buckets:
                     self._send(bucket)
                 self._receive()
         return [found[p].clone() for p in self._parameters]
 
     def _begin(self, logical_worker: int) -> None:
-        if logical_worker == self._world.played[0]:
+        if logical_worker == self._world.assigned[0]:
             self._reset()
         else:  # gradients that the task has left, which of the first are gone likewise
             for p in self._parameters:
@@ -250,20 +254,20 @@ class BucketedReducer(GradientReducer):
                 bucket.collect(logical_worker)
 
     def _bits_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        return [bits_of(p.grad, self._places[p]) for p in parameters if p.grad is not None]
+        return [checksum(p.grad, self._places[p]) for p in parameters if p.grad is not None]
 
-    def watch(self, logical_workers: set[int]) -> None:
+    def watch_checksums(self, logical_workers: set[int]) -> None:
         """From now on the bits of these logical workers' gradients are taken, see `bits`; to be called before a
         step.
         """
         self._watched, self._bits = logical_workers, {v: [] for v in logical_workers}
 
-    def bits(self) -> dict[int, int]:
+    def checksums(self) -> dict[int, int]:
         """Those of the gradients of the watched logical workers, see `exchange.bits`; waits for the device."""
         return {v: int(torch.stack(parts).sum()) for v, parts in self._bits.items() if parts}
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def free_grads(self) -> Iterator[None]:
         """Inside the block `.grad` is free for other gradients."""
         kept = [p.grad for p in self._parameters]
         try:
@@ -274,7 +278,7 @@ class BucketedReducer(GradientReducer):
             for p, grad in zip(self._parameters, kept, strict=True):
                 p.grad = grad
 
-    def bits_of_gradients(self) -> int:
+    def gradient_checksum(self) -> int:
         """Those of what is in the parameters' `.grad` now; waits for the device."""
         parts = self._bits_of(self._parameters)
         return int(torch.stack(parts).sum()) if parts else 0
@@ -305,7 +309,7 @@ class BucketedReducer(GradientReducer):
                 self._bits[self._last] += self._bits_of(bucket.parameters)
             bucket.collect(self._last)
             if self._world.size > 1:
-                with self._world.launching():
+                with self._world.launch_guard():
                     self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
@@ -316,14 +320,14 @@ class BucketedReducer(GradientReducer):
         """
         way = self._exactly(bucket) if self._exact else self._overlapped(bucket)
         if self._thread is not None and bucket is not self._buckets[-1]:
-            self._thread.do(partial(self._take_along, way))
+            self._thread.do(partial(self._advance_pipeline, way))
         elif self._is_device:
-            self._take_along(way)
+            self._advance_pipeline(way)
         else:
             next(way)
             (self._ways if self._thread is None else self._late).append(way)
 
-    def _take_along(self, way: Iterator[Bucket]) -> None:
+    def _advance_pipeline(self, way: Iterator[Bucket]) -> None:
         """Lets a bucket set out, and those before it go on."""
         next(way)
         self._go_on()
@@ -340,7 +344,7 @@ class BucketedReducer(GradientReducer):
         first, *more = [value for _, value in bucket.tree.nodes]
         for value in more:
             first.add_(value)
-        packed = bucket.room("packed", first.numel(), torch.bfloat16).copy_(first) if self._compresses else first
+        packed = bucket.get_buffer("packed", first.numel(), torch.bfloat16).copy_(first) if self._compresses else first
         work: Any = dist.all_reduce(packed, async_op=True)
         yield bucket
         work.wait()
@@ -370,7 +374,7 @@ class BucketedReducer(GradientReducer):
         if self._alone:
             return
         if self._world.size > 1:
-            with self._world.launching():
+            with self._world.launch_guard():
                 self._receive()
         for bucket in self._buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -395,7 +399,7 @@ class BucketedReducer(GradientReducer):
             p.grad = None
 
 
-def _bucketed(parameters: list[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
+def _split_into_buckets(parameters: list[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
     """Parameters in about the order in which backward reaches them, in groups of one dtype and at most so many bytes,
     if they can.
     """
@@ -411,12 +415,12 @@ def _bucketed(parameters: list[nn.Parameter], most_bytes: int) -> list[list[nn.P
     return buckets
 
 
-def data_parallel(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
+def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
     """The exchange of `ddp`, as configured."""
     return BucketedReducer(model, world, train.reduction, train.bucket_mb, train.gradient_compression)
 
 
-def build_exchange(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
+def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
     """Makes the exchange of the configured strategy for a model and the workers of now; all but `fsdp` have that of
     `ddp`.
     """
@@ -429,4 +433,4 @@ def build_exchange(train: TrainSection, model: nn.Module, world: World) -> Gradi
             if train.reduction == "exact"
             else sharded.FsdpReducer(model, world)
         )
-    return data_parallel(train, model, world)
+    return build_bucketed_reducer(train, model, world)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-launches = threading.RLock()
+launch_lock = threading.RLock()
 """Held while the device is given exchanges, while the backend is asked for its error, and while the group is closed. An
 abort from another thread frees what these calls use, so it waits for them, see `ProcessGroup.abort`. Reentrant: a
 launch that fails asks for the error.
@@ -42,13 +42,13 @@ def is_broken() -> bool:
     return group is not None and (group.is_aborted or group.has_failed())
 
 
-def watch(breakable: Breakable) -> None:
+def set_group(breakable: Breakable) -> None:
     """Makes a group the one of this process."""
     global group
     group = breakable
 
 
-def unwatch(breakable: Breakable) -> None:
+def clear_group(breakable: Breakable) -> None:
     """Forgets a group, unless another one has taken its place."""
     global group
     if group is breakable:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, cuda
 
-_NOWHERE = nullcontext()
+_NO_CONTEXT = nullcontext()
 _streams: dict[tuple[torch.device, str], Any] = {}
 
 
-def stream_of(device: torch.device, purpose: str, priority: int = 0) -> Any:
+def get_stream(device: torch.device, purpose: str, priority: int = 0) -> Any:
     """The stream of a process for a purpose, always the same one: PyTorch hands out a few dozen in turn, and the next
     one may be in use.
 
@@ -32,7 +32,7 @@ def stream_of(device: torch.device, purpose: str, priority: int = 0) -> Any:
     return _streams[device, purpose]
 
 
-def keep_until_done(tensors: Iterable[Tensor]) -> None:
+def record_on_current_stream(tensors: Iterable[Tensor]) -> None:
     """Lets memory that is about to be dropped stay until the present stream is done with it, also if it was made in
     another stream.
     """
@@ -48,17 +48,17 @@ class SideStream:
 
     Args:
         device: Of which.
-        purpose: See `stream_of`.
-        priority: See `stream_of`.
+        purpose: See `get_stream`.
+        priority: See `get_stream`.
     """
 
     def __init__(self, device: torch.device, purpose: str, priority: int = 0) -> None:
         self._device = device
-        self._stream: Any = stream_of(device, purpose, priority) if device.type != "cpu" else None
+        self._stream: Any = get_stream(device, purpose, priority) if device.type != "cpu" else None
 
     def entered(self) -> AbstractContextManager[Any]:
         """For one time in one thread; others may enter meanwhile."""
-        return _NOWHERE if self._stream is None else cuda.stream(self._stream)
+        return _NO_CONTEXT if self._stream is None else cuda.stream(self._stream)
 
     def join(self) -> None:
         """Lets what computes from now on wait for what the stream was given."""
@@ -89,7 +89,7 @@ class SideThread:
         self._todo: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
         self._given, self._thread = (
             list[Future[None]](),
-            threading.Thread(target=_run, args=(self._todo,), name="exchange", daemon=True),
+            threading.Thread(target=_run_work, args=(self._todo,), name="reduction", daemon=True),
         )
 
     def do(self, work: Callable[[], None]) -> None:
@@ -114,7 +114,7 @@ class SideThread:
         self._todo.put(None)
 
 
-def _run(todo: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+def _run_work(todo: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
     while (given := todo.get()) is not None:
         work, done = given
         try:

@@ -31,9 +31,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import GradientReducer, World, backward_of, collective, in_parts
-from ray_app.reduction.overlap import keep_until_done
-from ray_app.reduction.tree import TreeSum, parents
+from ray_app.reduction.base import GradientReducer, World, collective, partial_gradient_error, run_backward
+from ray_app.reduction.overlap import record_on_current_stream
+from ray_app.reduction.tree import TreeSum, tree_parents
 
 
 def shard_model(
@@ -59,7 +59,7 @@ def shard_model(
     outer = MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, output_dtype=half and torch.float32
     )
-    wanted = {part for part in units(model) if part is not model and not _shares(part, model)}
+    wanted = {part for part in units(model) if part is not model and not _shares_parameters(part, model)}
     for part in reversed(list(model.modules())):  # the inner ones first
         if half and isinstance(part, _BatchNorm) and part.affine:
             fully_shard(
@@ -75,7 +75,7 @@ def shard_model(
     return model
 
 
-def _shares(part: nn.Module, model: nn.Module) -> bool:
+def _shares_parameters(part: nn.Module, model: nn.Module) -> bool:
     """Whether a part shares a parameter with what is outside of it (a tied embedding): sharded twice, it would
     be two.
     """
@@ -89,10 +89,10 @@ def shard_like(value: Tensor, parameter: DTensor) -> DTensor:
     mesh, local = parameter.device_mesh, parameter.to_local()
     size = -(-value.shape[0] // mesh.size())
     rank = mesh.get_local_rank()
-    return as_sharded(value[rank * size : (rank + 1) * size].to(local.device, copy=True), parameter)
+    return wrap_shard(value[rank * size : (rank + 1) * size].to(local.device, copy=True), parameter)
 
 
-def as_sharded(part: Tensor, parameter: DTensor) -> DTensor:
+def wrap_shard(part: Tensor, parameter: DTensor) -> DTensor:
     """A tensor of a parameter's shape that is sharded as it is, of this rank's shard."""
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(
@@ -100,12 +100,12 @@ def as_sharded(part: Tensor, parameter: DTensor) -> DTensor:
     )
 
 
-def whole(value: Tensor) -> Tensor:
+def gather_whole(value: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded; then a collective of all ranks."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-class _Gather(DefaultAllGather):
+class _LockedAllGather(DefaultAllGather):
     """FSDP's own all-gather, into which no abort comes, see `World.launching`.
 
     Args:
@@ -117,11 +117,11 @@ class _Gather(DefaultAllGather):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """See `AllGather`."""
-        with self._world.launching():
+        with self._world.launch_guard():
             return super().__call__(*args, **options)
 
 
-class _ReduceScatter(DefaultReduceScatter):
+class _LockedReduceScatter(DefaultReduceScatter):
     """FSDP's own reduce-scatter of gradients, into which no abort comes, see `World.launching`.
 
     Args:
@@ -133,7 +133,7 @@ class _ReduceScatter(DefaultReduceScatter):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """See `ReduceScatter`."""
-        with self._world.launching():
+        with self._world.launch_guard():
             return super().__call__(*args, **options)
 
 
@@ -159,12 +159,12 @@ class FsdpReducer(GradientReducer):
         self._trains = [p.sharded_param.requires_grad for p in self._held]
         for part in model.modules():
             if isinstance(part, FSDPModule):
-                part.set_custom_all_gather(_Gather(world))
+                part.set_custom_all_gather(_LockedAllGather(world))
                 part.set_custom_reduce_scatter(self._scatters())
 
     def _scatters(self) -> ReduceScatter:
         """What gradients are added and scattered by."""
-        return _ReduceScatter(self._world)
+        return _LockedReduceScatter(self._world)
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
         """See `GradientReducer.backward`; a collective, as the forward before it was. All ranks must make equally many
@@ -208,14 +208,14 @@ class FsdpReducer(GradientReducer):
         self._began = True
         try:
             with collective():
-                backward_of(losses, weights)
+                run_backward(losses, weights)
         finally:
             self._called.clear()
         self._kept = self._seen()
         for p in self._held:  # torch 2.15 adds what came after a unit's exchange to the next step
             left = getattr(p, "_unsharded_param", None)
             if left is not None and left.grad is not None:
-                raise in_parts(str(p._param_fqn))
+                raise partial_gradient_error(str(p._param_fqn))
 
     def _seen(self) -> list[tuple[int, int]]:
         """Which tensors the parameters have as gradients, and how often these were written."""
@@ -246,7 +246,7 @@ class FsdpReducer(GradientReducer):
             p.grad = None
 
 
-class _Scatter(ReduceScatter):
+class _LeafAllToAll(ReduceScatter):
     """In the place of a reduce-scatter; the sum that it leaves is none, since `DeterministicShardedReducer` makes it.
 
     Args:
@@ -281,7 +281,7 @@ class _Scatter(ReduceScatter):
         sent = shard if world.rank < width else 0
         received = self._room(width * shard, input_tensor)
         sizes = [shard if rank < width else 0 for rank in range(world.size)]
-        with world.launching():
+        with world.launch_guard():
             dist.all_to_all_single(received, input_tensor[: sent * world.size], sizes, [sent] * world.size, group=group)
         self._received, self._at = received.view(width, shard), 0
 
@@ -311,9 +311,9 @@ class DeterministicShardedReducer(FsdpReducer):
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self._scatter = _Scatter(world)
+        self._scatter = _LeafAllToAll(world)
         super().__init__(model, world)
-        self._sums = [TreeSum(parents(world.logical_workers)) for _ in self._parameters]
+        self._sums = [TreeSum(tree_parents(world.logical_workers)) for _ in self._parameters]
         self._missing: set[int] = set()
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
@@ -326,7 +326,7 @@ class DeterministicShardedReducer(FsdpReducer):
             gradient: Any = p.grad
             p.grad = None
             if number not in self._missing:
-                raise in_parts(self._names[number])
+                raise partial_gradient_error(self._names[number])
             self._missing.remove(number)
             self._push(number, self._scatter.take(p, gradient.to_local()))
 
@@ -359,7 +359,7 @@ class DeterministicShardedReducer(FsdpReducer):
         tree, leaves = self._sums[number], self._scatter.leaves
         for leaf, value in zip(leaves, shards, strict=True):
             # zeros of a pass in which nobody used the parameter come from another stream than gradients
-            keep_until_done(tree.push((leaf, leaf + 1), value))
+            record_on_current_stream(tree.push((leaf, leaf + 1), value))
         # what is kept must not hold the memory of all that arrived with it
         tree.nodes = [(node, value.clone() if node[0] >= leaves.start else value) for node, value in tree.nodes]
 
@@ -368,7 +368,7 @@ class DeterministicShardedReducer(FsdpReducer):
         self._began = False
         for p, tree in zip(self._parameters, self._sums, strict=True):
             [(_, total)] = tree.nodes
-            p.grad = as_sharded(total.to(p.to_local().device), p)
+            p.grad = wrap_shard(total.to(p.to_local().device), p)
             tree.clear()
 
     def norms(self) -> Tensor:
@@ -386,7 +386,7 @@ class DeterministicShardedReducer(FsdpReducer):
         mine = parameters[rank::size]
         sizes = [[_shard_bytes(p, at, size) for p in mine] for at in range(size)]
         received = outgoing.new_empty(sum(map(sum, sizes)))
-        with self._world.launching():
+        with self._world.launch_guard():
             dist.all_to_all_single(
                 received, outgoing, [sum(of) for of in sizes], [sum(map(len, own[to::size])) for to in range(size)]
             )
@@ -399,7 +399,7 @@ class DeterministicShardedReducer(FsdpReducer):
             found[rank::size] = torch.stack(
                 [norm for whole in wholes for norm in torch._foreach_norm([whole])]
             ).double()
-        with self._world.launching():
+        with self._world.launch_guard():
             dist.all_reduce(found)
         return found
 

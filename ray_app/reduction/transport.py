@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ray_app.reduction.base import Stage, World, collective
 
-_AS_LONG_AS_IT_TAKES = timedelta(days=1)
+_WAIT_TIMEOUT = timedelta(days=1)
 
 
 class P2PWork:
@@ -47,10 +47,10 @@ class P2PWork:
         Raises:
             RuntimeError: The peer is lost, see `exchange.collective`.
         """
-        self._work.wait(_AS_LONG_AS_IT_TAKES)
+        self._work.wait(_WAIT_TIMEOUT)
 
 
-def sending(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
+def start_send(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
     """Begins to send; what goes to the same rank under the same tag arrives in this order. `group`: not given, torch's
     default group.
     """
@@ -58,20 +58,20 @@ def sending(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWor
     return P2PWork(group.send([value], peer, tag), value)
 
 
-def receiving(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
-    """Begins to receive into a tensor; see `sending`."""
+def start_receive(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
+    """Begins to receive into a tensor; see `start_send`."""
     group = group if group is not None else dist.group.WORLD
     return P2PWork(group.recv([value], peer, tag), value)
 
 
 def send(value: Tensor, peer: int) -> None:
     """Sends, and waits until it has left."""
-    sending(value, peer).wait()
+    start_send(value, peer).wait()
 
 
 def receive(value: Tensor, peer: int) -> None:
     """Receives into a tensor."""
-    receiving(value, peer).wait()
+    start_receive(value, peer).wait()
 
 
 class BufferPool:
@@ -82,13 +82,13 @@ class BufferPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._rooms = device, dict[str, Tensor]()
+        self._device, self._buffers = device, dict[str, Tensor]()
 
-    def room(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    def get(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Some of it, flat; always asked for as many elements of the same dtype."""
-        if name not in self._rooms:
-            self._rooms[name] = torch.empty(numel, dtype=dtype, device=self._device)
-        return self._rooms[name]
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(numel, dtype=dtype, device=self._device)
+        return self._buffers[name]
 
 
 class Transport(Protocol):
@@ -98,7 +98,7 @@ class Transport(Protocol):
         """Sends everybody in the stage its shard of each of the sums that this rank holds.
 
         Returns:
-            This rank's shards of what all hold, in the order of `stage.held`; they are there after `wait`.
+            This rank's shards of what all hold, in the order of `stage.nodes`; they are there after `wait`.
         """
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
@@ -113,8 +113,8 @@ class Transport(Protocol):
 class CollectiveTransport(Transport):
     """By the collectives of the process group, which all ranks have to begin in the same order."""
 
-    def __init__(self, rooms: BufferPool) -> None:
-        self._room = rooms.room
+    def __init__(self, pool: BufferPool) -> None:
+        self._get_buffer = pool.get
         self._work: Any = None
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
@@ -123,14 +123,14 @@ class CollectiveTransport(Transport):
         shard = sums[0].numel() // parts
         outgoing = sums[0]
         if held > 1:  # rank by rank, then node by node
-            outgoing = self._room(f"to {stage.ranks}", held * parts * shard, outgoing.dtype)
+            outgoing = self._get_buffer(f"to {stage.ranks}", held * parts * shard, outgoing.dtype)
             torch.stack([value.view(parts, shard) for value in sums], 1, out=outgoing.view(parts, held, shard))
-        counts = [len(nodes) * shard for nodes in stage.held]
-        received = self._room(f"from {stage.ranks}", sum(counts), outgoing.dtype)
+        counts = [len(nodes) * shard for nodes in stage.nodes]
+        received = self._get_buffer(f"from {stage.ranks}", sum(counts), outgoing.dtype)
         self._work = dist.all_to_all_single(
             received, outgoing, counts, [held * shard] * parts, group=group, async_op=True
         )
-        return list(received.chunk(sum(map(len, stage.held))))
+        return list(received.chunk(sum(map(len, stage.nodes))))
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
         """See `Transport`."""
@@ -150,13 +150,13 @@ class DirectTransport(Transport):
     everything apart.
 
     Args:
-        rooms: For what arrives.
+        pool: For what arrives.
         rank: This one.
         number: Of the bucket, on all ranks the same.
     """
 
-    def __init__(self, rooms: BufferPool, rank: int, number: int) -> None:
-        self._room, self._rank, self._tag = rooms.room, rank, number + 1
+    def __init__(self, pool: BufferPool, rank: int, number: int) -> None:
+        self._get_buffer, self._rank, self._tag = pool.get, rank, number + 1
         self._group = (
             dist.group.WORLD
         )  # not that of a later generation, which a thread that is left behind would write into
@@ -167,13 +167,13 @@ class DirectTransport(Transport):
         own = [value.chunk(len(stage.ranks)) for value in sums]
         shard, like = own[0][0].numel(), sums[0]
         found: list[Tensor] = []
-        for place, (peer, nodes) in enumerate(zip(stage.ranks, stage.held, strict=True)):
+        for place, (peer, nodes) in enumerate(zip(stage.ranks, stage.nodes, strict=True)):
             if peer == self._rank:
                 found += [parts[place] for parts in own]
                 continue
-            arriving = self._room(f"from {peer}", len(nodes) * shard, like.dtype).chunk(len(nodes))
-            self._begun += [receiving(value, peer, self._tag, self._group) for value in arriving]
-            self._begun += [sending(parts[place], peer, self._tag, self._group) for parts in own]
+            arriving = self._get_buffer(f"from {peer}", len(nodes) * shard, like.dtype).chunk(len(nodes))
+            self._begun += [start_receive(value, peer, self._tag, self._group) for value in arriving]
+            self._begun += [start_send(parts[place], peer, self._tag, self._group) for parts in own]
             found += arriving
         return found
 
@@ -182,8 +182,8 @@ class DirectTransport(Transport):
         for peer, place in zip(stage.ranks, whole.chunk(len(stage.ranks)), strict=True):
             if peer != self._rank:
                 self._begun += [
-                    receiving(place, peer, self._tag, self._group),
-                    sending(shard, peer, self._tag, self._group),
+                    start_receive(place, peer, self._tag, self._group),
+                    start_send(shard, peer, self._tag, self._group),
                 ]
             elif place.data_ptr() != shard.data_ptr():
                 place.copy_(shard)
@@ -195,7 +195,7 @@ class DirectTransport(Transport):
             transfer.wait()
 
 
-RING_AT_MOST = 16
+MAX_RING_RANKS = 16
 """Ranks among which torch's ring is as quick."""
 
 
@@ -216,7 +216,7 @@ class DoublingRound:
     adds: bool = True
 
 
-def rounds(rank: int, size: int) -> list[DoublingRound]:
+def doubling_rounds(rank: int, size: int) -> list[DoublingRound]:
     """What a rank does: of more ranks than a power of two the first even ones have their neighbours speak for them."""
     power = 1 << (size.bit_length() - 1)
     paired = 2 * (size - power)
@@ -230,20 +230,20 @@ def rounds(rank: int, size: int) -> list[DoublingRound]:
     return found
 
 
-def summed(mine: Tensor, world: World) -> Tensor:
+def sum_over_ranks(mine: Tensor, world: World) -> Tensor:
     """The sum of all ranks' integers, in the host's memory; a collective.
 
     Raises:
         PeerLostError: A peer left meanwhile.
     """
     with collective():
-        if world.size <= RING_AT_MOST:
+        if world.size <= MAX_RING_RANKS:
             dist.all_reduce(mine)
             return mine
-        for each in rounds(world.rank, world.size):
+        for each in doubling_rounds(world.rank, world.size):
             received = torch.empty_like(mine)
-            begun = [sending(mine, each.peer)] if each.sends else []
-            begun += [receiving(received, each.peer)] if each.receives else []
+            begun = [start_send(mine, each.peer)] if each.sends else []
+            begun += [start_receive(received, each.peer)] if each.receives else []
             for transfer in begun:
                 transfer.wait()
             if each.receives:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ray_app.plan.assignment import Node, middle
 
 
-def parents(logical_workers: int) -> dict[Node, Node]:
+def tree_parents(logical_workers: int) -> dict[Node, Node]:
     """The parent of every node of the tree except the root."""
     found: dict[Node, Node] = {}
 
@@ -29,7 +29,7 @@ class TreeSum:
     ends in the tensor of its leftmost node.
 
     Args:
-        parent: The tree, see `parents`.
+        parent: The tree, see `tree_parents`.
         total: Where the sum of the whole tree goes instead; it may be one of the terms.
     """
 

@@ -13,7 +13,7 @@ import torch
 
 from ray_app.config.config import Config
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_exchange, data_parallel
+from ray_app.reduction.bucketed import build_bucketed_reducer, build_reducer
 from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.membership import Phase
@@ -36,25 +36,25 @@ def build_state(config: Config, task: Task, device: torch.device, total_steps: i
 def build_step(
     job: Job, state: TrainingState, world: World, device: torch.device, enter: Callable[[Phase], None]
 ) -> Step:
-    """Makes the step of the configured strategy with its exchange, see `Step`."""
+    """Makes the step of the configured strategy with its reducer, see `Step`."""
     train = job.config.train
     if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
         assert isinstance(state, LocalState), "build_state made it"
-        return LocalStep(job, state, data_parallel(train, state.model, world), world, device, enter)
+        return LocalStep(job, state, build_bucketed_reducer(train, state.model, world), world, device, enter)
     if state.turns is not None:
         return TurnStep(
             job.config,
             job.task,
             state,
             state.turns,
-            lambda: build_exchange(train, state.model, world),
+            lambda: build_reducer(train, state.model, world),
             world,
             device,
             enter,
         )
-    exchange = build_exchange(train, state.model, world)
+    reducer = build_reducer(train, state.model, world)
     if train.strategy == "fsdp":
         from ray_app.train.strategies.fully_sharded import ShardedStep
 
-        return ShardedStep(job.config, job.task, state, exchange, world, device, enter)
-    return Step(job.config, job.task, state, exchange, world, device, enter)
+        return ShardedStep(job.config, job.task, state, reducer, world, device, enter)
+    return Step(job.config, job.task, state, reducer, world, device, enter)

@@ -14,7 +14,7 @@ import torch
 from ray_app.data.feed import Feed
 from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, peers_to_blame
+from ray_app.reduction.base import World, translate_peer_errors
 from ray_app.runlog.journal import put_event
 from ray_app.task import device as environment
 from ray_app.task.ragged import Arrays
@@ -110,7 +110,7 @@ class _Worker:
             gc.collect()
             try:
                 joined = self._membership.generation(self._state.step, lost_s is not None)
-                with joined as (met, formed), self._state.among(met) as world, peers_to_blame():
+                with joined as (met, formed), self._state.among(met) as world, translate_peer_errors():
                     self._begin(world, formed, lost_s)
                     flags = self._run(world, formed.hosts)
                 lost_s = None
@@ -172,7 +172,7 @@ class _Worker:
             if (shares := pacing.shares) is None or flags:
                 pacing.end()
                 return flags
-            world = replace(world, shares=shares)
+            world = replace(world, assignment=shares)
             pacing.begin(world)
 
     def _steps(self, world: World, pacing: StragglerReporter, replays: SdcChecker | None) -> Flags:
@@ -185,7 +185,7 @@ class _Worker:
             step.replay(replays)
             if done < job.total_steps:
                 self._enter("data")
-                feed.play(cursor, world.played)
+                feed.play(cursor, world.assigned)
             while done < job.total_steps:
                 self._enter("data")
                 waited, lr = feed.wait_s, step.lr

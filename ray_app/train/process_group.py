@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ray_app.errors import PeerLostError
 from ray_app.reduction import group_state
-from ray_app.reduction.base import groups
+from ray_app.reduction.base import stage_groups
 from ray_app.train.membership import GenerationInfo
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 """Unless the user has set them: torch's own threads neither end the process nor abort, and do not wait for dumps, which
-takes a recovery a minute and more. The rendezvous says when to abort, and `settle` looks at the error.
+takes a recovery a minute and more. The rendezvous says when to abort, and `check_device_errors` looks at the error.
 """
 _NCCL = "cpu:gloo,cuda:nccl"
 _LAUNCH_S = 2.0
@@ -79,7 +79,7 @@ class ProcessGroup:
     def _open(self, formed: GenerationInfo, device: torch.device, name: str) -> None:
         self._asynchronous, self._device = name != "gloo", device
         self._before, self._store = set(_sockets()), (formed.host, formed.port)
-        group_state.watch(self)
+        group_state.set_group(self)
         # torch numbers groups, counts those that could not be formed, too, and all ranks must have the same number
         # (torch 2.15)
         dist.distributed_c10d._world.group_count = 0
@@ -111,11 +111,11 @@ class ProcessGroup:
         return [(number, name) for number, name in came if listens.intersection(ends[number])]
 
     @property
-    def settle(self) -> Callable[[], None] | None:
-        """See `World.settle`."""
-        return self._settle if self._asynchronous else None
+    def check_device_errors(self) -> Callable[[], None] | None:
+        """See `World.check_device_errors`."""
+        return self._check_device_errors if self._asynchronous else None
 
-    def _settle(self) -> None:
+    def _check_device_errors(self) -> None:
         self._wait_for_device()
         error = self._error()
         if self.is_aborted:
@@ -133,7 +133,7 @@ class ProcessGroup:
 
     def _error(self) -> str | None:
         """What a backend says of itself, if it has failed; a backend that this process aborts is not asked."""
-        with group_state.launches:
+        with group_state.launch_lock:
             errors = (group._get_backend(self._device).get_error() for group in self._all() if not self.is_aborted)
             return next((error.name for error in errors if error != ErrorType.SUCCESS), None)
 
@@ -206,10 +206,10 @@ class ProcessGroup:
         if broken and self._device.type == "cuda":
             with suppress(RuntimeError):  # an error of the device itself is met again by the next call that uses it
                 torch.cuda.synchronize(self._device)
-        with group_state.launches:
+        with group_state.launch_lock:
             if dist.is_initialized():
                 dist.destroy_process_group()
-        group_state.unwatch(self)
+        group_state.clear_group(self)
 
 
 def form_group(name: str, device: torch.device, store: Any, rank: int, size: int) -> None:
@@ -229,7 +229,7 @@ def _abort(group: Any) -> None:
     """Aborts a group's communicator when no call is at it, so that NCCL frees nothing that the call uses (torch
     2.15).
     """
-    is_idle = group_state.launches.acquire(timeout=_LAUNCH_S)
+    is_idle = group_state.launch_lock.acquire(timeout=_LAUNCH_S)
     try:
         if group in dist.distributed_c10d._world.pg_map:  # or it was closed meanwhile
             group.abort()
@@ -237,7 +237,7 @@ def _abort(group: Any) -> None:
         logger.warning("A communicator could not be aborted: %s", error)
     finally:
         if is_idle:
-            group_state.launches.release()
+            group_state.launch_lock.release()
 
 
 def backend_of(device: torch.device, backend: str) -> str:
@@ -250,15 +250,15 @@ def backend_of(device: torch.device, backend: str) -> str:
 
 
 def open_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, collective: bool) -> tuple[Any, ...]:
-    """The process group of a rank in each stage of the exchange, see `World.groups`; a collective of all ranks.
+    """The process group of a rank in each stage of the reduction, see `World.groups`; a collective of all ranks.
 
     Args:
         rank: This one.
         hosts: The host of every rank.
         timeout: For the groups to form.
-        collective: Whether the stages need any; otherwise ranks send to each other (`exchange.transport`).
+        collective: Whether the stages need any; otherwise ranks send to each other (`reduction.transport`).
     """
-    stages = groups(hosts) if hosts else [[]]
+    stages = stage_groups(hosts) if hosts else [[]]
     if len(stages) == 1 or not collective:
         return (None,) * len(stages)
     made = [{ranks: dist.new_group(ranks, timeout=timeout) for ranks in stage} for stage in stages]

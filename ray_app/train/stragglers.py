@@ -95,7 +95,7 @@ class StragglerDetector:
 
     def begin(self, world: World) -> None:
         """Goes on after logical workers have moved."""
-        self._blocks = [world.played_by(rank) for rank in range(world.size)]
+        self._blocks = [world.assigned_to(rank) for rank in range(world.size)]
         self._sizes = np.array([len(block) for block in self._blocks], dtype=np.float64)
         self.shares: tuple[range, ...] | None = None
         self._left, self._window, self._window_s = _WARM_UP, list[list[SpentOf]](), 0.0
@@ -270,7 +270,7 @@ class StragglerReporter:
         """Goes on after logical workers have moved."""
         assert self._pace is not None
         if world.rank == 0:
-            before, after = ([len(w.played_by(rank)) for rank in range(w.size)] for w in (self._world, world))
+            before, after = ([len(w.assigned_to(rank)) for rank in range(w.size)] for w in (self._world, world))
             put_event(self._job.paths, "balanced", self._job.fence, step=self._step, before=before, after=after)
         self._world, self.shares = world, None
         self._pace.begin(world)

@@ -241,16 +241,18 @@ class LocalMembership:
         mine = set(_sockets()) - before
         state = _DeviceState(dist.group.WORLD)
         try:
-            settle = getattr(dist.group.WORLD, "settle", None)  # of a group with a device's manners
-            group_state.watch(state)
-            yield dataclasses.replace(self._world, hosts=self._hosts, groups=groups, settle=settle), formed
+            # Only a group that behaves like one of a device has this method.
+            check = getattr(dist.group.WORLD, "check_device_errors", None)
+            group_state.set_group(state)
+            world = dataclasses.replace(self._world, hosts=self._hosts, groups=groups, check_device_errors=check)
+            yield world, formed
         except BaseException:
             dist.group.WORLD.abort()  # type: ignore[union-attr]
             for each in mine:
                 _shut_down(*each)  # the error's frames may hold the group, for whose connections' end the others wait
             raise
         finally:
-            group_state.unwatch(state)
+            group_state.clear_group(state)
             dist.destroy_process_group()
 
     def flags(self) -> Flags:

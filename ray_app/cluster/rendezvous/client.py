@@ -113,7 +113,9 @@ class RendezvousClient:
             self._break()  # it may have been said before there was a group
             with collective():
                 group.open(formed, self._device, self._backend)
-            yield replace(world, hosts=formed.hosts, groups=group.groups, settle=group.settle), formed
+            check_device_errors = group.check_device_errors
+            world = replace(world, hosts=formed.hosts, groups=group.groups, check_device_errors=check_device_errors)
+            yield world, formed
             broken = False
         finally:
             group.close(broken)

@@ -42,7 +42,7 @@ from torch import Tensor, cuda
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.reduction.base import collective
-from ray_app.reduction.transport import P2PWork, receive, sending
+from ray_app.reduction.transport import P2PWork, receive, start_send
 
 _PIECE_BYTES = 16 << 20
 _SMALL_BYTES = 4096
@@ -137,7 +137,7 @@ class _Line:
         if self._parent is not None:
             receive(piece, self._parent)
         for child in self._children:
-            self._sent.append(sending(piece, child))
+            self._sent.append(start_send(piece, child))
         while len(self._sent) > _MOST_ON_THE_WAY * len(self._children):
             self._sent.popleft().wait()
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ray_app.errors import ConfigError
-from ray_app.reduction.overlap import stream_of
+from ray_app.reduction.overlap import get_stream
 from ray_app.task.base import Batch, DeviceSums
 from ray_app.train.step.micro_batch import TensorGroup
 
@@ -72,7 +72,7 @@ class CudaGraphs:
         # also in a capture. Whether that matters only two GPUs show; to allocate before a capture would take private
         # calls, and TORCH_DIST_USE_NCCL2=0 in the workers' environment chooses the older class, which registers
         # nothing.
-        self._stream, self._pool = stream_of(device, "capture"), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = get_stream(device, "capture"), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """See `Graphs.warm_up`."""

@@ -19,7 +19,7 @@ from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, bits_of
+from ray_app.reduction.base import World, checksum
 from ray_app.task import device as environment
 from ray_app.task.base import Batch, Losses, Task, check_losses
 from ray_app.task.roi_align import use_eager_roi_align
@@ -54,7 +54,7 @@ class ReplicaBuffers:
         self._start.copy(self._buffers)
 
     def bits(self) -> int:
-        """Those of what they are now, see `exchange.bits`; waits for the device."""
+        """Those of what they are now, see `reduction.base.checksum`; waits for the device."""
         return self._buffers.bits()
 
     @contextmanager
@@ -82,7 +82,7 @@ class ReplicaBuffers:
         for owner, name, buffer in self._owners:
             if owner[name] is not buffer:
                 raise replaced(name)
-        if len(self._world.played) == 1:
+        if len(self._world.assigned) == 1:
             return
         if logical_worker == 0:
             self._is_kept = True
@@ -95,14 +95,14 @@ class ReplicaBuffers:
             self._buffers.copy(self._kept)
         if self._sends:
             self._sent.copy(self._buffers)
-            with self._world.launching():
+            with self._world.launch_guard():
                 self._pending = dist.broadcast(self._sent.memory, 0, async_op=True)
 
     def finish(self) -> None:
         """Waits until this rank has logical worker 0's buffers."""
         if self._pending is None:
             return
-        with self._world.launching():
+        with self._world.launch_guard():
             self._pending.wait()
         self._pending = None
         self._buffers.copy(self._sent)
@@ -160,8 +160,8 @@ class TensorGroup:
         return TensorGroup(parts, memory)
 
     def bits(self) -> int:
-        """See `exchange.bits`."""
-        found = [bits_of(tensor.detach(), place) for place, tensor in enumerate(self._tensors)]
+        """See `reduction.base.checksum`."""
+        found = [checksum(tensor.detach(), place) for place, tensor in enumerate(self._tensors)]
         return int(torch.stack(found).sum()) if found else 0
 
     def copy(self, others: TensorGroup) -> None:

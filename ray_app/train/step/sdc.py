@@ -27,7 +27,7 @@ from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.plan.hashing import key
 from ray_app.reduction.base import GradientReducer, World, collective
 from ray_app.reduction.bucketed import BucketedReducer
-from ray_app.reduction.transport import P2PWork, receive, sending, summed
+from ray_app.reduction.transport import P2PWork, receive, start_send, sum_over_ranks
 
 _WHEN, _SHIFT, _WHOSE = 31, 32, 33  # salts: what a key is for
 
@@ -158,22 +158,22 @@ class SdcChecker:
     def begin(self, world: World) -> None:
         """From now on the workers play these shares."""
         self.world = world
-        self._blocks = [world.played_by(rank) for rank in range(world.size)]
+        self._blocks = [world.assigned_to(rank) for rank in range(world.size)]
 
-    def due(self, step: int, batches: Sequence[MicroBatch], exchange: GradientReducer) -> RecomputedShares | None:
+    def due(self, step: int, batches: Sequence[MicroBatch], reducer: GradientReducer) -> RecomputedShares | None:
         """What is computed twice in a step; a collective of those who do it.
 
         Args:
             step: Which, counted from 0 over the run.
             batches: The micro-batches of this rank.
-            exchange: How the gradients of this step meet.
+            reducer: Reduces the gradients of this step.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
         shares = due(step, self._seed, self._rate, self._blocks, self.groups)
-        assert isinstance(exchange, BucketedReducer), "checked with the configuration"
-        return RecomputedShares(self, step, shares, batches, exchange) if shares else None
+        assert isinstance(reducer, BucketedReducer), "checked with the configuration"
+        return RecomputedShares(self, step, shares, batches, reducer) if shares else None
 
 
 class RecomputedShares:
@@ -183,7 +183,7 @@ class RecomputedShares:
         replays: What goes on from step to step.
         step: Which.
         shares: They.
-        batches, exchange: See `SdcChecker.due`.
+        batches, reducer: See `SdcChecker.due`.
     """
 
     def __init__(
@@ -192,12 +192,12 @@ class RecomputedShares:
         step: int,
         shares: Sequence[Again],
         batches: Sequence[MicroBatch],
-        exchange: BucketedReducer,
+        reducer: BucketedReducer,
     ) -> None:
         self._replays, self._step, self.shares = replays, step, shares
-        self._world, self._exchange = replays.world, exchange
+        self._world, self._reducer = replays.world, reducer
         self._mine = {batch.logical_worker: batch for batch in batches}
-        self._exchange.watch({each.logical_worker for each in shares if each.owner == self._world.rank})
+        self._reducer.watch_checksums({each.logical_worker for each in shares if each.owner == self._world.rank})
         self._theirs = self._send(shares)
         self._own, self._bits = dict[int, int](), dict[int, int]()
 
@@ -207,7 +207,7 @@ class RecomputedShares:
         with collective():
             for each in shares:
                 if rank == each.owner != each.by:
-                    sent += [sending(part, each.by) for part in _packed(self._mine[each.logical_worker])]
+                    sent += [start_send(part, each.by) for part in _packed(self._mine[each.logical_worker])]
             for each in shares:
                 if rank == each.by:
                     received.append(self._mine[each.logical_worker] if each.owner == rank else _received(each.owner))
@@ -230,9 +230,9 @@ class RecomputedShares:
         self._bits = {batch.logical_worker: self._bits_of(batch) for batch in self._theirs}
 
     def _bits_of(self, batch: MicroBatch) -> int:
-        with self._exchange.aside():
+        with self._reducer.free_grads():
             of_buffers = self._compute(batch)
-            return _signed(of_buffers + self._exchange.bits_of_gradients())
+            return _signed(of_buffers + self._reducer.gradient_checksum())
 
     def compare(self) -> None:
         """Holds all that was computed twice against each other; a collective, by which all come to the same end.
@@ -242,14 +242,14 @@ class RecomputedShares:
             PeerLostError: Another rank is wrong, and ends, or has left; nothing of the step may be kept.
             IrreproducibleError: Who is wrong cannot be told.
         """
-        rank, gradients = self._world.rank, self._exchange.bits()
+        rank, gradients = self._world.rank, self._reducer.checksums()
         own = {v: _signed(bits + gradients.get(v, 0)) for v, bits in self._own.items()}
-        self._exchange.watch(set())
+        self._reducer.watch_checksums(set())
         told = torch.zeros(len(self.shares), 2, dtype=torch.int64)
         for line, each in zip(told, self.shares, strict=True):
             line[0] = own[each.logical_worker] if each.owner == rank else 0
             line[1] = self._bits[each.logical_worker] if each.by == rank else 0
-        for each, (first, second) in zip(self.shares, summed(told, self._world).tolist(), strict=True):
+        for each, (first, second) in zip(self.shares, sum_over_ranks(told, self._world).tolist(), strict=True):
             if first != second:
                 self._judge(each, (first, second))
         self._replays.clean.update({self._replays.places[each.owner].name: self._step for each in self.shares})
@@ -260,7 +260,7 @@ class RecomputedShares:
         told = torch.zeros(len(ranks), dtype=torch.int64)
         if me in ranks:
             told[ranks.index(me)] = self._bits_of(once_more[0])
-        rank = guilty(share, bits, list(zip(ranks, summed(told, self._world).tolist(), strict=True)))
+        rank = guilty(share, bits, list(zip(ranks, sum_over_ranks(told, self._world).tolist(), strict=True)))
         if rank is None:
             raise IrreproducibleError(
                 f"Step {self._step}: ranks {sorted({share.owner, share.by, *ranks})} computed the gradient of logical"

@@ -21,7 +21,7 @@ from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import DataError, NonFiniteError, PeerLostError, TaskError, WrongResultError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, backward_of, gather
+from ray_app.reduction.base import GradientReducer, World, gather, run_backward
 from ray_app.task.base import Batch, DeviceSums, Losses, LossSums, Task, read_sums, sum_on_device
 from ray_app.task.user_code import user_code
 from ray_app.train.membership import Flags, Phase
@@ -68,7 +68,7 @@ class Step:
         config: Seed, precision, clipping.
         task: Forward and loss.
         state: What the step changes.
-        exchange: How gradients meet.
+        reducer: Reduces the gradients of the logical workers.
         world: The workers of now.
         device: Where it runs.
         enter: Told what the step is doing.
@@ -85,13 +85,13 @@ class Step:
         config: Config,
         task: Task,
         state: TrainingState,
-        exchange: GradientReducer,
+        reducer: GradientReducer,
         world: World,
         device: torch.device,
         enter: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         self._config, self._task, self._state, self._enter = config, task, state, enter
-        self._exchange, self._world, self._device = exchange, world, device
+        self._reducer, self._world, self._device = reducer, world, device
         self._buffers, self._table = ReplicaBuffers(state.model, world), StepStats(world)
         self._forward = Forward(config, task, device, self._loss())
         self._captured = (
@@ -106,7 +106,7 @@ class Step:
 
     def close(self) -> None:
         """Ends it; see `GradientReducer.close`."""
-        self._exchange.close()
+        self._reducer.close()
         self._captured = None  # it holds this one: its memory of the device would wait for the garbage collector
 
     def replay(self, replays: SdcChecker | None) -> None:
@@ -167,7 +167,7 @@ class Step:
         Returns:
             What all know then, and what the gradient has to be multiplied by; 0: nothing counts.
         """
-        twice = self._replays.due(self._state.step, batches, self._exchange) if self._replays is not None else None
+        twice = self._replays.due(self._state.step, batches, self._reducer) if self._replays is not None else None
         if self._timer is not None:
             self._timer.begin()
         found: list[DeviceSums | None] = []
@@ -181,17 +181,17 @@ class Step:
         if self._timer is not None:
             self._timer.computed()
         self._enter("exchange")
-        self._exchange.launch()
+        self._reducer.launch()
         self._buffers.launch()
         if twice is not None:
             twice.compute(lambda batch: self._again(cursor, batch, global_rows))
         result = None
         if (
-            self._world.settle is None and self._world.size > 1
+            self._world.check_device_errors is None and self._world.size > 1
         ):  # the host carries the gradients, and beside them the table
             told, _ = self._meet(found, [])
             result = self._table.exchange(self._lines(batches, told, global_rows, flags))
-        self._exchange.finish()
+        self._reducer.finish()
         self._buffers.finish()
         if self._timer is not None:
             self._timer.met()
@@ -214,15 +214,15 @@ class Step:
             if not batch.rows:
                 return self._buffers.bits()
             losses = self._losses(cursor, batch._replace(fields=fields), self._state.model)
-            backward_of(losses.values, self._weights(batch, global_rows))
+            run_backward(losses.values, self._weights(batch, global_rows))
             return self._buffers.bits()
 
     def _meet(self, found: list[DeviceSums | None], norms: list[Tensor]) -> tuple[list[LossSums], list[float]]:
         """Here the host meets the device, nowhere else in a step: it waits for what the device was given, and reads
         what it found.
         """
-        if self._world.settle is not None:
-            self._world.settle()
+        if self._world.check_device_errors is not None:
+            self._world.check_device_errors()
         return read_sums(self._task, found, norms)
 
     def _settled(self, cursor: Cursor, result: StepResult, global_rows: int) -> StepResult:
@@ -266,14 +266,14 @@ class Step:
     def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
         """Forward and backward of one logical worker, of which nothing is waited for."""
         if not batch.rows:
-            self._exchange.skip(batch.logical_worker)
+            self._reducer.skip(batch.logical_worker)
             return None
         weights = self._weights(batch, global_rows)
         if (captured := self._captured) is not None:
             fields = self._forward.fields(cursor, batch)
-            return self._exchange.take(lambda: captured.run(fields, weights), batch.logical_worker)
+            return self._reducer.collect_from(lambda: captured.run(fields, weights), batch.logical_worker)
         losses = self._losses(cursor, batch, self._state.model)
-        self._exchange.backward(losses.values, weights, batch.logical_worker)
+        self._reducer.backward(losses.values, weights, batch.logical_worker)
         return sum_on_device(losses)
 
     def _weights(self, batch: MicroBatch, global_rows: int) -> Tensor:
@@ -283,7 +283,7 @@ class Step:
     def _computed(self, fields: Batch, weights: Tensor) -> DeviceSums:
         """Forward and backward of rows, see `Compute`."""
         losses = self._forward.losses(self._state.model, fields, len(weights))
-        backward_of(losses.values, weights)
+        run_backward(losses.values, weights)
         return sum_on_device(losses)
 
     def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Losses:
@@ -368,7 +368,7 @@ def line(batch: MicroBatch, sums: LossSums, loss: float, flags: Flags, spent: Sp
 
 
 class TurnStep(Step):
-    """See the module and `Step`; there is an exchange for each turn, made while only its parameters may have
+    """See the module and `Step`; there is a reducer for each turn, made while only its parameters may have
     gradients.
     """
 
@@ -378,26 +378,26 @@ class TurnStep(Step):
         task: Task,
         state: TrainingState,
         turns: Turns,
-        make_exchange: Callable[[], GradientReducer],
+        make_reducer: Callable[[], GradientReducer],
         world: World,
         device: torch.device,
         enter: Callable[[Phase], None],
     ) -> None:
         self._turns, self._turn = turns, ""
-        self._exchanges, self._tables = (
+        self._reducers, self._tables = (
             dict[str, GradientReducer](),
             {turn: StepStats(world) for turn in turns.optimizers},
         )
         for turn in turns.optimizers:
             turns.take(turn)
-            self._exchanges[turn] = make_exchange()
-        super().__init__(config, task, state, self._exchanges[turn], world, device, enter)
+            self._reducers[turn] = make_reducer()
+        super().__init__(config, task, state, self._reducers[turn], world, device, enter)
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """See `Step.run`."""
         turn = self._turn = self._turns.begin(self._state.step)
-        self._exchange, self._table, self._parameters = (
-            self._exchanges[turn],
+        self._reducer, self._table, self._parameters = (
+            self._reducers[turn],
             self._tables[turn],
             self._turns.parameters[turn],
         )
@@ -408,5 +408,5 @@ class TurnStep(Step):
 
     def close(self) -> None:
         """See `GradientReducer.close`."""
-        for exchange in self._exchanges.values():
-            exchange.close()
+        for reducer in self._reducers.values():
+            reducer.close()

@@ -15,7 +15,7 @@ import torch
 
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import World, gather
-from ray_app.reduction.transport import summed
+from ray_app.reduction.transport import sum_over_ranks
 from ray_app.train.membership import Flags
 from ray_app.train.step.timing import SpentOf
 
@@ -118,7 +118,7 @@ class StepStats:
         for row in mine:
             line = self._line.pack(*row[1:-1], *(row.metrics.get(name, 0.0) for name in names))
             packed[row.logical_worker] = torch.frombuffer(bytearray(line), dtype=torch.int64)
-        packed = summed(packed, self._world)
+        packed = sum_over_ranks(packed, self._world)
         fixed = len(ReplicaStats._fields) - 2
         lines = self._line.iter_unpack(packed.numpy().tobytes())
         return added(

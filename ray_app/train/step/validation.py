@@ -70,8 +70,8 @@ class Validation:
             for chunk in score(job.task, model, arrays, size, self._device, world.rank, world.size, manifest=manifest):
                 mine.append(chunk)
                 self._moved()
-        if world.settle is not None:
-            world.settle()  # the parameters may have come through the device
+        if world.check_device_errors is not None:
+            world.check_device_errors()  # the parameters may have come through the device
         shares = gather(mine, world)
         if world.rank != 0:
             return

@@ -118,7 +118,7 @@ class CentralState(PartitionedState):
         if self._world.size > 1:
             sent = buffers.like()
             sent.copy(buffers)
-            with self._world.launching():
+            with self._world.launch_guard():
                 for work in [dist.broadcast(p, 0, async_op=True) for p in (*parameters, sent.memory) if p.numel()]:
                     work.wait()  # type: ignore[union-attr]
             buffers.copy(sent)

@@ -37,10 +37,10 @@ from ray_app.reduction.base import World, collective
 from ray_app.reduction.sharded import (
     DeterministicShardedReducer,
     FsdpReducer,
-    as_sharded,
+    gather_whole,
     shard_like,
     shard_model,
-    whole,
+    wrap_shard,
 )
 from ray_app.task.base import DeviceSums, Losses, LossSums, Task
 from ray_app.train.membership import Flags
@@ -64,9 +64,9 @@ class ShardedStep(Step):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        assert isinstance(self._exchange, FsdpReducer), "build_exchange made it"
-        self._sharded = self._exchange
-        self._missing = micro_batches(self._world.size, self._world.logical_workers) - len(self._world.played)
+        assert isinstance(self._reducer, FsdpReducer), "build_reducer made it"
+        self._sharded = self._reducer
+        self._missing = micro_batches(self._world.size, self._world.logical_workers) - len(self._world.assigned)
         self._before: MicroBatch | None = None
         self._bad: set[int] = set()
 
@@ -81,7 +81,7 @@ class ShardedStep(Step):
             sums = super()._play(cursor, batch, global_rows)
         else:
             self._pass_idly(cursor)
-        if batch.logical_worker == self._world.played[-1]:
+        if batch.logical_worker == self._world.assigned[-1]:
             for _ in range(self._missing):
                 self._pass_idly(cursor)
         return sums
@@ -116,7 +116,7 @@ class ShardedStep(Step):
             norms = self._sharded.norms()
         else:
             norms = torch.stack(norms_of(self._gradients())).double().square().sum()
-            with self._world.launching():
+            with self._world.launch_guard():
                 dist.all_reduce(norms)
             norms.sqrt_()
         return [norms.to(self._device, non_blocking=True)]
@@ -317,7 +317,7 @@ class ShardedState(PartitionedState):
         return live
 
     def _collected(self) -> Snapshot:
-        return Snapshot(**copied(vars(self._live()), whole=whole))
+        return Snapshot(**copied(vars(self._live()), whole=gather_whole))
 
     def _drop(self) -> None:
         """Frees the shards of the last generation and what belongs to them, before those of the next are made: a device
@@ -382,4 +382,4 @@ def _sharded(values: dict[str, Any], parameter: Any) -> dict[str, Any]:
     is_shard = {
         name: isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == shape for name, v in values.items()
     }
-    return {name: as_sharded(v, parameter) if is_shard[name] else v for name, v in values.items()}
+    return {name: wrap_shard(v, parameter) if is_shard[name] else v for name, v in values.items()}

@@ -30,7 +30,7 @@ from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, backward_of, gather, settled
+from ray_app.reduction.base import World, check_errors_on_all_ranks, gather, run_backward
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.task.base import DeviceSums, Task, read_sums, sum_on_device
 from ray_app.task.user_code import user_code
@@ -164,7 +164,7 @@ class LocalStep(Step):
     Args:
         job: The run.
         state: What the average changes.
-        exchange: How values meet.
+        reducer: Sums the values of the logical workers.
         world: The workers of now.
         device: Where it runs.
         enter: Told what the step is doing.
@@ -174,14 +174,14 @@ class LocalStep(Step):
         self,
         job: Job,
         state: LocalState,
-        exchange: BucketedReducer,
+        reducer: BucketedReducer,
         world: World,
         device: torch.device,
         enter: Callable[[Phase], None],
     ) -> None:
-        super().__init__(job.config, job.task, state, exchange, world, device, enter)
-        self._job, self._common, self._sums = job, state, exchange
-        self._replicas = {v: Replica(job.config, job.task, device, job.total_steps) for v in world.played}
+        super().__init__(job.config, job.task, state, reducer, world, device, enter)
+        self._job, self._common, self._sums = job, state, reducer
+        self._replicas = {v: Replica(job.config, job.task, device, job.total_steps) for v in world.assigned}
         self._begin_round()
 
     @property
@@ -246,7 +246,7 @@ class LocalStep(Step):
         losses = self._losses(cursor, batch, replica.model)
         sums = sum_on_device(losses)
         replica.forget()  # what the task has left
-        backward_of(losses.values, self._shares(sums))
+        run_backward(losses.values, self._shares(sums))
         for p in replica.trained:
             if p.grad is None:  # or the optimizer would hold a part of what it needs of it after the average
                 p.grad = torch.zeros_like(p)
@@ -323,7 +323,7 @@ class LocalStep(Step):
                         mine.copy_(theirs)
             self._buffers.launch()
             self._buffers.finish()
-            settled(self._world)  # and so has all else of the round
+            check_errors_on_all_ranks(self._world)  # and so has all else of the round
         except PeerLostError:
             self._buffers.roll_back()
             raise

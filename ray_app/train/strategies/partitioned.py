@@ -19,8 +19,8 @@ from torch import Tensor
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.errors import PeerLostError
-from ray_app.reduction.base import World, collective, gather, settled
-from ray_app.reduction.transport import P2PWork, receive, send, sending
+from ray_app.reduction.base import World, check_errors_on_all_ranks, collective, gather
+from ray_app.reduction.transport import P2PWork, receive, send, start_send
 from ray_app.task.base import Task
 from ray_app.train.state.state import NOTHING, TrainingState
 from ray_app.train.state.transfer import lacking, transfer, with_tensors, without_tensors
@@ -73,7 +73,7 @@ class PeerReplicas:
                 if world.rank < owners:
                     own = parts[world.rank] = _packed(mine, old.get(world.rank))
                     sizes = torch.tensor([own.head.numel(), own.data.numel()])
-                    sent = [sending(value, behind) for value in (sizes, *own)]
+                    sent = [start_send(value, behind) for value in (sizes, *own)]
                 if before < owners:
                     sizes = torch.empty(2, dtype=torch.int64)
                     receive(sizes, before)
@@ -207,7 +207,7 @@ class PartitionedState(TrainingState):
         if self._whole is None or self._whole.step != self.step:
             with collective():
                 collected = self._collected()
-            settled(self._world)
+            check_errors_on_all_ranks(self._world)
             self._whole = collected
         return self._whole
 

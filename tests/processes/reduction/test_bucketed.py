@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError, PeerLostError
 from ray_app.reduction.base import World, collective
-from ray_app.reduction.bucketed import BucketedReducer, _bucketed, build_exchange
+from ray_app.reduction.bucketed import BucketedReducer, _split_into_buckets, build_reducer
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup, _sockets
 from tests.support.local_world import LocalMembership, Pool, TinyImages, make_job, write_images
@@ -35,7 +35,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_bits_of_exact_do_not_depend_on_the_size_of_the_buckets(pool: Pool, data: Path, tmp_path: Path) -> None:
     parameters = list(TinyImages().build_model().parameters())
-    assert len(_bucketed(parameters, 8 << 20)) == 1 < len(_bucketed(parameters, int(SMALL_MB * (1 << 20))))
+    assert (
+        len(_split_into_buckets(parameters, 8 << 20))
+        == 1
+        < len(_split_into_buckets(parameters, int(SMALL_MB * (1 << 20))))
+    )
     found = [
         pool.trained(
             make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__bucket_mb=mb), size
@@ -65,9 +69,9 @@ def exchange(rank: int, store: Path, size: int, train: TrainSection) -> Exchange
     model = nn.Sequential(nn.Linear(200, 500), nn.Linear(500, 200))
     inputs = torch.randn(4, 8, 200)
     with LocalMembership(World(rank, size, 4), store).generation(0, False) as (world, _):
-        strategy = build_exchange(train, model, world)
+        strategy = build_reducer(train, model, world)
         before = sent_by_this_process()
-        for v in world.played:
+        for v in world.assigned:
             strategy.backward(model(inputs[v]).square().mean(1), torch.full((8,), 1 / 32), v)
         strategy.launch()
         strategy.finish()
@@ -82,14 +86,14 @@ def exchange_shared(rank: int, store: Path, size: int, reentrant: bool) -> list[
     first, shared = nn.Linear(6, 6), nn.Linear(6, 6)
     model, inputs = nn.Sequential(first, shared), torch.randn(4, 8, 6)
     with LocalMembership(World(rank, size, 4), store).generation(0, False) as (world, _):
-        exchange = build_exchange(TrainSection(bucket_mb=SMALL_MB / 10), model, world)
-        for v in world.played:
+        reducer = build_reducer(TrainSection(bucket_mb=SMALL_MB / 10), model, world)
+        for v in world.assigned:
             x = first(inputs[v])
             for _ in range(2):
                 x = checkpoint(lambda x: shared(x).tanh(), x, use_reentrant=reentrant)
-            exchange.backward(x.square().mean(1), torch.full((8,), 1 / 32), v)
-        exchange.launch()
-        exchange.finish()
+            reducer.backward(x.square().mean(1), torch.full((8,), 1 / 32), v)
+        reducer.launch()
+        reducer.finish()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         if size > 1:
             dist.barrier()
@@ -287,12 +291,12 @@ def test_every_gradient_is_aligned_whatever_lies_before_it(mb: float, dtype: tor
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5), nn.Linear(5, 1)).to(dtype)
-    exchange = BucketedReducer(model, World(0, 1, 3), "exact", mb, "none")
+    reducer = BucketedReducer(model, World(0, 1, 3), "exact", mb, "none")
     x = torch.arange(6, dtype=dtype).view(2, 3)
     for v in range(3):
-        exchange.backward(model(x + v).squeeze(1), torch.full((2,), 0.5, dtype=dtype), v)
-    exchange.launch()
-    exchange.finish()
+        reducer.backward(model(x + v).squeeze(1), torch.full((2,), 0.5, dtype=dtype), v)
+    reducer.launch()
+    reducer.finish()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(gradients) == 6
     assert [g.data_ptr() % 64 for g in gradients] == [0] * 6

@@ -21,7 +21,7 @@ def _rows(world: World) -> list[ReplicaStats]:
     spent = 0.25, 0.5, 0.75, 1.0
     return [
         ReplicaStats(v, v + 1, 2**64 - 1 - v, 0.1 * v, v % 3, 1.0 / (v + 1), v, float(v), *spent, {"a": v / 7})
-        for v in world.played
+        for v in world.assigned
     ]
 
 
@@ -30,7 +30,7 @@ def _tables(rank: int, store: Path, size: int) -> tuple[StepResult, StepResult]:
     found = []
     with LocalMembership(World(rank, size, 2 * size), store).generation(0, False) as (world, _):
         for most in (1, 16):
-            transport.RING_AT_MOST = most
+            transport.MAX_RING_RANKS = most
             found.append(StepStats(world).exchange(_rows(world)))
     return found[0], found[1]
 
@@ -43,7 +43,7 @@ def test_the_table_is_that_of_the_ring(pool: Pool, size: int) -> None:
 
 
 def _leave(rank: int, store: Path, size: int) -> str:
-    transport.RING_AT_MOST = 1
+    transport.MAX_RING_RANKS = 1
     try:
         with LocalMembership(World(rank, size, size), store).generation(0, False) as (world, _):
             table = StepStats(world)
@@ -55,7 +55,7 @@ def _leave(rank: int, store: Path, size: int) -> str:
     except (PeerLostError, InterruptedError) as error:
         return type(error).__name__
     finally:
-        transport.RING_AT_MOST = 16
+        transport.MAX_RING_RANKS = 16
 
 
 def test_who_waits_for_one_that_left_is_set_free(pool: Pool) -> None:

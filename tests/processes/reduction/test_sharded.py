@@ -168,7 +168,7 @@ def after_a_step(rank: int, store: Path, job: Job, size: int, device: torch.devi
         state.share(world, lambda: state.begin(None))
         step = build_step(job, state, world, device, lambda phase: None)
         feed = Feed(job.plan, lambda cursor, played: cached(job, cursor, played), device)
-        feed.play(Cursor(), world.played)
+        feed.play(Cursor(), world.assigned)
         step.run(Cursor.at(0, 9), feed.next(), 12, Flags(0))
         yield state
 
@@ -301,7 +301,7 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
 
     def noting(name: str, exchange: Any) -> Any:
         def noted(*args: Any, **options: Any) -> Any:
-            held.setdefault(name, set()).add(is_held(group_state.launches))
+            held.setdefault(name, set()).add(is_held(group_state.launch_lock))
             return exchange(*args, **options)
 
         return noted
@@ -310,7 +310,10 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
         build_state(job.config, job.task, CPU, job.total_steps),
         LocalMembership(World(rank, 2, 4), store),
     )
-    with membership.generation(0, False) as (met, _), state.among(replace(met, settle=lambda: None)) as world:
+    with (
+        membership.generation(0, False) as (met, _),
+        state.among(replace(met, check_device_errors=lambda: None)) as world,
+    ):
         state.share(world, lambda: state.begin(None))
         cursor = Cursor.at(0, job.plan.steps_per_epoch)
         with (
@@ -319,7 +322,7 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
         ):
             for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
                 patch.setattr(dist, name, noting(name, getattr(dist, name)))
-            feed = feed_of(job.plan, cursor, world.played, cached(job, cursor, world.played))
+            feed = feed_of(job.plan, cursor, world.assigned, cached(job, cursor, world.assigned))
             step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
     return held
 

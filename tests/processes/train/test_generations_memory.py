@@ -73,7 +73,7 @@ def step_once(job: Job, state: ShardedState, world: World) -> list[Any]:
     """Makes a step; returns weak references to the shards of parameters and of the optimizer's state."""
     cursor = Cursor.at(0, job.plan.steps_per_epoch)
     with closing(build_step(job, state, world, CPU, lambda phase: None)) as step:
-        feed = feed_of(job.plan, cursor, world.played, cached(job, cursor, world.played))
+        feed = feed_of(job.plan, cursor, world.assigned, cached(job, cursor, world.assigned))
         step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
     moments = [
         v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor) and v.ndim

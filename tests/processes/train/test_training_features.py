@@ -18,7 +18,7 @@ from ray_app.driver.single import train_here
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_exchange
+from ray_app.reduction.bucketed import build_reducer
 from ray_app.task.base import Batch
 from ray_app.task.classification import mix_images, smooth_targets
 from ray_app.task.device import set_up_torch
@@ -140,8 +140,8 @@ def state_of(job: Job) -> TrainingState:
 def run_steps(job: Job, state: TrainingState, store: Path, steps: int) -> list[float]:
     """The gradient norms of some steps on one worker."""
     with LocalMembership(World(0, 1, job.plan.logical_workers), store).generation(0, False) as (world, _):
-        step = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, world), world, CPU)
-        feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+        step = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU)
+        feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
         rows = job.plan.rows_of_step
         return [
             step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)).grad_norm
@@ -378,7 +378,7 @@ def test_every_size_of_a_micro_batch_is_compiled(data: Path, tmp_path: Path, mon
     )
     state = state_of(job)
     step = Step(
-        job.config, job.task, state, build_exchange(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU
+        job.config, job.task, state, build_reducer(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU
     )
     for size in sizes:
         step._forward._compiled(state.model)(torch.zeros(size, 1, 8, 8))
@@ -398,7 +398,7 @@ def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
             job.config,
             job.task,
             state,
-            build_exchange(job.config.train, state.model, World(0, 1, 1)),
+            build_reducer(job.config.train, state.model, World(0, 1, 1)),
             World(0, 1, 1),
             CPU,
         )

@@ -13,7 +13,7 @@ from ray_app.data.feed import Feed, Upload
 from ray_app.data.local_readers import Decoded
 from ray_app.data.windows import CachedWindows, MicroBatch
 from ray_app.plan.order import Cursor
-from ray_app.reduction.overlap import SideStream, stream_of
+from ray_app.reduction.overlap import SideStream, get_stream
 from tests.support.fake_cuda import DEVICE, Streams
 from tests.support.local_world import TinyImages, make_job, write_images
 
@@ -43,7 +43,7 @@ def test_a_batch_is_copied_beside_what_computes_and_waited_for_by_the_device_alo
 
 def test_what_computes_waits_for_a_stream_beside_it_by_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    side = SideStream(DEVICE, "exchange")
+    side = SideStream(DEVICE, "reduction")
     with side.entered():
         torch.zeros(2).to(DEVICE, non_blocking=True)
     side.join()
@@ -77,7 +77,7 @@ def test_each_purpose_has_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
     """
     Streams(monkeypatch)
     found = {
-        purpose: {id(stream_of(DEVICE, purpose)) for _ in range(40)} for purpose in ("upload", "exchange", "capture")
+        purpose: {id(get_stream(DEVICE, purpose)) for _ in range(40)} for purpose in ("upload", "reduction", "capture")
     }
     assert [len(each) for each in found.values()] == [1, 1, 1]
     assert len(set.union(*found.values())) == 3

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ray_app.reduction.overlap import SideStream
 from ray_app.reduction.sharded import DeterministicShardedReducer
-from ray_app.reduction.tree import TreeSum, parents
+from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.train import process_group
 from ray_app.train.process_group import ProcessGroup, backend_of, form_group
 from tests.support.fake_cuda import DEVICE, Streams
@@ -69,14 +69,14 @@ def test_settling_waits_for_what_computes_and_for_no_upload(monkeypatch: pytest.
     streams, group = Streams(monkeypatch), ProcessGroup()
     monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
     group._asynchronous, group._device = True, DEVICE
-    assert group.settle is not None
-    group.settle()
+    assert group.check_device_errors is not None
+    group.check_device_errors()
     assert streams.calls == ["computing: wait for all"]
 
 
 def test_the_exchange_has_a_stream_that_no_communicator_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    with SideStream(DEVICE, "exchange", -1).entered(), SideStream(DEVICE, "upload").entered():
+    with SideStream(DEVICE, "reduction", -1).entered(), SideStream(DEVICE, "upload").entered():
         assert streams.at == ["computing", "side, first", "side"]
 
 
@@ -88,10 +88,10 @@ def test_a_sum_of_shards_drops_memory_only_when_the_stream_that_added_it_is_done
     """
     streams = Streams(monkeypatch)
     scatter = SimpleNamespace(leaves=range(1))
-    exchange: Any = SimpleNamespace(_sums=[TreeSum(parents(2))], _scatter=scatter)
-    DeterministicShardedReducer._push(exchange, 0, [torch.zeros(3, device=DEVICE)])
+    reducer: Any = SimpleNamespace(_sums=[TreeSum(tree_parents(2))], _scatter=scatter)
+    DeterministicShardedReducer._push(reducer, 0, [torch.zeros(3, device=DEVICE)])
     assert streams.calls == []
     scatter.leaves = range(1, 2)
     with SideStream(DEVICE, "reduce-scatter").entered():
-        DeterministicShardedReducer._push(exchange, 0, [torch.ones(3, device=DEVICE)])
+        DeterministicShardedReducer._push(reducer, 0, [torch.ones(3, device=DEVICE)])
     assert streams.calls == ["side: used by side"]

@@ -31,14 +31,14 @@ class Steps:
     def go(self, steps: int) -> Steps:
         for _ in range(steps):
             times = [(*self._times(self.done, rank), 0.0, 0.0)[:3] for rank in range(self.world.size)]
-            blocks = [self.world.played_by(rank) for rank in range(self.world.size)]
+            blocks = [self.world.assigned_to(rank) for rank in range(self.world.size)]
             spent = [Spent(*times[rank], self.step_s[-1]) for rank, block in enumerate(blocks) for _ in block]
             self.done += 1
             self.found += [(self.done, slow) for slow in self.pace.add(spent) or []]
             busy = [len(block) * unit + data + other for block, (unit, data, other) in zip(blocks, times, strict=True)]
             self.step_s.append(max(busy) + 0.002)
             if self.pace.shares is not None:
-                self.world = World(0, self.world.size, self.world.logical_workers, shares=self.pace.shares)
+                self.world = World(0, self.world.size, self.world.logical_workers, assignment=self.pace.shares)
                 self.moves.append((self.done, [len(block) for block in self.pace.shares]))
                 self.pace.begin(self.world)
         return self
@@ -122,7 +122,7 @@ def test_who_keeps_up_again_is_told_once() -> None:
 def test_a_slow_worker_gets_less_to_do() -> None:
     steps = Steps(4, 16, noisy(0.02, {3: 2.0}, noise=0.02), balances=True).go(1000)
     assert steps.moves[0][0] <= 50
-    assert [len(steps.world.played_by(rank)) for rank in range(4)] in ([5, 5, 4, 2], [5, 4, 5, 2], [4, 5, 5, 2])
+    assert [len(steps.world.assigned_to(rank)) for rank in range(4)] in ([5, 5, 4, 2], [5, 4, 5, 2], [4, 5, 5, 2])
     assert len(steps.moves) <= 3
     ideal = 16 * 0.02 / 3.5
     assert ideal / np.median(steps.step_s[-200:]) >= 0.85
@@ -139,7 +139,7 @@ def test_what_was_not_worth_it_is_taken_back_for_good() -> None:
     steps = Steps(2, 8, lambda step, rank: (0.02, 0.0), balances=True)
 
     def times(step: int, rank: int) -> tuple[float, float]:
-        return (0.02, 0.0) if rank == 0 else (0.16 / len(steps.world.played_by(1)), 0.0)
+        return (0.02, 0.0) if rank == 0 else (0.16 / len(steps.world.assigned_to(1)), 0.0)
 
     steps._times = times
     steps.go(1000)

@@ -20,7 +20,7 @@ from ray_app.checkpoint.format import pack, unpack
 from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.errors import DataError
-from ray_app.reduction.tree import TreeSum, parents
+from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import correct
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
@@ -44,7 +44,7 @@ class ParameterServer:
         torch.set_num_threads(config.scaling.threads_per_worker)
         self._config, self._total_steps = config.replace(train__freeze=None, train__init_from=None), total_steps
         self._synchronous = config.train.staleness == 0
-        self._parents = parents(config.logical_workers)
+        self._parents = tree_parents(config.logical_workers)
         self._era = 0
         self._sums: dict[int, _Sum] = {}
 

@@ -14,8 +14,8 @@ from ray_app.data.feed import Feed
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, backward_of
-from ray_app.reduction.bucketed import build_exchange
+from ray_app.reduction.base import World, run_backward
+from ray_app.reduction.bucketed import build_reducer
 from ray_app.task import device as environment
 from ray_app.task.base import ZERO_SUMS, sum_losses
 from ray_app.train.job import Hooks, Job, OpenWindows
@@ -74,7 +74,7 @@ class ParameterWorker:
             state.begin(job.read_initial())
         self._layout = Layout(state.model, state.optimizer, job.config.train)
         self._step = _UnitStep(
-            job.config, job.task, state, build_exchange(job.config.train, state.model, _ALONE), _ALONE, device
+            job.config, job.task, state, build_reducer(job.config.train, state.model, _ALONE), _ALONE, device
         )
         self._streams: dict[int, _Stream] = {}
         self._done: Done | None = None
@@ -203,7 +203,7 @@ class _UnitStep(Step):
             own = (sums.weight / batch.rows or 1.0) if self._config.train.staleness else 1.0
             for p in self._parameters:  # of what the task has left
                 p.grad = None
-            backward_of(losses.values, self._forward.weights(batch.rows, global_rows * own, 1.0))
+            run_backward(losses.values, self._forward.weights(batch.rows, global_rows * own, 1.0))
         loss = sums.loss / global_rows
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = math.sqrt(math.fsum(n * n for n in torch.stack(torch._foreach_norm(gradients)).tolist())) / share

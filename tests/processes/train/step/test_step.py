@@ -23,7 +23,7 @@ from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_exchange
+from ray_app.reduction.bucketed import build_reducer
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
 from ray_app.train.build import build_state, build_step
@@ -87,9 +87,9 @@ def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Steppe
     state.step = 0
     plan, results = job.plan, []
     with LocalMembership(World(rank, size, plan.logical_workers), store).generation(0, False) as (world, _):
-        strategy = build_exchange(job.config.train, state.model, world)
+        strategy = build_reducer(job.config.train, state.model, world)
         step = Step(job.config, job.task, state, strategy, world, CPU)
-        feed = feed_of(plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+        feed = feed_of(plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
         with closing(strategy):
             for i in range(steps):
                 before = digests(state)
@@ -226,8 +226,8 @@ def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float
     state.step = 0
     world = World(rank, 1, job.plan.logical_workers)
     before = [p.detach().clone() for p in state.model.parameters()]
-    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
-    result = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, world), world, CPU).run(
+    feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+    result = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU).run(
         Cursor(), feed.next(), 12, flags=Flags(0)
     )
     after = list(state.model.parameters())
@@ -497,10 +497,10 @@ def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields:
     def generation() -> list[weakref.ref[Any]]:
         with LocalMembership(World(0, 1, 4), tmp_path / "store").generation(0, False) as (world, _):
             step = build_step(job, state, world, CPU, lambda phase: None)
-            feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+            feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
             with closing(step), closing(feed):
                 step.run(Cursor(), feed.next(), sum(job.plan.rows_of_step(0)), Flags(0))
-        return [weakref.ref(step), weakref.ref(step._exchange)]
+        return [weakref.ref(step), weakref.ref(step._reducer)]
 
     alive = generation()
     gc.collect()

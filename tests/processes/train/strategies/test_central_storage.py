@@ -216,7 +216,7 @@ def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
     with LocalMembership(world, store).generation(-1, False), state.among(world):
         state.share(world, begin)
         step = build_step(job, state, world, CPU, lambda phase: None)
-        feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+        feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
         for i in range(2):
             step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
         on_device = {p.data_ptr() for p in state.model.parameters()}

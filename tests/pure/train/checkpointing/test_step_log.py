@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from ray_app.reduction.transport import rounds
+from ray_app.reduction.transport import doubling_rounds
 from ray_app.train.checkpointing.step_log import senders, spans
 
 
 def play(size: int) -> tuple[list[set[int]], int]:
     """Whose values are in each rank's sum, and the longest chain of messages that wait for each other."""
-    todo = {rank: rounds(rank, size) for rank in range(size)}
+    todo = {rank: doubling_rounds(rank, size) for rank in range(size)}
     have, depth = [{rank} for rank in range(size)], [0] * size
     mail: dict[tuple[int, int], list[tuple[set[int], int]]] = {}
     sent = set[int]()

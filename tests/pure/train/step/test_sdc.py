@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_app.plan.assignment import logical_workers_of
-from ray_app.reduction.base import bits_of
+from ray_app.reduction.base import checksum
 from ray_app.train.step.sdc import Again, due, guilty, judges
 
 
@@ -75,6 +75,6 @@ def test_every_bit_counts(bit: int, at: int, place: int) -> None:
     values = torch.randn(100, generator=torch.Generator().manual_seed(at))
     other = values.clone()
     other.view(torch.int32)[at] ^= -(1 << 31) if bit == 31 else 1 << bit
-    assert int(bits_of(values, place)) != int(bits_of(other, place))
-    assert int(bits_of(values, place)) == int(bits_of(values.view(10, 10).t(), place)), "wherever they lie"
-    assert int(bits_of(values, place)) != int(bits_of(values, place + 1))
+    assert int(checksum(values, place)) != int(checksum(other, place))
+    assert int(checksum(values, place)) == int(checksum(values.view(10, 10).t(), place)), "wherever they lie"
+    assert int(checksum(values, place)) != int(checksum(values, place + 1))
