@@ -171,7 +171,7 @@ def saving(job: Job, folder: Path) -> Callable[[], None]:
 def side(name: str, folder: Path) -> Cost:
     """Runs one side in this process."""
     from ray_app.data.local_readers import load_all
-    from ray_app.data.reader import fetch_here
+    from ray_app.data.reader import fetch_in_process
     from ray_app.data.windows import CachedWindows
     from ray_app.preflight.prepare import claim, prepare
     from ray_app.runlog.lease import acquire
@@ -184,7 +184,7 @@ def side(name: str, folder: Path) -> Cost:
     prepared = prepare(make_config(folder, 2 * PERIOD if name == OURS else None))
     with acquire(prepared.job.paths) as lease:
         job = claim(prepared, lease.fence).job
-        windows = CachedWindows(load_all(fetch_here, job.source))
+        windows = CachedWindows(load_all(fetch_in_process, job.source))
         hook = Periods(saving(job, folder) if name == SAVE else None)
         train(job, Alone(), lambda job, cursor, played: windows, torch.device("cpu"), Hooks(after_step=hook))
     reader = MetricsReader(job.paths)

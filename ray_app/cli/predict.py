@@ -15,7 +15,7 @@ from ray_app.cli.main import exit_code
 from ray_app.cluster.ray_private import most_resources
 from ray_app.cluster.resources import cluster, workers_that_fit
 from ray_app.config.config import Config
-from ray_app.data.ray_tasks import Pool, through
+from ray_app.data.ray_tasks import ActorPool, map_in_actors
 from ray_app.data.reader import ReadSpec
 from ray_app.driver.parsing import parse_more
 from ray_app.errors import DataError
@@ -68,9 +68,9 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
             most = workers_that_fit(room, ray.cluster_resources(), ray.nodes(), most_resources())
             if not put_json(out / MADE_FROM, prepared.made_from, if_absent=True):
                 refuse_other_prediction(prepared)  # another may have begun here meanwhile
-            pool = Pool(PredictActor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
+            pool = ActorPool(PredictActor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
             specs = dict(job.parts.values())
-            for found in through(pool, prepared.reader, missing, lambda found: specs[found["name"]]):
+            for found in map_in_actors(pool, prepared.reader, missing, lambda found: specs[found["name"]]):
                 done[found["name"]] = json.loads(found["facts"])
                 told.add(done[found["name"]]["rows"])
     before = read_json(out / DONE)

@@ -22,8 +22,8 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, OwnGroupConfig, take_over
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.config.config import Config
-from ray_app.data.local_readers import by_threads
-from ray_app.data.memory_cache import from_memory_cache
+from ray_app.data.local_readers import choose_fetch
+from ray_app.data.memory_cache import read_memory_cache
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.reader import Fetch
@@ -176,7 +176,7 @@ def _work(arguments: dict[str, Any]) -> None:
     )
     over = False
     try:
-        load = (lambda: from_memory_cache(start.evaluation).arrays) if start.evaluation is not None else None
+        load = (lambda: read_memory_cache(start.evaluation).arrays) if start.evaluation is not None else None
         printed = copied_output(job.paths, job.fence, membership.who, lambda: membership.place)
         with printed, user_code(lambda: "a worker"):  # whatever else is raised
             if start.parameters is not None:
@@ -224,11 +224,11 @@ def _ask_for_units(start: WorkerArgs, membership: RendezvousClient, device: torc
 def _open_windows(start: WorkerArgs) -> OpenWindows:
     @functools.cache
     def cached() -> CachedWindows:
-        return CachedWindows(from_memory_cache(start.memory_cache))
+        return CachedWindows(read_memory_cache(start.memory_cache))
 
     @functools.cache
     def fetch() -> Fetch:
-        return start.job.through_cache(by_threads(start.job.config.data.reader_threads, fetch_ray))
+        return start.job.through_cache(choose_fetch(start.job.config.data.reader_threads, fetch_ray))
 
     def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
         if start.memory_cache is not None:

@@ -39,7 +39,7 @@ class ArraySpec:
         return round(np.dtype(self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64)) * self.length)
 
 
-def spec_like(values: Field) -> ArraySpec:
+def spec_of_values(values: Field) -> ArraySpec:
     """What one row of `values` holds."""
     if isinstance(values, Ragged):
         mean = float(values.lengths.mean()) if len(values) else 1.0
@@ -51,7 +51,7 @@ def spec_like(values: Field) -> ArraySpec:
 
 def to_column(name: str, values: Field) -> tuple[pa.Field, pa.Array]:
     """Returns the field and the column of `values`, without copying them where they are contiguous."""
-    spec = spec_like(values)
+    spec = spec_of_values(values)
     if isinstance(values, Ragged):
         own = values.compact()
         item = own.values.dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
@@ -71,7 +71,7 @@ def to_column(name: str, values: Field) -> tuple[pa.Field, pa.Array]:
     return pa.field(name, data.type, nullable=False, metadata=metadata), data
 
 
-def spec_of(field: pa.Field) -> ArraySpec | None:
+def spec_of_field(field: pa.Field) -> ArraySpec | None:
     """The array that a field holds, or None for a plain column."""
     raw = (field.metadata or {}).get(b"ray_app.array")
     if raw is None:
@@ -104,10 +104,10 @@ def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
     if spec.padding is not None:
         parts = [_ragged(chunk, spec) for chunk in chunks if len(chunk)]
         return concat_ragged(parts) if parts else _none(spec)
-    return fixed(column, spec)
+    return fixed_array(column, spec)
 
 
-def fixed(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
+def fixed_array(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
     """The rows of an encoded column whose rows are of one size, shape (rows, ...); a view of the column where it is one
     chunk.
     """
@@ -150,7 +150,7 @@ def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
     return Ragged(inner.to_numpy(zero_copy_only=False).reshape(len(flat.values), *shape), offsets)
 
 
-def list_spec(kind: pa.DataType) -> ArraySpec | None:
+def spec_of_list_type(kind: pa.DataType) -> ArraySpec | None:
     """What a row of a column of lists of one size holds, or of lists of those; None if it is none of numbers."""
     shape = []
     while pa.types.is_fixed_size_list(kind):
@@ -165,7 +165,7 @@ def fixed_lists(column: pa.ChunkedArray) -> Array | None:
     """A column of lists of one size as one array of shape (rows, ...); None if it is none of numbers, or has missing
     values.
     """
-    spec = list_spec(column.type)
+    spec = spec_of_list_type(column.type)
     if spec is None or column.null_count:
         return None
     flat = column.combine_chunks()
@@ -177,7 +177,7 @@ def fixed_lists(column: pa.ChunkedArray) -> Array | None:
     return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(len(column), *spec.shape)
 
 
-def lists_of(rows: Ragged) -> pa.LargeListArray:
+def to_list_array(rows: Ragged) -> pa.LargeListArray:
     """Ragged rows as a column of lists of numbers, or of lists of rows of as many numbers each, which `ragged_lists`
     reads.
     """

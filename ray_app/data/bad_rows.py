@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import ArraySpec, spec_like
+from ray_app.data.arrays import ArraySpec, spec_of_values
 from ray_app.task.ragged import Arrays, Field, Ragged, concat_fields
 from ray_app.task.user_code import row_error_reason
 
@@ -46,14 +46,14 @@ def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[st
         Exception: What `decode` raises.
     """
     decoded = decode(rows)
-    found = {name: (len(values), spec_like(values)) for name, values in decoded.items()}
+    found = {name: (len(values), spec_of_values(values)) for name, values in decoded.items()}
     expected = {name: (count, spec) for name, spec in fields.items()}
     if found != expected:
         raise ValueError(f"it decodes to {found}, other rows to {expected}")
     return {name: decoded[name] for name in fields}
 
 
-def decode_around(
+def decode_good_rows(
     decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]
 ) -> tuple[dict[str, Field], list[str | None]]:
     """Decodes rows of which some may be bad, which become zeros; see `decode_all`.
@@ -93,7 +93,7 @@ def decode_around(
     return {name: concat_fields([part[name] for part in parts]) for name in fields}, reasons
 
 
-def with_bad_rows(
+def insert_bad_rows(
     decoded: dict[str, Field], reasons: list[str | None], bad: dict[int, str], fields: dict[str, ArraySpec]
 ) -> tuple[dict[str, Field], list[str | None]]:
     """Puts rows that were left out of decoding back into their places, as zeros.
@@ -105,7 +105,7 @@ def with_bad_rows(
         fields: What a decoded row looks like.
 
     Returns:
-        As `decode_around`.
+        As `decode_good_rows`.
     """
     parts, whole, low = list[dict[str, Field]](), list(reasons), 0
     for before, place in enumerate(sorted(bad)):
@@ -127,7 +127,7 @@ def _empty(spec: ArraySpec) -> Field:
     return np.zeros((1, *spec.shape), np.dtype(spec.dtype))
 
 
-def reasons_in(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:
+def read_reasons(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:
     """The bad rows of a decoded table by their manifest positions, with the reasons; `positions` has those of
     all rows.
     """
@@ -142,7 +142,7 @@ _REASON = "column {!r} has {}; fill it or drop the row before training"
 _WHOLE, _INSIDE = "no value", "a missing value inside its value"
 
 
-def missing_reasons(table: pa.Table) -> dict[int, str]:
+def find_missing_values(table: pa.Table) -> dict[int, str]:
     """The rows of a table that have a missing value in any column, also inside a list or an object, each with the
     reason.
     """
@@ -161,7 +161,7 @@ def missing_reasons(table: pa.Table) -> dict[int, str]:
     return reasons
 
 
-def usable_rows(count: int, reasons: dict[int, str]) -> npt.NDArray[np.bool_]:
+def usable_mask(count: int, reasons: dict[int, str]) -> npt.NDArray[np.bool_]:
     """Which of some rows have no reason against them, shape (count,)."""
     usable = np.ones(count, np.bool_)
     usable[list(reasons)] = False

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.arrays import is_bytes, is_number, is_numbers, is_text, list_spec, spec_of
-from ray_app.data.parquet_files import DataFile, Footers, Range, kept_footers, read_footers
+from ray_app.data.arrays import is_bytes, is_number, is_numbers, is_text, spec_of_field, spec_of_list_type
+from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
 from ray_app.errors import DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, partition_texts, partition_value
 from ray_app.storage.data_files import (
@@ -42,7 +42,7 @@ _THREADS = 8
 _SETTLED_NS = 5_000_000_000
 
 
-def contents(root: Place, paths: Iterable[str], memory: Location | None = None) -> dict[str, str]:
+def hash_files(root: Place, paths: Iterable[str], memory: Location | None = None) -> dict[str, str]:
     """SHA-256 of files below a folder, by their relative path.
 
     Args: root: The folder. paths: The files. memory: A file that keeps the digests: what was not changed since then is
@@ -141,7 +141,7 @@ def count_labels(root: str, manifest: Manifest, column: str) -> dict[int, int]:
     return dict(zip(known, np.bincount(of_row, minlength=len(known)).tolist(), strict=True))
 
 
-UNFINISHED = "_ingest.json"
+UNFINISHED_MARKER = "_ingest.json"
 """File in a data set on S3 that an ingest is writing; its `dataset.json` comes last."""
 _INDEX = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
 
@@ -185,7 +185,7 @@ def open_dataset(path: str) -> Dataset:
         )
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file; ingest the data first: ray-app ingest --help.")
-    footers = read_footers(root, files, None if is_one else kept_footers(root))
+    footers = read_footers(root, files, None if is_one else load_footers(root))
     manifest = footers.manifest
     if not manifest.num_rows:
         raise DataError(
@@ -197,7 +197,7 @@ def open_dataset(path: str) -> Dataset:
 
 def _refuse_unfinished(path: str, root: Place) -> None:
     """Refuses a folder on S3 that an ingest has begun and not finished; on a disk there is none."""
-    if find(root / UNFINISHED) and not find(root / "dataset.json"):
+    if find(root / UNFINISHED_MARKER) and not find(root / "dataset.json"):
         raise DataError(
             f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the"
             f" same"
@@ -252,7 +252,7 @@ def _partition_facts(manifest: Manifest) -> dict[str, ColumnFacts]:
 
 
 def _column_facts(field: pa.Field, found: Range) -> ColumnFacts:
-    spec = spec_of(field) or list_spec(field.type)
+    spec = spec_of_field(field) or spec_of_list_type(field.type)
     if spec is not None:
         return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape, found.least, found.most)
     kind = field.type

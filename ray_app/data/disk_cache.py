@@ -41,8 +41,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.arrays import ArraySpec, from_column, to_column
-from ray_app.data.bad_rows import REASON, Decode, reasons_in
-from ray_app.data.reader import POSITION, Cut, Fetch, Reader, ReadSpec, RowSource, Span, check_positions
+from ray_app.data.bad_rows import REASON, Decode, read_reasons
+from ray_app.data.reader import POSITION, Fetch, Reader, ReadSpec, RowSource, RowStream, Span, check_positions
 from ray_app.plan.hashing import UInt64, hash_array, key, mix_array
 from ray_app.storage.data_files import place_of, versions
 from ray_app.task.ragged import Field, Ragged, concat_fields
@@ -104,7 +104,7 @@ class RaggedRows:
         self._item = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
         flags = os.O_RDWR | os.O_CREAT
         self._file, self._places = (
-            os.open(folder / name, flags, 0o600) for name in (field_file(number), places_file(number))
+            os.open(folder / name, flags, 0o600) for name in (field_file(number), index_file(number))
         )
 
     def close(self) -> None:
@@ -168,18 +168,18 @@ class RaggedRows:
         )
 
 
-def rows_of_field(folder: Path, number: int, spec: ArraySpec) -> FixedRows | RaggedRows:
+def open_field(folder: Path, number: int, spec: ArraySpec) -> FixedRows | RaggedRows:
     """Opens the files of a field."""
     return (FixedRows if spec.padding is None else RaggedRows)(folder, number, spec)
 
 
-def sizes(number: int, spec: ArraySpec, room: int) -> dict[str, int]:
+def file_sizes(number: int, spec: ArraySpec, room: int) -> dict[str, int]:
     """Bytes of the files of a field, by name, with room for so many rows."""
     if spec.padding is None:
         return {field_file(number): room * spec.row_bytes}
     return {
         field_file(number): _BEGIN + room * (round(spec.row_bytes * _SPARE) + _PLACE),
-        places_file(number): room * _PLACE,
+        index_file(number): room * _PLACE,
     }
 
 
@@ -188,7 +188,7 @@ def field_file(number: int) -> str:
     return f"field-{number:03d}"
 
 
-def places_file(number: int) -> str:
+def index_file(number: int) -> str:
     """Name of the file that says where its rows are."""
     return f"{field_file(number)}-places"
 
@@ -249,7 +249,7 @@ class DiskCache:
         self._rows: dict[str, FixedRows | RaggedRows] = {}
         self._is_open, self._is_full = True, False
         for i, (name, spec) in enumerate(fields.items()):
-            self._rows[name] = rows_of_field(folder, i, spec)
+            self._rows[name] = open_field(folder, i, spec)
 
     def close(self) -> None:
         """Lets go of the files; what they hold stays."""
@@ -267,12 +267,14 @@ class DiskCache:
         def fetch_missing(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
             missing = [not self._holds(spec) for spec in specs]
             wanted = [spec for spec, is_missing in zip(specs, missing, strict=True) if is_missing]
-            cut = Cut(fetch(reader, wanted) if wanted else iter(()))
+            cut = RowStream(fetch(reader, wanted) if wanted else iter(()))
             for spec, is_missing in zip(specs, missing, strict=True):
                 table = None if is_missing else self._load(spec, reader.skips)
                 if table is None:
                     table = (
-                        pa.concat_tables(cut.take(rows_in(spec))) if is_missing else pa.concat_tables(reader.read(spec))
+                        pa.concat_tables(cut.take(count_rows(spec)))
+                        if is_missing
+                        else pa.concat_tables(reader.read(spec))
                     )
                     self._store(spec, table)
                 yield table
@@ -346,7 +348,7 @@ class DiskCache:
             return
         part = {name: from_column(table.column(name), spec) for name, spec in self._fields.items()}
         marks = self._checksums(part, position)
-        for bad, reason in reasons_in(table, np.arange(position, position + table.num_rows)).items():
+        for bad, reason in read_reasons(table, np.arange(position, position + table.num_rows)).items():
             self._reason(bad).write_text(reason)
             marks[bad - position] = _BAD
         for name, values in part.items():
@@ -366,7 +368,7 @@ class DiskCache:
         return self._folder / f"bad-{position}.txt"
 
 
-def rows_in(spec: ReadSpec) -> int:
+def count_rows(spec: ReadSpec) -> int:
     """Rows of a read task."""
     return sum(span.rows for span in spec)
 
@@ -412,7 +414,7 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
         if folder is not None
         else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
     )
-    own = root / identity(source, settings)
+    own = root / cache_key(source, settings)
     root.mkdir(parents=True, exist_ok=True)
     if folder is None:
         _refuse_foreign(root)  # its name can be foreseen
@@ -426,7 +428,7 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
             row_bytes = _bytes(source.fields, 1) - least
             room = max(0, min(most, (_make_room(own, _bytes(source.fields, most), limit_gb) - least) // row_bytes))
             for i, spec in enumerate(source.fields.values()):
-                for name, size in sizes(i, spec, room).items():
+                for name, size in file_sizes(i, spec, room).items():
                     _resize(own / name, size)
             os.ftruncate(sums, room * 8)
         fcntl.flock(sums, fcntl.LOCK_SH)  # in use, until this process closes it or ends
@@ -446,7 +448,7 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
 
 def _bytes(fields: dict[str, ArraySpec], room: int) -> int:
     """Bytes of a cache with room for so many rows."""
-    return room * 8 + sum(sum(sizes(i, spec, room).values()) for i, spec in enumerate(fields.values()))
+    return room * 8 + sum(sum(file_sizes(i, spec, room).values()) for i, spec in enumerate(fields.values()))
 
 
 def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | None, limit_gb: float) -> Fetch:
@@ -458,7 +460,7 @@ def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | N
         return fetch
 
 
-def identity(source: RowSource, settings: str) -> str:
+def cache_key(source: RowSource, settings: str) -> str:
     """SHA-256 of all that decides what the decoded rows are: the files as they are now, the task's settings and code,
     the libraries.
 

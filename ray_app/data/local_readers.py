@@ -18,13 +18,13 @@ import numpy as np
 import pyarrow as pa
 
 from ray_app.data.arrays import Columns
-from ray_app.data.bad_rows import reasons_in
-from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, Slices, check_positions, whole
+from ray_app.data.bad_rows import read_reasons
+from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, SliceReader, check_positions, plan_all_reads
 from ray_app.errors import DataError
 from ray_app.task.ragged import Field
 
 
-def by_threads(threads: int, otherwise: Fetch) -> Fetch:
+def choose_fetch(threads: int, otherwise: Fetch) -> Fetch:
     """What reads by so many threads of this process; `otherwise`, if there are to be none."""
     return partial(fetch_in_threads, threads=threads) if threads else otherwise
 
@@ -40,7 +40,7 @@ def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) ->
     """
     waiting: deque[Future[list[pa.Table]]] = deque()
     over = threading.Event()
-    with closing(Slices.of(reader)) as slices, ThreadPoolExecutor(threads, "reader") as pool:
+    with closing(SliceReader.of(reader)) as slices, ThreadPoolExecutor(threads, "reader") as pool:
         try:
             for spec in specs:
                 waiting.append(pool.submit(_read, reader, spec, [slices.take(span) for span in spec if span.of], over))
@@ -88,10 +88,10 @@ def load_all(fetch: Fetch, source: RowSource) -> Decoded:
     columns = Columns(source.fields, manifest.num_rows)
     reasons: dict[int, str] = {}
     done = 0
-    for table in fetch(source.reader, whole(manifest, source.task_rows)):
+    for table in fetch(source.reader, plan_all_reads(manifest, source.task_rows)):
         positions = np.arange(done, done + table.num_rows)
         check_positions(table, positions)
-        reasons |= reasons_in(table, positions)
+        reasons |= read_reasons(table, positions)
         columns.add(table)
         done += table.num_rows
     if done != manifest.num_rows:

@@ -12,9 +12,9 @@ import pyarrow as pa
 import ray
 
 from ray_app.data.local_readers import Decoded, load_all
-from ray_app.data.process_deaths import MAX_DEATHS, died
+from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
 from ray_app.data.ray_tasks import fetch_ray
-from ray_app.data.reader import Reader, ReadSpec, RowSource, fetch_here
+from ray_app.data.reader import Reader, ReadSpec, RowSource, fetch_in_process
 from ray_app.errors import unwrap_app_error
 
 
@@ -23,11 +23,11 @@ def is_small(source: RowSource) -> bool:
     return source.manifest.num_rows <= source.task_rows
 
 
-def fetch_at_once(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+def fetch_auto(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     """Reads all that is asked for: one read task in this process, since Ray Data takes seconds to start, more as Ray
     Data read tasks.
     """
-    return (fetch_here if len(specs) < 2 else fetch_ray)(reader, specs)
+    return (fetch_in_process if len(specs) < 2 else fetch_ray)(reader, specs)
 
 
 class MemoryCache:
@@ -64,7 +64,7 @@ def start_memory_cache(source: RowSource) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if is_small(source):
-        return _shared(load_all(fetch_here, source))
+        return _shared(load_all(fetch_in_process, source))
     here = NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )  # a lost node must not take it along
@@ -81,7 +81,7 @@ def end_memory_cache(cache: Any) -> None:
         ray.kill(cache, no_restart=True)
 
 
-def from_memory_cache(cache: Any) -> Decoded:
+def read_memory_cache(cache: Any) -> Decoded:
     """The data set, its arrays mapped from the object store of this node.
 
     Args:
@@ -101,7 +101,7 @@ def from_memory_cache(cache: Any) -> Decoded:
     except ray.exceptions.RayTaskError as error:
         raise unwrap_app_error(error) from error
     except ray.exceptions.ActorDiedError as error:
-        raise died(
+        raise process_died_error(
             "while it decoded the data set for data.cache: memory, which may need more memory than there is", error
         ) from error
 

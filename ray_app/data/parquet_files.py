@@ -37,7 +37,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.arrays import is_number, is_numbers, spec_of
+from ray_app.data.arrays import is_number, is_numbers, spec_of_field
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import Manifest, PartitionType, Value, partition_texts, partition_value
 from ray_app.storage.data_files import (
@@ -225,7 +225,7 @@ class OpenFiles:
             self._open.popitem()[1].close()
 
 
-class _Trial:
+class _FooterChecker:
     """The process, started when it is needed; threads take turns."""
 
     def __init__(self) -> None:
@@ -286,8 +286,8 @@ class _Trial:
         return self._process
 
 
-_trial = _Trial()
-atexit.register(_trial.close)
+_footer_checker = _FooterChecker()
+atexit.register(_footer_checker.close)
 
 
 def check_footers(files: Sequence[Place], tails: Sequence[bytes]) -> None:
@@ -300,7 +300,7 @@ def check_footers(files: Sequence[Place], tails: Sequence[bytes]) -> None:
     Raises:
         DataError: There is one: its columns are encrypted, or it contradicts itself.
     """
-    fatal = _trial.first_fatal(tails)
+    fatal = _footer_checker.first_fatal(tails)
     if fatal is None:
         return
     place, message = fatal
@@ -314,7 +314,7 @@ def check_footers(files: Sequence[Place], tails: Sequence[bytes]) -> None:
     )
 
 
-KEPT = "_footers.arrow"
+FOOTERS_FILE = "_footers.arrow"
 """File in a data set with what is known of its files, see `Footers`. Without it, or where it is damaged, their footers
 are read.
 """
@@ -376,10 +376,10 @@ class Footers:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, described.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as file:
             file.write_table(described)
-        put_atomic(folder / KEPT, sink.getvalue().to_pybytes())
+        put_atomic(folder / FOOTERS_FILE, sink.getvalue().to_pybytes())
 
 
-def kept_footers(root: Place) -> Footers | None:
+def load_footers(root: Place) -> Footers | None:
     """What is kept beside the files of a data set, if it is there and whole.
 
     Raises:
@@ -387,7 +387,7 @@ def kept_footers(root: Place) -> Footers | None:
     """
     with reading(root):
         try:
-            data = (root / KEPT).read_bytes()
+            data = (root / FOOTERS_FILE).read_bytes()
         except FileNotFoundError:
             return None
     try:
@@ -486,7 +486,7 @@ def _leaves(schema: pa.Schema) -> list[str]:
 def _leaf(field: pa.Field) -> str | None:
     """What Parquet calls the numbers of a column, if it has a range."""
     kind = field.type
-    if spec_of(field) is not None:
+    if spec_of_field(field) is not None:
         return None
     if is_number(kind):
         return str(field.name)

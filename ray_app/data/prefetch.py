@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.arrays import Columns
-from ray_app.data.bad_rows import reasons_in
-from ray_app.data.reader import Cut, Fetch, ReadSpec, RowSource, check_positions, specs_of
+from ray_app.data.bad_rows import read_reasons
+from ray_app.data.reader import Fetch, ReadSpec, RowSource, RowStream, check_positions, plan_reads
 from ray_app.data.windows import Storage, Window, as_storage
 from ray_app.plan.hashing import key
 from ray_app.plan.order import Cursor, EpochOrder, Plan
@@ -137,7 +137,7 @@ class StreamedWindows:
             first = self._cursor.step // self._plan.steps_per_window if epoch == self._cursor.epoch else 0
             for window, v in product(range(first, self._plan.windows_per_epoch), self._played):
                 segments = order.window_segments(v, window)
-                specs = specs_of(self._plan.manifest, segments, self._source.task_rows, self._plan.window_rows)
+                specs = plan_reads(self._plan.manifest, segments, self._source.task_rows, self._plan.window_rows)
                 if self._source.reader.keyed:
                     base = key(_DECODE, self._plan.seed, epoch)
                     specs = [tuple(replace(span, key=base) for span in spec) for spec in specs]
@@ -164,7 +164,7 @@ class StreamedWindows:
 
     def _read(self, wanted: list[_Wanted], tables: Iterator[pa.Table]) -> Iterator[tuple[tuple[int, int, int], Window]]:
         """A group of windows in their order."""
-        rows = Cut(tables)
+        rows = RowStream(tables)
         for item in wanted:
             order, v, window = item.order, item.logical_worker, item.window
             stored = order.stored_positions(v, window)
@@ -173,7 +173,7 @@ class StreamedWindows:
             made = Window(order, v, window, fields, index, stored[index], reasons).prepare(_PREPARED, _PREPARED_BYTES)
             yield (order.epoch, window, v), made
 
-    def _tensors(self, rows: Cut, stored: npt.NDArray[np.int64]) -> tuple[Storage, dict[int, str]]:
+    def _tensors(self, rows: RowStream, stored: npt.NDArray[np.int64]) -> tuple[Storage, dict[int, str]]:
         """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are
         the planned ones.
 
@@ -186,7 +186,7 @@ class StreamedWindows:
             table = rows.next(len(stored) - done)
             positions = stored[done : done + table.num_rows]
             check_positions(table, positions)
-            reasons |= reasons_in(table, positions)
+            reasons |= read_reasons(table, positions)
             columns.add(table)
             done += table.num_rows
         return as_storage(columns.all()), reasons

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import ArraySpec, spec_like
-from ray_app.data.bad_rows import REASON, Decode, missing_reasons
+from ray_app.data.arrays import ArraySpec, spec_of_values
+from ray_app.data.bad_rows import REASON, Decode, find_missing_values
 from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.reader import POSITION, Reader, Span, patiently, rows_of, span_of, stored
+from ray_app.data.reader import POSITION, Reader, Span, make_span, read_span, read_with_retries, table_to_rows
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.hashing import key, permutation
 from ray_app.plan.manifest import Manifest
@@ -32,7 +32,7 @@ _MEASURED = 256
 """Rows whose lengths are looked at, where rows have different ones."""
 
 
-def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> Arrays:
+def decode_first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> Arrays:
     """Decodes the first good row of a data set, to learn what a decoded row looks like; each field is of shape (1,
     ...).
 
@@ -45,13 +45,13 @@ def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_ba
     places = ((group, row) for group, rows in enumerate(manifest.rows) for row in range(int(rows)))
     refused: list[BadRowError] = []
     for group, row in islice(places, most_bad + 1):
-        span = span_of(manifest, group, row, 1)
-        table = patiently(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
-        if missing := missing_reasons(table):
+        span = make_span(manifest, group, row, 1)
+        table = read_with_retries(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
+        if missing := find_missing_values(table):
             refused.append(BadRowError(span.path, span.row_group, row, missing[0]))
             continue
         try:
-            return decode_rows(rows_of(table))
+            return decode_rows(table_to_rows(table))
         except Exception as error:
             refused.append(BadRowError(span.path, span.row_group, row, row_error_reason(error)))
     raise refused[-1]
@@ -59,7 +59,7 @@ def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_ba
 
 def _stored(dataset: Dataset, span: Span, columns: list[str]) -> pa.Table:
     with DataFile(dataset.root, span.path, dataset.manifest.partitions) as file:
-        return stored(file, span, columns)
+        return read_span(file, span, columns)
 
 
 def _need_columns(dataset: Dataset, columns: list[str]) -> None:
@@ -75,7 +75,7 @@ def _need_columns(dataset: Dataset, columns: list[str]) -> None:
             )
 
 
-def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, Field]:
+def decode_first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, Field]:
     """Decodes the first good rows of a data set, at most so many and all of one row group; each field is of shape
     (rows, ...).
 
@@ -85,26 +85,31 @@ def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, Field
     """
     for group, rows in enumerate(manifest.rows):
         for first in range(0, int(rows), most):
-            table = pa.concat_tables(reader.read((span_of(manifest, group, first, min(most, int(rows) - first)),)))
+            table = pa.concat_tables(reader.read((make_span(manifest, group, first, min(most, int(rows) - first)),)))
             good = table.filter(table.column(REASON).is_null()).drop_columns([REASON]) if reader.skips else table
             if good.num_rows:
-                return rows_of(good.drop_columns([POSITION]))
+                return table_to_rows(good.drop_columns([POSITION]))
     raise DataError(f"{reader.root} has no row that can be decoded.")
 
 
 def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:
     """What a decoded row of a data set looks like."""
-    return specs_like(first_row(dataset, columns, decode_rows), dataset, columns, decode_rows)
+    return infer_specs(decode_first_row(dataset, columns, decode_rows), dataset, columns, decode_rows)
 
 
-def specs_like(
+def infer_specs(
     row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False
 ) -> dict[str, ArraySpec]:
-    """What decoded rows look like, of which one is known; see `rows_like`."""
-    return {name: spec_like(values) for name, values in rows_like(row, dataset, columns, decode_rows, skips).items()}
+    """What decoded rows look like, of which one is known; see `sample_ragged_rows`."""
+    return {
+        name: spec_of_values(values)
+        for name, values in sample_ragged_rows(row, dataset, columns, decode_rows, skips).items()
+    }
 
 
-def rows_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False) -> Arrays:
+def sample_ragged_rows(
+    row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False
+) -> Arrays:
     """The first rows, where rows have different lengths; else the one that is known.
 
     Args:
@@ -114,11 +119,11 @@ def rows_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: De
         decode_rows: See `Task.decode`.
         skips: Whether rows that cannot be decoded are passed over.
     """
-    fields = {name: spec_like(values) for name, values in row.items()}
+    fields = {name: spec_of_values(values) for name, values in row.items()}
     if all(spec.padding is None for spec in fields.values()):
         return row
     reader = Reader(dataset.root, columns, decode_rows, fields, skips, partitions=dataset.manifest.partitions)
-    rows = first_rows(reader, dataset.manifest, _MEASURED)
+    rows = decode_first_rows(reader, dataset.manifest, _MEASURED)
     return {name: rows[name] for name in fields}
 
 
@@ -139,14 +144,14 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
             if len(chosen) == len(groups) and manifest.num_rows <= max_rows
             else min(rows, max_rows // (len(chosen) - place))
         )
-        span = span_of(manifest, group, 0, rows)
-        table = patiently(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
-        if missing_reasons(table):
+        span = make_span(manifest, group, 0, rows)
+        table = read_with_retries(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
+        if find_missing_values(table):
             return None
         tables.append(table.take(np.linspace(0, rows - 1, wanted).round().astype(np.int64)))
         max_rows -= wanted
     try:
-        decoded = decode_rows(rows_of(pa.concat_tables(tables).combine_chunks()))
+        decoded = decode_rows(table_to_rows(pa.concat_tables(tables).combine_chunks()))
     except Exception:
         return None
     return {
@@ -155,14 +160,14 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
     }
 
 
-LOOK_S = 1.0
+MAX_SCAN_S = 1.0
 """How long is looked: on a disk at about 100 million numbers."""
 _MAX_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 16_384, 4 << 20, 1 << 20
 _LOOK = 15  # salt: what a key is for
 logger = logging.getLogger(__name__)
 
 
-def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float = LOOK_S) -> Span | None:
+def find_longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float = MAX_SCAN_S) -> Span | None:
     """Looks at all lists of a data set, or where it is large at those of row groups from all over it.
 
     Args:
@@ -201,7 +206,7 @@ def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float
                     lengths[lengths > most] = -1
                     row = int(lengths.argmax())
                     if lengths[row] > longest:
-                        longest, found = int(lengths[row]), span_of(manifest, group, first + row, 1)
+                        longest, found = int(lengths[row]), make_span(manifest, group, first + row, 1)
                     first += rows.num_rows
                     if time.monotonic() > until_s:
                         logger.info(

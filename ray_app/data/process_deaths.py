@@ -29,7 +29,7 @@ _NODE_DIED = "its node has died"
 _NODE = (ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
 
 
-def loss_in(error: BaseException) -> Literal["process", "node"] | None:
+def classify_loss(error: BaseException) -> Literal["process", "node"] | None:
     """What an error of a task, or of what waits for one, says was lost; None if the task itself raised it."""
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]
@@ -44,7 +44,7 @@ def loss_in(error: BaseException) -> Literal["process", "node"] | None:
     return "process" if any(isinstance(each, _PROCESS) for each in seen) else None
 
 
-class Deaths:
+class DeathCounter:
     """Counts how often a process died of something.
 
     Args:
@@ -61,19 +61,19 @@ class Deaths:
             ProcessDiedError: A process has died of it too often.
             BaseException: It is no loss of a process or a node.
         """
-        lost = loss_in(error)
+        lost = classify_loss(error)
         if lost is None:
             raise unwrap_app_error(error) from error
         self._count += lost == "process"
         if self._count == MAX_DEATHS:
-            raise died(self._what(), error) from error
+            raise process_died_error(self._what(), error) from error
 
 
-def died(what: str, error: BaseException | None = None) -> ProcessDiedError:
+def process_died_error(what: str, error: BaseException | None = None) -> ProcessDiedError:
     """The error that ends a run whose process died too often.
 
     Args:
-        what: See `Deaths`.
+        what: See `DeathCounter`.
         error: The last loss, if it is known.
     """
     memory = isinstance(error, ray.exceptions.OutOfMemoryError)
@@ -89,16 +89,16 @@ def died(what: str, error: BaseException | None = None) -> ProcessDiedError:
     )
 
 
-class Attempts:
+class RetriedTask:
     """A Ray task that is submitted again when its process or its node is lost.
 
     Args:
         submit: Submits the task, which must not be tried again by Ray (`max_retries=0`), and returns its reference.
-        what: See `Deaths`.
+        what: See `DeathCounter`.
     """
 
     def __init__(self, submit: Callable[[], Any], what: Callable[[], str]) -> None:
-        self._submit, self._deaths = submit, Deaths(what)
+        self._submit, self._deaths = submit, DeathCounter(what)
         self.reference = submit()
 
     def result(self) -> Any:

@@ -29,8 +29,8 @@ from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 
-from ray_app.data.process_deaths import Attempts, Deaths, loss_in
-from ray_app.data.reader import AT_ONCE, Reader, ReadSpec, Slices, named
+from ray_app.data.process_deaths import DeathCounter, RetriedTask, classify_loss
+from ray_app.data.reader import MAX_BLOCK_BYTES, Reader, ReadSpec, SliceReader, describe_spec
 from ray_app.errors import unwrap_app_error
 from ray_app.process import uninterrupted
 
@@ -106,7 +106,7 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
             yield table
         return
     except Exception as error:
-        if loss_in(error) is None:
+        if classify_loss(error) is None:
             raise unwrap_app_error(error) from error
         logger.warning(_LOST, type(error).__name__)
     yield from _fetch_in_tasks(reader, specs, done)
@@ -124,9 +124,9 @@ def _planned(reader: Reader, specs: Sequence[ReadSpec]) -> ray.data.Dataset:
 
 
 def _fetch_by_ray_data(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    quieten().execution_options.preserve_order = True
+    silence_ray_data().execution_options.preserve_order = True
     dataset = _planned(reader, specs)
-    dataset.context.target_max_block_size = AT_ONCE
+    dataset.context.target_max_block_size = MAX_BLOCK_BYTES
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
 
@@ -144,9 +144,9 @@ def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) ->
     """
     packed = ray.put(cloudpickle.dumps(reader))
     task = ray.remote(_decoded).options(num_cpus=1, **_ONCE)
-    waiting: deque[tuple[Attempts, int]] = deque()
+    waiting: deque[tuple[RetriedTask, int]] = deque()
     try:
-        with closing(Slices.of(reader)) as slices:
+        with closing(SliceReader.of(reader)) as slices:
             for spec in specs:
                 rows = sum(span.rows for span in spec)
                 skipped, done = min(rows, done), max(0, done - rows)
@@ -154,7 +154,7 @@ def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) ->
                     continue
                 sliced = ray.put([slices.take(span) for span in spec if span.of])
                 submit = partial(task.remote, packed, spec, sliced)
-                waiting.append((Attempts(submit, partial(_reading, spec)), skipped))
+                waiting.append((RetriedTask(submit, partial(_reading, spec)), skipped))
                 if len(waiting) > _AHEAD:
                     yield from _result(*waiting.popleft())
             while waiting:
@@ -167,10 +167,10 @@ def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) ->
 
 
 def _reading(spec: ReadSpec) -> str:
-    return f"while it read {named(spec)}"
+    return f"while it read {describe_spec(spec)}"
 
 
-def _result(task: Attempts, skipped: int) -> Iterator[pa.Table]:
+def _result(task: RetriedTask, skipped: int) -> Iterator[pa.Table]:
     """The rows of a task but the first `skipped`."""
     for table in task.result():
         if skipped < table.num_rows:
@@ -187,7 +187,7 @@ def _decoded(packed: bytes, spec: ReadSpec, sliced: list[pa.Table]) -> list[pa.T
 
 
 @dataclass(frozen=True)
-class Pool:
+class ActorPool:
     """Actors that tables flow through.
 
     Args:
@@ -205,8 +205,8 @@ class Pool:
     num_gpus: float
 
 
-def through(
-    pool: Pool, reader: Reader, specs: Sequence[ReadSpec], spec_of: Callable[[dict[str, Any]], ReadSpec]
+def map_in_actors(
+    pool: ActorPool, reader: Reader, specs: Sequence[ReadSpec], spec_of: Callable[[dict[str, Any]], ReadSpec]
 ) -> Iterator[dict[str, Any]]:
     """Gives each read task's rows as one table to an actor, and yields the row that comes out of each, as they are
     done.
@@ -223,7 +223,7 @@ def through(
     Raises:
         ProcessDiedError: A process died again and again of the same rows.
     """
-    left, deaths = list(specs), {spec: Deaths(partial(_reading, spec)) for spec in specs}
+    left, deaths = list(specs), {spec: DeathCounter(partial(_reading, spec)) for spec in specs}
     single = 0
     while left:
         asked = left[:1] if single else left[:]
@@ -235,20 +235,20 @@ def through(
         except Exception as error:
             if len(asked) == 1:
                 deaths[asked[0]].note(error)
-            elif (lost := loss_in(error)) is None:
+            elif (lost := classify_loss(error)) is None:
                 raise unwrap_app_error(error) from error
             elif lost == "process":
                 single = _MAX_IN_FLIGHT
             logger.warning(_LOST, type(error).__name__)
 
 
-def _flow(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dict[str, Any]]:
+def _flow(pool: ActorPool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dict[str, Any]]:
     """One execution of `through`.
 
     Where the actors reserve what a read task does (one CPU), Ray Data lets them read themselves; otherwise any CPU of
     the cluster reads for them, and how far ahead is bounded by Ray Data.
     """
-    quieten()
+    silence_ray_data()
     dataset = _planned(reader, specs)
     dataset.context.target_max_block_size = None  # what a task has read stays one table
     with warnings.catch_warnings():
@@ -266,7 +266,7 @@ def _flow(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dic
     yield from done.iter_rows()
 
 
-def quieten() -> Any:
+def silence_ray_data() -> Any:
     """Ray Data's settings of this process, with nothing printed."""
     context = DataContext.get_current()
     context.enable_progress_bars = False
@@ -276,7 +276,7 @@ def quieten() -> Any:
     return context
 
 
-def anchor_here() -> None:
+def start_shared_actors() -> None:
     """Reads nothing with Ray Data, so that the actors that it shares among all readers of a cluster live on this node.
 
     Whoever reads first makes them, on its node, and everyone who reads asks them. Made by a worker they would be lost
@@ -286,7 +286,7 @@ def anchor_here() -> None:
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before, levels = DataContext.get_current().copy(), [each.level for each in loggers]
     try:
-        quieten()
+        silence_ray_data()
         ray.data.range(1, override_num_blocks=1).take_all()
     except Exception as error:  # then the first worker makes them
         logger.warning("Ray Data's shared actors could not be made here: %s", error)

@@ -30,13 +30,13 @@ import pyarrow as pa
 
 from ray_app.data.arrays import (
     ArraySpec,
-    fixed,
+    fixed_array,
     fixed_lists,
     from_column,
     is_bytes,
     is_text,
     ragged_lists,
-    spec_of,
+    spec_of_field,
     to_column,
 )
 from ray_app.data.bad_rows import (
@@ -44,10 +44,10 @@ from ray_app.data.bad_rows import (
     REASON,
     Decode,
     decode_all,
-    decode_around,
-    missing_reasons,
-    usable_rows,
-    with_bad_rows,
+    decode_good_rows,
+    find_missing_values,
+    insert_bad_rows,
+    usable_mask,
 )
 from ray_app.data.parquet_files import DataFile, OpenFiles, Partitions
 from ray_app.errors import BadRowError, DataError, StorageError
@@ -58,7 +58,7 @@ from ray_app.storage.data_files import Place, place_of, unusable
 from ray_app.task.user_code import row_error_reason
 
 
-class Cut:
+class RowStream:
     """See the module.
 
     Args:
@@ -97,12 +97,12 @@ class Cut:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Between the tries, each of which is some of the client's own."""
 _LASTING = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
 
 
-def patiently(place: Place, read: Callable[[], T]) -> T:
+def read_with_retries(place: Place, read: Callable[[], T]) -> T:
     """What `read` gives of a place; where the storage fails in a way that may pass, it is tried again for about half a
     minute.
 
@@ -110,7 +110,7 @@ def patiently(place: Place, read: Callable[[], T]) -> T:
         StorageError: The disk, the network or S3 still fails.
         DataError: What is stored is to blame, it is gone, or may not be read.
     """
-    pauses = iter(PAUSES_S)
+    pauses = iter(RETRY_PAUSES_S)
     while True:
         try:
             return read()
@@ -126,7 +126,7 @@ def patiently(place: Place, read: Callable[[], T]) -> T:
 
 
 POSITION = "__position__"
-AT_ONCE = 8 << 20
+MAX_BLOCK_BYTES = 8 << 20
 """Decoded bytes of the rows that are decoded at once, and of a block in the object store."""
 
 
@@ -155,10 +155,10 @@ class Span:
 
 ReadSpec = tuple[Span, ...]
 """What one read task reads, in order."""
-Sliced = Callable[[Span], pa.Table]
+ReadSlice = Callable[[Span], pa.Table]
 
 
-def named(spec: ReadSpec, most: int = 6) -> str:
+def describe_spec(spec: ReadSpec, most: int = 6) -> str:
     """The rows of a read task by their files, for people: `part-0.parquet, row group 2, rows 0 to 31`."""
     places = [
         f"{span.path}, row group {span.row_group}, rows {span.first} to {span.first + span.rows - 1}"
@@ -192,7 +192,7 @@ class Reader:
     keyed: bool = False
     partitions: Partitions = field(default_factory=dict)
 
-    def read(self, spec: ReadSpec, sliced: Sliced | None = None) -> Iterator[pa.Table]:
+    def read(self, spec: ReadSpec, sliced: ReadSlice | None = None) -> Iterator[pa.Table]:
         """Decodes the rows of `spec` in order, a few at a time, so that their memory serves the next ones, as fresh
         memory costs more.
 
@@ -206,27 +206,27 @@ class Reader:
         Raises:
             BadRowError: A row cannot be decoded, without `skips`.
         """
-        step = rows_per_task(self.fields, AT_ONCE / 1e6)
+        step = rows_per_task(self.fields, MAX_BLOCK_BYTES / 1e6)
         with closing(OpenFiles(self.root, self.partitions)) as files:
             for span in spec:
                 if span.of and sliced is not None:
                     table = sliced(span)
                 else:
-                    table = patiently(place_of(self.root) / span.path, partial(self._stored, files, span))
+                    table = read_with_retries(place_of(self.root) / span.path, partial(self._stored, files, span))
                 yield from self._decoded_span(span, table, step)
 
     def _stored(self, files: OpenFiles, span: Span) -> pa.Table:
-        return stored(files.get(span.path), span, self.columns)
+        return read_span(files.get(span.path), span, self.columns)
 
     def _decoded_span(self, span: Span, table: pa.Table, step: int) -> Iterator[pa.Table]:
         """Decodes the rows of a span, `step` at a time; a missing value makes its row a bad one before `decode` sees
         any.
         """
-        bad = missing_reasons(table)
+        bad = find_missing_values(table)
         if bad and not self.skips:
             first = min(bad)
             raise BadRowError(span.path, span.row_group, span.first + first, bad[first])
-        usable = usable_rows(span.rows, bad)
+        usable = usable_mask(span.rows, bad)
         rows = self._rows(span, table.filter(pa.array(usable)) if bad else table)
         if span.key is not None:
             hashed = hash_array(span.key, np.arange(span.position, span.position + span.rows)[usable])
@@ -242,7 +242,7 @@ class Reader:
     @staticmethod
     def _rows(span: Span, table: pa.Table) -> dict[str, Any]:
         try:
-            return rows_of(table)
+            return table_to_rows(table)
         except DataError as error:
             raise DataError(f"{span.path}, row group {span.row_group}, {error}") from error
 
@@ -250,9 +250,9 @@ class Reader:
         """Decodes rows; `bad` has the reasons of those that `rows` lacks, by their place in the span."""
         reasons: list[str | None] = []
         if self.skips:
-            decoded, reasons = decode_around(self.decode, rows, span.rows - len(bad), self.fields)
+            decoded, reasons = decode_good_rows(self.decode, rows, span.rows - len(bad), self.fields)
             if bad:
-                decoded, reasons = with_bad_rows(decoded, reasons, bad, self.fields)
+                decoded, reasons = insert_bad_rows(decoded, reasons, bad, self.fields)
         else:
             try:
                 decoded = decode_all(self.decode, rows, span.rows, self.fields)
@@ -275,12 +275,12 @@ class Reader:
         )
 
 
-def stored(file: DataFile, span: Span, columns: list[str]) -> pa.Table:
+def read_span(file: DataFile, span: Span, columns: list[str]) -> pa.Table:
     """The rows of a span as they are stored."""
     return file.read_row_group(span.row_group, columns).slice(span.first, span.rows)
 
 
-def rows_of(table: pa.Table) -> dict[str, Any]:
+def table_to_rows(table: pa.Table) -> dict[str, Any]:
     """A table as rows for `Task.decode`: arrays where the column has numbers, arrays or lists of one size, `Ragged`
     where it has other lists of numbers, lists of bytes or text otherwise.
 
@@ -300,8 +300,8 @@ def rows_of(table: pa.Table) -> dict[str, Any]:
 
 
 def _values(item: pa.Field, column: pa.ChunkedArray) -> Any:
-    """The values of a column, see `rows_of`."""
-    spec = spec_of(item)
+    """The values of a column, see `table_to_rows`."""
+    spec = spec_of_field(item)
     if spec is not None:
         return from_column(column, spec)
     if is_text(item.type) or is_bytes(item.type):
@@ -313,7 +313,7 @@ def _values(item: pa.Field, column: pa.ChunkedArray) -> Any:
     return column.to_numpy()
 
 
-def specs_of(
+def plan_reads(
     manifest: Manifest, segments: list[Segment], max_rows: int, window_rows: int | None = None
 ) -> list[ReadSpec]:
     """Puts segments into read tasks of about `max_rows` rows, keeping their order; what is needed of a row group is
@@ -326,7 +326,7 @@ def specs_of(
     for segment in segments:
         of = int(manifest.rows[segment.row_group])
         is_large = of > _SMALL_TASKS * max_rows or (window_rows is not None and of > window_rows)
-        for (span,) in cut_specs(manifest, [segment], max_rows if is_large else segment.rows):
+        for (span,) in cut_reads(manifest, [segment], max_rows if is_large else segment.rows):
             if span.rows > room and specs[-1]:
                 specs.append([])
                 room = max_rows
@@ -335,7 +335,7 @@ def specs_of(
     return [tuple(spec) for spec in specs if spec]
 
 
-def cut_specs(manifest: Manifest, segments: list[Segment], max_rows: int) -> list[ReadSpec]:
+def cut_reads(manifest: Manifest, segments: list[Segment], max_rows: int) -> list[ReadSpec]:
     """Cuts segments into reads of exactly `max_rows` rows, the last of fewer, keeping their order."""
     specs: list[list[Span]] = [[]]
     room = max_rows
@@ -346,22 +346,22 @@ def cut_specs(manifest: Manifest, segments: list[Segment], max_rows: int) -> lis
                 specs.append([])
                 room = max_rows
             take = min(room, segment.rows - done)
-            specs[-1].append(span_of(manifest, segment.row_group, segment.first + done, take))
+            specs[-1].append(make_span(manifest, segment.row_group, segment.first + done, take))
             done, room = done + take, room - take
     return [tuple(spec) for spec in specs if spec]
 
 
-def span_of(manifest: Manifest, row_group: int, first: int, rows: int) -> Span:
+def make_span(manifest: Manifest, row_group: int, first: int, rows: int) -> Span:
     """Some rows of a row group, by its number in the manifest."""
     path = manifest.paths[int(manifest.file_of[row_group])]
     position = int(manifest.first_row[row_group]) + first
     return Span(path, int(manifest.index_in_file[row_group]), first, rows, position)
 
 
-def whole(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
+def plan_all_reads(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
     """The whole data set in manifest order, in read tasks of about `max_rows` rows."""
     segments = [Segment(i, 0, int(rows)) for i, rows in enumerate(manifest.rows) if rows]
-    return specs_of(manifest, segments, max_rows)
+    return plan_reads(manifest, segments, max_rows)
 
 
 def rows_per_task(fields: dict[str, ArraySpec], read_task_mb: float) -> int:
@@ -399,7 +399,7 @@ def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:
     Raises:
         DataError: It does not: the rows would not be consumed exactly once.
     """
-    arrived = fixed(table.column(POSITION), ArraySpec("<i8", ()))
+    arrived = fixed_array(table.column(POSITION), ArraySpec("<i8", ()))
     if not np.array_equal(arrived, expected):
         raise DataError(
             f"A read task delivered {len(arrived)} rows from position {arrived[:1]} where {len(expected)} from"
@@ -420,11 +420,11 @@ class _Open:
     """A row group that is being read, and the row that comes next."""
 
     file: DataFile
-    rows: Cut
+    rows: RowStream
     at: int
 
 
-class Slices:
+class SliceReader:
     """Rows of large row groups as they are stored.
 
     Where several read the same row group, each at its own place, each has it open for itself.
@@ -441,7 +441,7 @@ class Slices:
         self._open: dict[tuple[str, int, int], _Open] = {}
 
     @classmethod
-    def of(cls, reader: Reader) -> Slices:
+    def of(cls, reader: Reader) -> SliceReader:
         """The slices that a reader decodes."""
         return cls(reader.root, reader.columns, reader.partitions)
 
@@ -452,7 +452,7 @@ class Slices:
         Raises:
             DataError: The row group has fewer rows.
         """
-        found, table = patiently(self._root / span.path, lambda: self._taken(span))
+        found, table = read_with_retries(self._root / span.path, lambda: self._taken(span))
         found.at += span.rows
         if found.at < span.of:
             self._keep((span.path, span.row_group, found.at), found)
@@ -472,7 +472,7 @@ class Slices:
 
     def _begun(self, span: Span) -> _Open:
         file = DataFile(self._root, span.path, self._partitions, _BUFFER_BYTES)
-        rows = Cut(file.iter_batches(span.row_group, self._columns, _BATCH_ROWS))
+        rows = RowStream(file.iter_batches(span.row_group, self._columns, _BATCH_ROWS))
         skipped = 0
         while skipped < span.first:
             skipped += rows.next(span.first - skipped).num_rows
@@ -486,8 +486,8 @@ class Slices:
             self._open.pop(next(iter(self._open))).file.close()
 
 
-def fetch_here(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+def fetch_in_process(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
     """Reads in this process, one task after the other."""
-    with closing(Slices.of(reader)) as slices:
+    with closing(SliceReader.of(reader)) as slices:
         for spec in specs:
             yield from reader.read(spec, slices.take)

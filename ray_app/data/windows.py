@@ -125,7 +125,7 @@ class Window:
         low, high = places[0] * self._micro, (places[-1] + 1) * self._micro
         positions = self._positions[low:high]
         sizes = [max(0, min(self._micro, len(positions) - at)) for at in range(0, high - low, self._micro)]
-        fields = gathered(self._fields, self._index[low:high])
+        fields = gather_rows(self._fields, self._index[low:high])
         parts = zip(
             *(values.split(sizes) for values in (torch.from_numpy(self._keys[low:high]), *fields.values())), strict=True
         )
@@ -153,7 +153,7 @@ class Window:
             num_skipped = int(bad.sum())
             index, keys, positions = index[~bad], keys[~bad], positions[~bad]
             row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
-        fields = gathered(self._fields, index)
+        fields = gather_rows(self._fields, index)
         return MicroBatch(
             self._logical_worker, len(index), fields, torch.from_numpy(keys), row_hash, positions, named, num_skipped
         )
@@ -168,7 +168,7 @@ def as_storage(arrays: Arrays) -> Storage:
         }
 
 
-def gathered(fields: Storage, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+def gather_rows(fields: Storage, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
     """Some rows as the batch that a task gets, see `ray_app.task.ragged.to_batch`."""
     batch, places = dict[str, Tensor](), torch.from_numpy(index)
     for name, values in fields.items():

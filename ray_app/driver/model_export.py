@@ -19,7 +19,7 @@ from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.checks import check
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.data.probes import first_rows
+from ray_app.data.probes import decode_first_rows
 from ray_app.driver.trained_run import best_commit, chosen, load_model, trained_job
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
@@ -159,7 +159,7 @@ def tags_of(job: Job, commit: Commit, best: Evaluation | None) -> dict[str, str]
 def example_of(job: Job) -> dict[str, Any]:
     """Some decoded rows of the evaluation data, or of the training data if there is none."""
     source = job.evaluation or job.source
-    return first_rows(source.reader, source.manifest, _EXAMPLE_ROWS)
+    return decode_first_rows(source.reader, source.manifest, _EXAMPLE_ROWS)
 
 
 def register_run(options: RegisterOptions) -> Registered:

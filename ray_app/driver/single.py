@@ -15,9 +15,9 @@ import torch
 
 from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
-from ray_app.data.local_readers import by_threads, load_all
+from ray_app.data.local_readers import choose_fetch, load_all
 from ray_app.data.prefetch import StreamedWindows
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.driver.services import make_metrics
 from ray_app.errors import ConfigError
@@ -42,7 +42,9 @@ def train_here(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> N
     device = torch.device("cuda", 0) if job.config.scaling.gpus_per_worker else torch.device("cpu")
     evaluation = job.evaluation
     load = (
-        (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+        (lambda: load_all(fetch_in_process, evaluation).arrays)
+        if job.workers_evaluate and evaluation is not None
+        else None
     )
     with restore_process_state():
         train(job, membership, _open_windows, device, hooks, load_evaluation=load)
@@ -51,8 +53,8 @@ def train_here(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> N
 def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
     source, data = job.source, job.config.data
     if data.cache == "memory":
-        return CachedWindows(load_all(fetch_here, source))
-    fetch = job.through_cache(by_threads(data.reader_threads, fetch_here))
+        return CachedWindows(load_all(fetch_in_process, source))
+    fetch = job.through_cache(choose_fetch(data.reader_threads, fetch_in_process))
     return StreamedWindows(job.plan, cursor, played, job.passes, fetch, source, data.prefetch_windows)
 
 

@@ -18,7 +18,7 @@ from ray_app.cluster.resources import (
 from ray_app.cluster.trainer import WorkerArgs, fit
 from ray_app.config.config import Config
 from ray_app.data.memory_cache import end_memory_cache, is_small, start_memory_cache
-from ray_app.data.ray_tasks import anchor_here
+from ray_app.data.ray_tasks import start_shared_actors
 from ray_app.errors import unwrap_app_error
 from ray_app.train.checkpointing.snapshots import start_keepers
 from ray_app.train.job import Hooks, Job
@@ -64,7 +64,7 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
         source for source in (job.source if memory_cache is not None else None, job.evaluation) if source is not None
     ]
     if memory_cache is None or not all(map(is_small, held)):
-        threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
+        threading.Thread(target=start_shared_actors, name="anchor", daemon=True).start()
     return WorkerArgs(job, rendezvous, memory_cache, tuple(keepers), evaluation, hooks, parameters)
 
 

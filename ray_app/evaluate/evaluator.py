@@ -22,8 +22,8 @@ import torch
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.data.local_readers import load_all
-from ray_app.data.memory_cache import fetch_at_once
-from ray_app.data.process_deaths import MAX_DEATHS, died
+from ray_app.data.memory_cache import fetch_auto
+from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
 from ray_app.data.reader import Fetch
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
@@ -61,7 +61,7 @@ class Evaluator:
     def __init__(
         self,
         job: EvaluationJob,
-        fetch: Fetch = fetch_at_once,
+        fetch: Fetch = fetch_auto,
         before_evaluation: Callable[[Commit], None] | None = None,
         when_orphaned: Callable[[str], object] | None = None,
     ) -> None:
@@ -130,7 +130,9 @@ class Evaluator:
         self._is_noted = put_event(job.paths, "evaluator_started", job.fence, **facts)
         if deaths_in_a_row([e.details for e in earlier], self._done_step, alive) >= MAX_DEATHS:
             reader, rows = job.data.reader, job.data.manifest.num_rows
-            raise died(f"while it evaluated the checkpoint after step {commit.step} on {rows:,} rows of {reader.root}")
+            raise process_died_error(
+                f"while it evaluated the checkpoint after step {commit.step} on {rows:,} rows of {reader.root}"
+            )
 
     def _follow(self) -> None:
         device.use_device(self._device)  # a new thread begins on the first GPU
@@ -330,4 +332,4 @@ def start_evaluator(
         options["label_selector"] = job.section.label_selector
     if when_orphaned is not None:
         options |= {"lifetime": "detached", "name": job.actor_name, "namespace": _NAMESPACE}
-    return ray.remote(Evaluator).options(**options).remote(job, fetch_at_once, before_evaluation, when_orphaned)
+    return ray.remote(Evaluator).options(**options).remote(job, fetch_auto, before_evaluation, when_orphaned)

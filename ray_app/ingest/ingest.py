@@ -46,9 +46,16 @@ from ray_app.ingest.readers.image_folders import Images
 from ray_app.ingest.readers.json_lines import JsonLines
 from ray_app.ingest.readers.tfrecord import TFRecord
 from ray_app.ingest.readers.webdataset import WebDataset
-from ray_app.ingest.shards import Counts, columns_of, describe_parquet, merged, notes_of, refused_lines
-from ray_app.ingest.shuffle import buckets, write_bucket
-from ray_app.ingest.splits import PieceTask, check_count, write_piece
+from ray_app.ingest.shards import (
+    Counts,
+    describe_parquet,
+    format_refused,
+    make_notes,
+    merge_columns,
+    merge_descriptions,
+)
+from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
+from ray_app.ingest.splits import InputSplitTask, check_refused_count, write_input_split
 from ray_app.ingest.tokenize import Texts
 from ray_app.storage.data_files import Place, files_below, is_within, place_of, relative
 from ray_app.storage.files import Location, location, put_atomic, put_json
@@ -88,15 +95,15 @@ def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iter
     """
     import ray
 
-    from ray_app.data.process_deaths import Attempts
+    from ray_app.data.process_deaths import RetriedTask
 
     task = ray.remote(_call).options(num_cpus=1, max_retries=0)
     most = max(_AHEAD, _AHEAD * int(ray.cluster_resources().get("CPU", 1)))
-    waiting: deque[Attempts] = deque()
+    waiting: deque[RetriedTask] = deque()
     try:
         for item in items:
             what = f"while it ingested {without_addresses(str(item))[:_MOST_CHARS]}"
-            waiting.append(Attempts(partial(task.remote, function, item), partial(str, what)))
+            waiting.append(RetriedTask(partial(task.remote, function, item), partial(str, what)))
             if len(waiting) >= most:
                 yield waiting.popleft().result()
         while waiting:
@@ -223,23 +230,23 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
         DataError: The input is missing, empty, damaged or inconsistent; then nothing is left of what was made.
         StorageError: A disk, the network or S3 failed; what is finished is kept.
     """
-    checks.check(options, [*READERS, "parquet"])
+    checks.check_options(options, [*READERS, "parquet"])
     if options.source == "parquet":
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
     reader, out = READERS[options.source](options.input or "", options), location(options.out)
     made_from = _made_from(options, reader)
-    if found := output.existing(out, made_from):
+    if found := output.load_existing(out, made_from):
         return _summary(str(out), found, reused=True)
     parts = reader.parts(run)
     options = replace(options, eval_fraction=options.held_out([part.name for part in parts]))
     sides = _sides(parts, options)
     with output.work_folder(out, made_from, sorted({side for part in sides.values() for side in part})) as folder:
-        if found := output.existing(out, made_from):  # another process had the folder and has finished it
+        if found := output.load_existing(out, made_from):  # another process had the folder and has finished it
             return _summary(str(out), found, reused=True)
         try:
             _write_all(parts, sides, options, made_from, folder, run)
         except (StorageError, OSError) as error:
-            if found := output.existing(
+            if found := output.load_existing(
                 out, made_from
             ):  # on S3, where two may write the same, the other one has finished it
                 return _summary(str(out), found, reused=True)
@@ -249,8 +256,8 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
         except (ConfigError, DataError):
             output.discard(folder)
             raise
-        output.finish(folder, out, [side for part in sides.values() for side in part])
-    made = output.existing(out, made_from)
+        output.finish_output(folder, out, [side for part in sides.values() for side in part])
+    made = output.load_existing(out, made_from)
     assert made is not None
     return _summary(str(out), made, reused=False)
 
@@ -323,7 +330,7 @@ def _write_all(
     refused = {side: [row for piece in made[side] for row in piece["refused"]] for side in made}
     for side, part in part_of.items():
         files = "shards" if part.keeps_order else "runs"
-        columns_of(made[side], files)
+        merge_columns(made[side], files)
         if not any(piece[files] for piece in made[side]):
             kept = sum(file["rows"] for other in sides[part.name] for piece in made[other] for file in piece[files])
             rows = kept + sum(len(refused[other]) for other in sides[part.name])
@@ -335,14 +342,16 @@ def _write_all(
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
     mixed = _mix({side: made[side] for side, part in part_of.items() if not part.keeps_order}, options, folder, run)
     for side, part in part_of.items():
-        facts = merged(part, mixed.get(side, made[side]), len(refused[side]), notes_of(text_columns[part.name]))
+        facts = merge_descriptions(
+            part, mixed.get(side, made[side]), len(refused[side]), make_notes(text_columns[part.name])
+        )
         index = [options.rename.get(name, name) for name in part.index_columns]
         facts["index_columns"] = [name for name in index if name in facts["columns"]]
         if options.pack:
             facts["rows_in"] = sum(piece["texts"] for piece in made[side]) + len(refused[side])
         place = side_folder(folder, side)
         if refused[side] or part.skipped_files:
-            put_atomic(place / "refused.jsonl", refused_lines([*refused[side], *part.skipped_files]))
+            put_atomic(place / "refused.jsonl", format_refused([*refused[side], *part.skipped_files]))
         about = {
             "format_version": FORMAT_VERSION,
             "source": options.source,
@@ -364,20 +373,20 @@ def _write_pieces(
     their order.
     """
     tasks = [
-        PieceTask(part.name, number, piece, sides[part.name], options, folder, part.keeps_order)
+        InputSplitTask(part.name, number, piece, sides[part.name], options, folder, part.keeps_order)
         for part in parts
         for number, piece in enumerate(part.pieces)
     ]
     made: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
     text_columns: dict[str, list[dict[str, Counts]]] = {part.name: [] for part in parts}
     refused = 0
-    for task, record in zip(tasks, run(write_piece, tasks), strict=True):
+    for task, record in zip(tasks, run(write_input_split, tasks), strict=True):
         text_columns[task.part].append(record["text_columns"])
         for side, piece in record["sides"].items():
             made[side].append(piece)
             refused += len(piece["refused"])
             if piece["refused"]:
-                check_count(refused, options, *piece["refused"][-1])
+                check_refused_count(refused, options, *piece["refused"][-1])
     return made, text_columns
 
 
@@ -389,7 +398,7 @@ def _mix(
     Raises:
         StorageError: Not all rows came back.
     """
-    tasks = [task for side, pieces in made.items() for task in buckets(side, pieces, options, folder)]
+    tasks = [task for side, pieces in made.items() for task in make_bucket_tasks(side, pieces, options, folder)]
     mixed: dict[str, list[dict[str, Any]]] = {side: [] for side in made}
     for task, shards in zip(tasks, run(write_bucket, tasks), strict=True):
         mixed[task.side].append(shards)

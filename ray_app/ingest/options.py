@@ -137,7 +137,7 @@ def _is_delimiter(text: str) -> bool:
     return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
 
 
-def check(options: IngestOptions, sources: list[str]) -> None:
+def check_options(options: IngestOptions, sources: list[str]) -> None:
     """Refuses options that cannot be meant.
 
     Args:

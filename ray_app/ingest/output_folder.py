@@ -24,7 +24,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ray_app.data.dataset import UNFINISHED
+from ray_app.data.dataset import UNFINISHED_MARKER
 from ray_app.errors import ConfigError
 from ray_app.ingest.options import IngestOptions
 from ray_app.storage.data_files import find
@@ -46,12 +46,12 @@ def side_folder(folder: Location, side: str) -> Location:
     return folder / side if side else folder
 
 
-def scratch(folder: Location) -> tempfile.TemporaryDirectory[str]:
+def make_scratch(folder: Location) -> tempfile.TemporaryDirectory[str]:
     """A folder for files that are being written, on the disk where they are to stay if it is one."""
     return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder if isinstance(folder, Path) else None)
 
 
-def existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
+def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
     """The content of each `dataset.json` in `out`, by data set, if all was made from the same; None where `out` can be
     written.
 
@@ -82,7 +82,7 @@ def _is_resumable(out: Location, inner: list[str], parts: dict[str, Any], made_f
     """Whether an ingest of the same was interrupted there: on S3, where it writes into the target."""
     if isinstance(out, Path):
         return False
-    begun = [read_json(side_folder(out, side) / UNFINISHED) for side in ["", *inner] if side not in parts]
+    begun = [read_json(side_folder(out, side) / UNFINISHED_MARKER) for side in ["", *inner] if side not in parts]
     return json.loads(json.dumps(made_from)) in begun
 
 
@@ -124,7 +124,7 @@ def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> I
     """
     if isinstance(out, S3Path):
         for side in sides:
-            put_json(side_folder(out, side) / UNFINISHED, made_from)
+            put_json(side_folder(out, side) / UNFINISHED_MARKER, made_from)
         yield out
         return
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
@@ -171,7 +171,7 @@ def discard(folder: Location) -> None:
     remove_tree(folder)
 
 
-def finish(folder: Location, out: Location, sides: list[str]) -> None:
+def finish_output(folder: Location, out: Location, sides: list[str]) -> None:
     """Makes the written folder the target; each data set in it has its `dataset.json`."""
     remove_tree(folder / RECORDS)
     remove_tree(folder / RUNS)
@@ -182,4 +182,4 @@ def finish(folder: Location, out: Location, sides: list[str]) -> None:
         folder.rename(str(out))
         return
     for side in sides:
-        (side_folder(folder, side) / UNFINISHED).unlink()
+        (side_folder(folder, side) / UNFINISHED_MARKER).unlink()

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.arrays import is_number, is_text, spec_of
-from ray_app.data.bad_rows import missing_reasons
+from ray_app.data.arrays import is_number, is_text, spec_of_field
+from ray_app.data.bad_rows import find_missing_values
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
@@ -199,7 +199,7 @@ def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
 
 def column_facts(column: pa.Field) -> dict[str, Any]:
     """Type, shape of one row and NumPy dtype of a column; the last two are None where a row is no array of numbers."""
-    if spec := spec_of(column):
+    if spec := spec_of_field(column):
         return {"type": "array", "shape": list(spec.shape), "dtype": np.dtype(spec.dtype).name, "nulls": 0}
     if _is_bytes(column.type) or _is_list(column.type):
         return {"type": str(column.type), "shape": None, "dtype": None, "nulls": 0}
@@ -209,7 +209,9 @@ def column_facts(column: pa.Field) -> dict[str, Any]:
 
 def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     """Statistics and dictionaries only for plain columns; encoded images are not compressed twice."""
-    plain = [f.name for f in schema if spec_of(f) is None and not pa.types.is_binary(f.type) and not _is_list(f.type)]
+    plain = [
+        f.name for f in schema if spec_of_field(f) is None and not pa.types.is_binary(f.type) and not _is_list(f.type)
+    ]
     lists = {_leaf(f): "ZSTD" for f in schema if _is_list(f.type)}
     return pq.ParquetWriter(
         path,
@@ -224,7 +226,7 @@ def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 _MAX_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 1 << 16, 8 << 20, 4 << 20
 
 
-def merged(part: Part, made: list[dict[str, Any]], refused: int, notes: list[str]) -> dict[str, Any]:
+def merge_descriptions(part: Part, made: list[dict[str, Any]], refused: int, notes: list[str]) -> dict[str, Any]:
     """The facts of one side of a part, of which `made` describes the shards, in their order.
 
     Args:
@@ -244,14 +246,14 @@ def merged(part: Part, made: list[dict[str, Any]], refused: int, notes: list[str
         "refused": refused,
         "classes": part.classes,
         "class_counts": _class_counts(part, made),
-        "columns": columns_of(made, "shards"),
+        "columns": merge_columns(made, "shards"),
         "shards": shards,
         "skipped_files": len(part.skipped_files),
         "notes": [*part.notes, *notes],
     }
 
 
-def refused_lines(refused: list[tuple[str, str]]) -> bytes:
+def format_refused(refused: list[tuple[str, str]]) -> bytes:
     """Refused rows, and files that were left out, with the reasons, one JSON object a line."""
     return "".join(json.dumps({"row_id": row_id, "reason": reason}) + "\n" for row_id, reason in refused).encode()
 
@@ -269,7 +271,7 @@ def _class_counts(part: Part, made: list[dict[str, Any]]) -> dict[str, int] | No
     )
 
 
-def columns_of(made: list[dict[str, Any]], files: str) -> dict[str, Any]:
+def merge_columns(made: list[dict[str, Any]], files: str) -> dict[str, Any]:
     """The columns of pieces, missing values counted over all of them; `files`: the name of what they list.
 
     Raises:
@@ -339,7 +341,7 @@ def _missing(dataset: Dataset) -> dict[str, int]:
                     index, names, min(_MAX_ROWS, file.rows_within(index, names, _BATCH_BYTES))
                 ):
                     for name in names:
-                        missing[name] += len(missing_reasons(table.select([name])))
+                        missing[name] += len(find_missing_values(table.select([name])))
     return missing
 
 
@@ -399,7 +401,7 @@ class TextColumns:
             counts["first"].setdefault("any", [row_ids[0].as_py(), values[0].as_py()[:_MAX_SAID]])
 
 
-def notes_of(described: list[dict[str, Counts]]) -> list[str]:
+def make_notes(described: list[dict[str, Counts]]) -> list[str]:
     """A sentence about each column of text that is made up of numbers or truth values for the most part.
 
     Args:

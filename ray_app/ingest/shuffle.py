@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from ray_app.errors import DataError, StorageError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.output_folder import RECORDS, RUNS, scratch, side_folder
+from ray_app.ingest.output_folder import RECORDS, RUNS, make_scratch, side_folder
 from ray_app.ingest.shards import Shards, column_facts, row_bytes
 from ray_app.storage.data_files import arrow, find, publish
 from ray_app.storage.files import Location, put_json, read_json
@@ -161,7 +161,9 @@ class BucketTask:
         return self.folder / RECORDS / f"{self.side}-{self.number:05d}.mixed.json"
 
 
-def buckets(side: str, made: list[dict[str, Any]], options: IngestOptions, folder: Location) -> list[BucketTask]:
+def make_bucket_tasks(
+    side: str, made: list[dict[str, Any]], options: IngestOptions, folder: Location
+) -> list[BucketTask]:
     """The tasks that make shards of the runs of a side."""
     runs = [run for piece in made for run in piece["runs"]]
     count = max(1, -(-sum(run["row_bytes"] for run in runs) // BUCKET_BYTES))
@@ -181,7 +183,7 @@ def write_bucket(task: BucketTask) -> dict[str, Any]:
     if done is not None and all((found := find(side / s["path"])) and found.size == s["bytes"] for s in done["shards"]):
         return done
     parts = [part for name in task.runs for part in _taken(task.folder / RUNS / name, task.low, task.high)]
-    with scratch(task.folder) as own:
+    with make_scratch(task.folder) as own:
         shards = Shards(side, f"part-{task.number:05d}", Path(own) / "bucket", *task.options.limits)
         count = 1 + sum(part.nbytes for part in parts) // _MERGED_BYTES
         for i in range(count):

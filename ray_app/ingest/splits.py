@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from ray_app.errors import ConfigError, DataError, without_addresses
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.output_folder import RECORDS, RUNS, scratch, side_folder
+from ray_app.ingest.output_folder import RECORDS, RUNS, make_scratch, side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.shards import Shards, TextColumns
 from ray_app.ingest.shuffle import Runs
@@ -32,7 +32,7 @@ or `Runs` describe; plain JSON.
 
 
 @dataclass(frozen=True)
-class PieceTask:
+class InputSplitTask:
     """What a task is to do; pickled to it.
 
     Args:
@@ -47,7 +47,7 @@ class PieceTask:
 
     part: str
     number: int
-    piece: base.Piece
+    piece: base.InputSplit
     sides: tuple[str, ...]
     options: IngestOptions
     folder: Location
@@ -86,10 +86,10 @@ class Refusals:
                 f" on_bad_row=skip."
             )
         self.rows.append((row_id, reason))
-        check_count(len(self.rows), self._options, row_id, reason)
+        check_refused_count(len(self.rows), self._options, row_id, reason)
 
 
-def check_count(refused: int, options: IngestOptions, row_id: str, reason: str) -> None:
+def check_refused_count(refused: int, options: IngestOptions, row_id: str, reason: str) -> None:
     """Refuses too many refused rows.
 
     Raises:
@@ -103,19 +103,19 @@ def check_count(refused: int, options: IngestOptions, row_id: str, reason: str) 
         )
 
 
-def write_piece(task: PieceTask) -> Record:
+def write_input_split(task: InputSplitTask) -> Record:
     """Does a task, unless it was done before.
 
     Raises:
         DataError: A row or a file is refused, or the source changed since it was looked at.
         ConfigError: The columns cannot be named as asked.
     """
-    if (done := finished_before(task)) is not None:
+    if (done := load_finished_record(task)) is not None:
         return done
     options, refusals = task.options, Refusals(task.options)
     texts = Texts(options) if options.tokenizer else None
     text_columns = TextColumns()
-    with scratch(task.folder) as own:
+    with make_scratch(task.folder) as own:
         sinks = {side: _sink(task, side, Path(own) / f"side-{side}") for side in task.sides}
         for table in task.piece.tables(refusals):
             usable = _finished(table, options.rename, refusals)
@@ -139,7 +139,7 @@ def write_piece(task: PieceTask) -> Record:
     return record
 
 
-def _sink(task: PieceTask, side: str, own: Path) -> Shards | Runs | Packed:
+def _sink(task: InputSplitTask, side: str, own: Path) -> Shards | Runs | Packed:
     """What takes the rows of a side; `own` is a folder for files that are being written."""
     if task.keeps_order:
         return Shards(side_folder(task.folder, side), f"part-{task.number:05d}", own, *task.options.limits)
@@ -147,7 +147,7 @@ def _sink(task: PieceTask, side: str, own: Path) -> Shards | Runs | Packed:
     return Packed(runs, task.options.pack) if task.options.pack else runs
 
 
-def finished_before(task: PieceTask) -> Record | None:
+def load_finished_record(task: InputSplitTask) -> Record | None:
     """The record of a piece, if it was written before and its files are there."""
     record: Record | None = read_json(task.record)
     if record is None:
@@ -228,7 +228,7 @@ def _with_whole_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
     return table.set_column(table.column_names.index("label"), "label", labels.cast(pa.int64()))
 
 
-def _by_side(table: pa.Table, task: PieceTask) -> dict[str, pa.Table]:
+def _by_side(table: pa.Table, task: InputSplitTask) -> dict[str, pa.Table]:
     """The rows of each side."""
     if len(task.sides) == 1:
         return {task.sides[0]: table}
@@ -236,7 +236,7 @@ def _by_side(table: pa.Table, task: PieceTask) -> dict[str, pa.Table]:
     return {side: table.filter(pa.array([found == side for found in sides], pa.bool_())) for side in task.sides}
 
 
-def _side_of(row_id: str, task: PieceTask) -> str:
+def _side_of(row_id: str, task: InputSplitTask) -> str:
     """The side that a row goes to: a function of the seed and the row's own id."""
     if len(task.sides) == 1:
         return task.sides[0]

@@ -160,4 +160,4 @@ class Packed:
     def _put(self, values: npt.NDArray[np.int32], names: list[str]) -> None:
         if names:
             lengths = np.minimum(self._length, len(values) - np.arange(len(names)) * self._length)
-            self._sink.write(base.table(names, {TOKENS: _lists(values, lengths)}))
+            self._sink.write(base.make_table(names, {TOKENS: _lists(values, lengths)}))

@@ -30,7 +30,7 @@ from torch import nn
 from ray_app.data.dataset import open_dataset
 from ray_app.data.local_readers import load_all
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_here, rows_per_task
+from ray_app.data.reader import Reader, RowSource, fetch_in_process, rows_per_task
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.package import write_files
@@ -195,7 +195,7 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
         task.prepare(dataset.facts)
     fields = probe(dataset, columns, decode)
     reader = Reader(dataset.root, columns, decode, fields, partitions=dataset.manifest.partitions)
-    return load_all(fetch_here, RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))).arrays
+    return load_all(fetch_in_process, RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))).arrays
 
 
 def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:

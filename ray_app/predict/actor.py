@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
-from ray_app.data.arrays import ArraySpec, fixed, from_column, lists_of, to_column
+from ray_app.data.arrays import ArraySpec, fixed_array, from_column, to_column, to_list_array
 from ray_app.data.parquet_files import DataFile, Partitions
-from ray_app.data.reader import POSITION, ReadSpec, check_positions, stored
+from ray_app.data.reader import POSITION, ReadSpec, check_positions, read_span
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
 from ray_app.models.export import exported_module
@@ -150,7 +150,7 @@ class PredictActor:
             DataError: The rows are not those of a part, or a prediction is not finite.
         """
         environment.use_device(self._device)  # Ray Data may call from another thread than the one of the constructor
-        position = int(fixed(table.column(POSITION), ArraySpec("<i8", ()))[0])
+        position = int(fixed_array(table.column(POSITION), ArraySpec("<i8", ()))[0])
         name, spec = self._job.parts[position]
         rows = sum(span.rows for span in spec)
         check_positions(table, np.arange(position, position + rows))
@@ -248,7 +248,7 @@ def _read_carried_columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
     parts = []
     for span in spec if job.columns else ():
         with DataFile(job.root, span.path, job.partitions) as file:
-            parts.append(stored(file, span, job.columns))
+            parts.append(read_span(file, span, job.columns))
     return pa.concat_tables(parts).select(job.columns) if parts else None
 
 
@@ -264,7 +264,9 @@ def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str)
         if isinstance(values, np.ndarray) and values.ndim > 1:
             carried = carried.append_column(*to_column(name, values))
         else:
-            carried = carried.append_column(name, lists_of(values) if isinstance(values, Ragged) else pa.array(values))
+            carried = carried.append_column(
+                name, to_list_array(values) if isinstance(values, Ragged) else pa.array(values)
+            )
     file = io.BytesIO()
     pq.write_table(carried.replace_schema_metadata({MADE_FROM: made_from.encode()}), file, write_page_checksum=True)
     return file.getvalue()

@@ -19,10 +19,10 @@ from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.arrays import ArraySpec
-from ray_app.data.dataset import Dataset, contents, open_dataset
+from ray_app.data.dataset import Dataset, hash_files, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, ReadSpec, cut_specs, rows_per_task
+from ray_app.data.reader import Reader, ReadSpec, cut_reads, rows_per_task
 from ray_app.driver.trained_run import chosen, trained_job
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import fetch_package, is_export, read_export
@@ -210,7 +210,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "code": _code_digest(files_of(class_path(model.task))),
         "manifest_digest": manifest.digest,
         "content_digest": hashlib.sha256(
-            json.dumps(contents(place_of(dataset.root), manifest.paths)).encode()
+            json.dumps(hash_files(place_of(dataset.root), manifest.paths)).encode()
         ).hexdigest(),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
@@ -315,7 +315,7 @@ def cut_parts(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
             room = most_rows
         groups[-1].append(Segment(i, 0, rows))
         room -= rows
-    return [spec for group in groups for spec in cut_specs(manifest, group, most_rows)]
+    return [spec for group in groups for spec in cut_reads(manifest, group, most_rows)]
 
 
 def refuse_other_prediction(prepared: PreparedPrediction) -> None:

@@ -24,8 +24,8 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
 from ray_app.data.local_readers import load_all
 from ray_app.data.prefetch import StreamedWindows
-from ray_app.data.probes import first_rows
-from ray_app.data.reader import RowSource, fetch_here
+from ray_app.data.probes import decode_first_rows
+from ray_app.data.reader import RowSource, fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.errors import BadRowError, ConfigError, PeerLostError, RayAppError, TaskError
 from ray_app.models.package import write_files
@@ -143,7 +143,7 @@ class _Together(SingleProcessMembership):
 def _train_as(job: Job, rank: int, size: int, store: Path) -> None:
     """Trains as one of several processes; called in each."""
     evaluation = job.evaluation
-    load = (lambda: load_all(fetch_here, evaluation).arrays) if evaluation is not None else None
+    load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     membership = _Together(World(rank, size, WORKERS), store)
     train(job, membership, _open_windows, torch.device("cpu"), load_evaluation=load)
 
@@ -151,8 +151,8 @@ def _train_as(job: Job, rank: int, size: int, store: Path) -> None:
 def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
     """The data as training has it, decoded another way in every epoch where the task does that."""
     if job.config.data.cache == "none":
-        return StreamedWindows(job.plan, cursor, played, job.passes, fetch_here, job.source)
-    return CachedWindows(load_all(fetch_here, job.source))
+        return StreamedWindows(job.plan, cursor, played, job.passes, fetch_in_process, job.source)
+    return CachedWindows(load_all(fetch_in_process, job.source))
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def export(job: Job) -> tuple[str, tuple[str, ...]]:
     source = job.evaluation or job.source
     with tempfile.TemporaryDirectory() as folder:
         made = write_files(
-            job.task, job.task.build_model(), first_rows(source.reader, source.manifest, 2), Path(folder)
+            job.task, job.task.build_model(), decode_first_rows(source.reader, source.manifest, 2), Path(folder)
         )
         return made.format, made.refused
 

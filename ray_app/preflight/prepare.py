@@ -29,9 +29,9 @@ from ray_app.cluster.resources import counted
 from ray_app.config.checks import check
 from ray_app.config.config import Config, digest, flatten, refuse_other_config, result_fields
 from ray_app.config.import_paths import OWN_OPTIMIZER, load_class
-from ray_app.data.arrays import ArraySpec, spec_like
+from ray_app.data.arrays import ArraySpec, spec_of_values
 from ray_app.data.dataset import Dataset, open_dataset, read_labels
-from ray_app.data.probes import first_row, probe, rows_like, sample_rows
+from ray_app.data.probes import decode_first_row, probe, sample_ragged_rows, sample_rows
 from ray_app.data.reader import Reader, RowSource, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError
 from ray_app.evaluate.job import EvaluationJob
@@ -370,8 +370,8 @@ def prepare(config: Config) -> Prepared:
         )
         changed = changed_code(paths, config, code)
     stored_row, row = training_row(config, dataset, task)
-    rows = rows_like(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
-    fields = {name: spec_like(values) for name, values in rows.items()}
+    rows = sample_ragged_rows(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
+    fields = {name: spec_of_values(values) for name, values in rows.items()}
     _refuse_cache(config, task, fields)
     refuse_other_fields(task, stored_row, fields)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
@@ -465,7 +465,7 @@ def training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Rows, Ar
         read.append(rows)
         return task.decode(rows)
 
-    decoded = first_row(dataset, task.columns(), decode, most_bad)
+    decoded = decode_first_row(dataset, task.columns(), decode, most_bad)
     return read[-1], decoded
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ray_app.config.import_paths import load_class
 from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.plan.hashing import hash_array
 from ray_app.preflight.changes import classes_in
 from ray_app.task.base import Batch, Losses, Rows, Task
@@ -288,7 +288,7 @@ def _raw(job: Job) -> Rows:
         return job.task.decode(rows)
 
     source = job.source
-    load_all(fetch_here, replace(source, reader=replace(source.reader, decode=decode)))
+    load_all(fetch_in_process, replace(source, reader=replace(source.reader, decode=decode)))
     return seen[0]
 
 

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 from torch import nn
 
-from ray_app.data.arrays import ArraySpec, spec_like
+from ray_app.data.arrays import ArraySpec, spec_of_values
 from ray_app.data.dataset import Dataset
-from ray_app.data.probes import longest_row
-from ray_app.data.reader import POSITION, Reader, rows_of
+from ray_app.data.probes import find_longest_row
+from ray_app.data.reader import POSITION, Reader, table_to_rows
 from ray_app.errors import ConfigError, DataError, TaskError
 from ray_app.preflight.probe_rows import MOST_NUMBERS, RowProbe, numbers_of, too_costly
 from ray_app.task.base import Rows, Task
@@ -217,11 +217,11 @@ class RareRows:
 
 def _decoded(reader: Reader, dataset: Dataset) -> Arrays | None:
     """The longest row; None if there is none, or it cannot be decoded, which is told where it is read."""
-    span = longest_row(dataset, reader.columns, MOST_NUMBERS)
+    span = find_longest_row(dataset, reader.columns, MOST_NUMBERS)
     if span is None:
         return None
     try:
-        return rows_of(pa.concat_tables(reader.read((span,))).drop_columns([POSITION]))
+        return table_to_rows(pa.concat_tables(reader.read((span,))).drop_columns([POSITION]))
     except DataError:
         return None
 
@@ -249,7 +249,7 @@ def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) ->
                 decoded = task.decode_training(rows, key[None])
         except TaskError as error:
             raise ConfigError(f"A row to train on cannot be decoded: {error}{where}") from error
-        found = {name: spec_like(values) for name, values in decoded.items()}
+        found = {name: spec_of_values(values) for name, values in decoded.items()}
         for name in fields.keys() | found.keys():
             if found.get(name) != fields.get(name):
                 raise ConfigError(

@@ -40,10 +40,10 @@ from torch import Tensor, nn
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.arrays import Columns
 from ray_app.data.dataset import Dataset
-from ray_app.data.memory_cache import fetch_at_once
+from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.process_deaths import Attempts
-from ray_app.data.reader import RowSource, specs_of
+from ray_app.data.process_deaths import RetriedTask
+from ray_app.data.reader import RowSource, plan_reads
 from ray_app.errors import ConfigError
 from ray_app.ingest.shards import Shards
 from ray_app.models import loader
@@ -336,7 +336,7 @@ def score_packages(
         f"{sum(segment.rows for segment in request.segments):,} rows of {request.source.reader.root}"
         for request in requests
     )
-    return Attempts(submit, lambda: f"while it scored models on {rows}").result()
+    return RetriedTask(submit, lambda: f"while it scored models on {rows}").result()
 
 
 def _score_all(
@@ -380,7 +380,7 @@ def _arrays(request: Request) -> Arrays:
     """The decoded rows of a request."""
     source = request.source
     columns = Columns(source.fields, sum(segment.rows for segment in request.segments))
-    for table in fetch_at_once(source.reader, specs_of(source.manifest, request.segments, source.task_rows)):
+    for table in fetch_auto(source.reader, plan_reads(source.manifest, request.segments, source.task_rows)):
         columns.add(table)
     arrays = columns.all()
     return arrays if request.chosen is None else {name: values[request.chosen] for name, values in arrays.items()}

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.arrays import fixed, spec_of
+from ray_app.data.arrays import fixed_array, spec_of_field
 from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.plan.hashing import hash_array, key
@@ -99,7 +99,7 @@ def profile(dataset: Dataset, columns: list[str], label: str | None) -> tuple[Pr
     for first, table in _row_groups(dataset, columns):
         chosen = hash_array(key(1), np.arange(first, first + table.num_rows)) <= np.uint64(share * (2**64 - 2**12))
         for item, values in zip(table.schema, table.columns, strict=True):
-            spec = spec_of(item)
+            spec = spec_of_field(item)
             schema[item.name] = f"{spec.dtype} {spec.shape}" if spec else str(item.type)
             nulls[item.name] += values.null_count
             if item.name == label and pa.types.is_integer(item.type):
@@ -173,11 +173,11 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
 
 def _numbers(item: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:
     """What is looked at of some rows of a column, each of shape (rows,), by name."""
-    spec = spec_of(item)
+    spec = spec_of_field(item)
     if spec is not None:
         if not len(values) or spec.padding is not None or np.dtype(spec.dtype).kind not in "biuf":
             return []
-        rows = fixed(values, spec).reshape(len(values), -1).astype(np.float64)
+        rows = fixed_array(values, spec).reshape(len(values), -1).astype(np.float64)
         return [(f"{item.name} (mean)", rows.mean(1)), (f"{item.name} (std)", rows.std(1))]
     if pa.types.is_integer(item.type) or pa.types.is_floating(item.type) or pa.types.is_boolean(item.type):
         return [(item.name, values.drop_null().to_numpy().astype(np.float64))]

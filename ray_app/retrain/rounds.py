@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.config.config import Config, result_fields
-from ray_app.data.dataset import contents, sha256
+from ray_app.data.dataset import hash_files, sha256
 from ray_app.driver.model_export import user
 from ray_app.errors import DataError
 from ray_app.preflight.changes import classes_in, files_of
@@ -228,7 +228,7 @@ def _contents(path: str, memory: Location | None) -> dict[str, str]:
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file (looked at {target}); deliver the data first.")
     root = target.parent if is_one else target
-    found = contents(root, [relative(file, root) for file in files], memory)
+    found = hash_files(root, [relative(file, root) for file in files], memory)
     if find(
         root / _DESCRIPTION
     ):  # of what stands in it only the classes count: it also says when and from what it was made

@@ -35,7 +35,7 @@ from ray_app.data.feed import Feed
 from ray_app.data.local_readers import load_all
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.order import Cursor, Plan
 from ray_app.preflight.prepare import classes_of, make_plan
@@ -172,19 +172,19 @@ def make_job(
 def streamed(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process, in read tasks of a few rows."""
     return StreamedWindows(
-        job.plan, cursor, played, job.passes, fetch_here, dataclasses.replace(job.source, task_rows=7)
+        job.plan, cursor, played, job.passes, fetch_in_process, dataclasses.replace(job.source, task_rows=7)
     )
 
 
 def cached(job: Job, cursor: Cursor, played: range) -> Windows:
     """Gathers from memory."""
     del cursor, played
-    return CachedWindows(load_all(fetch_here, job.source))
+    return CachedWindows(load_all(fetch_in_process, job.source))
 
 
 def disk_cached(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process through the disk cache in `data.cache_dir`."""
-    fetch = job.through_cache(fetch_here)
+    fetch = job.through_cache(fetch_in_process)
     return StreamedWindows(job.plan, cursor, played, job.passes, fetch, dataclasses.replace(job.source, task_rows=7))
 
 
@@ -437,7 +437,9 @@ def _train(
 ) -> None:
     world, evaluation = World(rank, size, job.plan.logical_workers), job.evaluation
     load = (
-        (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+        (lambda: load_all(fetch_in_process, evaluation).arrays)
+        if job.workers_evaluate and evaluation is not None
+        else None
     )
     train(job, LocalMembership(world, store, **membership), windows, CPU, hooks, load_evaluation=load)
 

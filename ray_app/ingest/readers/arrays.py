@@ -141,7 +141,10 @@ def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefi
     pieces = [(start, min(start + piece_rows, rows)) for start in starts]
     return base.Part(
         name,
-        [base.Piece(last - first, partial(_tables, arrays, layouts, first, last, id_prefix)) for first, last in pieces],
+        [
+            base.InputSplit(last - first, partial(_tables, arrays, layouts, first, last, id_prefix))
+            for first, last in pieces
+        ],
     )
 
 
@@ -153,7 +156,7 @@ def _tables(
     step = max(1, base.BLOCK_BYTES // max(1, row_bytes))
     for blocks in zip(*(array.blocks(first, last, step) for array in arrays.values()), strict=True):
         ids = [f"{id_prefix}{i}" for i in range(first, first + len(blocks[0]))]
-        yield base.table(ids, dict(zip(arrays, blocks, strict=True)))
+        yield base.make_table(ids, dict(zip(arrays, blocks, strict=True)))
         first += len(ids)
 
 
@@ -400,7 +403,7 @@ class Digits:
         def tables(rows: list[int], refuse: base.Refuse) -> Iterator[pa.Table]:
             del refuse
             columns = {"image": data.images[rows].astype(np.uint8), "label": data.target[rows].astype(np.int64)}
-            yield base.table([str(i) for i in rows], columns)
+            yield base.make_table([str(i) for i in rows], columns)
 
-        pieces = {side: [base.Piece(len(rows), partial(tables, rows))] for side, rows in sides.items()}
+        pieces = {side: [base.InputSplit(len(rows), partial(tables, rows))] for side, rows in sides.items()}
         return [base.Part(side, made, tuple("0123456789"), keeps_order=True) for side, made in pieces.items()]

@@ -38,7 +38,7 @@ Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputSplit:
     """What one task reads. How a source is cut into pieces depends on the source and the options only, so the result
     does, too.
 
@@ -66,7 +66,7 @@ class Part:
     """
 
     name: str
-    pieces: list[Piece]
+    pieces: list[InputSplit]
     classes: tuple[str, ...] | None = None
     skipped_files: tuple[tuple[str, str], ...] = ()
     keeps_order: bool = False
@@ -97,7 +97,7 @@ class Reader(Protocol):
         """The data sets of the source; may read the input once, by `run`, to learn its types and classes."""
 
 
-def groups(items: Iterable[T], size: Callable[[T], int], most: Limits) -> list[list[T]]:
+def group_items(items: Iterable[T], size: Callable[[T], int], most: Limits) -> list[list[T]]:
     """Cuts items into runs within the limits, each of at least one item."""
     found: list[list[T]] = []
     num_bytes = 0
@@ -110,19 +110,19 @@ def groups(items: Iterable[T], size: Callable[[T], int], most: Limits) -> list[l
     return found
 
 
-def listed(items: Sequence[object], most: int = 10) -> str:
+def format_items(items: Sequence[object], most: int = 10) -> str:
     """Items for a message: the first ones, and how many there are where that is not all."""
     if len(items) <= most:
         return str(list(items))
     return f"{str(list(items[:most]))[:-1]}, ...] ({len(items)} in all)"
 
 
-def file_groups(files: Iterable[File], most_bytes: int) -> list[list[File]]:
+def group_files(files: Iterable[File], most_bytes: int) -> list[list[File]]:
     """Cuts files into runs of at most so many bytes, each of at least one file."""
-    return groups(files, lambda file: file.size, Limits(1 << 62, most_bytes))
+    return group_items(files, lambda file: file.size, Limits(1 << 62, most_bytes))
 
 
-def table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> pa.Table:
+def make_table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> pa.Table:
     """Arrays of more than one dimension become fixed-shape array columns, the rest plain ones."""
     fields, arrays = [pa.field("row_id", pa.string(), nullable=False)], [pa.array(row_ids, pa.string())]
     for name, values in columns.items():
@@ -136,13 +136,13 @@ def table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> pa.Ta
     return pa.table(arrays, pa.schema(fields))
 
 
-def image_table(rows: list[tuple[str, bytes, int | None]]) -> pa.Table:
+def make_image_table(rows: list[tuple[str, bytes, int | None]]) -> pa.Table:
     """Rows of (id, encoded image, label) with the columns `image` and `label`."""
     ids, images, labels = zip(*rows, strict=True)
-    return table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
+    return make_table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
 
 
-def in_blocks(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+def batch_rows(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """Rows in lists of about `BLOCK_BYTES` bytes."""
     block: list[T] = []
     num_bytes = 0
@@ -156,7 +156,7 @@ def in_blocks(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         yield block
 
 
-def undecodable(encoded: bytes) -> str | None:
+def explain_undecodable(encoded: bytes) -> str | None:
     """Why training could not decode this as one still image; None where it can."""
     if not encoded:
         return "the file is empty"
@@ -172,7 +172,7 @@ MAX_NAMES = 1_000_000
 """Names that a pattern may stand for; more are a slip, and would fill the memory."""
 
 
-def expanded(pattern: str) -> list[str]:
+def expand_braces(pattern: str) -> list[str]:
     """A pattern with braces as the names that it stands for: `x{08..11}` and `x{a,b}`, also several of them.
 
     Raises:
@@ -189,10 +189,12 @@ def expanded(pattern: str) -> list[str]:
         )
     if span:
         choices = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
-    return [name for choice in choices for name in expanded(pattern[: found.start()] + choice + pattern[found.end() :])]
+    return [
+        name for choice in choices for name in expand_braces(pattern[: found.start()] + choice + pattern[found.end() :])
+    ]
 
 
-def matching(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
+def match_files(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
     """The files of a folder or of a pattern, sorted by name, or in the order of its braces; or the one file.
 
     Args:
@@ -203,7 +205,7 @@ def matching(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[Fil
     Raises:
         DataError: There is none, or a name that is spelled out is neither file nor folder.
     """
-    found = [file for name in expanded(pattern) for file in _of_name(name, is_one, kind)]
+    found = [file for name in expand_braces(pattern) for file in _of_name(name, is_one, kind)]
     if not found:
         raise DataError(
             f"{pattern}: no {kind}; expected a folder with such files, one of them, or a pattern such as"
@@ -230,7 +232,7 @@ def _of_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
 MAX_CLASSES = 100_000
 
 
-def sorted_classes(where: str, found: set[str], skip: bool) -> tuple[str, ...]:
+def sort_classes(where: str, found: set[str], skip: bool) -> tuple[str, ...]:
     """The class names in sorted order.
 
     Args:
@@ -250,7 +252,7 @@ def sorted_classes(where: str, found: set[str], skip: bool) -> tuple[str, ...]:
 _BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-def text_files(path: Place, suffixes: tuple[str, ...], kind: str) -> list[File]:
+def list_text_files(path: Place, suffixes: tuple[str, ...], kind: str) -> list[File]:
     """One text file, or those in a folder, sorted by name.
 
     Raises:

@@ -86,7 +86,7 @@ class _Bounded:
         return b"".join(parts)
 
 
-def unpickled(file: IO[bytes]) -> Any:
+def unpickle(file: IO[bytes]) -> Any:
     """The data in a pickle; text of Python 2 is returned as `str`, byte for byte (latin-1).
 
     Raises:
@@ -311,7 +311,10 @@ class Cifar:
         return [
             base.Part(
                 side,
-                [base.Piece(None, partial(_tables, read, len(classes) if classes else None, file)) for file in files],
+                [
+                    base.InputSplit(None, partial(_tables, read, len(classes) if classes else None, file))
+                    for file in files
+                ],
                 classes,
             )
             for side, files in found.items()
@@ -372,7 +375,7 @@ def _tables(read: Any, classes: int | None, file: File, refuse: base.Refuse) -> 
             f"{file.name}:{row}", f"label {labels['label'][row]}; the {classes} classes allow 0 to {(classes or 0) - 1}"
         )
     rows = np.flatnonzero(usable)
-    yield base.table(
+    yield base.make_table(
         [f"{file.name}:{row}" for row in rows],
         {"image": images[rows], **{name: values[rows] for name, values in labels.items()}},
     )
@@ -414,7 +417,7 @@ def _dictionary(file: File) -> dict[str, Any]:
     """The dictionary in a file of the python version, by text keys."""
     try:
         with file.open() as opened:
-            found = unpickled(opened)
+            found = unpickle(opened)
     except ValueError as error:
         raise DataError(
             f"{file}: not a file of CIFAR's python version: {error}. Download it again from where it is published."

@@ -22,7 +22,7 @@ from pyarrow import csv as arrow_csv
 
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import open_text, sorted_classes, text_files
+from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
 from ray_app.storage.data_files import File, Place, parsing
 
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
@@ -50,7 +50,9 @@ class CsvFormat:
         """Whether the first line of a file holds the names: without names always, with them where it holds just
         these.
         """
-        return self.column_names is None or first_rows(read_head(file), self.delimiter)[:1] == [list(self.column_names)]
+        return self.column_names is None or parse_first_rows(read_head(file), self.delimiter)[:1] == [
+            list(self.column_names)
+        ]
 
     def advice(self, has_header: bool) -> str:
         """What a file of this format has, and what to do with one that has something else."""
@@ -63,7 +65,7 @@ class CsvFormat:
         )
 
 
-def named_delimiter(delimiter: str) -> str:
+def name_delimiter(delimiter: str) -> str:
     r"""The delimiter that an option names: `\t`, as a command line passes it on, is a tab."""
     return "\t" if delimiter == r"\t" else delimiter
 
@@ -78,7 +80,7 @@ def read_head(file: File) -> str:
         return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
 
 
-def first_rows(head: str, delimiter: str) -> list[list[str]]:
+def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
     """The first rows in the beginning of a file, at most 20; none where quotes or the length of a value let none be
     read.
     """
@@ -99,7 +101,7 @@ def recognise_delimiter(file: File, column_names: list[str] | None) -> str:
         column_names: Names of its columns, where it has no header line.
     """
     head = read_head(file)
-    widths = {delimiter: [len(row) for row in first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
+    widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
     if (
         column_names
         and len(column_names) > 1
@@ -127,7 +129,7 @@ def check_header(file: str, names: list[str]) -> str | None:
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
         raise DataError(
-            f"{file}: the first line holds numbers ({base.listed(numbers)}) where the names of the columns are"
+            f"{file}: the first line holds numbers ({base.format_items(numbers)}) where the names of the columns are"
             f" expected. If the file has no"
             f" header line, give its {len(names)} names by column_names; if these are the names, give just them."
         )
@@ -135,7 +137,7 @@ def check_header(file: str, names: list[str]) -> str | None:
     if twice:
         places = {name: [i for i, other in enumerate(names, 1) if other == name] for name in twice}
         said = ", ".join(
-            f"{name!r} (columns {base.listed(at)})" for name, at in itertools.islice(places.items(), _MAX_SAID)
+            f"{name!r} (columns {base.format_items(at)})" for name, at in itertools.islice(places.items(), _MAX_SAID)
         )
         more = f" and {len(twice) - _MAX_SAID} more names" if len(twice) > _MAX_SAID else ""
         raise DataError(
@@ -143,9 +145,8 @@ def check_header(file: str, names: list[str]) -> str | None:
         )
     if numbers:
         return (
-            f"the names of columns in {file} are numbers ({base.listed(numbers)}). If they are values of a first row,"
-            f" since the file has no"
-            " header line, give column_names."
+            f"the names of columns in {file} are numbers ({base.format_items(numbers)}). If they are values of a first"
+            " row, since the file has no header line, give column_names."
         )
     return None
 
@@ -171,16 +172,17 @@ def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]
         [name for name in names if name not in other_names],
         [name for name in other_names if name not in names],
     )
-    differs = [f"lacks {base.listed(missing)}"] * bool(missing) + [f"has also {base.listed(more)}"] * bool(more)
+    differs = [f"lacks {base.format_items(missing)}"] * bool(missing) + [f"has also {base.format_items(more)}"] * bool(
+        more
+    )
     said = " and ".join(differs) or "has the columns in another order"
     raise DataError(
-        f"{other_path}: columns {base.listed(other_names)}, but the first file, {path}, has {base.listed(names)}: it"
-        f" {said}. Give all files"
-        " one header."
+        f"{other_path}: columns {base.format_items(other_names)}, but the first file, {path}, has"
+        f" {base.format_items(names)}: it {said}. Give all files one header."
     )
 
 
-def open_quote(file: File, delimiter: str) -> str | None:
+def find_open_quote(file: File, delimiter: str) -> str | None:
     """What is wrong with the quotes of a file; None where each that opens a value closes it.
 
     pyarrow takes all that follows a quote which is not closed, line ends and delimiters too, for one value.
@@ -227,16 +229,17 @@ class Csv:
 
     def files(self) -> list[File]:
         """The files, sorted by name."""
-        return text_files(self.path, SUFFIXES, "CSV")
+        return list_text_files(self.path, SUFFIXES, "CSV")
 
     def parts(self, run: base.Run) -> list[base.Part]:
         """One part; a first pass over the files finds the narrowest type that holds each column, and the classes."""
-        groups = base.file_groups(self.files(), self.piece_bytes)
+        groups = base.group_files(self.files(), self.piece_bytes)
         facts = list(run(partial(_learn, self._format, self.label, self.skip), groups))
         names, notes = self._check_headers(facts)
         if not any(f.rows for f in facts):
             raise DataError(
-                f"{self.path}: no rows, only a header line with the names {base.listed(names)}. Give a file with rows."
+                f"{self.path}: no rows, only a header line with the names {base.format_items(names)}. Give a file with"
+                " rows."
             )
         kinds = {
             name: next(kind for kind in KINDS if all(kind in f.kinds.get(name, KINDS) for f in facts)) for name in names
@@ -244,17 +247,17 @@ class Csv:
         classes = None
         if self.label and not (pa.types.is_integer(kinds[self.label]) or pa.types.is_floating(kinds[self.label])):
             found = set().union(*(f.labels for f in facts))
-            classes = sorted_classes(f"{self.path}: label column {self.label!r}", found, self.skip)
+            classes = sort_classes(f"{self.path}: label column {self.label!r}", found, self.skip)
             kinds[self.label] = pa.string()
         tables = partial(_tables, self._format, self.label, self.skip, kinds, classes)
-        pieces = [base.Piece(f.rows, partial(tables, some)) for f, some in zip(facts, groups, strict=True)]
+        pieces = [base.InputSplit(f.rows, partial(tables, some)) for f, some in zip(facts, groups, strict=True)]
         return [base.Part("", pieces, classes, notes=tuple(notes))]
 
     @cached_property
     def _format(self) -> CsvFormat:
         names = tuple(self.column_names) if self.column_names else None
         if self.delimiter:
-            return CsvFormat(named_delimiter(self.delimiter), names)
+            return CsvFormat(name_delimiter(self.delimiter), names)
         return CsvFormat(recognise_delimiter(self.files()[0], self.column_names), names)
 
     def _check_headers(self, facts: list[_Facts]) -> tuple[list[str], list[str]]:
@@ -273,12 +276,13 @@ class Csv:
                 check_same_header((path, names), header)
         if self.label and self.label not in names:
             raise DataError(
-                f"{path}: no label column {self.label!r}; the columns are {base.listed(names, 50)}. Name one of them."
+                f"{path}: no label column {self.label!r}; the columns are {base.format_items(names, 50)}. Name one of"
+                " them."
             )
         if self.label and self.label != "label" and "label" in names:
             raise DataError(
-                f"{path}: {self.label!r} is to become 'label', but {base.listed(names, 50)} has another column 'label'."
-                f" Rename that one."
+                f"{path}: {self.label!r} is to become 'label', but {base.format_items(names, 50)} has another column"
+                " 'label'. Rename that one."
             )
         return names, notes
 
@@ -314,7 +318,7 @@ def _learn(form: CsvFormat, label: str | None, skip: bool, files: list[File]) ->
                     has_line_ends |= bool(pc.any(pc.match_substring(block[name], "\n")).as_py())
             if label in names:
                 facts.labels.update(pc.unique(block[label]).to_pylist())
-        if (has_line_ends or any("\n" in row.text for row in bad)) and (fault := open_quote(file, form.delimiter)):
+        if (has_line_ends or any("\n" in row.text for row in bad)) and (fault := find_open_quote(file, form.delimiter)):
             raise DataError(f"{file}: {fault}. Close it, or write a quote that is part of a value twice.")
         facts.rows += len(bad)
     return facts
@@ -341,7 +345,7 @@ def _tables(
     for file in files:
         bad: list[Any] = []
         for numbers, block in _numbered_blocks(file, form, bad if skip else None):
-            yield base.table(
+            yield base.make_table(
                 [f"{file.name}:{number}" for number in numbers], _converted_block(file, block, label, kinds, classes)
             )
         for invalid in bad:
@@ -409,7 +413,7 @@ def _string_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterat
             yield pa.RecordBatch.from_arrays([pa.array([], pa.string()) for _ in names], schema=reader.schema)
             yield from reader
     except DataError as error:
-        if isinstance(error.__cause__, pa.ArrowInvalid) and (fault := open_quote(file, form.delimiter)):
+        if isinstance(error.__cause__, pa.ArrowInvalid) and (fault := find_open_quote(file, form.delimiter)):
             raise DataError(f"{file}: {fault}. Close it, or write a quote that is part of a value twice.") from error
         raise
 

@@ -24,7 +24,7 @@ from ray_app.data.arrays import is_bytes, is_number, is_text
 from ray_app.data.dataset import index_columns
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
-from ray_app.ingest.readers.base import sorted_classes
+from ray_app.ingest.readers.base import sort_classes
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
 from ray_app.storage.data_files import File, Place, files_in, find, is_folder, parquet, parsing
 from ray_app.storage.files import read_json
@@ -71,7 +71,7 @@ def value_type(kind: pa.DataType) -> pa.DataType:
     return value_type(kind.storage_type) if isinstance(kind, _UNWRAPPED) else kind
 
 
-def unusable(kind: pa.DataType, is_label: bool) -> str | None:
+def explain_unusable(kind: pa.DataType, is_label: bool) -> str | None:
     """Why a column of this type cannot be kept."""
     value = value_type(kind)
     if is_label and not (is_number(value) or is_text(value)):
@@ -97,8 +97,8 @@ def check_unique(file: File, names: list[str]) -> None:
     """
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
-            f"{file}: two columns of one name: {base.listed(twice)}. Give each column its own name and save the file"
-            f" again."
+            f"{file}: two columns of one name: {base.format_items(twice)}. Give each column its own name and save the"
+            " file again."
         )
 
 
@@ -108,7 +108,7 @@ def label_values(label: str, table: pa.Table) -> set[str]:
     return {value or "" for value in values.unique().to_pylist()} if is_text(values.type) else set()
 
 
-def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
+def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
     """A table with the columns as ours, without the rows that cannot be used."""
     if missing := [name for name in form.schema.names if name not in table.column_names]:
         raise DataError(
@@ -157,7 +157,7 @@ def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Re
         "label" if name == form.label else name: _filtered(column, good, form.shapes.get(name))
         for name, column in columns.items()
     }
-    return base.table(ids[good].tolist(), chosen)
+    return base.make_table(ids[good].tolist(), chosen)
 
 
 def _typed(column: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -189,7 +189,7 @@ def _bad_images(name: str, images: pa.Array, check: bool, known: dict[int, str])
             continue
         if not image.is_valid:
             found[i] = f"{name!r} has no bytes, only a path; load the data set and save it with embedded files"
-        elif check and (reason := base.undecodable(image.as_py())):
+        elif check and (reason := base.explain_undecodable(image.as_py())):
             found[i] = NOT_AN_IMAGE.format(reason)
     return found
 
@@ -247,7 +247,8 @@ class HuggingFace:
         for split, form in self._forms(run).items():
             files = self._splits[split]
             pieces = [
-                base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)
+                base.InputSplit(None, partial(_tables, form, some))
+                for some in base.group_files(files, self.piece_bytes)
             ]
             name = split if len(self._splits) > 1 else ""
             parts.append(base.Part(name, pieces, form.classes, index_columns=index_columns(form.schema)))
@@ -290,9 +291,9 @@ class HuggingFace:
             raise DataError(
                 f"{self.root}: the label {label!r} is text in {with_text}, but not in {others}. Save it in one type."
             )
-        groups = [some for files in self._splits.values() for some in base.file_groups(files, self.piece_bytes)]
+        groups = [some for files in self._splits.values() for some in base.group_files(files, self.piece_bytes)]
         found = set[str]().union(*run(partial(_label_values, label), groups))
-        classes = sorted_classes(f"{self.root}: label column {label!r}", found, self.skip)
+        classes = sort_classes(f"{self.root}: label column {label!r}", found, self.skip)
         return {split: replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:
@@ -311,14 +312,15 @@ class HuggingFace:
             name for name in [*(self.columns or []), *([label] if label else [])] if name not in schema.names
         ]:
             raise DataError(
-                f"{file}: no column {missing[0]!r}; the columns are {base.listed(schema.names, 50)}. Name one of them."
+                f"{file}: no column {missing[0]!r}; the columns are {base.format_items(schema.names, 50)}. Name one of"
+                " them."
             )
         if label != "label" and "label" in keep:
             raise DataError(
                 f"{file}: {label!r} is to become 'label', but there is another column 'label'. Leave it out by columns."
             )
         for name in keep:
-            if reason := unusable(schema.field(name).type, name == label):
+            if reason := explain_unusable(schema.field(name).type, name == label):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
         kept = pa.schema([schema.field(name) for name in keep], schema.metadata)
         nested.check_ragged(file, self.ragged, kept)
@@ -510,4 +512,4 @@ def _tables(form: Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.T
             ids = np.array([f"{file.name}:{i}" for i in range(row, row + len(table))], dtype=object)
             row += len(table)
             if len(table):
-                yield converted(form, file, table, ids, refuse)
+                yield convert_table(form, file, table, ids, refuse)

@@ -72,8 +72,8 @@ class Images:
             key=lambda row: hashlib.blake2b(os.fsencode(relative(row[0].place, self.root)), key=b"order").digest()
         )
         pieces = [
-            base.Piece(len(some), partial(_tables, self.root, self.check, some))
-            for some in base.groups(rows, lambda row: row[0].size, self.limits)
+            base.InputSplit(len(some), partial(_tables, self.root, self.check, some))
+            for some in base.group_items(rows, lambda row: row[0].size, self.limits)
         ]
         classes = tuple(text(folder.name) for folder in self._classes)
         return [base.Part("", pieces, classes, self._left_out(), keeps_order=True)]
@@ -162,8 +162,8 @@ def _head(file: File) -> bytes:
 
 
 def _tables(root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
-    for block in base.in_blocks(_read(root, check, rows, refuse), lambda row: len(row[1])):
-        yield base.image_table(block)
+    for block in base.batch_rows(_read(root, check, rows, refuse), lambda row: len(row[1])):
+        yield base.make_image_table(block)
 
 
 def _read(
@@ -172,7 +172,7 @@ def _read(
     for file, label in rows:
         row_id = text(relative(file.place, root))
         encoded = file.place.read_bytes()
-        if check and (reason := base.undecodable(encoded)):
+        if check and (reason := base.explain_undecodable(encoded)):
             refuse(row_id, NOT_AN_IMAGE.format(reason))
         else:
             yield row_id, encoded, label

@@ -20,7 +20,7 @@ import pyarrow.json as pj
 
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
-from ray_app.ingest.readers.base import open_text, sorted_classes, text_files
+from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
 from ray_app.storage.data_files import File, Place, parsing
 
 MAX_LINE_BYTES = 64 << 20
@@ -59,14 +59,14 @@ class JsonLines:
 
     def files(self) -> list[File]:
         """The files, sorted by name."""
-        return text_files(self.path, (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), "JSON lines")
+        return list_text_files(self.path, (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), "JSON lines")
 
     def parts(self, run: base.Run) -> list[base.Part]:
         """One part; a first pass over the files learns the types, the shapes of lists, and the classes."""
-        groups = base.file_groups(self.files(), self.piece_bytes)
+        groups = base.group_files(self.files(), self.piece_bytes)
         facts = list(run(partial(_learn, self.label, self.columns, self.ragged), groups))
         form = self._form(facts)
-        pieces = [base.Piece(f.rows, partial(_tables, form, some)) for f, some in zip(facts, groups, strict=True)]
+        pieces = [base.InputSplit(f.rows, partial(_tables, form, some)) for f, some in zip(facts, groups, strict=True)]
         return [base.Part("", pieces, form.classes)]
 
     def _form(self, facts: list[_Facts]) -> _Form:
@@ -83,8 +83,8 @@ class JsonLines:
             name for name in [*(self.columns or []), *([self.label] if self.label else [])] if name not in schema.names
         ]:
             raise DataError(
-                f"{self.path}: no {missing[0]!r} in any line; the keys are {base.listed(schema.names, 50)}. Name one of"
-                f" them."
+                f"{self.path}: no {missing[0]!r} in any line; the keys are {base.format_items(schema.names, 50)}. Name"
+                " one of them."
             )
         if self.label and self.label != "label" and "label" in schema.names:
             raise DataError(
@@ -100,7 +100,7 @@ class JsonLines:
                 )
         classes = None
         if self.label and pa.types.is_string(schema.field(self.label).type):
-            classes = sorted_classes(
+            classes = sort_classes(
                 f"{self.path}: label key {self.label!r}", set().union(*(f.labels for f in facts)), self.skip
             )
         return _Form(schema, shapes, self.label, classes)
@@ -215,7 +215,7 @@ def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.
                 refuse(ids[row].as_py(), nested.misfit(name, shape))
             good &= fits
         table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
-        yield base.table(
+        yield base.make_table(
             ids.to_pylist(),
             {"label" if name == form.label else name: _values(table, name, form) for name in form.schema.names},
         )
@@ -278,7 +278,7 @@ class _Block:
 
 def _blocks(files: list[File]) -> Iterator[_Block]:
     for file in files:
-        for block in base.in_blocks(_lines(file), lambda line: len(line[1])):
+        for block in base.batch_rows(_lines(file), lambda line: len(line[1])):
             yield _Block(file, [line for _, line in block], [number for number, _ in block])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import Array, lists_of
+from ray_app.data.arrays import Array, to_list_array
 from ray_app.errors import DataError
 from ray_app.task.ragged import Ragged
 
@@ -130,7 +130,7 @@ def of_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
     if shape[0] != ANY:
         return numbers.reshape(len(column), *shape)
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    return lists_of(
+    return to_list_array(
         Ragged(numbers.reshape(shape), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]))
     )
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from ray_app.config.import_paths import require
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import matching
+from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.hugging_face import need_all_numbers
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
 from ray_app.storage.data_files import File, parsing
@@ -68,7 +68,8 @@ class TFRecord:
         for split, files in self._splits.items():
             form = self._form(files)
             pieces = [
-                base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)
+                base.InputSplit(None, partial(_tables, form, some))
+                for some in base.group_files(files, self.piece_bytes)
             ]
             parts.append(base.Part(split, pieces))
         return parts
@@ -80,7 +81,7 @@ class TFRecord:
         Raises:
             DataError: Some names tell a split and some do not, or one of several numbered files is missing.
         """
-        found = matching(self.pattern, lambda name: bool(_FILE.search(name)), "TFRecord file")
+        found = match_files(self.pattern, lambda name: bool(_FILE.search(name)), "TFRecord file")
         need_all_numbers(self.pattern, found)
         splits: dict[str, list[File]] = {}
         for file in found:
@@ -149,7 +150,7 @@ class _Form:
 
 def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     rows = (row for file in files for row in _usable(form, file, refuse))
-    for block in base.in_blocks(rows, lambda row: row[2]):
+    for block in base.batch_rows(rows, lambda row: row[2]):
         columns: dict[str, Any] = {}
         for name, (kind, count) in form.kinds.items():
             found = [row[1][name] for row in block]
@@ -159,7 +160,7 @@ def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.
             else:
                 array = np.array(found, _DTYPES[kind])
                 columns[column] = array if count > 1 else array[:, 0]
-        yield base.table([row[0] for row in block], columns)
+        yield base.make_table([row[0] for row in block], columns)
 
 
 def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -186,7 +187,7 @@ def _values(form: _Form, data: bytes) -> dict[str, Any]:
                 f"feature {name!r} has {len(values[name])} values ({kind}), in the first row {expected[1]}"
                 f" ({expected[0]})"
             )
-        if name in form.images and (reason := base.undecodable(values[name][0])):
+        if name in form.images and (reason := base.explain_undecodable(values[name][0])):
             raise ValueError(f"{name}: {NOT_AN_IMAGE.format(reason)}")
     return values
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import matching
+from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
 from ray_app.storage.data_files import File, parsing, text
 
@@ -71,8 +71,8 @@ class WebDataset:
             base.Part(
                 "",
                 [
-                    base.Piece(None, partial(_tables, form, some))
-                    for some in base.file_groups(self._files, self.piece_bytes)
+                    base.InputSplit(None, partial(_tables, form, some))
+                    for some in base.group_files(self._files, self.piece_bytes)
                 ],
             )
         ]
@@ -98,7 +98,7 @@ class WebDataset:
                 else "Make the files with some of these."
             )
             raise DataError(
-                f"{where} has the members {base.listed(unknown)}, of which no column is made; allowed are"
+                f"{where} has the members {base.format_items(unknown)}, of which no column is made; allowed are"
                 f" .{', .'.join(IMAGES)}, .cls,"
                 f" .json, .txt and .npy. {advice}"
             )
@@ -134,7 +134,7 @@ class WebDataset:
 
     @cached_property
     def _files(self) -> list[File]:
-        return matching(self.pattern, lambda name: name.endswith(SUFFIXES), "tar file")
+        return match_files(self.pattern, lambda name: name.endswith(SUFFIXES), "tar file")
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,14 @@ class _Form:
 
 def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     rows = (row for file in files for row in _usable(form, file, refuse))
-    for block in base.in_blocks(rows, lambda row: row[2]):
+    for block in base.batch_rows(rows, lambda row: row[2]):
         columns: dict[str, Any] = {}
         for name in block[0][1]:
             values = [row[1][name] for row in block]
             columns[name] = (
                 np.stack(values) if isinstance(values[0], np.ndarray) else pa.array(values, _TYPES[type(values[0])])
             )
-        yield base.table([row[0] for row in block], columns)
+        yield base.make_table([row[0] for row in block], columns)
 
 
 def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -222,7 +222,7 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
     """
     kind = extension.rpartition(".")[2]
     if kind in IMAGES:
-        if check and (reason := base.undecodable(data)):
+        if check and (reason := base.explain_undecodable(data)):
             raise ValueError(NOT_AN_IMAGE.format(reason))
         return data
     if kind == "npy":

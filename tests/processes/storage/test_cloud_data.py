@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ray_app.data.dataset import contents, open_dataset
+from ray_app.data.dataset import hash_files, open_dataset
 from ray_app.data.local_readers import load_all
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.data.reader import Reader, RowSource, fetch_in_process
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.storage.data_files import find, is_within, place_of, versions
@@ -56,7 +56,7 @@ def loaded(path: str) -> dict[str, np.ndarray]:
     dataset = open_dataset(path)
     reader = Reader(dataset.root, ["x", "y"], dict, probe(dataset, ["x", "y"], dict))
     source = RowSource(reader, dataset.manifest, 300)
-    return {name: np.asarray(values) for name, values in load_all(fetch_here, source).arrays.items()}
+    return {name: np.asarray(values) for name, values in load_all(fetch_in_process, source).arrays.items()}
 
 
 def test_a_data_set_is_what_it_is_on_a_disk(cloud: Server, rows: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_data_set_is_what_it_is_on_a_disk(cloud: Server, rows: Path) -> None:
     assert read.keys() == expected.keys()
     assert all(np.array_equal(read[name], expected[name]) for name in expected)
     paths = here.manifest.paths
-    assert contents(cloud.path("rows"), paths) == contents(rows, paths)
+    assert hash_files(cloud.path("rows"), paths) == hash_files(rows, paths)
 
 
 FOLDERS = {"kind=a b/day=2024-01-01": 1, "kind=a%2Fb/day=2024-01-02": 2, "kind=ü/day=__HIVE_DEFAULT_PARTITION__": 3}

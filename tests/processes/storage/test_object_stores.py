@@ -25,7 +25,7 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import CheckpointSection
 from ray_app.data import dataset as contents
 from ray_app.data.dataset import open_dataset
-from ray_app.data.probes import first_row
+from ray_app.data.probes import decode_first_row
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.retrain.gate import put_together
 from ray_app.retrain.profile import profile
@@ -118,7 +118,7 @@ def test_folders_of_keys_and_values_are_columns_of_data(folder: Location) -> Non
     dataset = open_dataset(str(folder))
     assert dataset.manifest.partitions == {"kind": "string", "year": "int64"}
     columns = ["x", "kind", "year"]
-    first = first_row(
+    first = decode_first_row(
         dataset, columns, lambda rows: {"x": rows["x"], "year": rows["year"], "length": np.char.str_len(rows["kind"])}
     )
     assert {name: values.tolist() for name, values in first.items()} == {"x": [1.0], "year": [2023], "length": [3]}

@@ -25,10 +25,10 @@ from ray_app.data import prefetch as streamed_module
 from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.feed import Feed, Upload
-from ray_app.data.local_readers import by_threads, load_all
+from ray_app.data.local_readers import choose_fetch, load_all
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
-from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, fetch_here
+from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, fetch_in_process
 from ray_app.data.windows import CachedWindows, MicroBatch, Window, Windows
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assignment import logical_workers_of
@@ -50,18 +50,18 @@ def source_of(dataset: Dataset, plan: Plan, task_rows: int, decode: Decode = dec
 
 
 def streamed(
-    dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch: Fetch = fetch_here, task_rows: int = 5
+    dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch: Fetch = fetch_in_process, task_rows: int = 5
 ) -> Windows:
     return StreamedWindows(plan, cursor, played, EPOCHS, fetch, source_of(dataset, plan, task_rows))
 
 
 def threaded(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
-    return streamed(dataset, plan, cursor, played, by_threads(2, fetch_here))
+    return streamed(dataset, plan, cursor, played, choose_fetch(2, fetch_in_process))
 
 
 def cached(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
     del cursor, played
-    return CachedWindows(load_all(fetch_here, source_of(dataset, plan, 6)))
+    return CachedWindows(load_all(fetch_in_process, source_of(dataset, plan, 6)))
 
 
 ALL = [streamed, threaded, cached]
@@ -403,7 +403,7 @@ def test_a_source_that_delivers_other_rows_is_refused(
     plan = plan_of(dataset, window=6)
 
     def faulty(reader: Reader, specs: Any) -> Iterator[pa.Table]:
-        for i, table in enumerate(fetch_here(reader, specs)):
+        for i, table in enumerate(fetch_in_process(reader, specs)):
             yield from fault(table) if i == at else [table]
 
     feed = feed_of(plan, Cursor(), range(4), streamed(dataset, plan, Cursor(), range(4), faulty))
@@ -419,10 +419,10 @@ def test_tables_of_any_size_are_cut_to_windows(datasets: dict[str, Dataset]) -> 
     plan = plan_of(dataset)
 
     def in_one(reader: Reader, specs: Any) -> Iterator[pa.Table]:
-        yield pa.concat_tables(fetch_here(reader, specs))
+        yield pa.concat_tables(fetch_in_process(reader, specs))
 
     def in_crumbs(reader: Reader, specs: Any) -> Iterator[pa.Table]:
-        for table in fetch_here(reader, specs):
+        for table in fetch_in_process(reader, specs):
             yield table.slice(0, 0)
             yield from (table.slice(i, 1) for i in range(table.num_rows))
 
@@ -441,7 +441,7 @@ def test_a_row_that_cannot_be_decoded_is_named_to_the_consumer(datasets: dict[st
             raise ValueError("unreadable")
         return decode(rows)
 
-    windows = StreamedWindows(plan, Cursor(), range(4), 1, fetch_here, source_of(dataset, plan, 9, picky))
+    windows = StreamedWindows(plan, Cursor(), range(4), 1, fetch_in_process, source_of(dataset, plan, 9, picky))
     feed = feed_of(plan, Cursor(), range(4), windows)
     with pytest.raises(BadRowError) as caught:
         run_epoch(feed, plan)
@@ -487,7 +487,7 @@ def test_the_next_execution_is_started_before_the_last_windows_of_one_are_taken(
         executions.append(len(specs))
         if len(executions) == 2:
             second.set()
-        yield from fetch_here(reader, specs)
+        yield from fetch_in_process(reader, specs)
 
     windows = streamed(dataset, plan, Cursor(), range(1), noted, task_rows=3)
     feed = feed_of(plan, Cursor(), range(1), windows)
@@ -512,7 +512,7 @@ def test_it_closes_while_the_next_execution_waits_for_the_cpu_of_the_present_one
             waits.set()
             cpu.acquire()
         try:
-            yield from fetch_here(reader, specs)
+            yield from fetch_in_process(reader, specs)
         finally:
             cpu.release()
 
@@ -534,7 +534,7 @@ def test_a_window_lets_go_of_each_table_when_it_is_in_its_place(datasets: dict[s
     alive: list[int] = []
 
     def noted(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-        for table in fetch_here(reader, specs):
+        for table in fetch_in_process(reader, specs):
             alive.append(sum(kept() is not None for kept in given))
             given.append(weakref.ref(table))
             yield table

@@ -87,8 +87,8 @@ def test_steps_gathered_at_once_are_those_gathered_alone(
         0,
     )
     assert expected[-1][0] == ROWS % MICRO, "the last one is not whole"
-    number, gathered = itertools.count(), windows_module.gathered
-    monkeypatch.setattr(windows_module, "gathered", lambda *args: next(number) >= 0 and gathered(*args))
+    number, gathered = itertools.count(), windows_module.gather_rows
+    monkeypatch.setattr(windows_module, "gather_rows", lambda *args: next(number) >= 0 and gathered(*args))
     found = list[MicroBatch]()
     for size in sizes:
         found += window.micro_batches(range(first, first + size))

@@ -20,7 +20,7 @@ from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import evaluator as actor
 from ray_app.evaluate.evaluator import Evaluator, deaths_in_a_row
@@ -67,7 +67,7 @@ def following(
     before: Callable[[Commit], None] | None = None,
     when_orphaned: Callable[[str], object] | None = None,
 ) -> Iterator[Evaluator]:
-    evaluator = Evaluator(job, fetch_here, before, when_orphaned)
+    evaluator = Evaluator(job, fetch_in_process, before, when_orphaned)
     try:
         yield evaluator
     finally:
@@ -160,7 +160,7 @@ def test_storage_that_fails_for_a_while_is_asked_again(job: EvaluationJob) -> No
 
 
 def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> None:
-    arrays = load_all(fetch_here, job.data).arrays
+    arrays = load_all(fetch_in_process, job.data).arrays
     model = job.task.build_model()
     cpu = actor.torch.device("cpu")
     found = [combine(job.task, score(job.task, model, arrays, size, cpu)).values for size in (1, 7, 31, 1000)]
@@ -170,7 +170,7 @@ def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> Non
 
 def test_outputs_that_are_no_tensor_are_made_once(job: EvaluationJob) -> None:
     """Each row goes through the model once, at most `size` at a time, and what is found is that of tensors."""
-    arrays = load_all(fetch_here, job.data).arrays
+    arrays = load_all(fetch_in_process, job.data).arrays
     model, cpu = job.task.build_model(), actor.torch.device("cpu")
     rows = len(arrays["label"])
     plain, seen = copy.copy(job.task), list[int]()
@@ -345,7 +345,7 @@ def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(
         else:
             wait_until(lambda: evaluator._driver != "held", "the end of the driver is seen")
 
-    evaluator = Evaluator(job, fetch_here, meanwhile, seen.append)
+    evaluator = Evaluator(job, fetch_in_process, meanwhile, seen.append)
     wait_until(evaluator._stopped.is_set, "it ends")
     evaluator.stop()
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]

@@ -18,8 +18,8 @@ from ray_app import load_config
 from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, whole
-from ray_app.data.reader import rows_of as as_read
+from ray_app.data.reader import Reader, plan_all_reads
+from ray_app.data.reader import table_to_rows as as_read
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
@@ -80,7 +80,7 @@ def delivered(folder: Path, *names: str) -> dict[str, Any]:
     dataset = open_dataset(str(folder))
     columns = ["row_id", *names]
     reader = Reader(dataset.root, list(names), dict, probe(dataset, list(names), dict))
-    tables = [table for spec in whole(dataset.manifest, 2) for table in reader.read(spec)]
+    tables = [table for spec in plan_all_reads(dataset.manifest, 2) for table in reader.read(spec)]
     parts = [as_read(table) for table in tables]
     found = {name: concat_fields([part[name] for part in parts]) for name in names}
     ids = [

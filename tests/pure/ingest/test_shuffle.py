@@ -14,7 +14,7 @@ import pytest
 from ray_app.config.config import Config
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.reader import Slices, Span, specs_of
+from ray_app.data.reader import SliceReader, Span, plan_reads
 from ray_app.errors import DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest
@@ -69,9 +69,9 @@ def read_and_needed(dataset: Dataset, monkeypatch: pytest.MonkeyPatch, task_rows
             yield table
 
     monkeypatch.setattr(DataFile, "iter_batches", counted)
-    sliced = Slices(dataset.root, ["label"], {})
+    sliced = SliceReader(dataset.root, ["label"], {})
     for window in range(plan.windows_per_epoch):
-        for spec in specs_of(dataset.manifest, order.window_segments(0, window), task_rows, plan.window_rows):
+        for spec in plan_reads(dataset.manifest, order.window_segments(0, window), task_rows, plan.window_rows):
             for span in spec:
                 group = int(np.searchsorted(dataset.manifest.first_row, span.position, side="right")) - 1
                 if span.of:
@@ -136,7 +136,7 @@ def test_the_start_says_what_speaks_against_the_mixing(
 
 def test_slices_are_the_rows_whoever_takes_them_in_which_order(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": np.arange(5000)}), tmp_path / "a.parquet", row_group_size=5000)
-    taken = Slices(str(tmp_path), ["a"], {})
+    taken = SliceReader(str(tmp_path), ["a"], {})
     for first, rows in [(0, 700), (2000, 1), (700, 1300), (2000, 1), (2001, 2999), (2001, 10), (4990, 10), (2011, 5)]:
         span = Span("a.parquet", 0, first, rows, first, of=5000)
         assert taken.take(span)["a"].to_pylist() == list(range(first, first + rows))

@@ -29,7 +29,7 @@ from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.config.config import Config
 from ray_app.errors import CheckpointError, ConfigError, DataError, RegistryError
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.ingest.readers.cifar import unpickled
+from ray_app.ingest.readers.cifar import unpickle
 from ray_app.models import loader
 from ray_app.models.export import fetch_package, read_export
 from ray_app.models.package import make_package
@@ -478,7 +478,7 @@ def test_a_length_beyond_the_end_of_a_pickle_takes_no_memory(tmp_path: Path) -> 
     tracemalloc.start()
     try:
         with (tmp_path / "data").open("rb") as file, pytest.raises(ValueError, match="bytes"):
-            unpickled(file)
+            unpickle(file)
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:
         tracemalloc.stop()

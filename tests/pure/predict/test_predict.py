@@ -19,7 +19,7 @@ from ray_app.cli import predict as command
 from ray_app.cli.predict import main
 from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
-from ray_app.data.ray_tasks import Pool
+from ray_app.data.ray_tasks import ActorPool
 from ray_app.errors import ConfigError, DataError
 from ray_app.predict import predict
 from ray_app.predict.actor import Model
@@ -135,7 +135,7 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
 ) -> None:
     asked: list[int] = []
 
-    def through(pool: Pool, *_: object) -> None:
+    def through(pool: ActorPool, *_: object) -> None:
         asked.append(pool.most)
         raise ReachedError
 

@@ -21,7 +21,7 @@ from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.data.dataset import open_dataset
-from ray_app.data.reader import Reader, cut_specs
+from ray_app.data.reader import Reader, cut_reads
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, similar_names
 from ray_app.plan.order import Segment
@@ -305,7 +305,7 @@ def test_a_later_mask_with_other_values_is_a_bad_row(tmp_path: Path) -> None:
     prepared = segmented(masked(tmp_path / "a", [0, 0, 255, 0]), CROSS_ENTROPY)
     reader = prepared.job.source.reader
     assert isinstance(reader, Reader)
-    [spec] = cut_specs(prepared.job.plan.manifest, [Segment(0, 0, 4)], 4)
+    [spec] = cut_reads(prepared.job.plan.manifest, [Segment(0, 0, 4)], 4)
     with pytest.raises(BadRowError, match="row group 0, row 2: the mask 'mask' has the values 255"):
         list(reader.read(spec))
 

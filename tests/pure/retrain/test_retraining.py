@@ -36,7 +36,7 @@ from ray_app.config.config import Config
 from ray_app.data import dataset as contents_module
 from ray_app.data.arrays import ArraySpec, to_column
 from ray_app.data.dataset import open_dataset
-from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.data.reader import Reader, RowSource, fetch_in_process
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.package import make_package
 from ray_app.models.registry import Version, load_parameters
@@ -494,7 +494,7 @@ def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: 
     source = RowSource(
         Reader(dataset.root, ["x"], lambda rows: {"x": rows["x"]}, {"x": ArraySpec("<f8", ())}), dataset.manifest, 64
     )
-    monkeypatch.setattr(comparison, "fetch_at_once", fetch_here)
+    monkeypatch.setattr(comparison, "fetch_at_once", fetch_in_process)
     scored = comparison._arrays(comparison.Request(source, sample(dataset.manifest, 500), {}, chosen=judges))
     assert np.array_equal(scored["x"], x(tmp_path / "eval")[judges])
     (tmp_path / "eval" / "b" / "c.parquet").rename(tmp_path / "eval" / "c.parquet")

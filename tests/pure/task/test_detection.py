@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ray_app.data.arrays import lists_of, ragged_lists
+from ray_app.data.arrays import ragged_lists, to_list_array
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.predict.actor import _find_non_finite_row, encode_part
@@ -174,7 +174,7 @@ def test_predictions_are_lists_that_are_written_and_read_as_such() -> None:
     assert table.column("boxes").to_pylist() == [ROWS["boxes"].row(i).tolist() for i in range(3)]
     assert table.column("labels").to_pylist() == [[1, 2], [], [1]]
     assert table.column("scores").to_pylist() == [[1.0, 1.0], [], [1.0]]
-    assert lists_of(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], "the last of the rows"
+    assert to_list_array(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], "the last of the rows"
     again = ragged_lists(table.column("boxes"))
     assert again is not None
     assert np.array_equal(again.values, ROWS["boxes"].values)
@@ -194,7 +194,7 @@ def test_where_nothing_is_found_all_is_finite() -> None:
 
 
 def test_rows_without_any_object_are_read() -> None:
-    empty = lists_of(Ragged.of([[], []], np.float32, row_shape=(4,)))
+    empty = to_list_array(Ragged.of([[], []], np.float32, row_shape=(4,)))
     of_lists = pa.chunked_array([pa.array([[], []], pa.list_(pa.list_(pa.float32())))])
     for column in (pa.chunked_array([empty]), of_lists):
         boxes = ragged_lists(column)

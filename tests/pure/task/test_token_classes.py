@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ray_app.data.arrays import spec_like, to_column
+from ray_app.data.arrays import spec_of_values, to_column
 from ray_app.data.dataset import open_dataset
 from ray_app.data.local_readers import load_all
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.data.reader import Reader, RowSource, fetch_in_process
 from ray_app.driver.result import Result
 from ray_app.errors import DataError
 from ray_app.predict.actor import PredictActor, encode_part
@@ -103,7 +103,7 @@ def test_a_part_has_a_list_of_the_length_of_each_row_whatever_the_batches() -> N
     task = tagging()
     actor = PredictActor.__new__(PredictActor)
     actor._device, actor._predict = torch.device("cpu"), lambda batch: task.forward(OfToken(), batch)
-    fields = {name: spec_like(values) for name, values in WITHOUT_TAGS.items()}
+    fields = {name: spec_of_values(values) for name, values in WITHOUT_TAGS.items()}
     columns = {name: to_column(name, values)[1] for name, values in WITHOUT_TAGS.items()}
     parts = []
     for size in (1, 2, 5):
@@ -183,7 +183,7 @@ def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:
         fields = probe(dataset, prepared.columns(), prepared.decode)
         source = RowSource(Reader(dataset.root, prepared.columns(), prepared.decode, fields), dataset.manifest, 64)
         with nullcontext() if said is None else pytest.raises(DataError, match=said):
-            load_all(fetch_here, source)
+            load_all(fetch_in_process, source)
     unread = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
     assert len(unread["tags"]) == len(TOKENS), "what stands in for tags has other lengths"
 

@@ -27,10 +27,10 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.predict import main
 from ray_app.cli.train import main as train
-from ray_app.data.arrays import from_column, spec_of
+from ray_app.data.arrays import from_column, spec_of_field
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, fetch_here, whole
+from ray_app.data.reader import Reader, fetch_in_process, plan_all_reads
 from ray_app.driver.model_export import ExportOptions, export_run
 from ray_app.errors import BadRowError
 from ray_app.predict.actor import Model, PredictActor, PredictJob
@@ -60,7 +60,7 @@ def state_of(out: Path) -> dict[str, tuple[bytes, int]]:
 
 def images_of(path: Path) -> tuple[list[str], np.ndarray]:
     table = pq.read_table(path / "part-00000.parquet")
-    pixels = from_column(table.column("image"), spec_of(table.schema.field("image")))  # type: ignore[arg-type]
+    pixels = from_column(table.column("image"), spec_of_field(table.schema.field("image")))  # type: ignore[arg-type]
     return table.column("row_id").to_pylist(), np.ascontiguousarray(
         pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
     )
@@ -203,7 +203,7 @@ def predictor_of(task: Task, data: Path, out: Path) -> tuple[PredictActor, list[
     job = PredictJob(
         made, dataset.root, reader.fields, [], {}, parts, str(out), "digest", 3, torch.get_num_threads(), "cpu"
     )
-    return PredictActor(ray.put(job)), list(fetch_here(reader, whole(dataset.manifest, 4))), model
+    return PredictActor(ray.put(job)), list(fetch_in_process(reader, plan_all_reads(dataset.manifest, 4))), model
 
 
 def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: None, tmp_path: Path) -> None:

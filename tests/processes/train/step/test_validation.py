@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.preflight.prepare import evaluation_source
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
@@ -149,7 +149,7 @@ def test_a_storage_that_refuses_for_a_while_stops_no_training(
         SingleProcessMembership(4, lambda: False),
         cached,
         torch.device("cpu"),
-        load_evaluation=lambda: load_all(fetch_here, evaluation).arrays,
+        load_evaluation=lambda: load_all(fetch_in_process, evaluation).arrays,
     )
     assert (refused[8], refused[12]) == (3, validation_module._ATTEMPTS)
     assert steps_in(found_in(job)) == [4, 8, 16]

@@ -13,7 +13,7 @@ import pytest
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.drill.faults import Several
 from ray_app.driver.single import train_here
 from ray_app.preflight.prepare import evaluation_source
@@ -97,4 +97,6 @@ def accuracy_of(job: Job, digits: Path) -> float:
     model = job.task.build_model()
     model.load_state_dict(unpack(store.load(commit)).model)
     source = evaluation_source(job.task, str(digits / "eval"), 64.0)
-    return combine(job.task, score(job.task, model, load_all(fetch_here, source).arrays, 256, CPU)).values["accuracy"]
+    return combine(job.task, score(job.task, model, load_all(fetch_in_process, source).arrays, 256, CPU)).values[
+        "accuracy"
+    ]
