@@ -58,7 +58,7 @@ def measure(side: str, device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats(device)
     task, world = Dense(), World(0, 1, 1)
     state = build_state(config, task, device, 10)
-    with state.among(world):
+    with state.bind(world):
         state.share(world, lambda: setattr(state, "step", 0))
         strategy = build_reducer(config.train, state.model, world)
         step = (ShardedStep if config.train.strategy == "fsdp" else Step)(config, task, state, strategy, world, device)

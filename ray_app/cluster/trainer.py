@@ -39,7 +39,7 @@ from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags
-from ray_app.train.strategies.parameter_server.actors import Parameters
+from ray_app.train.strategies.parameter_server.actors import ParameterService
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class WorkerArgs:
     keepers: tuple[Any, ...] = ()
     evaluation: Any | None = None
     hooks: Hooks = Hooks()
-    parameters: Parameters | None = None
+    parameters: ParameterService | None = None
 
 
 def fit(start: WorkerArgs, max_workers: int, reserved_cpus: float, given_up: threading.Event) -> None:

@@ -59,7 +59,7 @@ from ray_app.storage.files import poll_s
 from ray_app.track.mlflow_client import IMPATIENT
 from ray_app.track.tensorboard import Board, check_board
 from ray_app.track.tracker import Tracker, check_available
-from ray_app.train.checkpointing.restore import note_fallback
+from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, Phase, RendezvousStatus
 from ray_app.train.membership import RendezvousStatus as Gathering
@@ -320,7 +320,7 @@ class Run:
         """
         if not self._is_complete():
             return False
-        CheckpointStore(self.job.paths).load_newest(partial(note_fallback, self.job))
+        CheckpointStore(self.job.paths).load_newest(partial(record_fallback, self.job))
         return self._is_complete()
 
     def _is_over(self) -> bool:

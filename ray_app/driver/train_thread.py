@@ -20,9 +20,9 @@ from ray_app.config.config import Config
 from ray_app.data.memory_cache import end_memory_cache, is_small, start_memory_cache
 from ray_app.data.ray_tasks import start_shared_actors
 from ray_app.errors import unwrap_app_error
-from ray_app.train.checkpointing.snapshots import start_keepers
+from ray_app.train.checkpointing.snapshots import start_snapshot_actors
 from ray_app.train.job import Hooks, Job
-from ray_app.train.strategies.parameter_server.actors import start_parameters
+from ray_app.train.strategies.parameter_server.actors import start_parameter_service
 
 _COMPILING_S = 600.0
 
@@ -44,7 +44,7 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
     )  # fewer have not the memory; others go on meanwhile
     rendezvous = start_rendezvous(job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), least)
     stack.callback(_end_rendezvous, rendezvous)
-    keepers = start_keepers() if config.checkpoint.snapshot_every_steps else []
+    keepers = start_snapshot_actors() if config.checkpoint.snapshot_every_steps else []
     for actor in keepers:
         stack.callback(_end_actor, actor)
     memory_cache = None
@@ -57,7 +57,7 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
         stack.callback(end_memory_cache, evaluation)
     parameters = None
     if config.train.strategy == "parameter_server":
-        parameters = start_parameters(job, keepers, hooks)
+        parameters = start_parameter_service(job, keepers, hooks)
         for actor in parameters.actors:
             stack.callback(_end_actor, actor)
     held = [

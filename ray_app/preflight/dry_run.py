@@ -44,12 +44,12 @@ from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.task.whole_batches import BatchTask
 from ray_app.track.mlflow_client import mlflow_key
-from ray_app.train.checkpointing.snapshots import copies_doubts, refuse_if_too_big
+from ray_app.train.checkpointing.snapshots import check_snapshot_memory, page_locked_memory_warnings
 from ray_app.train.job import Job
 from ray_app.train.state.alternating_optimizers import TurnSchedules
 from ray_app.train.state.state import TrainingState
-from ray_app.train.state.transfer import copied
-from ray_app.train.step.micro_batch import modes_of, restore
+from ray_app.train.state.transfer import copy_to_host
+from ray_app.train.step.micro_batch import module_modes, restore_modes
 from ray_app.train.strategies.parameter_server.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def dry_run(
             pin(torch.get_num_threads(), config.train.reduction == "exact")
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
-                state.begin(initial)
+                state.initialize(initial)
                 doubts = _try_rows(
                     job,
                     state,
@@ -116,10 +116,10 @@ def dry_run(
         for spec in config.optimizers.values() if config.optimizers else [config.optimizer]:
             _try_optimizer(config, spec, state.model)
     if config.checkpoint.snapshot_every_steps is not None:
-        refuse_if_too_big(state.model, psutil.virtual_memory().available)
+        check_snapshot_memory(state.model, psutil.virtual_memory().available)
     if (gpus := config.scaling.gpus_per_worker) and config.train.strategy != "parameter_server":
         workers = max(1, min(config.scaling.most_workers, int(torch.cuda.device_count() / gpus)))
-        doubts = doubts + copies_doubts(state.model, config.train, workers, psutil.virtual_memory().total)
+        doubts = doubts + page_locked_memory_warnings(state.model, config.train, workers, psutil.virtual_memory().total)
     if config.train.strategy == "parameter_server":
         Layout(state.model, state.optimizer, config.train)
         if type(task).apply_gradients is not Task.apply_gradients:
@@ -165,7 +165,7 @@ def _try_schedules(state: TrainingState, total_steps: int) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             with user_code(lambda: "moving the schedule"):
-                state.pass_over()
+                state.advance_schedule()
         _refuse_rates(state, "after the first step")
         groups = [
             {name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups
@@ -308,7 +308,7 @@ def _look_at_target(job: Job, task: ModuleTask, model: nn.Module, fields: Batch)
     Raises:
         ConfigError: The first row has others.
     """
-    modes = modes_of(model)
+    modes = module_modes(model)
     model.eval()
     try:
         with torch.no_grad():
@@ -316,7 +316,7 @@ def _look_at_target(job: Job, task: ModuleTask, model: nn.Module, fields: Batch)
     except ValueError as error:
         raise ConfigError(f"Row 0 of data.path {job.config.data.path}: {error}.") from error
     finally:
-        restore(modes)
+        restore_modes(modes)
 
 
 def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
@@ -446,7 +446,7 @@ def _storing_error(value: Any) -> Exception | None:
     """Why a value cannot be written into a checkpoint and read from it; None if it can."""
     data = io.BytesIO()
     try:
-        torch.save(copied(value), data)
+        torch.save(copy_to_host(value), data)
         data.seek(0)
         torch.load(data, weights_only=True)
     except Exception as error:  # torch raises what it likes

@@ -32,7 +32,7 @@ from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.whole_batches import BatchTask
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.micro_batch import modes_of, restore
+from ray_app.train.step.micro_batch import module_modes, restore_modes
 
 _MAX_NAMED = 5
 _COUNT_ZEROS = ("fsdp", "local_sgd")
@@ -174,7 +174,7 @@ def training_mean_doubts(task: BatchTask, model: nn.Module, rows: Arrays) -> lis
     count = max(len(next(iter(rows.values()))), MIN_ROWS)
     rows, cut = repeated(rows, count), max(1, count // 3)
     parts = [slice(count), slice(cut), slice(cut, count)]
-    modes, has_batch_norm = modes_of(model), any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    modes, has_batch_norm = module_modes(model), any(isinstance(layer, _BatchNorm) for layer in model.modules())
     try:
         for is_training in (False,) if has_batch_norm else (False, True):
             model.train(is_training)
@@ -183,7 +183,7 @@ def training_mean_doubts(task: BatchTask, model: nn.Module, rows: Arrays) -> lis
             if different is not None:
                 return [_no_mean(type(task).__name__, model, name) for name in different]
     finally:
-        restore(modes)
+        restore_modes(modes)
     return []
 
 

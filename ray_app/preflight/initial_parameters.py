@@ -21,7 +21,7 @@ from ray_app.models.registry import download_version, load_parameters, resolve_v
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import location, read_json
 from ray_app.task.schema import named_classes
-from ray_app.train.state.parameters import read, refuse_others, unreadable
+from ray_app.train.state.parameters import check_parameters_digest, read_parameters, unreadable_parameters_error
 
 _REGISTERED = "models:/"
 _MODELS = ("model", "model_args", "module", "detector")
@@ -64,7 +64,7 @@ def find_beginning(config: Config, before: Config | None) -> Beginning:
     found, classes = (
         _registered(config, place) if place.startswith(_REGISTERED) else (_read(place), _classes_beside(place))
     )
-    refuse_others(found, place, config.train.init_digest)
+    check_parameters_digest(found, place, config.train.init_digest)
     return Beginning(config.replace(train__init_digest=params_digest(found)), found, classes)
 
 
@@ -97,9 +97,9 @@ def _place(given: str) -> str:
 def _read(place: str) -> dict[str, Tensor]:
     """A storage that does not answer refuses the start; later it is a failure like others."""
     try:
-        return read(place, None)
+        return read_parameters(place, None)
     except OSError as error:
-        raise unreadable(place, error) from error
+        raise unreadable_parameters_error(place, error) from error
 
 
 def _classes_beside(place: str) -> Sequence[str] | None:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from ray_app.errors import ConfigError, without_addresses
 from ray_app.reduction.base import checksum
 from ray_app.task.base import Task
-from ray_app.train.step.micro_batch import replaced
+from ray_app.train.step.micro_batch import replaced_tensor_error
 
 _PART = 1 << 20
 """Values that are looked at together."""
@@ -63,7 +63,7 @@ def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
     now: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
         if now.get(name) is not tensor:
-            raise replaced(name)
+            raise replaced_tensor_error(name)
         if tensor.shape != shapes[name]:
             raise ConfigError(
                 f"Training changes the shape of {name} from {tuple(shapes[name])} to {tuple(tensor.shape)}, and a"

@@ -69,7 +69,7 @@ from ray_app.task.ragged import Arrays
 from ray_app.task.schema import prepare_task, refuse_other_names, refuse_other_schema
 from ray_app.task.user_loop import LoopTask
 from ray_app.train.job import Job
-from ray_app.train.state.state import counts_total_steps
+from ray_app.train.state.state import has_total_steps_argument
 
 _ADJECTIVES = (
     "amber",
@@ -186,7 +186,7 @@ def _why_not(config: Config, ended: int, ends: int, plan: Plan) -> str | None:
     train, cadence = config.train, config.checkpoint
     if ends < ended:
         return "A run can become longer, not shorter."
-    if config.schedule is not None and counts_total_steps(config.schedule):
+    if config.schedule is not None and has_total_steps_argument(config.schedule):
         return (
             f"Its schedule {config.schedule.class_path} spreads over all steps of a run, so a longer one has had other"
             f" learning rates from"

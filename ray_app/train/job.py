@@ -25,7 +25,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import location
 from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
-from ray_app.train.state.parameters import read
+from ray_app.train.state.parameters import read_parameters
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Job:
             ConfigError: They are gone.
             OSError: The storage does not answer.
         """
-        return read(self.initial, self.config.train.init_digest) if self.initial is not None else None
+        return read_parameters(self.initial, self.config.train.init_digest) if self.initial is not None else None
 
     @property
     def rendezvous(self) -> str:

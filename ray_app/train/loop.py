@@ -20,13 +20,13 @@ from ray_app.task import device as environment
 from ray_app.task.ragged import Arrays
 from ray_app.task.user_code import user_code
 from ray_app.train.build import build_state, build_step
-from ray_app.train.checkpointing.restore import restore
+from ray_app.train.checkpointing.restore import restore_state
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.step_log import BadRows, StepLog
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Membership, Phase
 from ray_app.train.sdc_monitor import SdcMonitor
-from ray_app.train.state.state import NOTHING
+from ray_app.train.state.state import NO_STATE
 from ray_app.train.step.sdc import SdcChecker
 from ray_app.train.step.timing import StepProfile
 from ray_app.train.step.validation import Validation
@@ -110,7 +110,7 @@ class _Worker:
             gc.collect()
             try:
                 joined = self._membership.generation(self._state.step, lost_s is not None)
-                with joined as (met, formed), self._state.among(met) as world, translate_peer_errors():
+                with joined as (met, formed), self._state.bind(met) as world, translate_peer_errors():
                     self._begin(world, formed, lost_s)
                     flags = self._run(world, formed.hosts)
                 lost_s = None
@@ -151,7 +151,7 @@ class _Worker:
         self._recorder.collect(world)
         job, state = self._job, self._state
         odd = state.share(
-            world, lambda: restore(job, state, self._recorder, self._sender, self._device), lost_s is not None
+            world, lambda: restore_state(job, state, self._recorder, self._sender, self._device), lost_s is not None
         )
         self._recorder.align(world, formed.number)
         self._trust.mark(world, self._recorder)
@@ -240,9 +240,9 @@ class _Worker:
     def _leave(self, flags: Flags) -> None:
         """Ends, because the node is about to go away."""
         ordered = self._membership.flags()
-        if self._state.step == NOTHING:
+        if self._state.step == NO_STATE:
             raise PreemptedError("This worker has to leave its node before it got a state to train.")
-        if saves_at_leave(flags, ordered, self._rank):
+        if has_to_save_on_exit(flags, ordered, self._rank):
             self._recorder.checkpoint(Cursor.at(self._state.step, self._job.plan.steps_per_epoch), "extra", alone=True)
         if (flags | ordered) & Flags.SAVE:
             raise PreemptedError(
@@ -255,7 +255,7 @@ class _Worker:
             self._hooks.at(phase, self._rank, self._state.step)
 
 
-def saves_at_leave(agreed: Flags, ordered: Flags, rank: int) -> bool:
+def has_to_save_on_exit(agreed: Flags, ordered: Flags, rank: int) -> bool:
     """Whether a worker that leaves has to save the state: where all agreed on it rank 0, otherwise whoever is told so
     only now.
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import StepRecord
 
-BEAT_S = 0.25
+HEARTBEAT_S = 0.25
 """Seconds between two signs of life of a worker, of few; of many see `HeartbeatReply.period_s`."""
 
 Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "saving", "evaluate", "done"]
@@ -105,7 +105,7 @@ class HeartbeatReply:
     recorded: int = 0
     waits: bool = False
     formed: GenerationInfo | None = None
-    period_s: float = BEAT_S
+    period_s: float = HEARTBEAT_S
 
 
 @dataclass(frozen=True)

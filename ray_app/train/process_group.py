@@ -72,7 +72,7 @@ class ProcessGroup:
         """
         self._forms = True
         try:
-            self._open(formed, device, backend_of(device, backend))
+            self._open(formed, device, backend_name(device, backend))
         finally:
             self._forms = False
 
@@ -88,8 +88,10 @@ class ProcessGroup:
             self.is_aborted and self._asynchronous
         ):  # before there was a connection that could be shut down, and NCCL may wait for ever
             raise PeerLostError("the group was given up before it formed")
-        form_group(name, device, PrefixStore(f"generation-{formed.number}", store), formed.rank, formed.size)
-        self.groups = open_groups(formed.rank, formed.hosts, _FORM_TIMEOUT, self._asynchronous or device.type != "cpu")
+        init_default_group(name, device, PrefixStore(f"generation-{formed.number}", store), formed.rank, formed.size)
+        self.groups = open_stage_groups(
+            formed.rank, formed.hosts, _FORM_TIMEOUT, self._asynchronous or device.type != "cpu"
+        )
         for group in {None, *self.groups}:
             dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT, group)  # the public name came after torch 2.13
         if not self.is_aborted:
@@ -212,10 +214,10 @@ class ProcessGroup:
         group_state.clear_group(self)
 
 
-def form_group(name: str, device: torch.device, store: Any, rank: int, size: int) -> None:
+def init_default_group(name: str, device: torch.device, store: Any, rank: int, size: int) -> None:
     """Makes torch's default process group; blocks until all are there.
 
-    Args: name: See `backend_of`. device: Of this rank. NCCL connects it now, not in the first backward; not told, it
+    Args: name: See `backend_name`. device: Of this rank. NCCL connects it now, not in the first backward; not told, it
         would take one by the number of the rank. store: Where they meet. rank: This one. size: How many they are.
     """
     if name == _NCCL:
@@ -240,7 +242,7 @@ def _abort(group: Any) -> None:
             group_state.launch_lock.release()
 
 
-def backend_of(device: torch.device, backend: str) -> str:
+def backend_name(device: torch.device, backend: str) -> str:
     """What torch calls the backend of `train.backend` on a device; what the host exchanges goes through gloo in any
     case.
     """
@@ -249,7 +251,7 @@ def backend_of(device: torch.device, backend: str) -> str:
     return backend
 
 
-def open_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, collective: bool) -> tuple[Any, ...]:
+def open_stage_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, collective: bool) -> tuple[Any, ...]:
     """The process group of a rank in each stage of the reduction, see `World.groups`; a collective of all ranks.
 
     Args:
@@ -300,7 +302,7 @@ def _shut_down(number: int, name: str) -> None:
                 found.shutdown(socket.SHUT_RDWR)
 
 
-def use_interface_of(host: str) -> None:
+def use_interface_of_host(host: str) -> None:
     """Lets collectives go through the network interface that Ray uses, unless the user has chosen one."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):

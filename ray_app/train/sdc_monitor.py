@@ -17,7 +17,7 @@ from ray_app.task.device import describe
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.sdc import Place, SdcChecker, SdcFinding
+from ray_app.train.step.sdc import SdcChecker, SdcFinding, WorkerDevice
 
 
 class SdcMonitor:
@@ -52,7 +52,7 @@ class SdcMonitor:
         if not rate or world.size == 1:
             return None
         here = describe(self._device)
-        place = Place(f"{platform.node()}, process {os.getpid()}", here["device"], tuple(sorted(here.items())))
+        place = WorkerDevice(f"{platform.node()}, process {os.getpid()}", here["device"], tuple(sorted(here.items())))
         return SdcChecker(rate, self._job.config.seed, gather(place, world), self._clean, self._tell)
 
     def _tell(self, wrong: SdcFinding) -> None:

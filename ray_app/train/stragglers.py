@@ -27,14 +27,14 @@ from ray_app.reduction.base import World, gather
 from ray_app.runlog.journal import put_event
 from ray_app.task.device import describe
 from ray_app.train.job import Job
-from ray_app.train.step.timing import Spent, SpentOf
+from ray_app.train.step.timing import TimeBreakdown, TimeValues
 
 Seconds = npt.NDArray[np.float64]
 """Of each rank, shape (W,), or in each step, shape (steps, W)."""
 Cause = Literal["compute", "data", "other"]
 _CAUSES: tuple[Cause, ...] = ("compute", "data", "other")
 
-_STEP = Spent._fields.index("step_s")
+_STEP = TimeBreakdown._fields.index("step_s")
 _WARM_UP = 3
 _LEAST_STEPS, _LEAST_S = 10, 0.2
 _SLOW, _FINE = 1.3, 1.15
@@ -58,7 +58,8 @@ class Straggler:
 
     Args:
         rank: Which.
-        cause: Whether it computes for longer than others, or waits for its data, or does something else, see `Spent`.
+        cause: Whether it computes for longer than others, or waits for its data, or does something else; see
+            `TimeBreakdown`.
         times: How many times as long as the others it takes.
         lost: The part of each step that all lose by it; for a single step the seconds.
         what: `slowed`: for many steps now; `straggler_recovered`: no longer; `stalled`: in a single step.
@@ -98,17 +99,17 @@ class StragglerDetector:
         self._blocks = [world.assigned_to(rank) for rank in range(world.size)]
         self._sizes = np.array([len(block) for block in self._blocks], dtype=np.float64)
         self.shares: tuple[range, ...] | None = None
-        self._left, self._window, self._window_s = _WARM_UP, list[list[SpentOf]](), 0.0
+        self._left, self._window, self._window_s = _WARM_UP, list[list[TimeValues]](), 0.0
         self._data: deque[Seconds] = deque(maxlen=_LOOKED_BACK)
         self._rows = dict.fromkeys(range(world.size), 0)
         self._better, self._seen = 0, 0
         self._step_s: list[float] = []
 
-    def add(self, spent: Sequence[SpentOf]) -> list[Straggler] | None:
+    def add(self, spent: Sequence[TimeValues]) -> list[Straggler] | None:
         """Takes note of a step; returns what a window of steps has shown if it ends a window.
 
         Args:
-            spent: Of every logical worker the time of its rank, see `Spent`.
+            spent: Of every logical worker the time of its rank, see `TimeBreakdown`.
         """
         if self._left:
             self._left -= 1
@@ -149,10 +150,12 @@ class StragglerDetector:
 
     def _slowed(self, usual: Seconds, unit: Seconds, step_s: float) -> list[Straggler]:
         whole, found = usual.sum(0), list[Straggler]()
-        over = whole - others_of(whole)
-        causes = np.argmax([each - others_of(each) for each in usual], 0)
+        over = whole - median_of_others(whole)
+        causes = np.argmax([each - median_of_others(each) for each in usual], 0)
         times = np.where(
-            causes == 0, unit / np.maximum(_NOTHING, others_of(unit)), whole / np.maximum(_NOTHING, others_of(whole))
+            causes == 0,
+            unit / np.maximum(_NOTHING, median_of_others(unit)),
+            whole / np.maximum(_NOTHING, median_of_others(whole)),
         )
         for rank, (ratio, lost) in enumerate(zip(times.tolist(), (over / max(_NOTHING, step_s)).tolist(), strict=True)):
             known = self.slow.get(rank)
@@ -201,7 +204,7 @@ class StragglerDetector:
         return [each | {"waits": round(max(0.0, 1 - sum(each.values())), 4)} for each in named]
 
 
-def others_of(values: Seconds) -> Seconds:
+def median_of_others(values: Seconds) -> Seconds:
     """For each of several values the median of the others; of many that of all."""
     if len(values) > _MANY:
         return np.full(len(values), np.median(values))
@@ -238,7 +241,7 @@ class StragglerReporter:
         self.slow: dict[str, float] = {}
         self._step = 0
 
-    def add(self, step: int, spent: Sequence[SpentOf]) -> None:
+    def add(self, step: int, spent: Sequence[TimeValues]) -> None:
         """Takes note of the finished step of a number; a collective if that tells something.
 
         Raises:

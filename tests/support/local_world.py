@@ -47,7 +47,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags, GenerationInfo, Phase
-from ray_app.train.process_group import _shut_down, _sockets, open_groups
+from ray_app.train.process_group import _shut_down, _sockets, open_stage_groups
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -236,7 +236,7 @@ class LocalMembership:
             dist.init_process_group(
                 self._backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=timeout
             )
-            groups = open_groups(self._world.rank, self._hosts, timeout, self._backend != "gloo")
+            groups = open_stage_groups(self._world.rank, self._hosts, timeout, self._backend != "gloo")
             dist.barrier()  # nobody leaves while another still connects
         mine = set(_sockets()) - before
         state = _DeviceState(dist.group.WORLD)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.train.loop import saves_at_leave
+from ray_app.train.loop import has_to_save_on_exit
 from ray_app.train.membership import Flags, Heartbeat, HeartbeatReply
 
 TICK_S, SILENCE_S, FORM_S, CONTROL_TICKS = 0.25, 2.0, 5.0, 2
@@ -212,7 +212,7 @@ class World:
             w.tickets += 1
             w.waits, w.beat_s = w.tickets, 0.0
         elif w._orders.leave and w._orders.waits:
-            self._leave(w, saves_at_leave(Flags(0), RendezvousClient.flags(w), w.rank))  # type: ignore[arg-type]
+            self._leave(w, has_to_save_on_exit(Flags(0), RendezvousClient.flags(w), w.rank))  # type: ignore[arg-type]
         return None
 
     def _obey(self, w: Worker, orders: HeartbeatReply) -> None:
@@ -306,7 +306,7 @@ class World:
     def _end(self, m: Worker, over: bool, flags: Flags) -> None:
         m.group = None
         if m._orders.leave:
-            self._leave(m, not over and saves_at_leave(flags, RendezvousClient.flags(m), m.rank))  # type: ignore[arg-type]
+            self._leave(m, not over and has_to_save_on_exit(flags, RendezvousClient.flags(m), m.rank))  # type: ignore[arg-type]
         elif over:
             m.over, m.state = True, "left"
         m.over = over and not m._orders.leave

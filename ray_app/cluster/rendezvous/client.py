@@ -28,8 +28,8 @@ from ray_app.cluster.rendezvous.server import orders_of, packed
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.runlog.paths import RunPaths
-from ray_app.train.membership import BEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply, LeavingError, Phase
-from ray_app.train.process_group import ProcessGroup, use_interface_of
+from ray_app.train.membership import HEARTBEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply, LeavingError, Phase
+from ray_app.train.process_group import ProcessGroup, use_interface_of_host
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class RendezvousClient:
         )
         self._paths, self._fence = paths, fence
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        use_interface_of(host)
+        use_interface_of_host(host)
         self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._me = Heartbeat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port, os.getpid())
         self._generation = self._rank = self._recorded = self._moves = 0
@@ -219,7 +219,7 @@ class RendezvousClient:
             except Exception as error:  # without signs of life this worker would be given up
                 logger.warning("No sign of life went through, will try again: %s: %s", type(error).__name__, error)
                 self._hang_up()
-                self._closed.wait(BEAT_S)
+                self._closed.wait(HEARTBEAT_S)
 
     def _connect(self) -> socket.socket:
         """A connection to the rendezvous, whose end says that this process has ended."""

@@ -23,7 +23,7 @@ from dataclasses import replace
 from ray_app.cluster.rendezvous.members import Kind, Member, Members
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import (
-    BEAT_S,
+    HEARTBEAT_S,
     Flags,
     GenerationInfo,
     Heartbeat,
@@ -158,7 +158,7 @@ class Rendezvous:
             other.dump for other in self._members if other is not member
         )  # who show what they do now
         aborts, formed = stale or (current and self._urgent), None if waits or not beat.waits else member.formed
-        period_s = self._period_s if beat.record is None else BEAT_S  # that one tells how far all are
+        period_s = self._period_s if beat.record is None else HEARTBEAT_S  # that one tells how far all are
         member.period_s = max(member.period_s, period_s)
         orders = HeartbeatReply(
             beat.generation, flags, aborts, leave, member.dump, exits, self._recorded, waits, formed, period_s
@@ -168,7 +168,7 @@ class Rendezvous:
 
     @property
     def _period_s(self) -> float:
-        return max(BEAT_S, max(len(self._members), self._expected) / self._beats_per_s)
+        return max(HEARTBEAT_S, max(len(self._members), self._expected) / self._beats_per_s)
 
     def _notice(self) -> None:
         """Calls all if what they are told has changed."""
@@ -345,7 +345,9 @@ class Rendezvous:
 
     def look(self, now: float) -> None:
         """Finds out who is silent, and whether nothing moves; called a few times a second."""
-        for member in [m for m in self._members if now - m.seen_s > self._silence_s + max(0.0, m.period_s - BEAT_S)]:
+        for member in [
+            m for m in self._members if now - m.seen_s > self._silence_s + max(0.0, m.period_s - HEARTBEAT_S)
+        ]:
             self.lose(member.beat.worker)
         self._look_for_standstill(now)
         self._try_form()

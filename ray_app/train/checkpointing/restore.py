@@ -15,12 +15,14 @@ from ray_app.task import device as environment
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Job
-from ray_app.train.state.state import NOTHING, TrainingState
+from ray_app.train.state.state import NO_STATE, TrainingState
 
 logger = logging.getLogger(__name__)
 
 
-def restore(job: Job, state: TrainingState, recorder: StepLog, sender: SnapshotSender, device: torch.device) -> None:
+def restore_state(
+    job: Job, state: TrainingState, recorder: StepLog, sender: SnapshotSender, device: torch.device
+) -> None:
     """Gives a state the newest that there is.
 
     Args:
@@ -38,7 +40,7 @@ def restore(job: Job, state: TrainingState, recorder: StepLog, sender: SnapshotS
     kept = sender.newest()
     try:
         found = CheckpointStore(job.paths).load_newest(
-            partial(note_fallback, job), above=kept[0].step if kept is not None else NOTHING
+            partial(record_fallback, job), above=kept[0].step if kept is not None else NO_STATE
         )
     except (OSError, CheckpointError) as error:
         if kept is None:
@@ -52,7 +54,7 @@ def restore(job: Job, state: TrainingState, recorder: StepLog, sender: SnapshotS
         put_event(job.paths, "resumed", job.fence, step=state.step, source="snapshot")
         return
     if found is None:
-        state.begin(job.read_initial())
+        state.initialize(job.read_initial())
         return
     commit, snapshot = found
     state.load(snapshot)
@@ -62,7 +64,7 @@ def restore(job: Job, state: TrainingState, recorder: StepLog, sender: SnapshotS
         put_event(job.paths, "environment_changed", job.fence, step=state.step, before=commit.environment, now=now)
 
 
-def note_fallback(job: Job, fallback: Fallback) -> None:
+def record_fallback(job: Job, fallback: Fallback) -> None:
     """Says and records that a checkpoint is passed over, once in a run, whoever found it damaged: an evaluator may have
     looked before.
     """

@@ -19,13 +19,13 @@ from ray_app.runlog.journal import StepRecord
 
 logger = logging.getLogger(__name__)
 
-COPIES = 2
+MAX_SNAPSHOT_ACTORS = 2
 """Most keepers of a run: one on the driver's node and one elsewhere."""
 _SEND_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class PackedSnapshot:
     """A snapshot as a keeper holds it.
 
     Args:
@@ -46,22 +46,22 @@ class Kept:
 
 
 class SnapshotActor:
-    """Holds the newest snapshot of a run. An actor, see `start_keepers`."""
+    """Holds the newest snapshot of a run. An actor, see `start_snapshot_actors`."""
 
     def __init__(self) -> None:
-        self._kept: Kept | None = None
+        self._kept: PackedSnapshot | None = None
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: PackedSnapshot) -> None:
         """Takes a snapshot, unless a newer one is there."""
         if self._kept is None or kept.step >= self._kept.step:
             self._kept = kept
 
-    def newest(self) -> Kept | None:
+    def newest(self) -> PackedSnapshot | None:
         """The newest one."""
         return self._kept
 
 
-def refuse_if_too_big(model: nn.Module, free_bytes: int) -> None:
+def check_snapshot_memory(model: nn.Module, free_bytes: int) -> None:
     """Checks that a keeper's memory is there: the snapshot it holds and the one that arrives.
 
     Args:
@@ -81,7 +81,7 @@ def refuse_if_too_big(model: nn.Module, free_bytes: int) -> None:
         )
 
 
-def copies_doubts(model: nn.Module, train: TrainSection, workers: int, total_bytes: int) -> list[str]:
+def page_locked_memory_warnings(model: nn.Module, train: TrainSection, workers: int, total_bytes: int) -> list[str]:
     """What is to be said if the copies of the state that workers with GPUs keep for checkpoints, page-locked, do not
     fit into a machine.
 
@@ -112,7 +112,7 @@ def _state_bytes(model: nn.Module) -> int:
     return sum(value.numel() * value.element_size() for value in values)
 
 
-def start_keepers() -> list[Any]:
+def start_snapshot_actors() -> list[Any]:
     """Starts the keepers: one on this node, and one on another node if there is one."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -121,7 +121,7 @@ def start_keepers() -> list[Any]:
     actor = ray.remote(SnapshotActor)
     return [
         actor.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-        for node in [here, *sorted(others)][:COPIES]
+        for node in [here, *sorted(others)][:MAX_SNAPSHOT_ACTORS]
     ]
 
 
@@ -151,7 +151,7 @@ class SnapshotSender:
 
     def newest(self) -> tuple[Snapshot, list[StepRecord]] | None:
         """The newest intact snapshot that a keeper has."""
-        found: list[Kept] = []
+        found: list[PackedSnapshot] = []
         for keeper in self._keepers:
             try:
                 kept = ray.get(keeper.newest.remote(), timeout=_SEND_TIMEOUT_S)
@@ -167,7 +167,7 @@ class SnapshotSender:
 
     def _send(self, snapshot: Snapshot, records: list[StepRecord]) -> None:
         files = pack(snapshot)
-        kept = Kept(
+        kept = PackedSnapshot(
             snapshot.step, files, {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}, records
         )
         sent = [keeper.keep.remote(kept) for keeper in self._keepers]

@@ -39,19 +39,19 @@ from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step_stats import StepResult
 from ray_app.train.stragglers import StragglerReporter
 
-Spans = tuple[tuple[int, int], ...]
+StepSpans = tuple[tuple[int, int], ...]
 """First and last of each run of steps that follow each other."""
 
 
-def spans(steps: Iterable[int]) -> Spans:
+def step_spans(steps: Iterable[int]) -> StepSpans:
     """The spans of steps in their order."""
     runs = [[step for _, step in run] for _, run in groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0])]
     return tuple((run[0], run[-1]) for run in runs)
 
 
-def senders(held: Sequence[Spans]) -> dict[int, list[int]]:
+def steps_to_send(held: Sequence[StepSpans]) -> dict[int, list[int]]:
     """The steps that each rank has to send: what somebody lacks, from the first who has it."""
-    first: dict[Spans, int] = {}
+    first: dict[StepSpans, int] = {}
     for rank, each in enumerate(held):
         first.setdefault(each, rank)
     kinds = {rank: {step for low, high in each for step in range(low, high + 1)} for each, rank in first.items()}
@@ -64,14 +64,14 @@ def senders(held: Sequence[Spans]) -> dict[int, list[int]]:
     return found
 
 
-def share_records(kept: Iterable[StepRecord], world: World) -> dict[int, StepRecord]:
+def gather_records(kept: Iterable[StepRecord], world: World) -> dict[int, StepRecord]:
     """The records that any rank has, by their steps; a collective.
 
     Raises:
         PeerLostError: A peer left meanwhile.
     """
     mine = {record.step: record for record in kept}
-    for rank, steps in senders(gather(spans(sorted(mine)), world)).items():
+    for rank, steps in steps_to_send(gather(step_spans(sorted(mine)), world)).items():
         sent: list[Any] = [[mine[step] for step in steps] if rank == world.rank else None]
         with collective():
             dist.broadcast_object_list(sent, src=rank)
@@ -81,8 +81,8 @@ def share_records(kept: Iterable[StepRecord], world: World) -> dict[int, StepRec
 
 logger = logging.getLogger(__name__)
 
-_MOST_KEPT = 100_000
-_MOST_HELD = 2
+_MAX_RECORDS = 100_000
+_MAX_PENDING_CHECKPOINTS = 2
 """Planned checkpoints that another rank than 0 keeps: rank 0 may still write the last but one when the last is due."""
 
 
@@ -115,7 +115,7 @@ class StepLog:
         self._environment = environment.describe(device)
         self._world = World(0, 1, 1)
         self._generation = ""
-        self._kept: deque[StepRecord] = deque(maxlen=_MOST_KEPT)
+        self._kept: deque[StepRecord] = deque(maxlen=_MAX_RECORDS)
         self._held: deque[tuple[Commit, Snapshot]] = deque()
         self._sent: Snapshot | None = None
         self._writer: MetricsWriter | None = None
@@ -131,7 +131,7 @@ class StepLog:
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        self._kept = deque(share_records(self._kept, world).values(), maxlen=_MOST_KEPT)
+        self._kept = deque(gather_records(self._kept, world).values(), maxlen=_MAX_RECORDS)
 
     def align(self, world: World, generation: int) -> None:
         """Begins a generation; a collective of all ranks. The new rank 0 writes what the old one may not have written.
@@ -140,8 +140,8 @@ class StepLog:
             PeerLostError: A peer left meanwhile.
         """
         self._forget()
-        merged = share_records(self._kept, world)
-        self._kept = deque((record for step, record in merged.items() if step <= self._state.step), maxlen=_MOST_KEPT)
+        merged = gather_records(self._kept, world)
+        self._kept = deque((record for step, record in merged.items() if step <= self._state.step), maxlen=_MAX_RECORDS)
         self._world, self._generation = world, f"{self._job.fence}.{generation}"
         self._previous_s = time.perf_counter()
         if world.rank == 0:
@@ -223,7 +223,7 @@ class StepLog:
         def take() -> Snapshot:
             self._saver.wait()  # nothing is being written from this memory
             memory = None
-            while len(self._held) >= (1 if writes else _MOST_HELD):
+            while len(self._held) >= (1 if writes else _MAX_PENDING_CHECKPOINTS):
                 memory = self._held.popleft()[1]
             snapshot = self._state.snapshot(memory)
             self._held.append((commit, snapshot))
@@ -254,7 +254,7 @@ class StepLog:
             self._sent = self._state.snapshot(self._sent)
             return self._sent
 
-        if self._state.is_spread:
+        if self._state.is_partitioned:
             self._state.snapshot()
         if self._world.rank == 0:
             self._sender.send(take, list(self._kept))

@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.import_paths import TurnSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
-from ray_app.train.state.parameters import load_optimizer, matching, some
+from ray_app.train.state.parameters import format_names, load_optimizer, match_names
 
 
-def turn_of(turns: Mapping[str, TurnSpec], step: int) -> str:
+def turn_at(turns: Mapping[str, TurnSpec], step: int) -> str:
     """Whose turn a step of the run is, counted from 0."""
     at = step % sum(spec.steps for spec in turns.values())
     for name, spec in turns.items():
@@ -27,11 +27,11 @@ def turn_of(turns: Mapping[str, TurnSpec], step: int) -> str:
     raise AssertionError("a turn has steps")
 
 
-def steps_of(turns: Mapping[str, TurnSpec], name: str, steps: int) -> int:
+def steps_in_turn(turns: Mapping[str, TurnSpec], name: str, steps: int) -> int:
     """How many of the first steps of a run are the turn of one."""
     each = sum(spec.steps for spec in turns.values())
     rest = range(steps // each * each, steps)
-    return steps // each * turns[name].steps + sum(turn_of(turns, step) == name for step in rest)
+    return steps // each * turns[name].steps + sum(turn_at(turns, step) == name for step in rest)
 
 
 class Turns(Optimizer):
@@ -59,18 +59,22 @@ class Turns(Optimizer):
         owners: dict[str, str] = {}
         for turn, spec in specs.items():
             field = f"optimizers.{turn}.parameters"
-            names = {name for pattern in spec.parameters for name in matching(named, pattern, field)}
-            own = {name: p for name, p in trained.items() if name in names}
-            if twice := [name for name in own if name in owners]:
+            names = {name for pattern in spec.parameters for name in match_names(named, pattern, field)}
+            members = {name: p for name, p in trained.items() if name in names}
+            if shared := [name for name in members if name in owners]:
                 raise ConfigError(
-                    f"{field} names {some(twice)}, which optimizers.{owners[twice[0]]} has, too; each belongs to one."
+                    f"{field} names {format_names(shared)}, which optimizers.{owners[shared[0]]} has, too; each belongs"
+                    " to one."
                 )
-            if not own:
+            if not members:
                 raise ConfigError(f"{field} names nothing that is trained.")
-            owners |= dict.fromkeys(own, turn)
-            self.parameters[turn], self.optimizers[turn] = list(own.values()), make(spec, own)
+            owners |= dict.fromkeys(members, turn)
+            self.parameters[turn] = list(members.values())
+            self.optimizers[turn] = make(spec, members)
         if left := [name for name in trained if name not in owners]:
-            raise ConfigError(f"No optimizer has the parameters {some(left)}; name them in one, or in train.freeze.")
+            raise ConfigError(
+                f"No optimizer has the parameters {format_names(left)}; name them in one, or in train.freeze."
+            )
         self._note_groups()
 
     def _note_groups(self) -> None:
@@ -78,11 +82,11 @@ class Turns(Optimizer):
 
     def at(self, step: int) -> Optimizer:
         """The optimizer of a step."""
-        return self.optimizers[turn_of(self._specs, step)]
+        return self.optimizers[turn_at(self._specs, step)]
 
     def begin(self, step: int) -> str:
         """Lets only the parameters of a step's turn have gradients; returns its name."""
-        self.take(turn := turn_of(self._specs, step))
+        self.take(turn := turn_at(self._specs, step))
         return turn
 
     def take(self, turn: str) -> None:
@@ -137,7 +141,7 @@ class TurnSchedules:
     ) -> None:
         self._specs = specs
         self.moves = {
-            turn: steps_of(specs, turn, total_steps) for turn, spec in specs.items() if spec.schedule is not None
+            turn: steps_in_turn(specs, turn, total_steps) for turn, spec in specs.items() if spec.schedule is not None
         }
         self.schedules = {
             turn: make(spec.schedule, turns.optimizers[turn], self.moves[turn])
@@ -147,7 +151,7 @@ class TurnSchedules:
 
     def step(self, step: int) -> None:
         """Moves that of a step's turn, if it has one."""
-        turn = turn_of(self._specs, step)
+        turn = turn_at(self._specs, step)
         if turn in self.schedules:
             self.schedules[turn].step()
 

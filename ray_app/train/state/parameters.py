@@ -29,7 +29,7 @@ from ray_app.storage.files import location
 _MOST_NAMED, _MOST_NEAR = 12, 3
 
 
-def matching(names: Iterable[str], pattern: str, field: str) -> list[str]:
+def match_names(names: Iterable[str], pattern: str, field: str) -> list[str]:
     """The names that a pattern matches.
 
     Args:
@@ -45,11 +45,13 @@ def matching(names: Iterable[str], pattern: str, field: str) -> list[str]:
     if not found:
         near = difflib.get_close_matches(pattern, known, _MOST_NEAR, cutoff=0.4)
         hint = f" The nearest: {', '.join(near)}." if near else ""
-        raise ConfigError(f"{field} names {pattern!r}, which matches no parameter; the model has {some(known)}.{hint}")
+        raise ConfigError(
+            f"{field} names {pattern!r}, which matches no parameter; the model has {format_names(known)}.{hint}"
+        )
     return found
 
 
-def some(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """The first of them, and how many more there are."""
     return ", ".join(names[:_MOST_NAMED]) + (
         f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
@@ -59,7 +61,7 @@ def some(names: list[str]) -> str:
 NAMES, NORMS_AND_BIASES = "names", "norms_and_biases"
 
 
-def grouped(
+def group_parameters(
     named: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]], field: str = "optimizer.groups"
 ) -> list[dict[str, Any]]:
     """The trained parameters in the groups that an optimizer is made with: the rest, then those that are asked for.
@@ -83,7 +85,7 @@ def grouped(
             raise ConfigError(
                 f"{field} has {group}; say whose options these are by {NAMES}, a list, or by {NORMS_AND_BIASES}: true."
             )
-        wanted = {name for pattern in patterns for name in matching(named, pattern, field)}
+        wanted = {name for pattern in patterns for name in match_names(named, pattern, field)}
         if group.get(NORMS_AND_BIASES):
             wanted |= {name for name, p in named.items() if p.ndim <= 1}
         taken = [left.pop(name) for name in list(left) if name in wanted]
@@ -95,7 +97,7 @@ def grouped(
     return [group for group in trained if group["params"]]
 
 
-def refuse_unknown_options(
+def check_group_options(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], field: str = "optimizer.groups"
 ) -> None:
     """Refuses options of groups that the optimizer does not have, or that are no number where it has one.
@@ -118,14 +120,14 @@ def refuse_unknown_options(
                 raise ConfigError(f"{field} sets {name} to {value!r}; it must be a number.")
 
 
-def in_order(optimizer: Optimizer) -> list[Tensor]:
+def ordered_parameters(optimizer: Optimizer) -> list[Tensor]:
     """The parameters as the optimizer numbers them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def numbers(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[int]:
+def parameter_numbers(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[int]:
     """The optimizer's numbers of parameters."""
-    known = {id(p): number for number, p in enumerate(in_order(optimizer))}
+    known = {id(p): number for number, p in enumerate(ordered_parameters(optimizer))}
     return [known[id(p)] for p in parameters]
 
 
@@ -135,14 +137,14 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """
     optimizer.load_state_dict(saved)
     for p, number in zip(
-        in_order(optimizer), (n for group in saved["param_groups"] for n in group["params"]), strict=True
+        ordered_parameters(optimizer), (n for group in saved["param_groups"] for n in group["params"]), strict=True
     ):
         for name, value in saved["state"].get(number, {}).items():
             if isinstance(value, Tensor) and (loaded := optimizer.state[p][name]).dtype != value.dtype:
                 optimizer.state[p][name] = value.to(loaded.device, copy=True)
 
 
-def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
+def freeze_parameters(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     """Takes parameters out of training.
 
     Args:
@@ -157,10 +159,12 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     """
     named = dict(model.named_parameters(remove_duplicate=False))  # a tied one has several names
     for pattern in patterns:
-        for name in matching(named, pattern, "train.freeze"):
+        for name in match_names(named, pattern, "train.freeze"):
             named[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):
-        raise ConfigError(f"train.freeze {patterns} leaves nothing to train; the model has {some(list(named))}.")
+        raise ConfigError(
+            f"train.freeze {patterns} leaves nothing to train; the model has {format_names(list(named))}."
+        )
     layers = (
         [(m, [p.requires_grad for p in m.parameters()]) for m in model.modules() if isinstance(m, _BatchNorm)]
         if patterns
@@ -172,7 +176,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
 _MAX_SHARED_NAMED = 5
 
 
-def contiguous(model: nn.Module) -> nn.Module:
+def make_contiguous(model: nn.Module) -> nn.Module:
     """A model whose parameters lie in memory as their shapes say: fused optimizers pair a parameter's values with those
     of gradient and state by their places in memory, and what is exchanged, saved or sent lies as the shape says.
 
@@ -197,7 +201,7 @@ def contiguous(model: nn.Module) -> nn.Module:
     return model
 
 
-def read(place: str, digest: str | None) -> dict[str, Tensor]:
+def read_parameters(place: str, digest: str | None) -> dict[str, Tensor]:
     """Reads a file of parameters.
 
     Args:
@@ -211,7 +215,7 @@ def read(place: str, digest: str | None) -> dict[str, Tensor]:
     try:
         data = location(place).read_bytes()
     except FileNotFoundError as error:
-        raise unreadable(place, error) from error
+        raise unreadable_parameters_error(place, error) from error
     try:
         found = safetensors.torch.load(data)
     except Exception as error:  # an exception of the library's own
@@ -220,11 +224,11 @@ def read(place: str, digest: str | None) -> dict[str, Tensor]:
         raise ConfigError(
             f"train.init_from {place!r} is no safetensors file: {reason}. Save parameters with safetensors.torch."
         ) from error
-    refuse_others(found, place, digest)
+    check_parameters_digest(found, place, digest)
     return found
 
 
-def unreadable(place: str, error: OSError) -> ConfigError:
+def unreadable_parameters_error(place: str, error: OSError) -> ConfigError:
     """How a file of parameters that cannot be read is refused."""
     return ConfigError(
         f"train.init_from {place!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or"
@@ -232,7 +236,7 @@ def unreadable(place: str, error: OSError) -> ConfigError:
     )
 
 
-def refuse_others(found: dict[str, Tensor], place: str, digest: str | None) -> None:
+def check_parameters_digest(found: dict[str, Tensor], place: str, digest: str | None) -> None:
     """Refuses parameters that do not have the digest that they must have.
 
     Raises:
@@ -246,7 +250,7 @@ def refuse_others(found: dict[str, Tensor], place: str, digest: str | None) -> N
         )
 
 
-def begin_with(model: nn.Module, found: dict[str, Tensor], called: str | None) -> None:
+def load_initial_parameters(model: nn.Module, found: dict[str, Tensor], called: str | None) -> None:
     """Gives a model parameters.
 
     Args:

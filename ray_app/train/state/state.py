@@ -49,16 +49,16 @@ from ray_app.task.base import Task
 from ray_app.task.user_code import user_code
 from ray_app.train.state.alternating_optimizers import Turns, TurnSchedules
 from ray_app.train.state.parameters import (
-    begin_with,
-    contiguous,
-    freeze,
-    grouped,
+    check_group_options,
+    freeze_parameters,
+    group_parameters,
+    load_initial_parameters,
     load_optimizer,
-    refuse_unknown_options,
+    make_contiguous,
 )
-from ray_app.train.state.transfer import copied, lacking, odd_ones, transfer
+from ray_app.train.state.transfer import copy_to_host, divergent_ranks, ranks_without_state, transfer_snapshot
 
-FIRST, MOST = 2.0**16, 2.0**24
+FIRST_SCALE, MAX_SCALE = 2.0**16, 2.0**24
 _STEPS_TO_GROW = 2000
 
 
@@ -66,7 +66,7 @@ class LossScale:
     """Halves when a gradient overflows, and doubles after 2,000 steps in a row without."""
 
     def __init__(self) -> None:
-        self.value = FIRST
+        self.value = FIRST_SCALE
         self._good_steps = 0
 
     def update(self, is_finite: bool) -> None:
@@ -74,7 +74,7 @@ class LossScale:
         self._good_steps = self._good_steps + 1 if is_finite else 0
         if not is_finite:
             self.value = self.value / 2
-        elif self._good_steps >= _STEPS_TO_GROW and self.value < MOST:
+        elif self._good_steps >= _STEPS_TO_GROW and self.value < MAX_SCALE:
             self.value, self._good_steps = self.value * 2, 0
 
     @property
@@ -115,7 +115,7 @@ def _of_epoch(seed: int, epoch: int) -> int:
     return key(_STEP, seed, epoch)
 
 
-class Average:
+class ParameterAverage:
     """The average of a model's parameters over the steps, one more copy of them.
 
     The decay of step t is min(decay, (1 + t) / (10 + t)), so that the first steps do not weigh for ever, as in
@@ -211,7 +211,7 @@ def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LR
     return made(optimizer=optimizer, **args)
 
 
-def counts_total_steps(spec: ClassSpec) -> bool:
+def has_total_steps_argument(spec: ClassSpec) -> bool:
     """Whether a schedule, or one that it is made of, is told the steps of the whole run."""
     parts = [part for value in spec.init_args.values() for part in (value if isinstance(value, list) else [value])]
     inner = [
@@ -220,14 +220,14 @@ def counts_total_steps(spec: ClassSpec) -> bool:
         if isinstance(part, dict) and "class_path" in part
     ]
     takes = "total_steps" in inspect.signature(load_class(spec)).parameters
-    return (takes and not _LENGTHS & spec.init_args.keys()) or any(map(counts_total_steps, inner))
+    return (takes and not _LENGTHS & spec.init_args.keys()) or any(map(has_total_steps_argument, inner))
 
 
 _of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def without_compiler(optimizer: type[Optimizer]) -> None:
+def remove_compiler_hooks(optimizer: type[Optimizer]) -> None:
     """Changes the methods of a class of optimizers, before the first is made, so that they do not import the
     compiler.
     """
@@ -275,7 +275,7 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return stepped
 
 
-NOTHING = -1
+NO_STATE = -1
 """The step of a worker that has no state yet."""
 _ALL_IN_DOUBT = (
     "After a failure the workers that are left have different states of the same step, and there is neither a"
@@ -304,12 +304,12 @@ class TrainingState:
         total_steps: Steps of the run, for schedules that want to know (an argument `total_steps` that is not given).
     """
 
-    is_spread: ClassVar[bool] = False
+    is_partitioned: ClassVar[bool] = False
     """Whether no rank alone has all of it, so that a snapshot is a collective of all ranks."""
 
     def __init__(self, config: Config, task: Trainable, device: torch.device, total_steps: int) -> None:
         self._config, self._task, self._device, self._total_steps = config, task, device, total_steps
-        self.step = NOTHING
+        self.step = NO_STATE
         self.model = self._made()
         self.model.to(device)
         self.master: nn.Module = self._master_of(self.model)
@@ -318,8 +318,8 @@ class TrainingState:
     def _made(self) -> nn.Module:
         """The model as the task makes it."""
         seed_init(self._config.seed, self._device)
-        model = contiguous(self._task.build_model())
-        self._frozen = freeze(model, self._config.train.freeze or [])
+        model = make_contiguous(self._task.build_model())
+        self._frozen = freeze_parameters(model, self._config.train.freeze or [])
         return model
 
     def _master_of(self, model: nn.Module) -> nn.Module:
@@ -330,7 +330,7 @@ class TrainingState:
         """Makes all that goes with the model."""
         config, model = self._config, self.master
         self.train()
-        self.average = Average(model, config.train.ema_decay) if config.train.ema_decay is not None else None
+        self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         self.scale = LossScale() if config.train.precision == "fp16" else None
         named, self.turns = dict(model.named_parameters()), None
         self.optimizer: Optimizer
@@ -356,23 +356,23 @@ class TrainingState:
     def _optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
         made, args = load_class(spec), dict(spec.init_args)
         if not self._config.train.compile:
-            without_compiler(made)
+            remove_compiler_hooks(made)
         if self._can_fuse(made) and not {"fused", "foreach", "differentiable"} & args.keys():
             args["fused"] = True  # on CPU it must be asked for
         optimizer = made(self._groups(spec, named), **args)
-        refuse_unknown_options(optimizer, spec.groups or [])
+        check_group_options(optimizer, spec.groups or [])
         return optimizer
 
     def _groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> list[Any]:
         """What an optimizer is made with: the trained ones of these parameters, or groups of them."""
-        return grouped(named, spec.groups) if spec.groups else [p for p in named.values() if p.requires_grad]
+        return group_parameters(named, spec.groups) if spec.groups else [p for p in named.values() if p.requires_grad]
 
     def _can_fuse(self, optimizer: Any) -> bool:
         """Whether a class of optimizers moves all parameters in one kernel if it is told to."""
         trained = (p for p in self.master.parameters() if p.requires_grad)
         return "fused" in inspect.signature(optimizer).parameters and all(p.is_floating_point() for p in trained)
 
-    def begin(self, initial: dict[str, Tensor] | None) -> None:
+    def initialize(self, initial: dict[str, Tensor] | None) -> None:
         """Makes it the state of before the first step.
 
         Args:
@@ -382,7 +382,7 @@ class TrainingState:
             ConfigError: They are not the model's.
         """
         if initial is not None:
-            begin_with(self.master, initial, self._config.train.init_from)
+            load_initial_parameters(self.master, initial, self._config.train.init_from)
             if self.average is not None:
                 self.average.load(initial, initial)
         self.step = 0
@@ -406,7 +406,7 @@ class TrainingState:
             layer.eval()
 
     @contextmanager
-    def returned(self) -> Iterator[nn.Module]:
+    def eval_model(self) -> Iterator[nn.Module]:
         """The model that the run returns, in the place of the one that is trained."""
         try:
             with self.average.in_place() if self.average is not None else nullcontext():
@@ -414,15 +414,15 @@ class TrainingState:
         finally:
             self.train()
 
-    def advance(self) -> None:
+    def optimizer_step(self) -> None:
         """Moves the optimizer and the schedule by the gradients that the parameters hold."""
         with user_code(lambda: "the update of the parameters"):
             self._task.apply_gradients(self.master, self._moving)
         if self.average is not None:
             self.average.update(self.step)
-        self.pass_over()
+        self.advance_schedule()
 
-    def pass_over(self) -> None:
+    def advance_schedule(self) -> None:
         """Moves the schedule, and nothing else: the step is over."""
         if isinstance(self.schedule, TurnSchedules):
             self.schedule.step(self.step)
@@ -436,7 +436,7 @@ class TrainingState:
         Args: into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times
             the copying.
         """
-        return Snapshot(**copied(vars(self._live()), vars(into) if into is not None else None))
+        return Snapshot(**copy_to_host(vars(self._live()), vars(into) if into is not None else None))
 
     def _live(self) -> Snapshot:
         """The state as it stands in a checkpoint, in the memory that training goes on with."""
@@ -464,7 +464,7 @@ class TrainingState:
         self.step = snapshot.step
 
     @contextmanager
-    def among(self, world: World) -> Iterator[World]:
+    def bind(self, world: World) -> Iterator[World]:
         """The time of a generation, from before the state is shared; yields its workers as they play in this
         strategy.
         """
@@ -488,13 +488,13 @@ class TrainingState:
             PeerLostError: A peer left meanwhile.
         """
         steps, odd = self._trusted(world, was_broken)
-        if max(steps) == NOTHING and world.rank == 0:
+        if max(steps) == NO_STATE and world.rank == 0:
             restore()
             if odd and self.step == 0:
                 raise CheckpointError(_ALL_IN_DOUBT)
         source = steps.index(max(steps))
-        to = lacking(steps, source)
-        received = transfer(self._live() if world.rank == source and to else None, world.rank, source, to)
+        to = ranks_without_state(steps, source)
+        received = transfer_snapshot(self._live() if world.rank == source and to else None, world.rank, source, to)
         if world.rank in to:
             assert received is not None
             self.load(received)
@@ -506,9 +506,11 @@ class TrainingState:
         """
         claims = gather((self.step, was_broken), world)
         steps, doubted = [step for step, _ in claims], list[int]()
-        if any(broken for _, broken in claims) and steps.count(max(steps)) > 1 and max(steps) > NOTHING:
-            doubted = odd_ones(steps, gather(params_digest(self._claimed()) if self.step == max(steps) else "", world))
-        return [NOTHING if rank in doubted else step for rank, step in enumerate(steps)], doubted
+        if any(broken for _, broken in claims) and steps.count(max(steps)) > 1 and max(steps) > NO_STATE:
+            doubted = divergent_ranks(
+                steps, gather(params_digest(self._claimed()) if self.step == max(steps) else "", world)
+            )
+        return [NO_STATE if rank in doubted else step for rank, step in enumerate(steps)], doubted
 
     def _claimed(self) -> dict[str, Tensor]:
         """The model of the step that this rank says to have."""

@@ -57,12 +57,12 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-def lacking(steps: Sequence[int], source: int) -> list[int]:
+def ranks_without_state(steps: Sequence[int], source: int) -> list[int]:
     """The ranks that do not have what the source has, by every rank's step; nobody has anything at a step below 0."""
     return [rank for rank, step in enumerate(steps) if rank != source and (step < 0 or step != steps[source])]
 
 
-def odd_ones(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
+def divergent_ranks(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
     """The ranks with the highest step that are not of one mind with more than half of those that have it, by every
     rank's digest.
     """
@@ -71,7 +71,7 @@ def odd_ones(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
     return [rank for rank in newest if digests[rank] != digest or 2 * count <= len(newest)]
 
 
-def transfer(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int]) -> Snapshot | None:
+def transfer_snapshot(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int]) -> Snapshot | None:
     """Gives a state to the ranks that lack it; only they and the source take part.
 
     Args:
@@ -96,10 +96,10 @@ def transfer(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int
         if me == 0:
             assert snapshot is not None
             line.pass_head(
-                pickle.dumps(without_tensors([getattr(snapshot, part.name) for part in fields(Snapshot)], tensors))
+                pickle.dumps(extract_tensors([getattr(snapshot, part.name) for part in fields(Snapshot)], tensors))
             )
         else:
-            snapshot = Snapshot(*with_tensors(pickle.loads(line.pass_head(b"")), tensors))
+            snapshot = Snapshot(*insert_tensors(pickle.loads(line.pass_head(b"")), tensors))
         for tensor in tensors:
             line.pass_on(tensor)
         line.settle()
@@ -147,7 +147,7 @@ class _Line:
             self._sent.popleft().wait()
 
 
-def without_tensors(value: Any, found: list[Tensor]) -> Any:
+def extract_tensors(value: Any, found: list[Tensor]) -> Any:
     """A value with places instead of tensors, which go into `found`."""
     if isinstance(value, Tensor):
         if value.nbytes <= _SMALL_BYTES:
@@ -155,21 +155,21 @@ def without_tensors(value: Any, found: list[Tensor]) -> Any:
         found.append(value)
         return _Place(value.dtype, tuple(value.shape))
     if isinstance(value, dict):
-        return {k: without_tensors(v, found) for k, v in value.items()}
+        return {k: extract_tensors(v, found) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(without_tensors(v, found) for v in value)
+        return type(value)(extract_tensors(v, found) for v in value)
     return value
 
 
-def with_tensors(form: Any, found: list[Tensor]) -> Any:
-    """What `without_tensors` was given, with tensors that are still to be filled, which go into `found`."""
+def insert_tensors(form: Any, found: list[Tensor]) -> Any:
+    """What `extract_tensors` was given, with tensors that are still to be filled, which go into `found`."""
     if isinstance(form, _Place):
         found.append(torch.empty(form.shape, dtype=form.dtype))
         return found[-1]
     if isinstance(form, dict):
-        return {k: with_tensors(v, found) for k, v in form.items()}
+        return {k: insert_tensors(v, found) for k, v in form.items()}
     if isinstance(form, list | tuple):
-        return type(form)(with_tensors(v, found) for v in form)
+        return type(form)(insert_tensors(v, found) for v in form)
     return form
 
 
@@ -181,20 +181,20 @@ _spare: list[mmap.mmap] = []
 _is_refused = False
 
 
-def bytes_of(tensor: Tensor) -> int:
+def aligned_bytes(tensor: Tensor) -> int:
     """Returns the bytes of a piece that a tensor takes: a multiple of the alignment, and never 0, so that no two
     tensors begin alike.
     """
     return max(1, -(-tensor.nbytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
 
 
-def views_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+def page_locked_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Contiguous tensors of the shapes and dtypes of others, in one new piece of page-locked memory; their values are
     not set.
 
     Where the driver locks no more memory it is pageable, which makes copies slower, and no others.
     """
-    return list(_views(tensors, _piece(sum(map(bytes_of, tensors))))) if tensors else []
+    return list(_views(tensors, _piece(sum(map(aligned_bytes, tensors))))) if tensors else []
 
 
 def _views(tensors: Sequence[Tensor], piece: NDArray[np.uint8]) -> Iterator[Tensor]:
@@ -202,7 +202,7 @@ def _views(tensors: Sequence[Tensor], piece: NDArray[np.uint8]) -> Iterator[Tens
     for tensor in tensors:
         part = torch.from_numpy(piece[start : start + tensor.nbytes])
         yield part.view(tensor.dtype).view(tensor.shape)
-        start += bytes_of(tensor)
+        start += aligned_bytes(tensor)
 
 
 def _piece(size: int) -> NDArray[np.uint8]:
@@ -253,7 +253,7 @@ def _address(memory: mmap.mmap) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
-def copied(
+def copy_to_host(
     value: dict[str, Any], into: dict[str, Any] | None = None, whole: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> dict[str, Any]:
     """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike.
@@ -264,7 +264,9 @@ def copied(
         whole: Makes the tensor to copy of one that is found.
     """
     devices: set[torch.device] = set()
-    found: dict[str, Any] = _copied(value, into, whole, devices, iter(views_like(list(_without_memory(value, into)))))
+    found: dict[str, Any] = _copied(
+        value, into, whole, devices, iter(page_locked_like(list(_without_memory(value, into))))
+    )
     for device in devices:
         cuda.current_stream(device).synchronize()
     return found

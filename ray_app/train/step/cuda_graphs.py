@@ -39,7 +39,7 @@ that it was captured with, the others show what the capture has read or drawn on
 _OUT_OF_MEMORY = ("out of memory", "allocate memory")
 
 
-class Graphs(Protocol):
+class GraphBackend(Protocol):
     """What a device captures with."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
@@ -49,7 +49,7 @@ class Graphs(Protocol):
         """Captures what it gives the device; returns what replays that."""
 
 
-def graphs_of(device: torch.device) -> Graphs:
+def make_graph_backend(device: torch.device) -> GraphBackend:
     """What a device captures with.
 
     Raises:
@@ -61,10 +61,10 @@ def graphs_of(device: torch.device) -> Graphs:
             f" the workers GPUs"
             " (scaling.gpus_per_worker), or leave it out: the bits are the same without."
         )
-    return CudaGraphs(device)
+    return CudaGraphBackend(device)
 
 
-class CudaGraphs:
+class CudaGraphBackend:
     """CUDA's: graphs that share one pool of memory, of which one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,14 +75,14 @@ class CudaGraphs:
         self._stream, self._pool = get_stream(device, "capture"), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """See `Graphs.warm_up`."""
+        """See `GraphBackend.warm_up`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
         self._stream.synchronize()
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """See `Graphs.capture`; other threads may use the device meanwhile."""
+        """See `GraphBackend.capture`; other threads may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             work()
@@ -90,7 +90,7 @@ class CudaGraphs:
 
 
 @dataclass
-class _Kind:
+class _CapturedGraph:
     """A graph, the memory that it reads and that it leaves its results in, what else it reads, which it keeps alive,
     and its uses.
     """
@@ -104,7 +104,7 @@ class _Kind:
     uses: int = 0
 
 
-class Captured:
+class CapturedPasses:
     """See the module.
 
     Args:
@@ -114,11 +114,11 @@ class Captured:
         graphs: Of the device.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, compute: Compute, graphs: Graphs) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, compute: Compute, graphs: GraphBackend) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device, self._compute, self._graphs = device, compute, graphs
         self._buffers = TensorGroup(list(model.buffers()))
-        self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._kinds: dict[tuple[object, ...], _CapturedGraph] = {}
 
     def run(self, fields: Batch, weights: Tensor) -> DeviceSums:
         """As `Compute`, of the values that the generators have now; waits for the device only where it captures or
@@ -146,7 +146,7 @@ class Captured:
             p.grad = gradient
         return kind.sums._replace(values=kind.sums.values.clone())
 
-    def _captured(self, fields: Batch, weights: Tensor) -> _Kind:
+    def _captured(self, fields: Batch, weights: Tensor) -> _CapturedGraph:
         """A graph for the kind of these; buffers and generators stay as they are."""
         held, held_weights = {name: self._copy(name, v) for name, v in fields.items()}, weights.clone()
         found: list[DeviceSums] = []
@@ -155,7 +155,7 @@ class Captured:
             self._forget()
             found[:] = [self._compute(held, held_weights)]
 
-        buffers, drawn, inputs = self._kept(), self._drawn(), _Inputs()
+        buffers, drawn, inputs = self._kept(), self._drawn(), _InputRecorder()
         self._graphs.warm_up(work)
         if self._device.type != "cpu" and not torch.equal(torch.default_generator.get_state(), drawn[0]):
             raise _cannot(
@@ -173,7 +173,7 @@ class Captured:
         except RuntimeError as error:
             raise _reason(error) from None
         self._put_back(buffers, drawn)
-        kind = _Kind(held, held_weights, replay, [p.grad for p in self._parameters], found[0], inputs.alive)
+        kind = _CapturedGraph(held, held_weights, replay, [p.grad for p in self._parameters], found[0], inputs.alive)
         self._forget()
         return kind
 
@@ -187,7 +187,7 @@ class Captured:
             raise _cannot(f"the field {name} was expanded, and has no memory of its own; let augment call contiguous()")
         return torch.empty_strided(field.shape, field.stride(), dtype=field.dtype, device=field.device).copy_(field)
 
-    def _hold_against_eager(self, kind: _Kind, fields: Batch, weights: Tensor) -> None:
+    def _hold_against_eager(self, kind: _CapturedGraph, fields: Batch, weights: Tensor) -> None:
         """Replays it, after what it has to equal was computed."""
         buffers, drawn = self._kept(), self._drawn()
         sums = self._compute(fields, weights)
@@ -231,7 +231,7 @@ class Captured:
             torch.cuda.set_rng_state(state, self._device)
 
 
-class _Inputs(TorchDispatchMode):
+class _InputRecorder(TorchDispatchMode):
     """What operators read that none of them made: parameters, buffers, and what a model keeps beside them (a table of
     positions).
 

@@ -81,7 +81,7 @@ class ReplicaBuffers:
         """
         for owner, name, buffer in self._owners:
             if owner[name] is not buffer:
-                raise replaced(name)
+                raise replaced_tensor_error(name)
         if len(self._world.assigned) == 1:
             return
         if logical_worker == 0:
@@ -108,23 +108,23 @@ class ReplicaBuffers:
         self._buffers.copy(self._sent)
 
 
-Modes = list[tuple[nn.Module, bool]]
+ModuleModes = list[tuple[nn.Module, bool]]
 """The parts of a model, and whether each is in training mode."""
 
 
-def modes_of(model: nn.Module) -> Modes:
+def module_modes(model: nn.Module) -> ModuleModes:
     """Those that they are in now."""
     return [(part, part.training) for part in model.modules()]
 
 
-def restore(modes: Modes) -> None:
+def restore_modes(modes: ModuleModes) -> None:
     """Puts all parts into the mode that they had: what a task has switched is no other for the next logical worker."""
     for part, trains in modes:
         if part.training != trains:
             part.training = trains
 
 
-def replaced(name: str) -> ConfigError:
+def replaced_tensor_error(name: str) -> ConfigError:
     """The refusal of a model that has another tensor for a parameter or a buffer after a forward."""
     return ConfigError(
         f"Training gives the model another tensor for {name} (self.{name.rpartition('.')[2]} = ...), which the other"
@@ -171,7 +171,7 @@ class TensorGroup:
 
 
 @contextmanager
-def single_values(model: nn.Module) -> Iterator[None]:
+def allow_single_values(model: nn.Module) -> Iterator[None]:
     """Lets batch-norm layers that see one value per channel use their running statistics and leave them alone.
 
     In training such a layer raises, since one value has no variance. It can happen only in a micro-batch of one row,

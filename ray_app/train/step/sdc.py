@@ -32,7 +32,7 @@ from ray_app.reduction.transport import P2PWork, receive, start_send, sum_over_r
 _WHEN, _SHIFT, _WHOSE = 31, 32, 33  # salts: what a key is for
 
 
-class Again(NamedTuple):
+class RecomputedShare(NamedTuple):
     """A share that is computed again.
 
     Args:
@@ -46,7 +46,9 @@ class Again(NamedTuple):
     by: int
 
 
-def due(step: int, seed: int, rate: float, blocks: Sequence[range], groups: Sequence[Sequence[int]]) -> list[Again]:
+def draw_recomputed_shares(
+    step: int, seed: int, rate: float, blocks: Sequence[range], groups: Sequence[Sequence[int]]
+) -> list[RecomputedShare]:
     """What is computed again in a step.
 
     Args:
@@ -57,7 +59,7 @@ def due(step: int, seed: int, rate: float, blocks: Sequence[range], groups: Sequ
         groups: Ranks whose bits can be compared; of one that is alone nothing is computed again.
     """
     most = max(map(len, blocks))
-    found, rounds = list[Again](), rate * most
+    found, rounds = list[RecomputedShare](), rate * most
     chance = key(_WHEN, seed, step) / 2**64  # not every n-th step, which might always be the same one of an epoch
     for number in range(math.floor(rounds) + (chance < rounds % 1)):
         for group in groups:
@@ -66,11 +68,11 @@ def due(step: int, seed: int, rate: float, blocks: Sequence[range], groups: Sequ
                 owner = group[(place + shift) % len(group)]
                 which = (key(_WHOSE, seed, step, owner) + number) % most
                 if owner != by and which < len(blocks[owner]):
-                    found.append(Again(blocks[owner][which], owner, by))
+                    found.append(RecomputedShare(blocks[owner][which], owner, by))
     return found
 
 
-def judges(again: Again, groups: Sequence[Sequence[int]]) -> list[int]:
+def tie_breaking_ranks(again: RecomputedShare, groups: Sequence[Sequence[int]]) -> list[int]:
     """The ranks that compute a share once more, of which two results differ: a third one, or, where there are only two,
     both.
     """
@@ -79,13 +81,13 @@ def judges(again: Again, groups: Sequence[Sequence[int]]) -> list[int]:
     return others[:1] or [again.owner, again.by]
 
 
-def guilty(again: Again, bits: tuple[int, int], judged: Sequence[tuple[int, int]]) -> int | None:
+def corrupt_rank(again: RecomputedShare, bits: tuple[int, int], judged: Sequence[tuple[int, int]]) -> int | None:
     """The rank whose result was wrong; None if that cannot be told.
 
     Args:
         again: The share.
         bits: The results of its owner and of who computed it again, which differ.
-        judged: Those of `judges`, each a rank and its result.
+        judged: Those of `tie_breaking_ranks`, each a rank and its result.
     """
     by_owner, by_other = bits
     if len(judged) == 1:
@@ -100,7 +102,7 @@ Compute = Callable[[MicroBatch], int]
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerDevice:
     """Where a worker computes.
 
     Args:
@@ -128,7 +130,7 @@ class SdcFinding:
     """
 
     rank: int
-    place: Place
+    place: WorkerDevice
     step: int
     logical_worker: int
     clean: int
@@ -147,7 +149,12 @@ class SdcChecker:
     """
 
     def __init__(
-        self, rate: float, seed: int, places: Sequence[Place], clean: dict[str, int], tell: Callable[[SdcFinding], None]
+        self,
+        rate: float,
+        seed: int,
+        places: Sequence[WorkerDevice],
+        clean: dict[str, int],
+        tell: Callable[[SdcFinding], None],
     ) -> None:
         self._rate, self._seed, self.places, self.clean, self.tell = rate, seed, places, clean, tell
         by_environment: dict[tuple[tuple[str, str], ...], list[int]] = {}
@@ -171,7 +178,7 @@ class SdcChecker:
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        shares = due(step, self._seed, self._rate, self._blocks, self.groups)
+        shares = draw_recomputed_shares(step, self._seed, self._rate, self._blocks, self.groups)
         assert isinstance(reducer, BucketedReducer), "checked with the configuration"
         return RecomputedShares(self, step, shares, batches, reducer) if shares else None
 
@@ -190,7 +197,7 @@ class RecomputedShares:
         self,
         replays: SdcChecker,
         step: int,
-        shares: Sequence[Again],
+        shares: Sequence[RecomputedShare],
         batches: Sequence[MicroBatch],
         reducer: BucketedReducer,
     ) -> None:
@@ -201,7 +208,7 @@ class RecomputedShares:
         self._theirs = self._send(shares)
         self._own, self._bits = dict[int, int](), dict[int, int]()
 
-    def _send(self, shares: Sequence[Again]) -> list[MicroBatch]:
+    def _send(self, shares: Sequence[RecomputedShare]) -> list[MicroBatch]:
         """Gives those who compute again what they need; returns what this rank has to."""
         rank, sent, received = self._world.rank, list[P2PWork](), list[MicroBatch]()
         with collective():
@@ -254,13 +261,13 @@ class RecomputedShares:
                 self._judge(each, (first, second))
         self._replays.clean.update({self._replays.places[each.owner].name: self._step for each in self.shares})
 
-    def _judge(self, share: Again, bits: tuple[int, int]) -> None:
-        ranks, me = judges(share, self._replays.groups), self._world.rank
+    def _judge(self, share: RecomputedShare, bits: tuple[int, int]) -> None:
+        ranks, me = tie_breaking_ranks(share, self._replays.groups), self._world.rank
         once_more = self._send([share._replace(by=rank) for rank in ranks])
         told = torch.zeros(len(ranks), dtype=torch.int64)
         if me in ranks:
             told[ranks.index(me)] = self._bits_of(once_more[0])
-        rank = guilty(share, bits, list(zip(ranks, sum_over_ranks(told, self._world).tolist(), strict=True)))
+        rank = corrupt_rank(share, bits, list(zip(ranks, sum_over_ranks(told, self._world).tolist(), strict=True)))
         if rank is None:
             raise IrreproducibleError(
                 f"Step {self._step}: ranks {sorted({share.owner, share.by, *ranks})} computed the gradient of logical"

@@ -27,27 +27,27 @@ from ray_app.task.user_code import user_code
 from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.alternating_optimizers import Turns
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.cuda_graphs import Captured, graphs_of
-from ray_app.train.step.micro_batch import Forward, ReplicaBuffers, modes_of, restore, single_values
+from ray_app.train.step.cuda_graphs import CapturedPasses, make_graph_backend
+from ray_app.train.step.micro_batch import Forward, ReplicaBuffers, allow_single_values, module_modes, restore_modes
 from ray_app.train.step.sdc import SdcChecker
 from ray_app.train.step.step_stats import ReplicaStats, StepResult, StepStats
-from ray_app.train.step.timing import UNTOLD, Spent, Timer
+from ray_app.train.step.timing import NO_TIME, StepTimer, TimeBreakdown
 
 _MOST = float(np.finfo(np.float32).max)
 
 
-def norms_of(gradients: list[Tensor]) -> list[Tensor]:
+def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
     """The L2 norm of each tensor; does not wait for the device."""
     return [*torch._foreach_norm(gradients)] if gradients else []  # get_total_norm costs 30 us more
 
 
-def norm_of(norms: Iterable[float], factor: float = 1.0) -> float:
+def total_norm(norms: Iterable[float], factor: float = 1.0) -> float:
     """The norm of tensors that have these norms, times a number; infinite where a value of theirs might be."""
     norm = math.sqrt(math.fsum([n * n for n in norms])) * factor
     return math.inf if norm > _MOST else norm
 
 
-def correct(gradients: list[Tensor], factor: float, norm: float, most: float | None) -> None:
+def scale_and_clip(gradients: list[Tensor], factor: float, norm: float, most: float | None) -> None:
     """Multiplies gradients by a number, and where their norm then is more than `most` by what makes it that.
 
     By the numbers of `torch.nn.utils.clip_grads_with_norm_`, which sends them from the host to the device and waits for
@@ -95,14 +95,16 @@ class Step:
         self._buffers, self._table = ReplicaBuffers(state.model, world), StepStats(world)
         self._forward = Forward(config, task, device, self._loss())
         self._captured = (
-            Captured(state.model, device, self._computed, graphs_of(device)) if config.train.capture else None
+            CapturedPasses(state.model, device, self._computed, make_graph_backend(device))
+            if config.train.capture
+            else None
         )
         self._scale = state.scale
-        self._timer, self.waited_s = Timer(device) if world.size > 1 else None, 0.0
+        self._timer, self.waited_s = StepTimer(device) if world.size > 1 else None, 0.0
         self._replays: SdcChecker | None = None
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
         state.train()
-        self._modes = modes_of(state.model)
+        self._modes = module_modes(state.model)
 
     def close(self) -> None:
         """Ends it; see `GradientReducer.close`."""
@@ -136,29 +138,29 @@ class Step:
         self._state.refresh()
         self._buffers.begin()
         try:
-            result, factor = self._gather(cursor, batches, global_rows, flags)
+            result, factor = self._forward_backward_reduce(cursor, batches, global_rows, flags)
         except (PeerLostError, WrongResultError):
             self._buffers.roll_back()
             raise
         if not factor:  # all of them are bad, or count for nothing: nothing moves
-            self._state.pass_over()
+            self._state.advance_schedule()
             return result
         norm = result.grad_norm
         if math.isfinite(result.loss) and math.isfinite(norm):
             most = self._config.train.grad_clip_norm
             if factor != 1 or most is not None:
-                correct(self._gradients(), factor, norm, most)
-            self._state.advance()
+                scale_and_clip(self._gradients(), factor, norm, most)
+            self._state.optimizer_step()
         else:
             self._buffers.roll_back()
             if self._scale is None or not self._scale.can_fall or not math.isfinite(result.loss):
                 self._refuse(cursor, batches, global_rows, result)
-            self._state.pass_over()
+            self._state.advance_schedule()
         if self._scale is not None:
             self._scale.update(math.isfinite(norm))
         return result
 
-    def _gather(
+    def _forward_backward_reduce(
         self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags
     ) -> tuple[StepResult, float]:
         """Everything of a step but the optimizer: afterwards all ranks hold the gradient, the buffers and the table of
@@ -172,9 +174,9 @@ class Step:
             self._timer.begin()
         found: list[DeviceSums | None] = []
         for batch in batches:
-            restore(self._modes)
-            with self._blaming(batch):
-                found.append(self._play(cursor, batch, global_rows))
+            restore_modes(self._modes)
+            with self._error_context(batch):
+                found.append(self._run_logical_worker(cursor, batch, global_rows))
             if twice is not None:
                 twice.played(batch.logical_worker, self._buffers.bits)
             self._buffers.end_logical_worker(batch.logical_worker)
@@ -189,35 +191,35 @@ class Step:
         if (
             self._world.check_device_errors is None and self._world.size > 1
         ):  # the host carries the gradients, and beside them the table
-            told, _ = self._meet(found, [])
+            told, _ = self._sync_and_read(found, [])
             result = self._table.exchange(self._lines(batches, told, global_rows, flags))
         self._reducer.finish()
         self._buffers.finish()
         if self._timer is not None:
             self._timer.met()
-        told, norms = self._meet(found if result is None else [], self._norms())
+        told, norms = self._sync_and_read(found if result is None else [], self._norms())
         if result is None:  # the table tells all that all have what they need
             result = self._table.exchange(self._lines(batches, told, global_rows, flags))
         if twice is not None:
             twice.compare()
             result = result._replace(replayed=len(twice.shares))
-        result = self._settled(cursor, result, global_rows)
+        result = self._check_and_rescale(cursor, result, global_rows)
         factor = self._factor(result.weight, global_rows)
-        return (result._replace(grad_norm=norm_of(norms, factor)) if factor else result), factor
+        return (result._replace(grad_norm=total_norm(norms, factor)) if factor else result), factor
 
     def _again(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> int:
         """Computes the gradient of a micro-batch, which is in `.grad` then; returns the bits of the buffers that come
         of it.
         """
         fields = {name: values.to(self._device) for name, values in batch.fields.items()}
-        with self._buffers.from_start(), self._blaming(batch):
+        with self._buffers.from_start(), self._error_context(batch):
             if not batch.rows:
                 return self._buffers.bits()
             losses = self._losses(cursor, batch._replace(fields=fields), self._state.model)
             run_backward(losses.values, self._weights(batch, global_rows))
             return self._buffers.bits()
 
-    def _meet(self, found: list[DeviceSums | None], norms: list[Tensor]) -> tuple[list[LossSums], list[float]]:
+    def _sync_and_read(self, found: list[DeviceSums | None], norms: list[Tensor]) -> tuple[list[LossSums], list[float]]:
         """Here the host meets the device, nowhere else in a step: it waits for what the device was given, and reads
         what it found.
         """
@@ -225,7 +227,7 @@ class Step:
             self._world.check_device_errors()
         return read_sums(self._task, found, norms)
 
-    def _settled(self, cursor: Cursor, result: StepResult, global_rows: int) -> StepResult:
+    def _check_and_rescale(self, cursor: Cursor, result: StepResult, global_rows: int) -> StepResult:
         """Holds the rows against the plan, and makes of means over the planned rows means over what counts."""
         rows, skipped = sum(result.rows), sum(result.skipped)
         if rows + skipped != global_rows:
@@ -235,7 +237,7 @@ class Step:
             )
         return result.over_weight(global_rows)
 
-    def _blaming(self, batch: MicroBatch) -> AbstractContextManager[None]:
+    def _error_context(self, batch: MicroBatch) -> AbstractContextManager[None]:
         """The context of forward and backward of a micro-batch: what is raised is told with the logical worker and the
         rows.
         """
@@ -247,7 +249,7 @@ class Step:
         """That of a micro-batch of one row; backward is in it, which may compute parts of the forward again (activation
         checkpointing).
         """
-        with single_values(self._trained_by(batch)), blamed:
+        with allow_single_values(self._trained_by(batch)), blamed:
             yield
 
     def _trained_by(self, batch: MicroBatch) -> nn.Module:
@@ -258,12 +260,13 @@ class Step:
         self, batches: list[MicroBatch], told: list[LossSums], global_rows: int, flags: Flags
     ) -> list[ReplicaStats]:
         """What this rank's logical workers have to say."""
-        spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else UNTOLD
+        spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else NO_TIME
         return [
-            line(batch, sums, sums.loss / global_rows, flags, spent) for batch, sums in zip(batches, told, strict=True)
+            make_replica_stats(batch, sums, sums.loss / global_rows, flags, spent)
+            for batch, sums in zip(batches, told, strict=True)
         ]
 
-    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
+    def _run_logical_worker(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
         """Forward and backward of one logical worker, of which nothing is waited for."""
         if not batch.rows:
             self._reducer.skip(batch.logical_worker)
@@ -300,7 +303,7 @@ class Step:
 
     def _norms(self) -> list[Tensor]:
         """Norms of parts of the gradient; all together they are the whole. Does not wait for the device."""
-        return norms_of(self._gradients())
+        return gradient_norms(self._gradients())
 
     def _factor(self, weight: float, global_rows: int) -> float:
         """What a gradient is multiplied by to be the mean over what counts, without the scale of the loss; 0: nothing
@@ -314,7 +317,7 @@ class Step:
         for batch in batches:
             if not batch.rows:
                 continue
-            with self._blaming(batch):
+            with self._error_context(batch):
                 if not self._is_finite(cursor, batch, global_rows):
                     found.append((batch.logical_worker, self._rows_to_blame(cursor, batch)))
         everyone = gather(found, self._world)
@@ -341,7 +344,10 @@ class Step:
             for i in range(batch.rows):
                 one = batch._replace(rows=1, keys=batch.keys[i : i + 1], positions=batch.positions[i : i + 1])
                 one = one._replace(fields={name: values[i : i + 1] for name, values in batch.fields.items()})
-                with suppress(TaskError), self._blaming(one):  # a task may not take one row, such as a loss of pairs
+                with (
+                    suppress(TaskError),
+                    self._error_context(one),
+                ):  # a task may not take one row, such as a loss of pairs
                     bad += [] if self._is_finite(cursor, one, 1) else [i]
         return [positions[i] for i in bad if i < len(positions)] or positions
 
@@ -361,7 +367,9 @@ def _rows_with_nan(fields: Batch) -> list[int]:
     return torch.stack([each.cpu() for each in bad]).any(0).nonzero()[:, 0].tolist() if bad else []
 
 
-def line(batch: MicroBatch, sums: LossSums, loss: float, flags: Flags, spent: Spent, norm: float = 0.0) -> ReplicaStats:
+def make_replica_stats(
+    batch: MicroBatch, sums: LossSums, loss: float, flags: Flags, spent: TimeBreakdown, norm: float = 0.0
+) -> ReplicaStats:
     """The line of a micro-batch in the table of a step, with its share of the mean loss."""
     rows = batch.logical_worker, batch.rows, batch.row_hash
     return ReplicaStats(*rows, loss, flags, norm, batch.num_skipped, sums.weight, *spent, sums.metrics)

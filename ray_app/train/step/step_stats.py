@@ -17,7 +17,7 @@ from ray_app.errors import ConfigError
 from ray_app.reduction.base import World, gather
 from ray_app.reduction.transport import sum_over_ranks
 from ray_app.train.membership import Flags
-from ray_app.train.step.timing import SpentOf
+from ray_app.train.step.timing import TimeValues
 
 _LINE = "<qQdqdqddddd"
 """All of a `ReplicaStats` but its first and its last, eight bytes each."""
@@ -36,7 +36,7 @@ class ReplicaStats(NamedTuple):
         norm: Its share of the square of the gradient's norm, where that is not known from the sum of the gradients.
         skipped: Its planned rows that cannot be decoded.
         weight: The sum of its rows' weights.
-        compute_s, data_s, other_s, step_s: Those of its rank, see `Spent`.
+        compute_s, data_s, other_s, step_s: Those of its rank, see `TimeBreakdown`.
         metrics: The sum of each of its rows' metrics.
     """
 
@@ -63,7 +63,7 @@ class StepResult(NamedTuple):
         any rank set. skipped: Planned rows of every logical worker that cannot be decoded. weights: The sum of the
         rows' weights of every logical worker; a row's weight is 1 unless its task says otherwise. metrics: Mean of each
         metric of the task's own over the global batch. spent: For every logical worker, the time of its rank, see
-        `Spent`. replayed: Shares that were computed twice, with the same bits.
+        `TimeBreakdown`. replayed: Shares that were computed twice, with the same bits.
     """
 
     loss: float
@@ -74,7 +74,7 @@ class StepResult(NamedTuple):
     skipped: Sequence[int]
     weights: Sequence[float]
     metrics: Mapping[str, float] = _NO_METRICS
-    spent: Sequence[SpentOf] = ()
+    spent: Sequence[TimeValues] = ()
     replayed: int = 0
 
     @property
@@ -112,7 +112,7 @@ class StepStats:
         """
         self._agree(mine)
         if self._world.size == 1:
-            return added(mine)
+            return combine_stats(mine)
         names = self._names or ()
         packed = torch.zeros(self._world.logical_workers, self._line.size // 8, dtype=torch.int64)
         for row in mine:
@@ -121,7 +121,7 @@ class StepStats:
         packed = sum_over_ranks(packed, self._world)
         fixed = len(ReplicaStats._fields) - 2
         lines = self._line.iter_unpack(packed.numpy().tobytes())
-        return added(
+        return combine_stats(
             [
                 ReplicaStats._make((v, *line[:fixed], dict(zip(names, line[fixed:], strict=True))))
                 for v, line in enumerate(lines)
@@ -136,12 +136,12 @@ class StepStats:
             if found:
                 self._names = min(found)
                 self._known, self._line = set(self._names), struct.Struct(f"{_LINE}{len(self._names)}d")
-            refuse_different(found)
+            check_same_metrics(found)
         elif any(row.rows and row.metrics.keys() != self._known for row in mine):
-            refuse_different({self._names, *(tuple(sorted(row.metrics)) for row in mine if row.rows)})
+            check_same_metrics({self._names, *(tuple(sorted(row.metrics)) for row in mine if row.rows)})
 
 
-def refuse_different(names: Iterable[tuple[str, ...]]) -> None:
+def check_same_metrics(names: Iterable[tuple[str, ...]]) -> None:
     """Refuses metrics of which not all logical workers have the same.
 
     Raises:
@@ -157,17 +157,17 @@ def refuse_different(names: Iterable[tuple[str, ...]]) -> None:
         )
 
 
-def added(table: list[ReplicaStats]) -> StepResult:
+def combine_stats(table: list[ReplicaStats]) -> StepResult:
     """What follows from a whole table, in the order of the logical workers."""
     _, rows, row_hash, losses, flags, norms, skipped, weights, *spent, sums = zip(*table, strict=True)
-    metrics = {name: total([each.get(name, 0.0) for each in sums]) for name in next(filter(None, sums), ())}
+    metrics = {name: exact_sum([each.get(name, 0.0) for each in sums]) for name in next(filter(None, sums), ())}
     said = Flags(reduce(or_, flags))
     times = list(zip(*spent, strict=True))
     return StepResult(
-        total(losses), math.sqrt(sum(norms)), list(rows), list(row_hash), said, skipped, weights, metrics, times
+        exact_sum(losses), math.sqrt(sum(norms)), list(rows), list(row_hash), said, skipped, weights, metrics, times
     )
 
 
-def total(shares: Sequence[float]) -> float:
+def exact_sum(shares: Sequence[float]) -> float:
     """Their exact sum; `fsum` raises for infinities of both signs."""
     return math.fsum(shares) if all(map(math.isfinite, shares)) else sum(shares)

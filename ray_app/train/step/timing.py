@@ -20,7 +20,7 @@ from ray_app.storage.files import put_atomic
 from ray_app.train.job import Job
 
 
-class Spent(NamedTuple):
+class TimeBreakdown(NamedTuple):
     """Seconds of one worker.
 
     Args: compute_s: Of forward and backward, for each logical worker that it plays. data_s: That it waited for data
@@ -35,12 +35,12 @@ class Spent(NamedTuple):
     step_s: float
 
 
-UNTOLD = Spent(0.0, 0.0, 0.0, 0.0)
-SpentOf = tuple[float, float, float, float]
-"""The values of a `Spent`."""
+NO_TIME = TimeBreakdown(0.0, 0.0, 0.0, 0.0)
+TimeValues = tuple[float, float, float, float]
+"""The values of a `TimeBreakdown`."""
 
 
-class Timer:
+class StepTimer:
     """See the module.
 
     Args:
@@ -67,21 +67,21 @@ class Timer:
         """The others' gradients are there."""
         self._met_s = time.perf_counter()
 
-    def spent(self, logical_workers: int, data_s: float) -> Spent:
+    def spent(self, logical_workers: int, data_s: float) -> TimeBreakdown:
         """What the step took until now; to be asked when the host has met the device, or it waits for that.
 
         Args:
             logical_workers: How many were played.
-            data_s: See `Spent`.
+            data_s: See `TimeBreakdown`.
         """
         compute_s = self._computed_s - self._began_s
         if self._events is not None:
             self._events[1].synchronize()  # nobody waited for it if no logical worker of this rank had rows
             compute_s = self._events[0].elapsed_time(self._events[1]) / 1e3
         if not self._before_s:
-            return Spent(compute_s / logical_workers, data_s, 0.0, 0.0)
+            return TimeBreakdown(compute_s / logical_workers, data_s, 0.0, 0.0)
         other_s = max(0.0, self._began_s - self._since_s - data_s)
-        return Spent(compute_s / logical_workers, data_s, other_s, self._began_s - self._before_s)
+        return TimeBreakdown(compute_s / logical_workers, data_s, other_s, self._began_s - self._before_s)
 
 
 logger = logging.getLogger(__name__)

@@ -64,7 +64,7 @@ class Validation:
             return
         arrays = self._arrays = self._arrays if self._arrays is not None else self._load()
         size, mine = job.config.evaluate.batch_size, []
-        with self._state.returned() as model:
+        with self._state.eval_model() as model:
             digest = params_digest(model.state_dict())
             manifest = job.evaluation.manifest
             for chunk in score(job.task, model, arrays, size, self._device, world.rank, world.size, manifest=manifest):

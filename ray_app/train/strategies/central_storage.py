@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.task.base import Task
-from ray_app.train.state.parameters import in_order
-from ray_app.train.state.state import NOTHING, TrainingState
-from ray_app.train.state.transfer import views_like
+from ray_app.train.state.parameters import ordered_parameters
+from ray_app.train.state.state import NO_STATE, TrainingState
+from ray_app.train.state.transfer import page_locked_like
 from ray_app.train.step.micro_batch import TensorGroup
 from ray_app.train.strategies.partitioned import PartitionedState
 
@@ -38,7 +38,7 @@ class CentralState(PartitionedState):
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         self._holds = self._has_moved = False
-        self._refreshed = NOTHING
+        self._refreshed = NO_STATE
         self._moves_buffers = type(task).apply_gradients is not Task.apply_gradients
         """Whether an update may write buffers (averages), which all then have to have."""
         self._gradients: dict[Tensor, Tensor] = {}
@@ -57,18 +57,18 @@ class CentralState(PartitionedState):
             vars(m).update(vars(p))  # which a copy does not have
         return master
 
-    def advance(self) -> None:
-        """See `TrainingState.advance`; only rank 0 has something to move."""
+    def optimizer_step(self) -> None:
+        """See `TrainingState.optimizer_step`; only rank 0 has something to move."""
         if self._holds:
             self._fetch_gradients()
             if self._moves_buffers:
                 self._take_buffers()
                 self._has_moved = True
-            super().advance()
+            super().optimizer_step()
             return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            self.pass_over()
+            self.advance_schedule()
 
     def _fetch_gradients(self) -> None:
         """Gives the master the gradients of the model, or none where there is none; on a GPU through page-locked
@@ -90,10 +90,10 @@ class CentralState(PartitionedState):
         parameters = list(self.master.parameters())
         if self._device.type == "cpu" or self._gradients or not self._holds:
             return
-        for p, memory in zip(parameters, views_like(parameters), strict=True):
+        for p, memory in zip(parameters, page_locked_like(parameters), strict=True):
             p.data = memory.copy_(p.data)
-        trained = in_order(self.optimizer)
-        self._gradients = dict(zip(trained, views_like(trained), strict=True))
+        trained = ordered_parameters(self.optimizer)
+        self._gradients = dict(zip(trained, page_locked_like(trained), strict=True))
 
     def refresh(self) -> None:
         """See `TrainingState.refresh`.
@@ -124,15 +124,15 @@ class CentralState(PartitionedState):
             buffers.copy(sent)
 
     @contextmanager
-    def returned(self) -> Iterator[nn.Module]:
-        """See `TrainingState.returned`; a collective of all ranks."""
+    def eval_model(self) -> Iterator[nn.Module]:
+        """See `TrainingState.eval_model`; a collective of all ranks."""
         try:
             with self.average.in_place() if self.average is not None else nullcontext():
                 self._send_parameters()
                 yield self.model
         finally:
             self.train()
-            self._refreshed = NOTHING
+            self._refreshed = NO_STATE
 
     def _fall_back(self) -> None:
         if self._holds:

@@ -44,11 +44,11 @@ from ray_app.reduction.sharded import (
 )
 from ray_app.task.base import DeviceSums, Losses, LossSums, Task
 from ray_app.train.membership import Flags
-from ray_app.train.process_group import backend_of, form_group
-from ray_app.train.state.parameters import in_order
+from ray_app.train.process_group import backend_name, init_default_group
+from ray_app.train.state.parameters import ordered_parameters
 from ray_app.train.state.state import TrainingState
-from ray_app.train.state.transfer import copied
-from ray_app.train.step.step import Step, norms_of
+from ray_app.train.state.transfer import copy_to_host
+from ray_app.train.step.step import Step, gradient_norms
 from ray_app.train.step.step_stats import ReplicaStats, StepResult
 from ray_app.train.strategies.partitioned import PartitionedState
 
@@ -75,10 +75,10 @@ class ShardedStep(Step):
         self._before = next((batch for batch in batches if batch.rows), self._before) or _blank(batches[0])
         return super().run(cursor, batches, global_rows, flags)
 
-    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
+    def _run_logical_worker(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
         sums = None
         if batch.rows:
-            sums = super()._play(cursor, batch, global_rows)
+            sums = super()._run_logical_worker(cursor, batch, global_rows)
         else:
             self._pass_idly(cursor)
         if batch.logical_worker == self._world.assigned[-1]:
@@ -97,7 +97,7 @@ class ShardedStep(Step):
         batch, buffers = self._before, list(self._state.model.buffers())
         assert batch is not None
         before = [b.clone() for b in buffers]
-        with self._blaming(batch):
+        with self._error_context(batch):
             self._sharded.idle(self._losses(cursor, batch, self._state.model).values)
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
@@ -115,7 +115,7 @@ class ShardedStep(Step):
         if isinstance(self._sharded, DeterministicShardedReducer):
             norms = self._sharded.norms()
         else:
-            norms = torch.stack(norms_of(self._gradients())).double().square().sum()
+            norms = torch.stack(gradient_norms(self._gradients())).double().square().sum()
             with self._world.launch_guard():
                 dist.all_reduce(norms)
             norms.sqrt_()
@@ -140,7 +140,7 @@ def _blank(batch: MicroBatch) -> MicroBatch:
     return MicroBatch(batch.logical_worker, 1, fields, torch.zeros(1, dtype=torch.int64), 0, batch.positions)
 
 
-BY_VALUE = (
+ELEMENTWISE_OPTIMIZERS = (
     optim.SGD,
     optim.Adam,
     optim.AdamW,
@@ -190,11 +190,11 @@ class StateShards:
 
     def in_order(self, optimizer: Optimizer) -> list[Any]:
         """The sharded parameters as the optimizer numbers them."""
-        return [self._sharded.get(p, p) for p in in_order(optimizer)]
+        return [self._sharded.get(p, p) for p in ordered_parameters(optimizer)]
 
     def as_whole(self) -> TorchFunctionMode:
         """A context in which fused kernels treat each value as they would in the whole parameter."""
-        return InPieces(self._pieces)
+        return PiecewiseKernels(self._pieces)
 
 
 Piece = tuple[int, int, int, int]
@@ -203,8 +203,8 @@ blocks.
 """
 
 
-def pieces(start: int, count: int, total: int) -> list[Piece]:
-    """Cuts a shard, `count` values from `start` of `total`, where blocks of the whole parameter begin; the last of
+def cut_shard(start: int, count: int, total: int) -> list[Piece]:
+    """Cuts a shard, `count` values from `start` of `exact_sum`, where blocks of the whole parameter begin; the last of
     these is shorter.
     """
     found, at, stop = list[Piece](), start, start + count
@@ -222,10 +222,10 @@ def pieces(start: int, count: int, total: int) -> list[Piece]:
 
 def _pieces_of(p: DTensor, count: int) -> list[Piece]:
     rows = -(-p.shape[0] // p.device_mesh.size())
-    return pieces(p.device_mesh.get_local_rank() * rows * p.shape[1:].numel(), count, p.numel())
+    return cut_shard(p.device_mesh.get_local_rank() * rows * p.shape[1:].numel(), count, p.numel())
 
 
-class InPieces(TorchFunctionMode):
+class PiecewiseKernels(TorchFunctionMode):
     """See `StateShards.as_whole`.
 
     On a CPU a fused kernel takes the values that are left behind its last vector one by one, with other roundings. A
@@ -280,31 +280,35 @@ class ShardedState(PartitionedState):
         """One of plain shards if it treats each value on its own, otherwise of sharded parameters, which know what a
         whole is.
         """
-        sharded = [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in BY_VALUE else []
+        sharded = (
+            [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in ELEMENTWISE_OPTIMIZERS else []
+        )
         self._shards = StateShards(sharded)
         optimizer = super()._optimizer(spec, {name: self._shards.of.get(p, p) for name, p in named.items()})
         self._shards.follow(optimizer)
         return optimizer
 
     def _can_fuse(self, optimizer: Any) -> bool:
-        return optimizer in BY_VALUE and super()._can_fuse(optimizer)
+        return optimizer in ELEMENTWISE_OPTIMIZERS and super()._can_fuse(optimizer)
 
-    def advance(self) -> None:
-        """See `TrainingState.advance`."""
+    def optimizer_step(self) -> None:
+        """See `TrainingState.optimizer_step`."""
         with self._shards.as_whole():
-            super().advance()
+            super().optimizer_step()
 
     @contextmanager
-    def among(self, world: World) -> Iterator[World]:
-        """See `TrainingState.among`; a worker that is alone gets a process group, which shards need."""
+    def bind(self, world: World) -> Iterator[World]:
+        """See `TrainingState.bind`; a worker that is alone gets a process group, which shards need."""
         world = replace(world, strided=self._config.train.reduction == "exact")
         if world.size > 1:
-            with super().among(world):
+            with super().bind(world):
                 yield world
             return
-        form_group(backend_of(self._mesh_device, self._config.train.backend), self._mesh_device, HashStore(), 0, 1)
+        init_default_group(
+            backend_name(self._mesh_device, self._config.train.backend), self._mesh_device, HashStore(), 0, 1
+        )
         try:
-            with super().among(world):
+            with super().bind(world):
                 yield world
         finally:
             dist.destroy_process_group()
@@ -317,7 +321,7 @@ class ShardedState(PartitionedState):
         return live
 
     def _collected(self) -> Snapshot:
-        return Snapshot(**copied(vars(self._live()), whole=gather_whole))
+        return Snapshot(**copy_to_host(vars(self._live()), whole=gather_whole))
 
     def _drop(self) -> None:
         """Frees the shards of the last generation and what belongs to them, before those of the next are made: a device

@@ -36,12 +36,12 @@ from ray_app.task.base import DeviceSums, Task, read_sums, sum_on_device
 from ray_app.task.user_code import user_code
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, Phase
-from ray_app.train.state.parameters import in_order, load_optimizer, numbers
-from ray_app.train.state.state import TrainingState, without_compiler
-from ray_app.train.step.micro_batch import modes_of, restore
-from ray_app.train.step.step import Step, correct, line, norm_of, norms_of
+from ray_app.train.state.parameters import load_optimizer, ordered_parameters, parameter_numbers
+from ray_app.train.state.state import TrainingState, remove_compiler_hooks
+from ray_app.train.step.micro_batch import module_modes, restore_modes
+from ray_app.train.step.step import Step, gradient_norms, make_replica_stats, scale_and_clip, total_norm
 from ray_app.train.step.step_stats import StepResult
-from ray_app.train.step.timing import UNTOLD
+from ray_app.train.step.timing import NO_TIME
 
 
 class LocalState(TrainingState):
@@ -51,7 +51,7 @@ class LocalState(TrainingState):
         super()._equip()
         train = self._config.train
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        without_compiler(torch.optim.SGD)
+        remove_compiler_hooks(torch.optim.SGD)
         self.outer = torch.optim.SGD(trained, train.outer_lr, train.outer_momentum, nesterov=train.outer_momentum > 0)
 
     def take_round(self, change: list[Tensor], optimizer: dict[str, Any], replica: TrainingState, step: int) -> None:
@@ -85,13 +85,13 @@ class LocalState(TrainingState):
         self.outer.load_state_dict(snapshot.more["outer"])
 
 
-class Replica(TrainingState):
+class LocalReplica(TrainingState):
     """What one logical worker trains on its own."""
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         super().__init__(config.replace(train__ema_decay=None), task, device, total_steps)
         self.trained: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
-        self.modes = modes_of(self.model)
+        self.modes = module_modes(self.model)
 
     def follow(self, state: TrainingState) -> None:
         """Starts a round from the common state."""
@@ -115,7 +115,7 @@ class Replica(TrainingState):
         if has_rows:
             with user_code(lambda: "the update of the parameters"):
                 self._task.apply_gradients(self.model, self.optimizer)
-        self.pass_over()
+        self.advance_schedule()
 
     def averaged(self) -> list[str]:
         """What of the optimizer's state is averaged: the values that are one per value of every parameter that has
@@ -138,7 +138,7 @@ class Replica(TrainingState):
         groups have found, as Prodigy's step size; on the CPU, since it is sent.
         """
         averaged, found = self.averaged(), dict[int, dict[str, Any]]()
-        for i, p in enumerate(in_order(self.optimizer)):
+        for i, p in enumerate(ordered_parameters(self.optimizer)):
             found[i] = _on_cpu(self.optimizer.state[p], averaged)
         return found, [_on_cpu(group, ["params"]) for group in self.optimizer.param_groups]
 
@@ -149,7 +149,7 @@ def _on_cpu(values: Mapping[str, Any], but: list[str]) -> dict[str, Any]:
     }
 
 
-def beside(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def move_to_device_of(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Values that were sent, each where another of the same name is."""
 
     def moved(value: Any, other: Any) -> Any:
@@ -181,7 +181,7 @@ class LocalStep(Step):
     ) -> None:
         super().__init__(job.config, job.task, state, reducer, world, device, enter)
         self._job, self._common, self._sums = job, state, reducer
-        self._replicas = {v: Replica(job.config, job.task, device, job.total_steps) for v in world.assigned}
+        self._replicas = {v: LocalReplica(job.config, job.task, device, job.total_steps) for v in world.assigned}
         self._begin_round()
 
     @property
@@ -200,7 +200,7 @@ class LocalStep(Step):
             self._timer.begin()
         found, norms = list[DeviceSums | None](), list[list[Tensor]]()
         for batch in batches:
-            with self._blaming(batch):
+            with self._error_context(batch):
                 sums_there, norms_there = self._go(cursor, batch)
             found.append(sums_there)
             norms.append(norms_there)
@@ -208,14 +208,14 @@ class LocalStep(Step):
             self._timer.computed()
         told, numbers = read_sums(self._task, found, [norm for each in norms for norm in each])
         mine, own, rest = [], list[float](), iter(numbers)
-        spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else UNTOLD
+        spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else NO_TIME
         for batch, sums, each in zip(batches, told, norms, strict=True):
-            norm, share = norm_of(islice(rest, len(each))), sums.weight / global_rows
+            norm, share = total_norm(islice(rest, len(each))), sums.weight / global_rows
             own.append(norm)
             loss, square = (sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0)
-            mine.append(line(batch, sums, loss, flags, spent, square))
+            mine.append(make_replica_stats(batch, sums, loss, flags, spent, square))
         self._enter("exchange")
-        result = self._settled(cursor, self._table.exchange(mine), global_rows)
+        result = self._check_and_rescale(cursor, self._table.exchange(mine), global_rows)
         if self._timer is not None:
             self._timer.met()
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
@@ -223,7 +223,7 @@ class LocalStep(Step):
         for batch, norm in zip(batches, own, strict=True):
             replica = self._replicas[batch.logical_worker]
             if has_rows := result.weights[batch.logical_worker] > 0:
-                correct(replica.gradients, 1.0, norm, self._config.train.grad_clip_norm)
+                scale_and_clip(replica.gradients, 1.0, norm, self._config.train.grad_clip_norm)
             replica.move(has_rows)
         self._done += 1
         self._consumed = [before + now for before, now in zip(self._consumed, result.weights, strict=True)]
@@ -242,7 +242,7 @@ class LocalStep(Step):
         replica.forget()
         if not batch.rows:
             return None, []
-        restore(replica.modes)
+        restore_modes(replica.modes)
         losses = self._losses(cursor, batch, replica.model)
         sums = sum_on_device(losses)
         replica.forget()  # what the task has left
@@ -250,7 +250,7 @@ class LocalStep(Step):
         for p in replica.trained:
             if p.grad is None:  # or the optimizer would hold a part of what it needs of it after the average
                 p.grad = torch.zeros_like(p)
-        return sums, norms_of(replica.gradients)
+        return sums, gradient_norms(replica.gradients)
 
     def _shares(self, sums: DeviceSums) -> Tensor:
         """One over the weight of a micro-batch, which only the device knows where its task gives weights, or 0; shape
@@ -279,12 +279,12 @@ class LocalStep(Step):
         state, first = self._common, next(iter(self._replicas.values()))
         if not any(self._consumed):  # every row of the round is bad, or counts for nothing: nothing moves
             while state.step < self._done:
-                state.pass_over()
+                state.advance_schedule()
             self._begin_round()
             return
         starts = [p.detach().clone() for p in self._parameters]
         held = copy.deepcopy(first.optimizer.state_dict())
-        places = numbers(first.optimizer, first.trained)
+        places = parameter_numbers(first.optimizer, first.trained)
         here = {name for replica in self._replicas.values() for name in replica.averaged()}
         for name in sorted(set().union(*gather(here, self._world))):  # a logical worker that had no rows yet knows none
             for i, value in enumerate(self._mean({v: replica.values(name) for v, replica in self._replicas.items()})):
@@ -296,7 +296,7 @@ class LocalStep(Step):
             for i, rest in found.items():
                 held["state"].setdefault(i, {}).update(rest)
             for group, rest in zip(held["param_groups"], groups, strict=False):
-                group.update(beside(rest, group))
+                group.update(move_to_device_of(rest, group))
         change = self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
         state.take_round(change, held, first, self._done)

@@ -22,8 +22,8 @@ from ray_app.errors import PeerLostError
 from ray_app.reduction.base import World, check_errors_on_all_ranks, collective, gather
 from ray_app.reduction.transport import P2PWork, receive, send, start_send
 from ray_app.task.base import Task
-from ray_app.train.state.state import NOTHING, TrainingState
-from ray_app.train.state.transfer import lacking, transfer, with_tensors, without_tensors
+from ray_app.train.state.state import NO_STATE, TrainingState
+from ray_app.train.state.transfer import extract_tensors, insert_tensors, ranks_without_state, transfer_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def _room(size: int, old: ShardReplica | None) -> Tensor:
 
 def _packed(state: Any, old: ShardReplica | None) -> ShardReplica:
     tensors: list[Tensor] = []
-    head = bytearray(pickle.dumps(without_tensors(_marked(state), tensors)))
+    head = bytearray(pickle.dumps(extract_tensors(_marked(state), tensors)))
     data, at = _room(sum(t.nbytes for t in tensors), old), 0
     for t in tensors:
         data[at : at + t.nbytes].copy_(t.detach().reshape(-1).view(torch.uint8))
@@ -152,7 +152,7 @@ def _packed(state: Any, old: ShardReplica | None) -> ShardReplica:
 
 def _unpacked(part: ShardReplica) -> Any:
     tensors: list[Tensor] = []
-    state, at = with_tensors(pickle.loads(part.head.numpy().tobytes()), tensors), 0
+    state, at = insert_tensors(pickle.loads(part.head.numpy().tobytes()), tensors), 0
     for t in tensors:
         t.view(-1).view(torch.uint8).copy_(part.data[at : at + t.nbytes])
         at += t.nbytes
@@ -189,7 +189,7 @@ class PartitionedState(TrainingState):
     (`train.peer_replica`).
     """
 
-    is_spread: ClassVar[bool] = True
+    is_partitioned: ClassVar[bool] = True
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         self._world = World(0, 1, 1)
@@ -216,8 +216,8 @@ class PartitionedState(TrainingState):
         self._whole, self.step = snapshot, snapshot.step
 
     @contextmanager
-    def among(self, world: World) -> Iterator[World]:
-        """See `TrainingState.among`."""
+    def bind(self, world: World) -> Iterator[World]:
+        """See `TrainingState.bind`."""
         self._world = world
         try:
             yield world
@@ -228,7 +228,7 @@ class PartitionedState(TrainingState):
 
     def _fall_back(self) -> None:
         """Goes back to what this rank has alone."""
-        self.step = self._whole.step if self._whole is not None else NOTHING
+        self.step = self._whole.step if self._whole is not None else NO_STATE
 
     def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
         """See `TrainingState.share`; whole copies are not compared: they are made of what has settled on all ranks."""
@@ -237,20 +237,20 @@ class PartitionedState(TrainingState):
         if found is not None:
             self.step, self._whole = found[0], Snapshot(found[0], *found[1])
         steps = gather(self.step, world)
-        if max(steps) == NOTHING and world.rank == 0:
+        if max(steps) == NO_STATE and world.rank == 0:
             restore()
         source = steps.index(max(steps))
         if world.rank == source:
             self._whole = self._own()
-        self._whole = self._sent(source, lacking(steps, source))
+        self._whole = self._sent(source, ranks_without_state(steps, source))
         self.step = self._whole.step
         self._take(self._whole)
         self._copies.clear()
         return []
 
-    def pass_over(self) -> None:
-        """See `TrainingState.pass_over`; a collective if there are second copies."""
-        super().pass_over()
+    def advance_schedule(self) -> None:
+        """See `TrainingState.advance_schedule`; a collective if there are second copies."""
+        super().advance_schedule()
         if self._config.train.peer_replica and self._world.size > 1:
             self._copies.keep(self.step, self._part(), self._world, self._owners)
 
@@ -270,7 +270,7 @@ class PartitionedState(TrainingState):
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        whole = transfer(self._whole, self._world.rank, source, to)
+        whole = transfer_snapshot(self._whole, self._world.rank, source, to)
         assert whole is not None
         return whole
 

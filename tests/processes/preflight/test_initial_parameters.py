@@ -54,7 +54,7 @@ def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_
     made = TrainingState(job.config.replace(train__ema_decay=0.9), task, torch.device("cpu"), job.total_steps)
     assert params_digest(made.model.state_dict()) != params_digest(state)
     claim(prepare(config), 1)
-    made.begin(job.read_initial())
+    made.initialize(job.read_initial())
     assert made.step == 0
     assert params_digest(made.model.state_dict()) == params_digest(made.snapshot().model) == params_digest(state)
 

@@ -12,7 +12,7 @@ from ray_app.errors import PeerLostError
 from ray_app.reduction import transport
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.checkpointing.step_log import share_records
+from ray_app.train.checkpointing.step_log import gather_records
 from ray_app.train.step.step_stats import ReplicaStats, StepResult, StepStats
 from tests.support.local_world import LocalMembership, Pool
 
@@ -67,7 +67,7 @@ def _share(rank: int, store: Path, size: int) -> list[StepRecord]:
     steps = {0: [2, 3], 1: [1, 2, 3, 4], 2: []}[rank]
     kept = [StepRecord(step, 0, 1.0, 0.5, 0.1, 1.0, float(rank), 0.0, size, [3] * 4, [1] * 4, "1.1") for step in steps]
     with LocalMembership(World(rank, size, size), store).generation(0, False) as (world, _):
-        return list(share_records(kept, world).values())
+        return list(gather_records(kept, world).values())
 
 
 def test_all_have_all_records_afterwards_and_their_own_where_they_had_one(pool: Pool) -> None:

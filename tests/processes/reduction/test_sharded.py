@@ -164,8 +164,8 @@ def after_a_step(rank: int, store: Path, job: Job, size: int, device: torch.devi
     set_up_torch(job.config, device)
     world = World(rank, size, job.plan.logical_workers)
     state = build_state(job.config, job.task, device, job.total_steps)
-    with LocalMembership(world, store).generation(-1, False), state.among(world) as world:
-        state.share(world, lambda: state.begin(None))
+    with LocalMembership(world, store).generation(-1, False), state.bind(world) as world:
+        state.share(world, lambda: state.initialize(None))
         step = build_step(job, state, world, device, lambda phase: None)
         feed = Feed(job.plan, lambda cursor, played: cached(job, cursor, played), device)
         feed.play(Cursor(), world.assigned)
@@ -281,7 +281,7 @@ def test_the_group_of_a_lone_worker_is_made_for_its_device(
     monkeypatch.setattr(dist, "init_process_group", lambda name, **options: made.append((name, options["device_id"])))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     state = build_state(job.config, job.task, device, job.total_steps)
-    with pytest.raises(KilledError), state.among(World(0, 1, 2)):
+    with pytest.raises(KilledError), state.bind(World(0, 1, 2)):
         raise KilledError("made")
     assert made == [expected]
 
@@ -312,9 +312,9 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
     )
     with (
         membership.generation(0, False) as (met, _),
-        state.among(replace(met, check_device_errors=lambda: None)) as world,
+        state.bind(replace(met, check_device_errors=lambda: None)) as world,
     ):
-        state.share(world, lambda: state.begin(None))
+        state.share(world, lambda: state.initialize(None))
         cursor = Cursor.at(0, job.plan.steps_per_epoch)
         with (
             closing(build_step(job, state, world, CPU, lambda phase: None)) as step,

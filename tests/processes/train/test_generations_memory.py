@@ -97,8 +97,8 @@ def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
     state._made = made  # type: ignore[method-assign]
     for breaks_now in (breaks, False):
         try:
-            with state.among(World(0, 1, 2)) as world:
-                state.share(world, lambda: state.begin(None))
+            with state.bind(World(0, 1, 2)) as world:
+                state.share(world, lambda: state.initialize(None))
                 shards = step_once(job, state, world)
                 if breaks_now:
                     raise PeerLostError("a peer left in the middle of a step")

@@ -107,12 +107,12 @@ def test_the_state_of_an_optimizer_keeps_its_dtype(data: Path, tmp_path: Path) -
     def after(steps: int, state: TrainingState | None = None) -> TrainingState:
         if state is None:
             state = TrainingState(job.config, job.task, CPU, 6)
-            state.begin(None)
+            state.initialize(None)
             state.model.to(torch.bfloat16)
         for _ in range(steps):
             for i, p in enumerate(state.model.parameters()):
                 p.grad = torch.full_like(p, 0.1 * (i + state.step + 1))
-            state.advance()
+            state.optimizer_step()
         return state
 
     undisturbed, half = after(6), after(3).snapshot()

@@ -25,8 +25,8 @@ from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, SingleProcessMembership
-from ray_app.train.state.parameters import freeze
-from ray_app.train.state.state import FIRST, TrainingState
+from ray_app.train.state.parameters import freeze_parameters
+from ray_app.train.state.state import FIRST_SCALE, TrainingState
 from ray_app.train.step.step import Step
 from tests.support.local_world import (
     CLASSES,
@@ -176,12 +176,12 @@ def test_the_scale_grows_after_many_good_steps_and_is_kept() -> None:
         scale.update(True)
     kept = LossScale()
     kept.load(scale.state())
-    assert scale.value == kept.value == FIRST
+    assert scale.value == kept.value == FIRST_SCALE
     kept.update(True)
-    assert kept.value == 2 * FIRST
+    assert kept.value == 2 * FIRST_SCALE
     kept.update(False)
-    assert kept.value == FIRST
-    assert FIRST == 2.0**16
+    assert kept.value == FIRST_SCALE
+    assert FIRST_SCALE == 2.0**16
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(data: Path, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_average_is_what_is_returned_and_the_parameters_go_on(data: Path, tm
         state.step = step + 1
     trained = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     snapshot = state.snapshot()
-    with state.returned() as model:
+    with state.eval_model() as model:
         shown = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, value in expected.items():
         assert torch.equal(snapshot.model[name], value)
@@ -239,7 +239,7 @@ def test_what_is_frozen_stays_and_the_rest_moves(data: Path, tmp_path: Path) -> 
     job = job_of("frozen", tmp_path / "run", data)
     state = state_of(job)
     before = {name: value.clone() for name, value in state.model.state_dict().items()}
-    with state.returned():
+    with state.eval_model():
         pass  # evaluates
     run_steps(job, state, tmp_path / "store", 3)
     moved = {name for name, value in state.model.state_dict().items() if not torch.equal(value, before[name])}
@@ -259,7 +259,7 @@ def test_freezing_nothing_or_all_is_refused(data: Path, tmp_path: Path, patterns
 
 def test_batch_norm_without_parameters_is_not_frozen_by_the_name_of_another() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    assert freeze(model, ["0.*", "2.*"]) == [model[2]]
+    assert freeze_parameters(model, ["0.*", "2.*"]) == [model[2]]
 
 
 # --- channels last

@@ -35,7 +35,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage import files as files_module
 from ray_app.storage.files import put_atomic
 from ray_app.train.checkpointing import writer as saver_module
-from ray_app.train.checkpointing.restore import note_fallback
+from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
@@ -138,7 +138,7 @@ def test_a_start_says_once_that_it_passes_over_what_an_evaluator_found_damaged(
     flip(paths.checkpoint(3, 1), TRAINING)
     store.mark_bad(commit_of(3), "training.pt differs")
     for _ in range(2):  # two starts
-        found = store.load_newest(partial(note_fallback, job))
+        found = store.load_newest(partial(record_fallback, job))
         assert found is not None
         assert found[0].step == 2
     [told] = read_events(paths, "fallback")

@@ -166,7 +166,7 @@ def test_a_tokenizer_and_parameters_to_begin_with_are_named_as_pointers(tmp_path
     with pytest.raises(ConfigError, match="it is a Git LFS pointer"):
         ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "rows.csv"), tokenizer=pointer))
     with pytest.raises(ConfigError, match="it is a Git LFS pointer"):
-        parameters.read(pointer, None)
+        parameters.read_parameters(pointer, None)
 
 
 def test_errors_have_no_address_of_an_object_wherever_they_are_written() -> None:

@@ -14,7 +14,7 @@ from ray_app.task.base import Batch, Losses
 from ray_app.task.configured_arguments import compute_row_losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
-from ray_app.train.state.parameters import contiguous
+from ray_app.train.state.parameters import make_contiguous
 
 ROWS = 30
 KL = "torch.nn.KLDivLoss"
@@ -156,4 +156,4 @@ def test_a_parameter_made_by_expand_is_refused_with_its_name() -> None:
     with pytest.raises(
         ConfigError, match=r"Values of the parameter bias, of shape \(2,\), share their memory \(expand\)"
     ):
-        contiguous(model)
+        make_contiguous(model)

@@ -14,7 +14,7 @@ from ray_app.reduction.overlap import SideStream
 from ray_app.reduction.sharded import DeterministicShardedReducer
 from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.train import process_group
-from ray_app.train.process_group import ProcessGroup, backend_of, form_group
+from ray_app.train.process_group import ProcessGroup, backend_name, init_default_group
 from tests.support.fake_cuda import DEVICE, Streams
 
 GPU = torch.device("cuda", 1)
@@ -37,7 +37,7 @@ class Formation:
 
 def test_nccl_is_made_for_the_worker_s_device_and_told_not_to_wait_for_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
     formation = Formation(monkeypatch)
-    form_group(backend_of(GPU, "auto"), GPU, dist.HashStore(), 0, 1)
+    init_default_group(backend_name(GPU, "auto"), GPU, dist.HashStore(), 0, 1)
     assert (formation.options["name"], formation.options["device_id"]) == ("cpu:gloo,cuda:nccl", GPU)
     assert formation.environment == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -50,7 +50,7 @@ def test_nccl_is_made_for_the_worker_s_device_and_told_not_to_wait_for_dumps(mon
 def test_what_a_user_has_set_of_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     formation = Formation(monkeypatch)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    form_group(backend_of(GPU, "nccl"), GPU, dist.HashStore(), 0, 1)
+    init_default_group(backend_name(GPU, "nccl"), GPU, dist.HashStore(), 0, 1)
     assert formation.environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
@@ -61,7 +61,7 @@ def test_gloo_is_bound_to_no_device_and_needs_nothing_of_nccl(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str
 ) -> None:
     formation = Formation(monkeypatch)
-    form_group(backend_of(device, backend), device, dist.HashStore(), 0, 1)
+    init_default_group(backend_name(device, backend), device, dist.HashStore(), 0, 1)
     assert (formation.options["name"], formation.options["device_id"], formation.environment) == ("gloo", None, {})
 
 

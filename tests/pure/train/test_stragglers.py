@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ray_app.plan.assignment import shares_by_speed
 from ray_app.reduction.base import World
-from ray_app.train.step.timing import Spent
+from ray_app.train.step.timing import TimeBreakdown
 from ray_app.train.stragglers import Straggler, StragglerDetector
 
 Times = Callable[[int, int], tuple[float, ...]]
@@ -32,7 +32,7 @@ class Steps:
         for _ in range(steps):
             times = [(*self._times(self.done, rank), 0.0, 0.0)[:3] for rank in range(self.world.size)]
             blocks = [self.world.assigned_to(rank) for rank in range(self.world.size)]
-            spent = [Spent(*times[rank], self.step_s[-1]) for rank, block in enumerate(blocks) for _ in block]
+            spent = [TimeBreakdown(*times[rank], self.step_s[-1]) for rank, block in enumerate(blocks) for _ in block]
             self.done += 1
             self.found += [(self.done, slow) for slow in self.pace.add(spent) or []]
             busy = [len(block) * unit + data + other for block, (unit, data, other) in zip(blocks, times, strict=True)]

@@ -24,7 +24,14 @@ from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
-from ray_app.train.strategies.parameter_server.protocol import Answer, Done, Listener, connect, receive, send
+from ray_app.train.strategies.parameter_server.protocol import (
+    CoordinatorReply,
+    Listener,
+    UnitResult,
+    connect,
+    receive,
+    send,
+)
 from ray_app.train.strategies.parameter_server.server import ParameterServer
 
 logger = logging.getLogger(__name__)
@@ -169,7 +176,7 @@ class CoordinatorActor(Coordinator):
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterService:
     """Where the parameters of a run are.
 
     Args:
@@ -185,7 +192,9 @@ class Parameters:
         """Handles of all actors."""
         return [self.coordinator, *self.servers.handles]
 
-    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
+    def ask(
+        self, worker: str, done: UnitResult | None, broken_era: int | None, wait_s: float | None
+    ) -> CoordinatorReply:
         """See `Coordinator.ask`."""
         try:
             return ray.get(self.coordinator.ask.remote(worker, done, broken_era, wait_s))
@@ -198,7 +207,7 @@ def server_names(paths: RunPaths, fence: int, servers: int) -> list[str]:
     return [f"server-{paths.unique_name}-{fence}-{i}" for i in range(servers)]
 
 
-def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
+def start_parameter_service(job: Job, keepers: list[Any], hooks: Hooks) -> ParameterService:
     """Starts servers and coordinator: the ones where labels allow, the other on this node, so that it lives as long as
     the driver.
     """
@@ -215,4 +224,4 @@ def start_parameters(job: Job, keepers: list[Any], hooks: Hooks) -> Parameters:
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
     options["max_concurrency"] = config.logical_workers + 8  # who asks waits in a thread
     made = ray.remote(CoordinatorActor).options(name=f"parameters-{name}", **options)
-    return Parameters(made.remote(job, names, keepers, hooks), servers)
+    return ParameterService(made.remote(job, names, keepers, hooks), servers)

@@ -34,19 +34,26 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import put_event
 from ray_app.task import device
-from ray_app.train.checkpointing.restore import restore
+from ray_app.train.checkpointing.restore import restore_state
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Phase, SingleProcessMembership
-from ray_app.train.state.state import NOTHING, TrainingState
-from ray_app.train.step.step import norm_of
-from ray_app.train.step.step_stats import added, refuse_different
+from ray_app.train.state.state import NO_STATE, TrainingState
+from ray_app.train.step.step import total_norm
+from ray_app.train.step.step_stats import check_same_metrics, combine_stats
 from ray_app.train.strategies.parameter_server.layout import Layout, from_bytes, to_bytes
-from ray_app.train.strategies.parameter_server.protocol import Answer, Done, NotReadyError, Servers, Unit, call_each
+from ray_app.train.strategies.parameter_server.protocol import (
+    CoordinatorReply,
+    NotReadyError,
+    Servers,
+    Unit,
+    UnitResult,
+    call_all_servers,
+)
 
 
-class Units:
+class UnitScheduler:
     """What is done, by whom, and what may be done next.
 
     Args:
@@ -165,17 +172,17 @@ class ServedState:
 
     def eras(self) -> list[int]:
         """In which era each server is; 0 for one that holds nothing."""
-        return call_each(self._servers, "era", [()] * len(self.layout.parts))
+        return call_all_servers(self._servers, "era", [()] * len(self.layout.parts))
 
     def norm(self, step: int, factor: float) -> float:
         """The norm of a step's gradient, times a factor. If it decides how far parameters move, its bits are those of
         `ddp`.
         """
         asked = self.layout.incomplete() if self._clips else [[] for _ in self.layout.parts]
-        answers = call_each(self._servers, "norms", [(self.era, step, some) for some in asked])
+        answers = call_all_servers(self._servers, "norms", [(self.era, step, some) for some in asked])
         norms = [n for some, _ in answers for n in some]
         norms += self.layout.norms_of_joined([data for _, data in answers]) if self._clips else []
-        return norm_of(norms, factor)
+        return total_norm(norms, factor)
 
     def move(self, step: int, norm: float, factor: float) -> None:
         """Lets the servers move their parameters by the gradient that `norm` looked at, times the factor; 0: they go on
@@ -203,7 +210,7 @@ class ServedState:
         self.era = era
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return call_each(self._servers, method, [(self.era, *arguments)] * len(self.layout.parts))
+        return call_all_servers(self._servers, method, [(self.era, *arguments)] * len(self.layout.parts))
 
 
 logger = logging.getLogger(__name__)
@@ -253,10 +260,12 @@ class Coordinator:
         self._paused = self._stopping = self._over = False
         self._broken = self._halfway = True
         self._end = self._workers = self._saved_step = 0
-        self._units = Units(self._plan.logical_workers, self._state.step, job.config.train.staleness)
+        self._units = UnitScheduler(self._plan.logical_workers, self._state.step, job.config.train.staleness)
         self._lost_s: float | None = None
 
-    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
+    def ask(
+        self, worker: str, done: UnitResult | None, broken_era: int | None, wait_s: float | None
+    ) -> CoordinatorReply:
         """What a worker is to do next.
 
         Args:
@@ -276,7 +285,7 @@ class Coordinator:
             except NotReadyError:
                 self._broken = self._halfway = True
                 self._lock.wait(min(wait_s or 0.0, _PAUSE_S))
-                return Answer(waiting=True, step=self._units.complete)
+                return CoordinatorReply(waiting=True, step=self._units.complete)
             except Exception as error:
                 self._error = error
                 self._lock.notify_all()
@@ -318,7 +327,9 @@ class Coordinator:
         finally:
             self._membership.is_held_up = False
 
-    def _answer(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
+    def _answer(
+        self, worker: str, done: UnitResult | None, broken_era: int | None, wait_s: float | None
+    ) -> CoordinatorReply:
         until_s = time.monotonic() + (wait_s or 0.0)
         self._broken = self._broken or broken_era == self._served.era
         if self._broken:
@@ -340,11 +351,13 @@ class Coordinator:
         unit = Unit(self._served.era, *found) if found is not None else None
         rank = self._units.workers.index(worker) if worker in self._units.workers else 0
         held = self._units.held_by(worker)
-        return Answer(unit, held, rank, self._units.complete, self._membership.newest, self._paused, self._over)
+        return CoordinatorReply(
+            unit, held, rank, self._units.complete, self._membership.newest, self._paused, self._over
+        )
 
     # Steps.
 
-    def _finish(self, done: Done) -> None:
+    def _finish(self, done: UnitResult) -> None:
         unit = done.unit
         if unit.era != self._served.era or not self._units.finish(unit.step, unit.logical_worker):
             return
@@ -353,12 +366,12 @@ class Coordinator:
             self._end_step(unit.step, self._tables.pop(unit.step))
             self._lock.notify_all()
 
-    def _end_step(self, step: int, table: dict[int, Done]) -> None:
+    def _end_step(self, step: int, table: dict[int, UnitResult]) -> None:
         """Every unit of a step is done."""
         cursor, parts = Cursor.at(step, self._plan.steps_per_epoch), [table[v] for v in sorted(table)]
         lines, planned = [part.row for part in parts], self._plan.global_rows(cursor.step)
-        refuse_different(tuple(sorted(row.metrics)) for row in lines if row.rows)
-        result = added(lines)
+        check_same_metrics(tuple(sorted(row.metrics)) for row in lines if row.rows)
+        result = combine_stats(lines)
         if sum(result.rows) != planned:
             raise DataError(
                 f"Step {cursor} consumed {sum(result.rows)} rows, {planned} were planned; please report this."
@@ -427,7 +440,7 @@ class Coordinator:
         """Finds the state to go on from; if the storage does not answer, it is looked for again."""
         try:
             with self._held_up():
-                restore(self._job, self._state, self._recorder, self._sender, CPU)
+                restore_state(self._job, self._state, self._recorder, self._sender, CPU)
         except OSError as error:
             logger.warning("The state to go on from cannot be read, will try again: %s", error)
             raise NotReadyError from error
@@ -440,14 +453,14 @@ class Coordinator:
         self._broken = self._halfway = False
         with self._held_up():
             self._recorder.align(World(0, 1, self._plan.logical_workers), self._served.era)
-        self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
-        self._tables: dict[int, dict[int, Done]] = {}
+        self._units = UnitScheduler(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
+        self._tables: dict[int, dict[int, UnitResult]] = {}
         self._over = self._over or self._state.step >= self._job.total_steps
         self._end = self._next_cut()
 
     def _mend(self) -> None:
         """Looks whether all servers hold what they should; if not, all go back to the last cut."""
-        if self._state.step == NOTHING:
+        if self._state.step == NO_STATE:
             self._restore()
         eras = self._served.eras()
         self._broken = False

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.train.state.parameters import in_order
+from ray_app.train.state.parameters import ordered_parameters
 
 _ALIGNED = 64
 """Parts are multiples of so many values, so that vector instructions treat each value as they would in the whole
@@ -45,7 +45,7 @@ class Strip:
         return value[self.low : self.high] if value.ndim else value
 
 
-def strips_of(variable: int, shape: Sequence[int], item_bytes: int, most: int, min_bytes: int) -> list[Strip]:
+def split_variable(variable: int, shape: Sequence[int], item_bytes: int, most: int, min_bytes: int) -> list[Strip]:
     """Splits a variable.
 
     Args:
@@ -62,14 +62,16 @@ def strips_of(variable: int, shape: Sequence[int], item_bytes: int, most: int, m
     return [Strip(variable, low, high) for low, high in pairwise(ends)]
 
 
-def partition(shapes: Sequence[Sequence[int]], item_bytes: int, servers: int, min_bytes: int) -> list[list[Strip]]:
+def partition_variables(
+    shapes: Sequence[Sequence[int]], item_bytes: int, servers: int, min_bytes: int
+) -> list[list[Strip]]:
     """Deals the parts of all variables to servers.
 
     Args:
         shapes: Of the variables.
         item_bytes: Bytes of one value.
         servers: How many.
-        min_bytes: See `strips_of`.
+        min_bytes: See `split_variable`.
 
     Returns:
         What each server holds, in the order of variables and rows; nothing for servers that are too many.
@@ -77,7 +79,7 @@ def partition(shapes: Sequence[Sequence[int]], item_bytes: int, servers: int, mi
     weight = {
         p: strip_bytes(p, shapes, item_bytes)
         for i, s in enumerate(shapes)
-        for p in strips_of(i, s, item_bytes, servers, min_bytes)
+        for p in split_variable(i, s, item_bytes, servers, min_bytes)
     }
     held: list[list[Strip]] = [[] for _ in range(servers)]
     load = [0] * servers
@@ -127,7 +129,7 @@ class Layout:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, train: TrainSection) -> None:
-        self.trained = in_order(optimizer)
+        self.trained = ordered_parameters(optimizer)
         self.buffers = list(model.buffers())
         numbers = {id(p): i for i, p in enumerate(self.trained)}
         self._names: list[list[str]] = [[] for _ in self.trained]
@@ -141,7 +143,7 @@ class Layout:
                 f" {sorted(map(str, types))}."
             )
         shapes, each = [tuple(p.shape) for p in self.trained], self.trained[0].element_size()
-        self.parts = partition(shapes, each, train.servers, train.min_shard_kb << 10)
+        self.parts = partition_variables(shapes, each, train.servers, train.min_shard_kb << 10)
         if not all(self.parts):
             filled = sum(bool(part) for part in self.parts)
             raise ConfigError(

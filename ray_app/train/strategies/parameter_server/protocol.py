@@ -214,7 +214,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Done:
+class UnitResult:
     """A unit whose gradient is on all servers.
 
     Args:
@@ -231,7 +231,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CoordinatorReply:
     """What a worker is to do.
 
     Args:
@@ -275,7 +275,7 @@ class Servers(Protocol):
         ...
 
 
-def call_each(servers: Servers, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+def call_all_servers(servers: Servers, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
     """Calls a method of every server that returns something.
 
     Raises:

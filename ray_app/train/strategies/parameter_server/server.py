@@ -22,7 +22,7 @@ from ray_app.config.import_paths import OptimizerSpec
 from ray_app.errors import DataError
 from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import correct
+from ray_app.train.step.step import scale_and_clip
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import Pulled, Pushed
 
@@ -46,7 +46,7 @@ class ParameterServer:
         self._synchronous = config.train.staleness == 0
         self._parents = tree_parents(config.logical_workers)
         self._era = 0
-        self._sums: dict[int, _Sum] = {}
+        self._sums: dict[int, _StepGradients] = {}
 
     def era(self) -> int:
         """The era of what it holds; 0: nothing."""
@@ -58,8 +58,8 @@ class ParameterServer:
         """
         snapshot = unpack(files)
         trained = snapshot.more.get("parameters", snapshot.model)
-        held = _Held([trained[str(i)] for i in range(len(trained))])
-        self._state = _Part(self._config, held, snapshot.optimizer["param_groups"], self._total_steps)
+        held = _ServerTask([trained[str(i)] for i in range(len(trained))])
+        self._state = _ServerState(self._config, held, snapshot.optimizer["param_groups"], self._total_steps)
         self._state.load(snapshot)
         self._parameters: list[Tensor] = list(self._state.model.parameters())
         self._buffers = buffers
@@ -87,8 +87,12 @@ class ParameterServer:
         if era != self._era:
             return None
         lr = self._state.lr
-        found = self._sums.setdefault(step, _Sum(TreeSum(self._parents))) if step >= self._state.step else _NONE
-        if found is not _NONE and logical_worker not in found.seen:
+        found = (
+            self._sums.setdefault(step, _StepGradients(TreeSum(self._parents)))
+            if step >= self._state.step
+            else _NO_GRADIENTS
+        )
+        if found is not _NO_GRADIENTS and logical_worker not in found.seen:
             found.seen.add(logical_worker)
             found.buffers = buffers if buffers is not None else found.buffers
             if self._synchronous:
@@ -111,7 +115,7 @@ class ParameterServer:
         """
         if era != self._era or step < self._state.step:
             return None
-        added = self._sums.get(step, _NONE).tree.nodes
+        added = self._sums.get(step, _NO_GRADIENTS).tree.nodes
         if [node for node, _ in added] != [(0, self._config.logical_workers)]:
             raise DataError(
                 f"Step {step} is to end with the gradients of {[node for node, _ in added]} only; please report this."
@@ -132,21 +136,21 @@ class ParameterServer:
             return None
         if step == self._state.step:
             if factor:
-                correct(
+                scale_and_clip(
                     [p.grad for p in self._parameters if p.grad is not None],
                     factor,
                     norm,
                     self._config.train.grad_clip_norm,
                 )
             self._keep_buffers(self._sums.pop(step))
-            self._state.advance() if factor else self._state.pass_over()
+            self._state.optimizer_step() if factor else self._state.advance_schedule()
         return True
 
     def state(self, era: int) -> tuple[dict[str, bytes], Bytes] | None:
         """What it holds, as `load` takes it."""
         return (pack(self._state.snapshot()), self._buffers) if era == self._era else None
 
-    def _apply_now(self, gradient: Bytes | None, found: _Sum) -> None:
+    def _apply_now(self, gradient: Bytes | None, found: _StepGradients) -> None:
         if gradient is not None:
             for p, value in zip(
                 self._parameters, from_bytes(gradient, [p.detach() for p in self._parameters]), strict=True
@@ -154,18 +158,18 @@ class ParameterServer:
                 p.grad = value
             self._state.optimizer.step()
         self._keep_buffers(found)
-        while len(self._sums.get(self._state.step, _NONE).seen) == self._config.logical_workers:
+        while len(self._sums.get(self._state.step, _NO_GRADIENTS).seen) == self._config.logical_workers:
             del self._sums[self._state.step]
             if self._state.average is not None:
                 self._state.average.update(self._state.step)
-            self._state.pass_over()
+            self._state.advance_schedule()
 
-    def _keep_buffers(self, found: _Sum) -> None:
+    def _keep_buffers(self, found: _StepGradients) -> None:
         if found.buffers is not None:
             self._buffers, found.buffers = found.buffers, None
 
 
-class _Sum:
+class _StepGradients:
     """The gradients of one step."""
 
     def __init__(self, tree: TreeSum) -> None:
@@ -183,13 +187,13 @@ class _Sum:
             self._next += 1
 
 
-_NONE = _Sum(TreeSum({}))
+_NO_GRADIENTS = _StepGradients(TreeSum({}))
 
 
-class _Part(TrainingState):
+class _ServerState(TrainingState):
     """What a server trains, in the groups of the whole, of which some may have no parameter here."""
 
-    def __init__(self, config: Config, held: _Held, groups: list[dict[str, Any]], total_steps: int) -> None:
+    def __init__(self, config: Config, held: _ServerTask, groups: list[dict[str, Any]], total_steps: int) -> None:
         self._members = [group["params"] for group in groups]
         super().__init__(config, held, CPU, total_steps)
 
@@ -198,7 +202,7 @@ class _Part(TrainingState):
         return [{"params": [parameters[i] for i in members]} for members in self._members]
 
 
-class _Held:
+class _ServerTask:
     """What a server's state trains, see `Trainable`: the parts of parameters that it holds."""
 
     def __init__(self, values: list[Tensor]) -> None:

@@ -21,20 +21,20 @@ from ray_app.task.base import ZERO_SUMS, sum_losses
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, Membership, Phase
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.micro_batch import restore
-from ray_app.train.step.step import Step, line
+from ray_app.train.step.micro_batch import restore_modes
+from ray_app.train.step.step import Step, make_replica_stats
 from ray_app.train.step.step_stats import ReplicaStats, StepResult
-from ray_app.train.step.timing import UNTOLD
+from ray_app.train.step.timing import NO_TIME
 from ray_app.train.strategies.parameter_server.layout import Layout, to_bytes
-from ray_app.train.strategies.parameter_server.protocol import Answer, Done, Pulled, Servers, Unit
+from ray_app.train.strategies.parameter_server.protocol import CoordinatorReply, Pulled, Servers, Unit, UnitResult
 
-Ask = Callable[[str, Done | None, int | None, float | None], Answer]
+Ask = Callable[[str, UnitResult | None, int | None, float | None], CoordinatorReply]
 """See `Coordinator.ask`."""
 _ALONE = World(0, 1, 1)
 
 
 @dataclass
-class _Stream:
+class _DataStream:
     """The data of one logical worker, and the step that it is at."""
 
     feed: Feed
@@ -71,13 +71,13 @@ class ParameterWorker:
         self._open, self._device, self._hooks, self._staleness = open_windows, device, hooks, job.config.train.staleness
         state = TrainingState(job.config.replace(train__ema_decay=None), job.task, device, job.total_steps)
         if job.config.train.freeze is not None:  # servers hold no more than what is trained
-            state.begin(job.read_initial())
+            state.initialize(job.read_initial())
         self._layout = Layout(state.model, state.optimizer, job.config.train)
         self._step = _UnitStep(
             job.config, job.task, state, build_reducer(job.config.train, state.model, _ALONE), _ALONE, device
         )
-        self._streams: dict[int, _Stream] = {}
-        self._done: Done | None = None
+        self._streams: dict[int, _DataStream] = {}
+        self._done: UnitResult | None = None
         self._broken: int | None = None
         self._rank = self._finished = 0
         self._pulled = (0, 0)
@@ -109,7 +109,7 @@ class ParameterWorker:
         for stream in self._streams.values():
             stream.feed.close()
 
-    def _do(self, unit: Unit) -> Done | None:
+    def _do(self, unit: Unit) -> UnitResult | None:
         """Does a unit; None: a server is lost."""
         cursor = Cursor.at(unit.step, self._job.plan.steps_per_epoch)
         self._enter("data")
@@ -137,7 +137,7 @@ class ParameterWorker:
             self._take(unit, [pulled for _, pulled in pushed])
         if self._hooks.after_step is not None:
             self._hooks.after_step(self._rank, unit.step + 1)
-        return Done(unit, row, pushed[0][0], wait_s)
+        return UnitResult(unit, row, pushed[0][0], wait_s)
 
     def _is_fresh(self, unit: Unit) -> bool:
         """Whether the parameters here, which came with the last answer of the servers, have all that a unit may not do
@@ -160,7 +160,7 @@ class ParameterWorker:
         v = unit.logical_worker
         if v not in self._streams:
             feed = Feed(self._job.plan, lambda cursor, played: self._open(self._job, cursor, played), self._device)
-            self._streams[v] = _Stream(feed)
+            self._streams[v] = _DataStream(feed)
         stream = self._streams[v]
         if stream.step != unit.step:
             stream.feed.play(cursor, range(v, v + 1))
@@ -194,10 +194,10 @@ class _UnitStep(Step):
         """
         for p in self._parameters:
             p.grad = None
-        restore(self._modes)
+        restore_modes(self._modes)
         if not batch.rows:
-            return line(batch, ZERO_SUMS, 0.0, Flags(0), UNTOLD)
-        with self._blaming(batch):
+            return make_replica_stats(batch, ZERO_SUMS, 0.0, Flags(0), NO_TIME)
+        with self._error_context(batch):
             losses, share = self._losses(cursor, batch, self._state.model), batch.rows / global_rows
             sums = sum_losses(self._task, losses)
             own = (sums.weight / batch.rows or 1.0) if self._config.train.staleness else 1.0
@@ -212,4 +212,4 @@ class _UnitStep(Step):
         most = self._config.train.grad_clip_norm
         if self._config.train.staleness and most is not None and norm > most:
             torch._foreach_mul_(gradients, most / norm)
-        return line(batch, sums, loss, Flags(0), UNTOLD, norm * norm * share)
+        return make_replica_stats(batch, sums, loss, Flags(0), NO_TIME, norm * norm * share)

@@ -92,7 +92,7 @@ def test_a_group_is_that_of_plain_torch(pool: Pool, data: Path, tmp_path: Path) 
         for ours, theirs in zip(state.model.parameters(), twin.model.parameters(), strict=True):
             ours.grad = torch.full_like(ours, 0.1 * (step + 1))
             theirs.grad = ours.grad.clone()
-        state.advance()
+        state.optimizer_step()
         plain.step()
     for ours, theirs in zip(state.model.parameters(), twin.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)

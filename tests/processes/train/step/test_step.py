@@ -30,7 +30,7 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState, seed_step
-from ray_app.train.step.micro_batch import ReplicaBuffers, single_values
+from ray_app.train.step.micro_batch import ReplicaBuffers, allow_single_values
 from ray_app.train.step.step import Step, StepResult
 from tests.support.local_world import (
     CPU,
@@ -271,7 +271,7 @@ def test_batch_norm_over_one_value_uses_the_running_statistics_and_leaves_them()
     model(torch.randn(8, 6) * 3 + 1)  # statistics unlike those of the start
     before = {name: value.clone() for name, value in model.state_dict().items()}
     row = torch.randn(1, 6)
-    with single_values(model):
+    with allow_single_values(model):
         found = model(row)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "statistics moved"
     assert all(layer.training for layer in model.modules())
@@ -286,7 +286,7 @@ def test_batch_norm_over_more_values_is_left_alone() -> None:
         twin = nn.Sequential(*model)
         twin.load_state_dict(model.state_dict())
         statistics = [b.clone() for b in model.buffers()]
-        with single_values(model):
+        with allow_single_values(model):
             found = model(rows)
         assert not torch.equal(statistics[0], next(model.buffers())), "the statistics do not move"
         assert torch.equal(found, model.train()(rows)), "it is not what training gives"
@@ -294,7 +294,7 @@ def test_batch_norm_over_more_values_is_left_alone() -> None:
 
 def test_batch_norm_is_in_training_again_after_an_error() -> None:
     model = batch_norms()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), single_values(model):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), allow_single_values(model):
         nn.Sequential(model[1], nn.Linear(7, 1))(torch.randn(1, 6))
     assert all(layer.training for layer in model.modules())
     with pytest.raises(ValueError, match="more than 1 value"):
@@ -417,7 +417,7 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
             rates.append(state.lr)
             for i, p in enumerate(state.model.parameters()):
                 p.grad = torch.full_like(p, math.sin(state.step + i))
-            state.advance()
+            state.optimizer_step()
         return rates
 
     def made() -> TrainingState:
@@ -447,7 +447,7 @@ def rates_of(name: str, args: dict[str, Any], steps: int) -> list[float]:
     for _ in range(steps):
         found.append(state.lr)
         state.optimizer.step()
-        state.pass_over()
+        state.advance_schedule()
     return found
 
 
@@ -514,7 +514,7 @@ def test_a_snapshot_is_memory_of_its_own() -> None:
     before = params_digest(snapshot.model)
     for p in state.model.parameters():
         p.grad = torch.ones_like(p)
-    state.advance()
+    state.optimizer_step()
     assert params_digest(snapshot.model) == before != params_digest(state.model.state_dict())
 
 

@@ -213,7 +213,7 @@ def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
     def begin() -> None:
         state.step = 0
 
-    with LocalMembership(world, store).generation(-1, False), state.among(world):
+    with LocalMembership(world, store).generation(-1, False), state.bind(world):
         state.share(world, begin)
         step = build_step(job, state, world, CPU, lambda phase: None)
         feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
@@ -221,7 +221,7 @@ def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
             step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
         on_device = {p.data_ptr() for p in state.model.parameters()}
         on_host = {p.data_ptr() for p in state.master.parameters()}
-        with state.returned() as model:
+        with state.eval_model() as model:
             shown = params_digest(model.state_dict())
         moments = [v for values in state.optimizer.state.values() for v in values.values() if v.ndim]
         return {

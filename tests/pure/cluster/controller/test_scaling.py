@@ -8,7 +8,7 @@ from torch import nn
 from ray_app.cluster.controller.scaling_policy import sizing
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.train.checkpointing.snapshots import copies_doubts, refuse_if_too_big
+from ray_app.train.checkpointing.snapshots import check_snapshot_memory, page_locked_memory_warnings
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_growing_where_it_pays(
 def test_copies_of_the_state_that_do_not_fit_beside_each_other_are_told(fields: dict[str, Any], copies: int) -> None:
     model, train = nn.Linear(999, 1000), TrainSection(**fields)
     needed = 4 * copies * 1_000_000 * 4 * (3 + ("ema_decay" in fields))
-    assert copies_doubts(model, train, 4, needed) == []
-    [said] = copies_doubts(model, train, 4, needed - 1)
+    assert page_locked_memory_warnings(model, train, 4, needed) == []
+    [said] = page_locked_memory_warnings(model, train, 4, needed - 1)
     assert f"{copies} copies of the state" in said
     assert f"4 of them on a machine like this {needed / 1e9:.1f} GB" in said
 
 
 def test_snapshots_that_do_not_fit_are_refused() -> None:
     model = nn.Linear(1000, 1000)
-    refuse_if_too_big(model, 30_000_000)
+    check_snapshot_memory(model, 30_000_000)
     with pytest.raises(ConfigError, match="of memory on the driver"):
-        refuse_if_too_big(model, 10_000_000)
+        check_snapshot_memory(model, 10_000_000)

@@ -12,7 +12,7 @@ import pytest
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import beat_of, orders_of, packed
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import BEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply
+from ray_app.train.membership import HEARTBEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply
 from tests.support.operations import operations
 
 
@@ -83,14 +83,15 @@ def test_all_are_called_once_when_a_generation_breaks_and_once_when_the_next_has
 
 
 @pytest.mark.parametrize(
-    ("workers", "period_s"), [(1, BEAT_S), (100, BEAT_S), (250, BEAT_S), (500, 0.5), (1000, 1.0), (10_000, 10.0)]
+    ("workers", "period_s"),
+    [(1, HEARTBEAT_S), (100, HEARTBEAT_S), (250, HEARTBEAT_S), (500, 0.5), (1000, 1.0), (10_000, 10.0)],
 )
 def test_the_more_there_are_the_rarer_is_a_sign_of_life_of_each(workers: int, period_s: float) -> None:
     """A thousand per second of all together; those who are still to come count, and those who were not expected."""
     crowd = Crowd(workers)
     assert crowd.beat(0).period_s == crowd.rendezvous.orders("w0").period_s == period_s
     asyncio.run(crowd.rendezvous.expect(1))
-    assert crowd.beat(0).period_s == BEAT_S
+    assert crowd.beat(0).period_s == HEARTBEAT_S
     for i in range(workers):
         crowd.beat(i)
     assert crowd.beat(0).period_s == period_s
@@ -100,10 +101,10 @@ def test_who_is_told_more_between_two_signs_of_life_has_the_longest_time_that_it
     """It may not have heard of a shorter one; from its next sign of life on that counts."""
     crowd = Crowd(10)
     crowd.beat(0)
-    for expected, period_s in ((10_000, 10.0), (10, BEAT_S)):
+    for expected, period_s in ((10_000, 10.0), (10, HEARTBEAT_S)):
         asyncio.run(crowd.rendezvous.expect(expected))
         assert crowd.rendezvous.orders("w0").period_s == period_s, "it is told so unasked"
-    crowd.now_s += 5.0 + 10.0 - BEAT_S
+    crowd.now_s += 5.0 + 10.0 - HEARTBEAT_S
     crowd.rendezvous.look(crowd.now_s)
     assert crowd.rendezvous._lost == {}
     crowd.beat(0)
@@ -118,7 +119,7 @@ def test_who_is_told_more_between_two_signs_of_life_has_the_longest_time_that_it
 def test_who_gives_signs_of_life_more_rarely_counts_as_silent_later() -> None:
     crowd = Crowd(10_000)
     period_s = crowd.beat(0).period_s
-    crowd.now_s += 5.0 + period_s - BEAT_S
+    crowd.now_s += 5.0 + period_s - HEARTBEAT_S
     crowd.rendezvous.look(crowd.now_s)
     assert crowd.rendezvous._lost == {}
     crowd.now_s += 0.01
@@ -129,7 +130,7 @@ def test_who_gives_signs_of_life_more_rarely_counts_as_silent_later() -> None:
 def test_who_tells_how_far_all_are_does_so_as_often_as_ever() -> None:
     crowd = Crowd(10_000)
     record = StepRecord(1, 0, 0.0, 0.5, 0.1, 1.0, 3.0, 0.1, 2, [3, 4], [5, 2**63], "1.1")
-    assert crowd.rendezvous.answer(replace(crowd.beats[0], record=record)).period_s == BEAT_S
+    assert crowd.rendezvous.answer(replace(crowd.beats[0], record=record)).period_s == HEARTBEAT_S
 
 
 def test_messages_come_as_they_were_sent() -> None:

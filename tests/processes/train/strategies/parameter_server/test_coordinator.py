@@ -29,8 +29,8 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, RayServers, ServerActor
-from ray_app.train.strategies.parameter_server.coordinator import Coordinator, Units
-from ray_app.train.strategies.parameter_server.server import _NONE
+from ray_app.train.strategies.parameter_server.coordinator import Coordinator, UnitScheduler
+from ray_app.train.strategies.parameter_server.server import _NO_GRADIENTS
 from tests.support.local_world import (
     CLASSES,
     Pool,
@@ -458,7 +458,7 @@ def test_steps_that_another_coordinator_does_again_are_counted(data: Path, tmp_p
 
 def test_a_step_does_not_end_with_some_of_its_gradients(data: Path, tmp_path: Path) -> None:
     world = World(job_of(tmp_path / "run", data), 1)
-    while len(world.servers.servers[0]._sums.get(0, _NONE).seen) < 2:
+    while len(world.servers.servers[0]._sums.get(0, _NO_GRADIENTS).seen) < 2:
         world.run(turns=1)
     with pytest.raises(DataError, match=r"Step 0 is to end with the gradients of \[\(0, 2\)\] only"):
         world.servers.servers[0].norms(world.coordinator._served.era, 0, [])
@@ -716,7 +716,7 @@ def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
 def test_units_are_done_in_order_within_the_bound_and_never_by_two(
     logical: int, staleness: int, asks: list[tuple[str, bool]]
 ) -> None:
-    units, end = Units(logical, 3, staleness), 9
+    units, end = UnitScheduler(logical, 3, staleness), 9
     running: dict[str, tuple[int, int]] = {}
     done = [3] * logical
     for worker, dies in asks:
