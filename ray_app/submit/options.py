@@ -29,7 +29,7 @@ class SubmitSection:
         working_dir: Folder that is uploaded and in which the job runs; modules of your own are found from there.
         ray_app: How the nodes get this application: `send`: the one that is used here goes along with the job;
             `installed`: they have the same version, for instance in their image; anything else is what pip installs on
-            them: the path of a wheel that every node sees, or `ray_app==0.1.0` from an index that has it.
+            them: the path of a wheel that every node sees, or `ray_app==0.2.0` from an index that has it.
         exclude: Further patterns of what is not uploaded, as in `.gitignore`, separated by commas.
         max_package_mb: Most megabytes (2^20 bytes) of the upload; Ray's own limit is 512.
         env: Names of environment variables that the job gets with the values that they have here, separated by commas.
