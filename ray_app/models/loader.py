@@ -91,8 +91,10 @@ class Predictor:
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
         """Predicts a batch.
 
-        Args: data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an
-            array in every cell. params: Not used.
+        Args:
+            data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an
+                array in every cell.
+            params: Not used.
 
         Returns:
             The task's outputs as an array (rows, ...); a dictionary of arrays if there are several.
@@ -126,8 +128,9 @@ def load(folder: str | Path) -> nn.Module:
     Returns:
         A module whose arguments are the inputs that `package.json` names, in that order.
 
-    Raises: ValueError: The package holds pickled code, which is not run, or its code is another than what is imported
-        already.
+    Raises:
+        ValueError: The package holds pickled code, which is not run, or its code is another than what is imported
+            already.
     """
     folder = Path(folder)
     if describe(folder)["format"] == "torch.export":

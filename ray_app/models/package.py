@@ -185,11 +185,16 @@ _TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 class Files:
     """The folders `data/model` and `code` of a package.
 
-    Args: folder: Where they are. format: How the model is stored: `torch.export` or `safetensors`. outputs: How its
-        outputs for 1, 2 and 3 rows compare with the trained model's: `equal`, bit for bit, or `close`, within 1e-5.
-        refused: Why the formats before this one were not possible. libraries: What loading them needs. example: The
-        input example, (rows, ...) by field. predicted: What the model says to it. ragged: Fields of the example whose
-        second axis, too, may have any length.
+    Args:
+        folder: Where they are.
+        format: How the model is stored: `torch.export` or `safetensors`.
+        outputs: How its outputs for 1, 2 and 3 rows compare with the trained model's: `equal`, bit for bit, or `close`,
+            within 1e-5.
+        refused: Why the formats before this one were not possible.
+        libraries: What loading them needs.
+        example: The input example, (rows, ...) by field.
+        predicted: What the model says to it.
+        ragged: Fields of the example whose second axis, too, may have any length.
     """
 
     folder: Path

@@ -177,11 +177,17 @@ def register(
     The same parameters of the same run become one version, however often this is called and wherever it was stopped
     before; a version that is complete is returned as it is.
 
-    Args: client: MLflow's client. name: Name of the model, made when it is not there. run_id: The MLflow run that the
-        files are logged to, in a new folder below `models`: a version's files are never written again. run_uuid: What
-        identifies the run. params_digest: What identifies the parameters. tags: More tags of the version. package:
-        Makes the package in a new folder; not called if there is nothing to upload. by: Who does it. first_serves:
-        Whether the first version of all becomes the champion at once.
+    Args:
+        client: MLflow's client.
+        name: Name of the model, made when it is not there.
+        run_id: The MLflow run that the files are logged to, in a new folder below `models`: a version's files are never
+            written again.
+        run_uuid: What identifies the run.
+        params_digest: What identifies the parameters.
+        tags: More tags of the version.
+        package: Makes the package in a new folder; not called if there is nothing to upload.
+        by: Who does it.
+        first_serves: Whether the first version of all becomes the champion at once.
 
     Raises:
         RegistryError: What MLflow stored is not what was uploaded; no version was made.
@@ -292,8 +298,10 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     The tags of the version that serves again are those with which it served, so a second rollback goes back further,
     never to one that was left. The same reason once more is the same rollback, of which the answer was lost.
 
-    Raises: RegistryError: There is no reason, no champion, nothing that it replaced, or that was rolled back itself;
-        nothing is changed. Exception: Whatever MLflow raises; the champion serves on.
+    Raises:
+        RegistryError: There is no reason, no champion, nothing that it replaced, or that was rolled back itself;
+            nothing is changed.
+        Exception: Whatever MLflow raises; the champion serves on.
     """
     if not reason.strip():
         raise RegistryError(f"A rollback of {name!r} needs a reason: what is wrong with what serves now?")

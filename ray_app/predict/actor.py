@@ -43,8 +43,11 @@ Predict = Callable[[Batch], Any]
 class Model:
     """A model to predict with.
 
-    Args: task: The prepared task. weights: Content of a `model.pt2`, or of a `model.safetensors`. inputs: Decoded
-        fields in the order of the arguments of a `model.pt2`; None: the weights are those of `task.build_model()`.
+    Args:
+        task: The prepared task.
+        weights: Content of a `model.pt2`, or of a `model.safetensors`.
+        inputs: Decoded fields in the order of the arguments of a `model.pt2`; None: the weights are those of
+            `task.build_model()`.
         params_digest: Digest of the parameters and persistent buffers that it must have.
     """
 
@@ -275,8 +278,9 @@ def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str)
 def part_facts(data: bytes) -> dict[str, Any]:
     """What there is to know of the content of a part.
 
-    Returns: `rows`, `bytes`, `sha256`, what it was `made_from`, the `counts` of its predicted texts, and the `sums` of
-        its predicted numbers.
+    Returns:
+        `rows`, `bytes`, `sha256`, what it was `made_from`, the `counts` of its predicted texts, and the `sums` of its
+        predicted numbers.
 
     Raises:
         OSError: It is damaged.

@@ -106,11 +106,12 @@ _COUNTS = ("part_rows", "batch_size", "workers", "threads")
 class PredictSection:
     """What is predicted, with which model, and where the predictions go.
 
-    Args: data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names. out:
-        Folder of the predictions, or its s3:// URI: part files in the order of the data, and `predictions.json`,
-        written last. model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the
-        folder of an export. Not given, and
-            no `run` either: the champion of `tracking.registered_model`.
+    Args:
+        data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names.
+        out: Folder of the predictions, or its s3:// URI: part files in the order of the data, and `predictions.json`,
+            written last.
+        model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an
+            export. Not given, and no `run` either: the champion of `tracking.registered_model`.
         run: Directory of a run, or its s3:// URI, whose best checkpoint is taken instead.
         columns: Columns of the data to carry through, separated by commas; not given: `row_id` if there is one.
         part_rows: Rows of a part at most; it also stays within `data.read_task_mb` decoded megabytes.

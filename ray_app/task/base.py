@@ -49,10 +49,11 @@ class Losses:
     global batch, and so is its gradient. In a language model the values of a row are the sum over its tokens, its
     weight is their number.
 
-    Args: values: The sum of the losses of each row's parts, shape (rows,). weights: How much each row counts, 0 or
-        more, shape (rows,); not given: 1 each. metrics: What else is recorded of every training step, by name, as sums
-        over each row's parts like `values`, shape (rows,); the
-            mean is over the same weights.
+    Args:
+        values: The sum of the losses of each row's parts, shape (rows,).
+        weights: How much each row counts, 0 or more, shape (rows,); not given: 1 each.
+        metrics: What else is recorded of every training step, by name, as sums over each row's parts like `values`,
+            shape (rows,); the mean is over the same weights.
     """
 
     values: Tensor
@@ -116,8 +117,11 @@ def check_losses(task: object, found: Tensor | Losses, rows: int) -> Losses:
 class DeviceSums(NamedTuple):
     """Sums over rows that are still where they were computed.
 
-    Args: values: That of the losses and, with weights or metrics, those of the weights and of each metric; shape (1,)
-        or (2 + metrics,). rows: How many. metrics: Their names; None without weights and metrics.
+    Args:
+        values: That of the losses and, with weights or metrics, those of the weights and of each metric; shape (1,) or
+            (2 + metrics,).
+        rows: How many.
+        metrics: Their names; None without weights and metrics.
     """
 
     values: Tensor
@@ -227,9 +231,9 @@ class Task(ABC):
         Returns:
             A task with nothing left open (such as the number of classes); not overridden: this one.
 
-        Raises: DataError: The data set does not fit; the message says what to do. Not overridden: a column is not there
-            or has missing values,
-                or holds what `decode`, not overridden either, does not know.
+        Raises:
+            DataError: The data set does not fit; the message says what to do. Not overridden: a column is not there or
+                has missing values, or holds what `decode`, not overridden either, does not know.
         """
         if type(self).decode is Task.decode:
             for name in self.columns():
@@ -280,9 +284,10 @@ class Task(ABC):
         To be replaced where the random part of a row is made in the readers and not in `augment`, on the device;
         without a cache of decoded rows (`data.cache`).
 
-        Args: rows: As in `decode`. keys: A 63-bit integer for each row, a hash of (seed, epoch, row): the only source
-            of randomness to use here, see
-                `ray_app.task.transforms.drawing`.
+        Args:
+            rows: As in `decode`.
+            keys: A 63-bit integer for each row, a hash of (seed, epoch, row): the only source of randomness to use
+                here, see `ray_app.task.transforms.drawing`.
         """
         del keys
         return self.decode(rows)
@@ -299,9 +304,10 @@ class Task(ABC):
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         """Changes a training batch on the device.
 
-        Args: batch: The decoded fields, each (rows, ...). keys: One 63-bit integer per row, a hash of (seed, epoch,
-            row), shape (rows,), on the CPU: the only source of randomness to
-                use here, so that a row is augmented alike wherever it is processed.
+        Args:
+            batch: The decoded fields, each (rows, ...).
+            keys: One 63-bit integer per row, a hash of (seed, epoch, row), shape (rows,), on the CPU: the only source
+                of randomness to use here, so that a row is augmented alike wherever it is processed.
         """
         del keys
         return batch
@@ -313,8 +319,9 @@ class Task(ABC):
         Each must be called as a module, once or more, wherever its parameters are used. To be replaced where the blocks
         of a model are not in an `nn.Sequential` or `nn.ModuleList`.
 
-        Returns: Modules of the model: without a method of its own, what is in its sequences and has 100,000 parameters
-            or more.
+        Returns:
+            Modules of the model: without a method of its own, what is in its sequences and has 100,000 parameters or
+            more.
         """
         found: list[nn.Module] = []
         for child in model.children():

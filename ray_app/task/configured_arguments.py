@@ -193,17 +193,17 @@ def compute_row_losses(
 
     With weights of classes the mean is over these, as `torch.nn.CrossEntropyLoss` has it.
 
-    Args: spec: The loss. It is made with `reduction: none`; of a row's several values the mean is over all of them,
-        with `batchmean`
-            (`torch.nn.KLDivLoss`) over the rows.
+    Args:
+        spec: The loss. It is made with `reduction: none`; of a row's several values the mean is over all of them, with
+            `batchmean` (`torch.nn.KLDivLoss`) over the rows.
         outputs: What of the model's is compared.
         target: What with; of the outputs' shape it becomes of their type, both of at least 32 bits.
         accuracy: Whether what is right of each row is the metric `accuracy`; it counts as its losses do.
         there: Which values of a target of lists are there; the others are padding, and do not count. Not given: all.
 
-    Raises: ConfigError: It compares each of a row's outputs with each of its targets, or makes one value of a padded
-        list; or the accuracy is
-            asked for, and these are no classes.
+    Raises:
+        ConfigError: It compares each of a row's outputs with each of its targets, or makes one value of a padded list;
+            or the accuracy is asked for, and these are no classes.
     """
     if there is not None:
         target = target.masked_fill(~there, 0)
@@ -401,8 +401,9 @@ def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
         outputs: What of the model's outputs is compared, shape (rows, classes, ...) where these are scores of classes.
         target: What they are compared with, shape (rows, ...).
 
-    Returns: None for a loss that takes any value, or of which this is not known, as it is of a class with a `forward`
-        of its own.
+    Returns:
+        None for a loss that takes any value, or of which this is not known, as it is of a class with a `forward` of its
+        own.
     """
     loss = make_loss(json.dumps(spec), "cpu")
     kind = next(

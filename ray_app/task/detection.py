@@ -40,10 +40,10 @@ class ObjectDetection(Task):
     A detector's losses are means over the images that it gets, so the loss of each row is that of its micro-batch,
     which belongs to one logical worker. In evaluation a detector says no loss; there is mean average precision instead.
 
-    Args: detector: The module, or a function that returns one. It is called with a list of images, float32 (3, height,
-        width) from 0 to 1, in
-            training also with a list of targets, `boxes` (objects, 4) and `labels` (objects,), and returns its losses
-            by name; in evaluation `boxes`, `labels` and `scores` of each image.
+    Args:
+        detector: The module, or a function that returns one. It is called with a list of images, float32 (3, height,
+            width) from 0 to 1, in training also with a list of targets, `boxes` (objects, 4) and `labels` (objects,),
+            and returns its losses by name; in evaluation `boxes`, `labels` and `scores` of each image.
         image: Column of images: encoded, or arrays of uint8 with two or three axes.
         boxes: Column of lists of boxes: left, top, right, bottom in pixels of the decoded image.
         labels: Column of lists of integers, the class of each box; the first is 1, since 0 is the background.

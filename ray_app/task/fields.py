@@ -53,9 +53,9 @@ MAX_COUNTED_CLASSES = 100_000
 def count_classes(data: DataFacts, label: str, wanted: int | None) -> int:
     """The number of classes: as configured, as the ingest recorded it, or the greatest label plus one.
 
-    Raises: DataError: A label lies outside the classes, nothing tells how many there are, or the labels are no class
-        numbers but identifiers,
-            of which there would be more than rows.
+    Raises:
+        DataError: A label lies outside the classes, nothing tells how many there are, or the labels are no class
+            numbers but identifiers, of which there would be more than rows.
     """
     facts = need_column(data, label, ("integer",), "label")
     known = wanted or (len(data.classes) if data.classes else None)
@@ -121,9 +121,10 @@ def to_model_types(values: Any) -> Field:
 def convert_column(values: Any, kind: str) -> Field:
     """A column as read in types that layers take, and what stays as small as it was.
 
-    Args: values: The column. kind: What it holds (`ColumnFacts.kind`): numbers become float32, integers int64, lists
-        `Ragged` with integers of 32 or 64 bits or
-            fractions of 32; of arrays only fractions of 64 bits become others.
+    Args:
+        values: The column.
+        kind: What it holds (`ColumnFacts.kind`): numbers become float32, integers int64, lists `Ragged` with integers
+            of 32 or 64 bits or fractions of 32; of arrays only fractions of 64 bits become others.
 
     Raises:
         ValueError: Something in it is missing, or an integer is above 2^63 - 1.
@@ -194,9 +195,11 @@ def need_as_long(rows: Mapping[str, Any], name: str, others: Sequence[str]) -> N
 def strip_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[str]) -> Ragged:
     """What a model says of padded lists, each row as long as its own list.
 
-    Args: outputs: Shape (rows, length), (rows, length, 1), or (rows, values, length), on the CPU. batch: What they were
-        made of. names: Fields that the model takes; the first list that is padded to that length is the one that the
-        outputs go along with.
+    Args:
+        outputs: Shape (rows, length), (rows, length, 1), or (rows, values, length), on the CPU.
+        batch: What they were made of.
+        names: Fields that the model takes; the first list that is padded to that length is the one that the outputs go
+            along with.
 
     Returns:
         Rows of shape (length,) or (length, values).

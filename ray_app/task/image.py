@@ -41,13 +41,16 @@ _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 class ImageClassification(Task):
     """Classifies images.
 
-    Args: model: `small_cnn`, or the name of a classifier in `torchvision.models` such as `resnet18`. model_args: More
-        keyword arguments of the model (`small_cnn`: `channels`, `dropout`). num_classes: Number of classes; not given:
-        read from the data. image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files
-        (JPEG, PNG, WebP, GIF). label: Column of class indices. size: Height and width of the decoded images in pixels;
-        needed for encoded files, which are resized and centre-cropped to it. exif_orientation: Whether encoded images
-        are turned and mirrored as their EXIF orientation says, as viewers show them; false: they
-            are decoded as they are stored.
+    Args:
+        model: `small_cnn`, or the name of a classifier in `torchvision.models` such as `resnet18`.
+        model_args: More keyword arguments of the model (`small_cnn`: `channels`, `dropout`).
+        num_classes: Number of classes; not given: read from the data.
+        image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files (JPEG, PNG, WebP, GIF).
+        label: Column of class indices.
+        size: Height and width of the decoded images in pixels; needed for encoded files, which are resized and
+            centre-cropped to it.
+        exif_orientation: Whether encoded images are turned and mirrored as their EXIF orientation says, as viewers show
+            them; false: they are decoded as they are stored.
         pixel_max: Value of a white pixel.
         mean: Mean to subtract after scaling to [0, 1], one per channel or one for all.
         std: Standard deviation to divide by, likewise.

@@ -55,14 +55,18 @@ _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
 def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """Decodes an image file.
 
-    Args: encoded: JPEG, PNG, WebP or GIF. exif_orientation: Whether the image is turned and mirrored as its EXIF
-        orientation says, which is how viewers show it.
+    Args:
+        encoded: JPEG, PNG, WebP or GIF.
+        exif_orientation: Whether the image is turned and mirrored as its EXIF orientation says, which is how viewers
+            show it.
 
-    Returns: RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the
-        upper 8 are kept.
+    Returns:
+        RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8
+        are kept.
 
-    Raises: ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message
-        says which.
+    Raises:
+        ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message says
+            which.
     """
     import torch
 

@@ -28,10 +28,10 @@ class CausalLanguageModel(Task):
     Rows may be packed (`ray-app ingest --pack`), or texts of any length, which are padded at their end, where no token
     sees it.
 
-    Args: model: What makes the model by its import path, such as `transformers.AutoModelForCausalLM.from_config` with a
-        `config`, or
-            `transformers.AutoModelForCausalLM.from_pretrained` with a folder of weights; it is trained in float32 or as
-            `train.precision` says.
+    Args:
+        model: What makes the model by its import path, such as `transformers.AutoModelForCausalLM.from_config` with a
+            `config`, or `transformers.AutoModelForCausalLM.from_pretrained` with a folder of weights; it is trained in
+            float32 or as `train.precision` says.
         tokens: Column of lists or arrays of integers.
         max_length: Most tokens of a row that are used, from its beginning; not given: all.
         lora: Arguments of `peft.LoraConfig`, such as `{r: 8, target_modules: [q_proj, v_proj]}`: the model is frozen,
@@ -116,8 +116,9 @@ class CausalLanguageModel(Task):
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Runs the model.
 
-        Returns: `logits`, (rows, tokens, vocabulary), of the token that comes next; the sum of the losses of a row's
-            tokens but the first one, `losses`, (rows,), and how many these are, `tokens`, (rows,).
+        Returns:
+            `logits`, (rows, tokens, vocabulary), of the token that comes next; the sum of the losses of a row's tokens
+            but the first one, `losses`, (rows,), and how many these are, `tokens`, (rows,).
         """
         tokens, lengths = batch[self.tokens].long(), batch[self.tokens + LENGTHS]
         logits = model(input_ids=tokens, use_cache=False).logits

@@ -128,8 +128,9 @@ def capture_logs(module: nn.Module, method: str, rows: int | None = None) -> Ite
         method: Name of the method.
         rows: Rows of the batch that it gets; not given: it gets none.
 
-    Yields: What it logs. The states of its torchmetrics objects are those of the batch until it ends; then nothing of
-        them stays.
+    Yields:
+        What it logs. The states of its torchmetrics objects are those of the batch until it ends; then nothing of them
+        stays.
     """
     logged, own_metrics = (
         Log({}, {}),

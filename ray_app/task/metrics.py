@@ -126,12 +126,19 @@ def score(
 ) -> Iterator[Chunk]:
     """Scores a data set, or every `parts`-th chunk of it.
 
-    Args: task: The prepared task. model: The model, on the device; it is put into evaluation mode. arrays: Every
-        decoded field; where rows have different lengths a chunk is one forward pass, padded to its longest. size: Rows
-        of one forward pass. device: Where to compute. part: Which of several processes this is. parts: How many there
-        are. chunk_rows: Rows of a chunk; not given: a number that makes the work quick. keep: Names of the metrics
-        whose states are kept; not given: all. forward: What runs the model on a batch; not given: the task's
-        `eval_outputs`. manifest: The rows, by which a message names one.
+    Args:
+        task: The prepared task.
+        model: The model, on the device; it is put into evaluation mode.
+        arrays: Every decoded field; where rows have different lengths a chunk is one forward pass, padded to its
+            longest.
+        size: Rows of one forward pass.
+        device: Where to compute.
+        part: Which of several processes this is.
+        parts: How many there are.
+        chunk_rows: Rows of a chunk; not given: a number that makes the work quick.
+        keep: Names of the metrics whose states are kept; not given: all.
+        forward: What runs the model on a batch; not given: the task's `eval_outputs`.
+        manifest: The rows, by which a message names one.
 
     Raises:
         DataError: The loss of a row is NaN or infinite, and so is something in the row.

@@ -66,9 +66,9 @@ class ModuleTask(Task):
     micro-batch, arrays as they are, and images (encoded files, and arrays of uint8 with two or three axes) as float32
     from 0 to 1, channels first.
 
-    Args: model: The module, or a function that returns one; values of `init_args` may be specifications themselves,
-        such as the
-            configuration of a `transformers` model.
+    Args:
+        model: The module, or a function that returns one; values of `init_args` may be specifications themselves, such
+            as the configuration of a `transformers` model.
         inputs: Columns in the order of the model's arguments, or by their names: `{input_ids: tokens, attention_mask:
             tokens.mask}`, where `.mask` is 1 for the tokens of a list and 0 for what it is padded with.
         target: Column that the outputs are compared with; beside images it may be their masks, encoded (PNG of one

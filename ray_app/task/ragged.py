@@ -171,8 +171,9 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
         arrays: The fields.
         index: Which rows, in which order; not given: all.
 
-    Returns: Each field, (rows, ...); a ragged one padded, (rows, length, ...), with its lengths beside it, int64,
-        (rows,), as NAME_lengths.
+    Returns:
+        Each field, (rows, ...); a ragged one padded, (rows, length, ...), with its lengths beside it, int64, (rows,),
+        as NAME_lengths.
     """
     batch: dict[str, Tensor] = {}
     for name, values in arrays.items():

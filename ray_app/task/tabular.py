@@ -32,9 +32,13 @@ _NUMBERS = ("number", "integer")
 class _Tabular(Task):
     """What both tabular tasks share: features to one float32 vector per row, and the perceptron.
 
-    Args: label: Column to predict. features: Columns to predict it from, numbers or arrays (flattened); not given: all
-        others of these kinds but index columns. hidden: Width of every hidden layer. dropout: Probability of a zeroed
-        activation after every hidden layer. scale: Features are divided by it.
+    Args:
+        label: Column to predict.
+        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but
+            index columns.
+        hidden: Width of every hidden layer.
+        dropout: Probability of a zeroed activation after every hidden layer.
+        scale: Features are divided by it.
     """
 
     def __init__(
@@ -120,12 +124,16 @@ class _Tabular(Task):
 class TabularClassification(_Tabular):
     """Classifies rows of a table; the guides' 784-256-256-10 network is one configuration of it.
 
-    Args: label: Column of class indices. features: Columns to predict it from, numbers or arrays (flattened); not
-        given: all others of these kinds but index columns. hidden: Width of every hidden layer; not given: [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer. scale: Features are divided by it.
-        num_classes: Number of classes; not given: read from the data. class_weights: How much the training loss of a
-        row of each class counts: a number for each class, or `balanced`, by which all
-            classes count the same in sum. Evaluation does not use it.
+    Args:
+        label: Column of class indices.
+        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but
+            index columns.
+        hidden: Width of every hidden layer; not given: [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer.
+        scale: Features are divided by it.
+        num_classes: Number of classes; not given: read from the data.
+        class_weights: How much the training loss of a row of each class counts: a number for each class, or `balanced`,
+            by which all classes count the same in sum. Evaluation does not use it.
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
     """
 
@@ -205,9 +213,13 @@ class TabularClassification(_Tabular):
 class TabularRegression(_Tabular):
     """Predicts a number from the other columns of a table, with squared error.
 
-    Args: label: Column of numbers to predict. features: Columns to predict it from, numbers or arrays (flattened); not
-        given: all others of these kinds but index columns. hidden: Width of every hidden layer; not given: [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer. scale: Features are divided by it.
+    Args:
+        label: Column of numbers to predict.
+        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but
+            index columns.
+        hidden: Width of every hidden layer; not given: [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer.
+        scale: Features are divided by it.
     """
 
     best_metric: ClassVar[str] = "rmse"

@@ -148,9 +148,11 @@ def _instantiate_json(spec: str, called: str) -> Any:
 def apply_transforms(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:
     """A sample after all transforms, which draw from its key.
 
-    Args: sample: An image as a tensor (channels, height, width), or a dictionary of such with `torchvision.tv_tensors`
-        for masks and boxes. transforms: What to apply, in this order. key: Of the row and the epoch; None: nothing is
-        drawn.
+    Args:
+        sample: An image as a tensor (channels, height, width), or a dictionary of such with `torchvision.tv_tensors`
+            for masks and boxes.
+        transforms: What to apply, in this order.
+        key: Of the row and the epoch; None: nothing is drawn.
     """
     if key is None:
         for transform in transforms:

@@ -245,12 +245,14 @@ class LoopTask(BatchTask):
 
     docs/loop.md has such a script.
 
-    Args: train: Import path of the function that is called with the loop, and with `settings`, in every worker. module:
-        The model, or a function that returns one. rows: Columns that the script gets, by their names; `COLUMN.mask` as
-        in `ModuleTask`. settings: Arguments of that function by their names. evaluate: Import path of a function that
-        is called with the model and rows and returns a dictionary of means over these rows, `loss`
-            among them, and of torchmetrics objects that saw them, whose states are combined. Needed for
-            `data.eval_path`.
+    Args:
+        train: Import path of the function that is called with the loop, and with `settings`, in every worker.
+        module: The model, or a function that returns one.
+        rows: Columns that the script gets, by their names; `COLUMN.mask` as in `ModuleTask`.
+        settings: Arguments of that function by their names.
+        evaluate: Import path of a function that is called with the model and rows and returns a dictionary of means
+            over these rows, `loss` among them, and of torchmetrics objects that saw them, whose states are combined.
+            Needed for `data.eval_path`.
         target: Column that a prediction lacks; not given: it has all of them. The model is called with the other
             columns, in their order.
         transforms: See `ModuleTask`.

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 class Evaluated(NamedTuple):
     """What code of the user's said of an evaluated batch.
 
-    Args: loss: The mean over its rows, shape (). logged: Other means over its rows, each of shape (). metrics: The
-        torchmetrics objects that saw it, which are combined over all rows. weight: How much the batch counts in the
-        mean loss of all batches, shape (), such as its number of tokens; not given: its rows.
+    Args:
+        loss: The mean over its rows, shape ().
+        logged: Other means over its rows, each of shape ().
+        metrics: The torchmetrics objects that saw it, which are combined over all rows.
+        weight: How much the batch counts in the mean loss of all batches, shape (), such as its number of tokens; not
+            given: its rows.
     """
 
     loss: Tensor
