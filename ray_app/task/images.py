@@ -1,9 +1,10 @@
-"""Encoded images: simplejpeg decodes JPEG files, Pillow reads all headers and decodes every other format.
+"""Decoding of images and masks, and their common transforms.
 
-Both raise an error for a damaged file; torchvision's decoder ends the process for some PNG files. A header is read
-before any pixel is decoded, since a small file can say that it is enormous.
+simplejpeg decodes JPEG files; Pillow reads all headers and decodes every other format. Both raise an error for a
+damaged file, where torchvision's decoder ends the process for some PNG files. The header is read before any pixel is
+decoded, since a small file can declare an enormous image.
 
-Images of rows and the masks that belong to them, through the same transforms.
+`decode_columns` decodes the columns of images and masks of rows and applies the same transforms to both.
 """
 
 from __future__ import annotations
@@ -26,17 +27,15 @@ from ray_app.storage.data_files import HEAD_BYTES, has_image_signature, name_oth
 from ray_app.task.transforms import apply_transforms, as_plain_tensor
 
 MAX_PIXELS = 2**27
-"""Of all frames together: 403 MB as RGB, an image of 11585 x 11585."""
+"""Limit of the pixels of all frames of an image together: 403 MB as RGB, 11585 x 11585 pixels."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _JPEG = ("JPEG", "MPO")
-"""MPO is a JPEG file with further pictures behind the first one, as many phones write it; only the first one is
-decoded.
-"""
+"""MPO is a JPEG file with further pictures after the first one, as many phones write it; only the first is decoded."""
 _ANIMATED = ("WEBP", "GIF")
-"""Of an animated PNG only the still image is decoded, which viewers that know no animation show."""
+"""Of an animated PNG only the still image is decoded, which viewers without support for animations show."""
 _HARMLESS = ("extraneous bytes before marker 0xd9", "unknown JFIF revision", "determine subsampling level")
-"""Parts of simplejpeg's errors for files that it refuses and that have all their pixels: surplus bytes before the
-end-of-image marker, an odd version number in the header, and sampling factors that libjpeg decodes and TurboJPEG's
+"""Parts of simplejpeg's errors for files that it refuses although they have all their pixels: surplus bytes before the
+end-of-image marker, an odd version number in the header, and sampling factors that libjpeg decodes but TurboJPEG's
 interface has no name for.
 """
 _ORIENTATION = 0x0112
@@ -49,7 +48,7 @@ _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
     7: (True, ("y", "x")),
     8: (True, ("y",)),
 }
-"""By EXIF orientation: whether rows and columns change places, and which axes are reversed afterwards."""
+"""By EXIF orientation: whether rows and columns are swapped, and which axes are reversed afterwards."""
 
 
 def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
@@ -57,15 +56,14 @@ def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
 
     Args:
         encoded: JPEG, PNG, WebP or GIF.
-        exif_orientation: Whether the image is turned and mirrored as its EXIF orientation says, which is how viewers
-            show it.
+        exif_orientation: Whether the image is rotated and mirrored by its EXIF orientation, as viewers show it.
 
     Returns:
         RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8
         are kept.
 
     Raises:
-        ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message says
+        ValueError: The file declares more than `MAX_PIXELS`, is damaged, or is not such an image; the message says
             which.
     """
     import torch
@@ -85,17 +83,18 @@ def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
 
 
 def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
-    """Decodes a mask: the numbers of the classes of pixels, as they are stored.
+    """Decodes a mask: the class indices of the pixels, as stored.
 
     Args:
-        encoded: PNG or GIF of one channel, whose values are the numbers, or of a palette, whose indices are.
+        encoded: PNG or GIF of one channel, with the class indices as values, or with a palette, with the class indices
+            as indices of colours.
         exif_orientation: See `decode_image`.
 
     Returns:
         Shape (height, width); uint8, or int32 where there are more than 8 bits.
 
     Raises:
-        ValueError: It is an image of colours, or see `decode_image`.
+        ValueError: The file is an image of colours, or one that `decode_image` refuses.
     """
     import torch
 
@@ -114,11 +113,12 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
 
 @contextmanager
 def _explain_errors(encoded: bytes) -> Iterator[None]:
-    """Turns every error of a library about a file into a ValueError with a reason: Pillow's readers raise errors of all
-    kinds.
+    """Converts every error of a library about a file into a ValueError with the reason.
+
+    Pillow's readers raise errors of many types.
 
     Raises:
-        ValueError: See above.
+        ValueError: The block raised an error other than ImportError and MemoryError.
     """
     try:
         yield
@@ -138,18 +138,18 @@ def _first_line(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "its header is damaged"
     if isinstance(error, Image.DecompressionBombError):
-        # Pillow has a bound of its own, which is above ours.
+        # Pillow has a limit of its own, which is above `MAX_PIXELS`.
         return f"it has more than {MAX_PIXELS} pixels, which is the most that is decoded"
     lines = without_addresses(str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def _open_image(encoded: bytes) -> Any:
-    """Opens a file by its header and refuses one that says that it is enormous.
+    """Opens a file by its header and refuses it if the header declares too many pixels.
 
     Raises:
         ValueError: See `decode_image`.
-        Exception: What Pillow raises.
+        Exception: Whatever Pillow raises.
     """
     from PIL import Image
 
@@ -169,10 +169,10 @@ def _open_image(encoded: bytes) -> Any:
 
 
 def _jpeg_pixels(encoded: bytes, image: Any) -> npt.NDArray[np.uint8]:
-    """The pixels of a JPEG file, (height, width, 3), refused where anything in it is damaged.
+    """Decodes the pixels of a JPEG file, (height, width, 3).
 
     Raises:
-        ValueError: It is damaged, or in a kind of JPEG that libjpeg does not decode.
+        ValueError: The file is damaged anywhere, or of a kind of JPEG that libjpeg does not decode.
     """
     import simplejpeg
 
@@ -187,18 +187,18 @@ def _jpeg_pixels(encoded: bytes, image: Any) -> npt.NDArray[np.uint8]:
 
 
 def _frames(image: Any) -> npt.NDArray[np.uint8]:
-    """The pixels of all frames of an animated image, (frames, height, width, 3)."""
+    """Decodes the pixels of all frames of an animated image, (frames, height, width, 3)."""
     from PIL import ImageSequence
 
     return np.stack([np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
 
 
 def _rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
-    """The pixels of a still image, (height, width, 3)."""
+    """Returns the RGB pixels of a still image, (height, width, 3)."""
     if image.mode.startswith("I"):
         grey = (np.array(image) >> 8).astype(np.uint8)
         return np.repeat(grey[..., None], 3, -1)
-    # RGB has no transparency; Pillow warns about that which belongs to a palette.
+    # RGB has no transparency, and Pillow warns when it converts a palette with transparency.
     image.info.pop("transparency", None)
     return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
@@ -207,15 +207,15 @@ def _load(image: Any, encoded: bytes) -> None:
     """Decodes a still image.
 
     Raises:
-        ValueError: A PNG file has fewer rows than its header says: Pillow makes the others black in silence.
-        Exception: What Pillow raises.
+        ValueError: A PNG file has fewer rows than its header declares: Pillow silently makes the others black.
+        Exception: Whatever Pillow raises.
     """
     image.load()
     if image.format != "PNG":
         return
     height = image.height
-    # To unpack the data of every PNG file a second time would cost half as much again. A row that Pillow did not get is
-    # zeros, so if the last row is not zeros, all rows are there. An interlaced image does not end with its last row.
+    # Inflating the data of every PNG file a second time would cost half as much again. Rows that Pillow did not get are
+    # zeros, so all rows are present if the last row is not zeros. An interlaced image does not end with its last row.
     may_lack_rows = (
         bool(image.info.get("interlace")) or not np.array(image.crop((0, height - 1, image.width, height))).any()
     )
@@ -224,10 +224,10 @@ def _load(image: Any, encoded: bytes) -> None:
 
 
 def _check_palette(image: Any, encoded: bytes) -> None:
-    """Refuses a PNG file with colours that its palette does not have: Pillow makes them black in silence.
+    """Refuses a PNG file with a pixel of a colour that the palette lacks: Pillow silently makes it black.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such a pixel.
     """
     if image.format == "PNG" and image.mode == "P":
         colours = sum(map(len, _png_chunks(encoded, b"PLTE"))) // 3
@@ -238,7 +238,7 @@ def _check_palette(image: Any, encoded: bytes) -> None:
 
 
 def _missing_png_bytes(encoded: bytes) -> int:
-    """How many bytes of the rows of a PNG file its compressed image data lacks."""
+    """Returns how many bytes of the rows of a PNG file its compressed image data lacks."""
     width, height, bits, colour_type, _, _, interlaced = struct.unpack(">IIBBBBB", encoded[16:29])
     bits_per_pixel = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour_type]
     # The seven passes of an interlaced image: the first column and row, and the steps between columns and between rows.
@@ -259,7 +259,7 @@ def _missing_png_bytes(encoded: bytes) -> int:
 
 
 def _png_chunks(encoded: bytes, kind: bytes) -> Iterator[bytes]:
-    """The contents of the chunks of a PNG file that are of one kind."""
+    """Yields the contents of the chunks of a PNG file that are of one kind."""
     at = 8
     while at + 8 <= len(encoded):
         (size,) = struct.unpack(">I", encoded[at : at + 4])
@@ -269,8 +269,9 @@ def _png_chunks(encoded: bytes, kind: bytes) -> Iterator[bytes]:
 
 
 def _has_gif_end(encoded: bytes) -> bool:
-    """Whether the blocks of a GIF file lead to the one that ends it; Pillow takes frames that were cut off for frames
-    that never were.
+    """Whether the blocks of a GIF file lead to the block that ends it.
+
+    Pillow does not report frames that were cut off.
     """
 
     def table_bytes(flags: int) -> int:
@@ -279,8 +280,8 @@ def _has_gif_end(encoded: bytes) -> bool:
     try:
         at = 13 + table_bytes(encoded[10])
         while encoded[at] in b"!,":
-            # An extension has a label, an image a position, a size, maybe colours, and the size of its codes. Data
-            # follows in both.
+            # An extension begins with a label; an image with position, size, optional colours, and the size of its
+            # codes. Data follows in both.
             at += 2 if encoded[at] == ord("!") else 11 + table_bytes(encoded[at + 9])
             while encoded[at]:
                 at += 1 + encoded[at]
@@ -291,18 +292,17 @@ def _has_gif_end(encoded: bytes) -> bool:
 
 
 def _read_orientation(image: Any) -> int:
-    """The EXIF orientation of an image, 1 to 8; 1, as it is stored, where nothing valid is said."""
+    """Returns the EXIF orientation of an image, 1 to 8; 1 (as stored) if there is no valid one."""
     try:
         orientation = image.getexif().get(_ORIENTATION)
     except Exception:
-        # EXIF data is beside the image: a damaged block says nothing about how the image is turned, and does not spoil
-        # its pixels.
+        # EXIF data is separate from the image: a damaged block has no orientation, and the pixels are intact.
         return 1
     return orientation if isinstance(orientation, int) and orientation in _TURNS else 1
 
 
 def _apply_orientation(values: npt.NDArray[Any], orientation: int, axes: tuple[int, int]) -> npt.NDArray[Any]:
-    """An image as its EXIF orientation says; `axes` are those of rows (y) and columns (x)."""
+    """Rotates and mirrors an image by its EXIF orientation; `axes` are those of rows (y) and columns (x)."""
     if orientation == 1:
         return values
     swap, reverse = _TURNS[orientation]
@@ -315,7 +315,7 @@ def _apply_orientation(values: npt.NDArray[Any], orientation: int, axes: tuple[i
 IMAGE, MASK = "image", "mask"
 _MAX_NAMED = 8
 _SIGNED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
-"""What PyTorch can compute with, of the types that it can only hold."""
+"""Types to convert to, by the unsigned types that PyTorch stores but does not compute with."""
 
 
 def is_image_column(facts: ColumnFacts) -> bool:
@@ -353,25 +353,27 @@ def decode_columns(
         By column: images of shape (rows, channels, height, width), masks of shape (rows, height, width).
 
     Raises:
-        ValueError: One cannot be decoded, or the rows have several shapes.
+        ValueError: An image or mask cannot be decoded, or the rows have several shapes.
     """
     stored = {name for name in kinds if isinstance(rows[name], np.ndarray)}
-    lacking = [name for name in stored if rows[name].ndim == 1]
-    there = {name: kind for name, kind in kinds.items() if name not in lacking}
-    if not transforms and stored >= there.keys():
-        found = {name: _convert_array(rows[name], kind) for name, kind in there.items()}
-        found = {
-            name: map_mask_classes(values, mask_classes) if there[name] == MASK else values
-            for name, values in found.items()
+    unread = [name for name in stored if rows[name].ndim == 1]
+    present = {name: kind for name, kind in kinds.items() if name not in unread}
+    if not transforms and stored >= present.keys():
+        decoded = {name: _convert_array(rows[name], kind) for name, kind in present.items()}
+        decoded = {
+            name: map_mask_classes(values, mask_classes) if present[name] == MASK else values
+            for name, values in decoded.items()
         }
     else:
-        found = _decode_by_row(rows, there, transforms, keys, exif_orientation, mask_classes)
-    size = next(iter(found.values())).shape[-2:] if found else (1, 1)
-    return found | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in lacking}
+        decoded = _decode_by_row(rows, present, transforms, keys, exif_orientation, mask_classes)
+    size = next(iter(decoded.values())).shape[-2:] if decoded else (1, 1)
+    return decoded | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in unread}
 
 
 def _convert_array(values: npt.NDArray, kind: str) -> npt.NDArray:
-    """Arrays as read: (rows, height, width) with channels or without, which come first afterwards."""
+    """Converts arrays as read, (rows, height, width[, channels]), to the layout and types of PyTorch: images get their
+    channels first, masks a type that PyTorch computes with.
+    """
     if kind == MASK:
         return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if values.ndim == 4 else values[:, None]
@@ -385,7 +387,7 @@ def _decode_by_row(
     exif_orientation: bool,
     mask_classes: Sequence[Sequence[int]],
 ) -> dict[str, npt.NDArray]:
-    found: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
+    decoded: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
     for row in range(len(next(iter(rows.values())))):
         stored = {name: rows[name][row] for name in kinds}
         masks = {
@@ -402,43 +404,43 @@ def _decode_by_row(
                     f" {str(sample[name].dtype).removeprefix('torch.')} of the image {name!r}; leave that out"
                     " (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided by std"
                 )
-            found[name].append(as_plain_tensor(sample[name]).numpy())
-    for name, values in found.items():
+            decoded[name].append(as_plain_tensor(sample[name]).numpy())
+    for name, values in decoded.items():
         shapes = sorted({one.shape for one in values})
         if len(shapes) > 1:
             raise ValueError(
                 f"images of {name!r} have the shapes {shapes[:3]}; let task.init_args.transforms and"
                 " evaluate_transforms give them one size (Resize, CenterCrop, RandomResizedCrop)"
             )
-    return {name: np.stack(values) for name, values in found.items()}
+    return {name: np.stack(values) for name, values in decoded.items()}
 
 
 def map_mask_classes(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
-    """A mask with classes in place of its values, as bytes if they fit, in its shape; as it is, if there are no pairs.
+    """Replaces the values of a mask by classes, as bytes if they fit; returns the mask unchanged without pairs.
 
     Args:
-        mask: Integers.
+        mask: Integers of any shape.
         pairs: Value and class, in the order of the values.
 
     Raises:
-        ValueError: It has values without a class.
+        ValueError: The mask has values without a class.
     """
     if not pairs:
         return mask
-    known, classes = np.array(pairs, np.int64).T
+    mapped, classes = np.array(pairs, np.int64).T
     if classes.min() >= 0 and classes.max() <= np.iinfo(np.uint8).max:
         classes = classes.astype(np.uint8)
-    index = np.minimum(np.searchsorted(known, mask), len(known) - 1)
-    if not (is_known := known[index] == mask).all():
+    index = np.minimum(np.searchsorted(mapped, mask), len(mapped) - 1)
+    if not (has_class := mapped[index] == mask).all():
         raise ValueError(
-            f"the mask has the values {', '.join(map(str, np.unique(mask[~is_known]).tolist()[:_MAX_NAMED]))}, which"
-            f" task.init_args.mask_values gives no class; it names {', '.join(map(str, known.tolist()))}"
+            f"the mask has the values {', '.join(map(str, np.unique(mask[~has_class]).tolist()[:_MAX_NAMED]))}, which"
+            f" task.init_args.mask_values gives no class; it names {', '.join(map(str, mapped.tolist()))}"
         )
     return classes[index]
 
 
 def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
-    """A row's image, encoded (see `decode_image`) or an array, channels first, as transforms know it."""
+    """Returns a row's image, encoded (see `decode_image`) or an array, as a `tv_tensors.Image`, channels first."""
     from torchvision import tv_tensors
 
     if isinstance(stored, bytes):
@@ -447,7 +449,9 @@ def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
 
 
 def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
-    """A row's mask, encoded (see `decode_mask`) or an array, (height, width), with its classes."""
+    """Returns a row's mask, encoded (see `decode_mask`) or an array, as a `tv_tensors.Mask` of classes, (height,
+    width).
+    """
     from torchvision import tv_tensors
 
     mask = decode_mask(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _convert_array(stored, MASK)

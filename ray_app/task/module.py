@@ -416,6 +416,6 @@ class ModuleTask(Task):
             return {"predicted_index": outputs.argmax(2).numpy()}
         return super().predictions(outputs, batch)
 
-    def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
+    def mistakes(self, outputs: Any, batch: Batch, max_rows: int) -> list[Mistake]:
         """See `Task.mistakes`."""
-        return find_mistakes(outputs, batch[self.target], self.classes, most) if self._classifies(outputs) else []
+        return find_mistakes(outputs, batch[self.target], self.classes, max_rows) if self._classifies(outputs) else []

@@ -30,7 +30,7 @@ _NUMBERS = ("number", "integer")
 
 
 class _Tabular(Task):
-    """What both tabular tasks share: features to one float32 vector per row, and the perceptron.
+    """Base of both tabular tasks: decodes features into one float32 vector per row, and builds the perceptron.
 
     Args:
         label: Column to predict.
@@ -55,23 +55,23 @@ class _Tabular(Task):
 
     def prepare(self, data: DataFacts) -> _Tabular:
         """Names the features and counts the inputs; see `Task.prepare`."""
-        made = copy.copy(self)
+        prepared = copy.copy(self)
         no_features = {self.label, *data.index_columns}
         usable = [
             name
             for name, facts in data.columns.items()
             if facts.kind in (*_NUMBERS, "array") and name not in no_features
         ]
-        made.features = list(self.features) if self.features is not None else sorted(usable)
-        if not made.features:
+        prepared.features = list(self.features) if self.features is not None else sorted(usable)
+        if not prepared.features:
             raise DataError(
                 f"{data.path} has no column of numbers besides {self.label!r} to predict it from; its columns are"
                 f" {', '.join(sorted(data.columns))}. Name the features in task.init_args.features, or convert columns"
                 " of text to numbers."
             )
-        shapes = [need_column(data, name, (*_NUMBERS, "array"), "features").shape for name in made.features]
-        made.inputs = int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
-        return made
+        shapes = [need_column(data, name, (*_NUMBERS, "array"), "features").shape for name in prepared.features]
+        prepared.inputs = int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
+        return prepared
 
     def columns(self) -> list[str]:
         """See `Task.columns`."""
@@ -83,11 +83,12 @@ class _Tabular(Task):
         return [self.label]
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
-        """Decodes to `features` (rows, inputs) float32 and `label` (rows,)."""
+        """Decodes rows into `features` (rows, inputs) float32 and `label` (rows,)."""
         assert self.features is not None, "prepare() comes first"
         parts = [np.asarray(rows[name]) for name in self.features]
         flat = [part.reshape(len(part), -1) for part in parts]
-        with np.errstate(over="ignore"):  # what is too large is refused below
+        # Values that overflow become infinite, which is refused below.
+        with np.errstate(over="ignore"):
             features = np.concatenate(flat, axis=1).astype(np.float32) / np.float32(self.scale)
         if not np.isfinite(features).all():
             for name in self.features:
@@ -117,12 +118,12 @@ class _Tabular(Task):
         return nn.Sequential(*layers, nn.Linear(width, self._outputs()))
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Scores, shape (rows, outputs)."""
+        """Computes the outputs of the perceptron, shape (rows, outputs)."""
         return model(batch["features"])
 
 
 class TabularClassification(_Tabular):
-    """Classifies rows of a table; the guides' 784-256-256-10 network is one configuration of it.
+    """Classifies rows of a table; the 784-256-256-10 network of the guides is one configuration of it.
 
     Args:
         label: Column of class indices.
@@ -132,8 +133,8 @@ class TabularClassification(_Tabular):
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Features are divided by it.
         num_classes: Number of classes; not given: read from the data.
-        class_weights: How much the training loss of a row of each class counts: a number for each class, or `balanced`,
-            by which all classes count the same in sum. Evaluation does not use it.
+        class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, by which
+            all classes have the same weight in sum. Evaluation does not use it.
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
     """
 
@@ -158,12 +159,12 @@ class TabularClassification(_Tabular):
 
     def prepare(self, data: DataFacts) -> TabularClassification:
         """Names the features and counts the classes; see `Task.prepare`."""
-        made = super().prepare(data)
-        assert isinstance(made, TabularClassification)
-        made.num_classes = count_classes(data, self.label, self.num_classes)
-        made.classes = class_names(data, made.num_classes)
-        made.weights = resolve_weights(self.class_weights, data, self.label, made.num_classes)
-        return made
+        prepared = super().prepare(data)
+        assert isinstance(prepared, TabularClassification)
+        prepared.num_classes = count_classes(data, self.label, self.num_classes)
+        prepared.classes = class_names(data, prepared.num_classes)
+        prepared.weights = resolve_weights(self.class_weights, data, self.label, prepared.num_classes)
+        return prepared
 
     def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
         labels = values.astype(np.int64)
@@ -176,12 +177,12 @@ class TabularClassification(_Tabular):
         return self.num_classes
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Weighs; see `Task.augment`."""
+        """Adds the class weights; see `Task.augment`."""
         del keys
         return add_class_weights(batch, self.weights)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Cross-entropy of every row, shape (rows,)."""
+        """Computes the cross-entropy of every row, shape (rows,)."""
         return apply_class_weights(functional.cross_entropy(outputs, batch["label"], reduction="none"), batch)
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
@@ -205,9 +206,9 @@ class TabularClassification(_Tabular):
         del batch
         return predict_classes(outputs, self.classes)
 
-    def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:
+    def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
         """See `Task.mistakes`."""
-        return find_mistakes(outputs, batch["label"], self.classes, most)
+        return find_mistakes(outputs, batch["label"], self.classes, max_rows)
 
 
 class TabularRegression(_Tabular):
@@ -247,11 +248,11 @@ class TabularRegression(_Tabular):
         return 1
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Squared error of every row, shape (rows,)."""
+        """Computes the squared error of every row, shape (rows,)."""
         return (outputs[:, 0] - batch["label"]).square()
 
     def metrics(self) -> MetricCollection:
-        """Mean absolute error, root of the mean squared error, and R2."""
+        """Makes mean absolute error, root mean squared error, and R2."""
         from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, R2Score
 
         return MetricCollection({"mae": MeanAbsoluteError(), "rmse": MeanSquaredError(squared=False), "r2": R2Score()})
@@ -261,6 +262,6 @@ class TabularRegression(_Tabular):
         metrics.update(outputs[:, 0].to(torch.float32), batch["label"])
 
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
-        """The predicted number of every row as `predicted`."""
+        """Returns the predicted number of every row as `predicted`."""
         del batch
         return {"predicted": outputs[:, 0].to(torch.float32).numpy()}
