@@ -21,7 +21,7 @@ from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.order import Cursor
-from ray_app.preflight.prepare import evaluation_source
+from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.reduction.base import World, collective
 from ray_app.task.base import Task
 from ray_app.train.job import Hooks, Job
@@ -103,7 +103,8 @@ class Bench:
         if not job.workers_evaluate:
             return job
         return replace(
-            job, evaluation=evaluation_source(job.task, str(job.config.data.eval_path), job.config.data.read_task_mb)
+            job,
+            evaluation=open_evaluation_source(job.task, str(job.config.data.eval_path), job.config.data.read_task_mb),
         )
 
     def outcomes(

@@ -126,7 +126,7 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
         "tracking__enabled": False,
     }
     if own:
-        most = min(config.scaling.most_workers, _MOST_OWN_WORKERS)
+        most = min(config.scaling.worker_limit, _MOST_OWN_WORKERS)
         changed |= {"scaling__max_workers": most, "scaling__min_workers": min(config.scaling.min_workers, most)}
         changed |= dict.fromkeys(
             ("scaling__label_selector", "evaluate__label_selector", "train__server_label_selector")
@@ -162,7 +162,7 @@ def _out(config: Config, section: DrillSection) -> Location:
 def _connected(config: Config, own: bool) -> Iterator[Nodes | None]:
     """The cluster to drill on, and its nodes if they are the drill's to lose."""
     if own and not config.scaling.gpus_per_worker:
-        with local_nodes(config.scaling.most_workers, config.data.eval_path is not None) as nodes:
+        with local_nodes(config.scaling.worker_limit, config.data.eval_path is not None) as nodes:
             yield nodes
     else:
         with cluster(config):

@@ -17,7 +17,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.main import exit_code
 from ray_app.cluster.ray_private import labelled
 from ray_app.cluster.resources import cluster
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec, EvaluateSection
 from ray_app.driver.finalize import newest_start, report_end
@@ -26,7 +26,7 @@ from ray_app.driver.trained_run import replay, training_data
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.evaluator import start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending
-from ray_app.preflight.prepare import check_evaluation_data, evaluation_source, make_task
+from ray_app.preflight.prepare import check_evaluation_data, make_task, open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence
 from ray_app.runlog.paths import RunPaths
@@ -122,7 +122,7 @@ def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
         config = config.replace(data__eval_path=options.data)
-    check(
+    check_config(
         config if options.name is None else config.replace(evaluate__patience=None)
     )  # only the run's own evaluations stop it
     return config.replace(
@@ -132,7 +132,7 @@ def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -
 
 def _job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
     ready = prepare_task(make_task(config), training_data(paths, config).facts)
-    data = evaluation_source(ready, str(config.data.eval_path), config.data.read_task_mb)
+    data = open_evaluation_source(ready, str(config.data.eval_path), config.data.read_task_mb)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)
     exact = config.train.reduction == "exact"

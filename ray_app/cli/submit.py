@@ -11,7 +11,7 @@ from rich.console import Console
 from ray_app.config.config import Config
 from ray_app.driver.parsing import parse_more
 from ray_app.errors import ConfigError, DataError, is_refusal
-from ray_app.preflight.prepare import new_run_name
+from ray_app.preflight.prepare import make_run_name
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import location
@@ -121,7 +121,7 @@ def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
     config, sections = parse_more(arguments, {"submit": SubmitSection}, prog, description=_DESCRIPTION)
     section: SubmitSection = sections["submit"]
     section.check()
-    config = config if config.run.name else config.replace(run__name=new_run_name())
+    config = config if config.run.name else config.replace(run__name=make_run_name())
     found = preflight(config, section, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
     show(console, found.findings)
     if refused(found.findings):

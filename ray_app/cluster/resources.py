@@ -132,7 +132,7 @@ def _start(config: Config) -> None:
             address="local",
             num_cpus=max(
                 os.cpu_count() or 1,
-                math.ceil(_wanted_cpus(config, config.scaling.most_workers + config.scaling.standby_workers)),
+                math.ceil(_wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers)),
             ),
             include_dashboard=False,
             logging_level=logging.WARNING,
@@ -266,7 +266,7 @@ def counted(config: Config, before: Config | None = None) -> Config:
         fitting = room_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.gpus_per_worker)
     else:
         fitting = room_for(os.cpu_count() or 1, scaling.cpus_per_worker)
-    return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(fitting), most.scaling.most_workers)))
+    return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(fitting), most.scaling.worker_limit)))
 
 
 def _refuse_unlabelled(config: Config, nodes: list[Node]) -> None:
@@ -313,7 +313,7 @@ def _workers_on(config: Config, nodes: list[Node]) -> int:
     needs = [("CPU", scaling.cpus_per_worker, room_for), ("GPU", scaling.gpus_per_worker, room_on_gpus)]
     needs = [need for need in needs if need[1]]
     if not needs:
-        return scaling.most_workers
+        return scaling.worker_limit
     return sum(
         int(min(fitting(node["Resources"].get(name, 0.0), each) for name, each, fitting in needs)) for node in carrying
     )
@@ -335,7 +335,7 @@ def workers_that_fit(
         return 1
     scaling = config.scaling
     cpus, gpus = (max(resources.get(name, 0.0), (most or {}).get(name, 0.0)) for name in ("CPU", "GPU"))
-    room = [float(scaling.most_workers)]
+    room = [float(scaling.worker_limit)]
     free_cpus = cpus - reserved_cpus(config)
     free_gpus = gpus - evaluator_gpus(config)
     for free, each, fitting in (

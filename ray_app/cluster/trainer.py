@@ -104,7 +104,7 @@ def fit(start: WorkerArgs, max_workers: int, reserved_cpus: float, given_up: thr
         from ray_app.cluster.controller.scaling_policy import StoppedWaitingError
 
         sizes = ScalingConfig(
-            num_workers=(scaling.min_workers, scaling.most_workers + scaling.standby_workers), **options
+            num_workers=(scaling.min_workers, scaling.worker_limit + scaling.standby_workers), **options
         )
         prepare = ray.put(functools.partial(_prepare, arguments))
         options = {"train_loop_config": arguments, "scaling_config": sizes, "run_config": run_config}

@@ -14,18 +14,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ray_app.config.config import SECTIONS, Config, flatten
-from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec
+from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
 
-_NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha")
-_NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "eps")
+_NUMERIC_ARGUMENTS = ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha")
+_NON_NEGATIVE_ARGUMENTS = ("lr", "weight_decay", "momentum", "eps")
 
 
 def check_optimizers(config: Config) -> list[str]:
     """What does not go together with several optimizers, or with one that the task makes."""
     problems: list[str] = []
-    if config.optimizer.class_path == OWN_OPTIMIZER and config.train.strategy not in (
+    if config.optimizer.class_path == TASK_OPTIMIZER and config.train.strategy not in (
         "ddp",
         "single",
         "central_storage",
@@ -73,7 +73,7 @@ def _check_spec(field: str, spec: OptimizerSpec) -> list[str]:
         # Of a group jsonargparse knows no types, and an optimizer takes true for 1.
         wrong = [
             name
-            for name in _NUMBERS
+            for name in _NUMERIC_ARGUMENTS
             if name in group and (isinstance(group[name], bool) or not isinstance(group[name], int | float))
         ]
         problems += [f"{field}.groups has {name} = {group[name]!r}; it must be a number." for name in wrong]
@@ -89,9 +89,9 @@ def _check_numbers(field: str, class_path: str, arguments: Mapping[str, Any]) ->
     problems, is_torchs = list[str](), class_path.startswith("torch.")
     for name, argument in arguments.items():
         for number in _numbers_in(argument):
-            if math.isnan(number) or (math.isinf(number) and (is_torchs or name in _NUMBERS)):
+            if math.isnan(number) or (math.isinf(number) and (is_torchs or name in _NUMERIC_ARGUMENTS)):
                 problems.append(f"{field}.{name} is {argument}; it must be finite.")
-            elif number < 0 and is_torchs and name in _NOT_NEGATIVE:
+            elif number < 0 and is_torchs and name in _NON_NEGATIVE_ARGUMENTS:
                 problems.append(f"{field}.{name} is {argument}; it must be at least 0.")
     return problems
 
@@ -105,7 +105,7 @@ def _numbers_in(value: Any) -> Iterator[float]:
             yield from _numbers_in(part)
 
 
-AT_LEAST: dict[str, float] = {
+MIN_VALUES: dict[str, float] = {
     "scaling.min_workers": 1,
     "scaling.max_workers": 1,
     "scaling.logical_workers": 1,
@@ -146,7 +146,7 @@ AT_LEAST: dict[str, float] = {
     "evaluate.drain_timeout_s": 0,
     "tracking.every_steps": 1,
 }
-ABOVE_ZERO = (
+POSITIVE_FIELDS = (
     "scaling.resize_interval_s",
     "scaling.evict_straggler_after_s",
     "data.read_task_mb",
@@ -159,10 +159,10 @@ ABOVE_ZERO = (
     "evaluate.budget",
     "tracking.system_metrics_s",
 )
-_FINITE = ("data.read_task_mb", "train.bucket_mb")
+_FINITE_FIELDS = ("data.read_task_mb", "train.bucket_mb")
 
 
-def check_empty(config: Config) -> list[str]:
+def check_empty_fields(config: Config) -> list[str]:
     """What is wrong with fields that have nothing in them."""
     problems = []
     for section, made in SECTIONS.items():
@@ -189,13 +189,13 @@ def check_ranges(config: Config) -> list[str]:
             if allowed and value is not None and not is_number and value not in allowed:
                 number = "a number or " if int in get_args(hint) else ""
                 problems.append(f"{section}.{name} is {value!r}; it must be {number}one of {', '.join(allowed)}.")
-    for name, least in AT_LEAST.items():
+    for name, least in MIN_VALUES.items():
         if values[name] is not None and not isinstance(values[name], str) and not values[name] >= least:  # also NaN
             problems.append(f"{name} is {values[name]}; it must be at least {least:g}.")
-    for name in ABOVE_ZERO:
+    for name in POSITIVE_FIELDS:
         if values[name] is not None and not values[name] > 0:
             problems.append(f"{name} is {values[name]}; it must be greater than 0.")
-    for name in _FINITE:
+    for name in _FINITE_FIELDS:
         if math.isinf(values[name]):
             problems.append(f"{name} is {values[name]}; it must be finite.")
     return problems
@@ -205,13 +205,13 @@ _MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Refuses impossible values and combinations.
 
     Raises:
         ConfigError: All that is wrong, a line each: what was given, what is allowed and what to do.
     """
-    problems = check_empty(config)  # nothing else can be said of a configuration with such a field
+    problems = check_empty_fields(config)  # nothing else can be said of a configuration with such a field
     if problems or (
         problems := [
             *check_ranges(config),
@@ -225,14 +225,14 @@ def check(config: Config) -> None:
         raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-BALANCED = ("ddp", "central_storage")
+LOAD_BALANCED_STRATEGIES = ("ddp", "central_storage")
 """Strategies with which a logical worker can be played anywhere at any step."""
 
 
 def _check_scaling(config: Config) -> list[str]:
     scaling, batch, logical = config.scaling, config.data.global_batch_size, config.logical_workers
     problems = []
-    if scaling.min_workers > scaling.most_workers:
+    if scaling.min_workers > scaling.worker_limit:
         problems.append(
             f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower"
             f" the one or"
@@ -258,19 +258,21 @@ def _check_scaling(config: Config) -> list[str]:
             if getattr(scaling, name)
         ]
     if scaling.load_balancing == "speed" and (
-        config.train.strategy not in BALANCED or config.train.reduction != "exact"
+        config.train.strategy not in LOAD_BALANCED_STRATEGIES or config.train.reduction != "exact"
     ):
         problems.append(
             f"scaling.load_balancing is speed with train.strategy {config.train.strategy} and train.reduction"
             f" {config.train.reduction}; logical"
-            f" workers can move with {' or '.join(BALANCED)} and exact only. Set scaling.load_balancing to none, or"
+            f" workers can move with {' or '.join(LOAD_BALANCED_STRATEGIES)} and exact only. Set scaling.load_balancing to none, or"
             f" choose these."
         )
-    if config.failure.sdc_check_rate and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
+    if config.failure.sdc_check_rate and (
+        config.train.strategy not in LOAD_BALANCED_STRATEGIES or config.train.reduction != "exact"
+    ):
         problems.append(
             f"failure.sdc_check_rate is {config.failure.sdc_check_rate} with train.strategy {config.train.strategy} and"
             f" train.reduction"
-            f" {config.train.reduction}; shares can be computed again with {' or '.join(BALANCED)} and exact only. Set"
+            f" {config.train.reduction}; shares can be computed again with {' or '.join(LOAD_BALANCED_STRATEGIES)} and exact only. Set"
             f" it to 0, or choose"
             " these."
         )
@@ -282,7 +284,7 @@ def _check_scaling(config: Config) -> list[str]:
             f" {config.train.strategy}; only with"
             " ddp has each worker all parameters. Leave it out, or choose ddp."
         )
-    if scaling.most_workers > logical >= 1:
+    if scaling.worker_limit > logical >= 1:
         problems.append(
             f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without"
             f" a logical"
@@ -299,16 +301,16 @@ def _check_scaling(config: Config) -> list[str]:
     return problems
 
 
-_COPIES = ("ddp", "single", "local_sgd", "central_storage")
-_ONLY_FOR: dict[str, tuple[str, ...]] = {
+_REPLICATED_STRATEGIES = ("ddp", "single", "local_sgd", "central_storage")
+_STRATEGIES_OF_FIELD: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
     **dict.fromkeys(
         ("servers", "server_cpus", "server_label_selector", "min_shard_kb", "staleness"), ("parameter_server",)
     ),
     "cpu_offload": ("fsdp",),
     "peer_replica": ("fsdp", "central_storage"),
-    "backend": _COPIES,
-    "bucket_mb": _COPIES,
+    "backend": _REPLICATED_STRATEGIES,
+    "bucket_mb": _REPLICATED_STRATEGIES,
     "gradient_compression": ("ddp", "single", "central_storage"),
     "profile_steps": ("ddp", "single", "local_sgd", "fsdp", "central_storage"),
 }
@@ -322,10 +324,10 @@ def _check_strategy(config: Config) -> list[str]:
         *_check_capture(config),
         *(
             f"train.{name} is set, but only train.strategy: {' or '.join(strategies)} looks at it; leave it out."
-            for name, strategies in _ONLY_FOR.items()
+            for name, strategies in _STRATEGIES_OF_FIELD.items()
             if train.strategy not in strategies and getattr(train, name) != getattr(TrainSection, name)
         ),
-        *_check_exchange(config),
+        *_check_reduction(config),
     ]
     if train.precision == "fp16" and train.strategy in ("local_sgd", "parameter_server"):
         problems.append(
@@ -371,7 +373,7 @@ def _check_strategy(config: Config) -> list[str]:
     return problems
 
 
-def _check_exchange(config: Config) -> list[str]:
+def _check_reduction(config: Config) -> list[str]:
     train, problems = config.train, []
     if train.backend == "nccl" and not config.scaling.gpus_per_worker:
         problems.append(

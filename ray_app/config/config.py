@@ -30,7 +30,7 @@ from ray_app.config.sections import (
     ScalingSection,
     TrackingSection,
     TrainSection,
-    result,
+    result_field,
 )
 from ray_app.errors import ConfigError, RunExistsError
 
@@ -70,12 +70,12 @@ SECTIONS: dict[str, type] = {
 class Config:
     """The whole configuration of a run."""
 
-    task: ClassSpec = result(ClassSpec(""))
-    optimizer: OptimizerSpec = result(OptimizerSpec("torch.optim.Adam"))
-    optimizers: dict[str, TurnSpec] | None = result(None)
-    schedule: ClassSpec | None = result(None)
+    task: ClassSpec = result_field(ClassSpec(""))
+    optimizer: OptimizerSpec = result_field(OptimizerSpec("torch.optim.Adam"))
+    optimizers: dict[str, TurnSpec] | None = result_field(None)
+    schedule: ClassSpec | None = result_field(None)
     observers: list[ClassSpec] | None = None
-    seed: int = result(0)
+    seed: int = result_field(0)
     run: RunSection = RunSection()
     scaling: ScalingSection = ScalingSection()
     data: DataSection = DataSection()
@@ -88,7 +88,7 @@ class Config:
     @property
     def logical_workers(self) -> int:
         """L: the number of data-parallel replicas of the arithmetic."""
-        return self.scaling.logical_workers or self.scaling.most_workers
+        return self.scaling.logical_workers or self.scaling.worker_limit
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they stand in YAML."""
@@ -116,7 +116,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     Raises:
         ConfigError: A section or a field is not known.
     """
-    _refuse_unknown(values)
+    _check_field_names(values)
     made: dict[str, Any] = dict(expand_home(values))
     for name, section in SECTIONS.items():
         if name in made:
@@ -129,18 +129,18 @@ def from_dict(values: dict[str, Any]) -> Config:
             ClassSpec(given["class_path"], dict(given.get("init_args") or {})) for given in made["observers"]
         ]
     if made.get("optimizers") is not None:
-        made["optimizers"] = {name: _turn(dict(given)) for name, given in made["optimizers"].items()}
+        made["optimizers"] = {name: _make_turn_spec(dict(given)) for name, given in made["optimizers"].items()}
     return Config(**made)
 
 
-def _turn(given: dict[str, Any]) -> TurnSpec:
+def _make_turn_spec(given: dict[str, Any]) -> TurnSpec:
     schedule = given.pop("schedule", None)
     return TurnSpec(
         **given, schedule=schedule and ClassSpec(schedule["class_path"], dict(schedule.get("init_args") or {}))
     )
 
 
-def _refuse_unknown(values: dict[str, Any]) -> None:
+def _check_field_names(values: dict[str, Any]) -> None:
     if not isinstance(values, dict):
         raise ConfigError(f"it is {values!r:.60}; it must be fields by name.")
     sections = {"": Config, **{f"{name}.": kind for name, kind in SECTIONS.items() if name in values}}
@@ -196,14 +196,14 @@ def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
             if prefix + item.name == "train.strategy" and value == "single":
                 value = "ddp"  # the same bits, so one may be continued as the other
             if item.metadata.get("affects_result") and value != item.default:
-                found[prefix + item.name] = _plain(value)
+                found[prefix + item.name] = _drop_unset(value)
     return flatten(found)
 
 
-def _plain(value: Any) -> Any:
+def _drop_unset(value: Any) -> Any:
     """A value as it stands in a digest; a class's without what is not given."""
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _drop_unset(each) for name, each in value.items()}
     if not dataclasses.is_dataclass(value):
         return value
     return {name: each for name, each in dataclasses.asdict(value).items() if each is not None}  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def digest(config: Config, manifest_digest: str) -> str:
     return hashlib.sha256(json.dumps(result_fields(config, manifest_digest), sort_keys=True).encode()).hexdigest()
 
 
-def refuse_other_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+def check_same_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Refuses to resume a run with another configuration or other data.
 
     Args:

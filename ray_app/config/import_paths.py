@@ -38,7 +38,7 @@ def load_class(spec: ClassSpec | str) -> Any:
     raise ImportError(f"{path!r} names no module; an import path is such as torch.optim.AdamW")
 
 
-OWN_OPTIMIZER = "ray_app.task.whole_batches.OwnOptimizer"
+TASK_OPTIMIZER = "ray_app.task.whole_batches.OwnOptimizer"
 """Stands for the optimizer that the task makes."""
 
 

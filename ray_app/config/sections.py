@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def result(default: Any) -> Any:
+def result_field(default: Any) -> Any:
     """A field that affects the result, so that it is part of the run's digest."""
     return field(default=default, metadata={"affects_result": True})
 
@@ -45,7 +45,7 @@ class RunSection:
             they import, are not as at the run's last start: `warn` says what changed and goes on, `refuse` does not
             start.
         changed_data: What to do if files of the training or evaluation data have another size or time (in a bucket
-            another ETag) than at the run's last start: `warn` or `refuse`, as `changed_code`.
+            another ETag) than at the run's last start: `warn` or `refuse`, as `describe_code_changes`.
     """
 
     name: str | None = None
@@ -87,10 +87,10 @@ class ScalingSection:
 
     min_workers: int = 1
     max_workers: int | Literal["all"] = 1
-    logical_workers: int | None = result(None)
-    threads_per_worker: int = result(1)
+    logical_workers: int | None = result_field(None)
+    threads_per_worker: int = result_field(1)
     cpus_per_worker: float = 1
-    gpus_per_worker: float = result(0)
+    gpus_per_worker: float = result_field(0)
     label_selector: dict[str, str] | None = None
     resize_interval_s: float = 10.0
     standby_workers: int = 0
@@ -98,7 +98,7 @@ class ScalingSection:
     load_balancing: Literal["none", "speed"] = "none"
 
     @property
-    def most_workers(self) -> int:
+    def worker_limit(self) -> int:
         """`max_workers`; `min_workers` as long as nobody has looked how many `all` are."""
         return self.max_workers if isinstance(self.max_workers, int) else self.min_workers
 
@@ -144,13 +144,13 @@ class DataSection:
 
     path: str = ""
     eval_path: str | None = None
-    global_batch_size: int = result(32)
-    shuffle_window_rows: int = result(10_000)
-    shard: Literal["row", "file", "off"] = result("row")
-    sampling: Literal["none", "balanced"] = result("none")
-    balance_by: str = result("label")
-    by_length: str | None = result(None)
-    last_batch: Literal["keep", "drop"] = result("keep")
+    global_batch_size: int = result_field(32)
+    shuffle_window_rows: int = result_field(10_000)
+    shard: Literal["row", "file", "off"] = result_field("row")
+    sampling: Literal["none", "balanced"] = result_field("none")
+    balance_by: str = result_field("label")
+    by_length: str | None = result_field(None)
+    last_batch: Literal["keep", "drop"] = result_field("keep")
     cache: Literal["none", "memory", "disk"] = "none"
     cache_dir: str | None = None
     cache_gb: float = 50.0
@@ -241,7 +241,7 @@ class EvaluateSection:
     every: Literal["checkpoint", "latest"] = "checkpoint"
     budget: float = 1.0
     max_pending: int = 32
-    patience: int | None = result(None)
+    patience: int | None = result_field(None)
     min_delta: float = 0.0
     metric: str | None = None
     mode: Literal["max", "min"] | None = None
@@ -342,34 +342,34 @@ class TrainSection:
             their place does not; not given: that of those at the run's first start.
     """
 
-    epochs: int = result(1)
-    steps_per_epoch: int | None = result(None)
-    max_steps: int | None = result(None)
-    strategy: Literal["ddp", "single", "local_sgd", "parameter_server", "fsdp", "central_storage"] = result("ddp")
-    local_steps: int = result(1)
-    outer_lr: float = result(1.0)
-    outer_momentum: float = result(0.0)
+    epochs: int = result_field(1)
+    steps_per_epoch: int | None = result_field(None)
+    max_steps: int | None = result_field(None)
+    strategy: Literal["ddp", "single", "local_sgd", "parameter_server", "fsdp", "central_storage"] = result_field("ddp")
+    local_steps: int = result_field(1)
+    outer_lr: float = result_field(1.0)
+    outer_momentum: float = result_field(0.0)
     servers: int = 1
     server_cpus: float = 1
     server_label_selector: dict[str, str] | None = None
     min_shard_kb: int = 256
-    staleness: int = result(0)
+    staleness: int = result_field(0)
     peer_replica: bool = False
-    cpu_offload: bool = result(False)
-    reduction: Literal["exact", "overlapped"] = result("exact")
+    cpu_offload: bool = result_field(False)
+    reduction: Literal["exact", "overlapped"] = result_field("exact")
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     bucket_mb: float = 8.0
-    gradient_compression: Literal["none", "bf16"] = result("none")
-    precision: Literal["fp32", "bf16", "fp16"] = result("fp32")
-    grad_clip_norm: float | None = result(None)
-    ema_decay: float | None = result(None)
-    freeze: list[str] | None = result(None)
-    compile: bool = result(False)
+    gradient_compression: Literal["none", "bf16"] = result_field("none")
+    precision: Literal["fp32", "bf16", "fp16"] = result_field("fp32")
+    grad_clip_norm: float | None = result_field(None)
+    ema_decay: float | None = result_field(None)
+    freeze: list[str] | None = result_field(None)
+    compile: bool = result_field(False)
     capture: bool = False
-    channels_last: bool = result(False)
+    channels_last: bool = result_field(False)
     init_from: str | None = None
     profile_steps: list[int] | int | None = None
-    init_digest: str | None = result(None)
+    init_digest: str | None = result_field(None)
 
     def total_steps(self, pass_steps: int) -> int:
         """Steps of the whole run, given those of a pass over the data."""

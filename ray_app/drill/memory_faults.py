@@ -20,7 +20,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor, nn
 
-from ray_app.config.checks import BALANCED
+from ray_app.config.checks import LOAD_BALANCED_STRATEGIES
 from ray_app.drill.faults import Evidence, Several
 from ray_app.drill.process_scenarios import died
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
@@ -92,8 +92,8 @@ def flip(ground: ScenarioContext) -> Scenario | str:
     train = ground.config.train
     if ground.workers < 2:
         return "there is no other worker to compute again what one has computed"
-    if train.strategy not in BALANCED or train.reduction != "exact":
-        return f"shares are computed again with {' or '.join(BALANCED)} and train.reduction exact only"
+    if train.strategy not in LOAD_BALANCED_STRATEGIES or train.reduction != "exact":
+        return f"shares are computed again with {' or '.join(LOAD_BALANCED_STRATEGIES)} and train.reduction exact only"
     step, rank = ground.step(), ground.rank()
     bit = Flip(ground.proofs, "flipped", "activation", rank, step)
     hooks = Hooks(after_step=Several((bit, ground.pace(step + 1))), built=bit.built)

@@ -179,7 +179,7 @@ class Training:
         return self._run.job
 
     def _show_until(self, is_there: Callable[[], bool], shows_last: bool = False) -> None:
-        with RunConsole(self._job, self._job.config.scaling.most_workers, SafeConsole(Console()), lambda: []) as shown:
+        with RunConsole(self._job, self._job.config.scaling.worker_limit, SafeConsole(Console()), lambda: []) as shown:
             while True:
                 is_last_look = is_there()
                 seen = self._look()

@@ -17,7 +17,7 @@ from typing import Any
 
 from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.probes import decode_first_rows
 from ray_app.driver.trained_run import best_commit, chosen, load_model, trained_job
@@ -25,7 +25,7 @@ from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
 from ray_app.models.package import make_package
 from ray_app.models.registry import Registered, find, promote, register, request_timeout_s
-from ray_app.preflight.prepare import evaluation_source, prepare
+from ray_app.preflight.prepare import open_evaluation_source, prepare
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.journal import put_event
@@ -214,7 +214,7 @@ def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:
             "The run has no tracking.registered_model; say with --name which model its best checkpoint is to be a"
             " version of."
         )
-    check(config)
+    check_config(config)
     check_available(config)
     return config
 
@@ -262,7 +262,7 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     commit = chosen(job, options.checkpoint)
     data = job.config.data
     if data.eval_path is not None:
-        job = replace(job, evaluation=evaluation_source(job.task, data.eval_path, data.read_task_mb))
+        job = replace(job, evaluation=open_evaluation_source(job.task, data.eval_path, data.read_task_mb))
     return write_export(
         job.task, load_model(job, commit), example_of(job), out, _source(job, commit), options.overwrite
     )

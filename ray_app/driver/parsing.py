@@ -23,7 +23,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, s
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import SECTIONS, Config, expand_home, from_dict
 from ray_app.config.import_paths import TurnSpec, load_class
 from ray_app.driver.refusals import explained, missing
@@ -226,7 +226,7 @@ def parse_more(
         values["optimizers"] = {name: _turn(name, given) for name, given in values["optimizers"].items()}
     made = {name: section(**expand_home(values.pop(name, {}))) for name, section in more.items()}
     config = from_dict(values)
-    check(config)
+    check_config(config)
     return config, made
 
 

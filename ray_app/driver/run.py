@@ -340,7 +340,7 @@ class Run:
         job, start = self.job, start_actors(stack, self.job, self._faults.train)
         rendezvous = start.rendezvous
         console = RunConsole(
-            job, self._config.scaling.most_workers, self._progress, following.waiting, make_metrics(job)
+            job, self._config.scaling.worker_limit, self._progress, following.waiting, make_metrics(job)
         )
         with console as shown, TrainThread(start, self._max_workers) as fitting:
             told, looked_s, bounds = False, time.monotonic(), Bounds(job.total_steps)
@@ -516,7 +516,7 @@ def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None
         )
     for line in prepared.data:
         console.print(line)
-    for doubt in prepared.doubts:
+    for doubt in prepared.warnings:
         console.print(f"Warning: {doubt}")
     passes = (
         f" (a pass over the data has {job.plan.steps_per_epoch:,})"
@@ -525,7 +525,7 @@ def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None
     )
     capped = (
         f" (of {config.scaling.max_workers} asked for, as many as fit now)"
-        if max_workers < config.scaling.most_workers
+        if max_workers < config.scaling.worker_limit
         else ""
     )
     spares = f" and {config.scaling.standby_workers} spare" if config.scaling.standby_workers else ""

@@ -20,7 +20,7 @@ from ray_app.config.import_paths import load_class
 from ray_app.driver.finalize import close_orphan, newest_commit
 from ray_app.errors import ConfigError, DataError, EvaluationError
 from ray_app.evaluate.job import EvaluationJob, pending
-from ray_app.preflight.changes import completed
+from ray_app.preflight.changes import fill_defaults
 from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tensorboard import Board
@@ -45,9 +45,9 @@ def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
         datasets.append(DataSet("evaluation", str(config.data.eval_path), held_out.digest, held_out.num_rows))
     tags, here = run_tags(config, manifest.digest), ray_job()
     if here is None or here["page"] is None:
-        return Tracker(job.paths, completed(config)[0], tags, config.tracking.every_steps, datasets)
+        return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets)
     tags["ray_app.ray_job"] = here["page"]
-    return Tracker(job.paths, completed(config)[0], tags, config.tracking.every_steps, datasets, say=console.print)
+    return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets, say=console.print)
 
 
 def make_board(job: Job) -> Board | None:

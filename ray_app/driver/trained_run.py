@@ -19,7 +19,7 @@ from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.probes import infer_specs
 from ray_app.driver.finalize import late_tracker, mlflow_status, newest_start, settle, stored_job, summarize
 from ray_app.errors import CheckpointError, ConfigError, DataError, TrackingError
-from ray_app.preflight.prepare import training_row
+from ray_app.preflight.prepare import read_training_row
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_scores
 from ray_app.runlog.lease import acquire
@@ -51,7 +51,7 @@ def trained_job(paths: RunPaths) -> Job:
     )
     task = prepare_task(job.task, dataset.facts)
     skips = job.config.data.on_bad_row == "skip"
-    fields = infer_specs(training_row(job.config, dataset, task)[1], dataset, task.columns(), task.decode, skips)
+    fields = infer_specs(read_training_row(job.config, dataset, task)[1], dataset, task.columns(), task.decode, skips)
     return replace(job, task=task, data_root=dataset.root, fields=fields)
 
 

@@ -30,8 +30,8 @@ from ray_app.models.package import class_path
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.predict.actor import Model, PredictJob
-from ray_app.preflight.changes import files_of
-from ray_app.preflight.data_summary import described_columns
+from ray_app.preflight.changes import source_files
+from ray_app.preflight.data_summary import describe_prediction_columns
 from ray_app.preflight.prepare import make_task
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
@@ -208,7 +208,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "model": source,
         "params_digest": model.params_digest,
         "task": class_path(model.task),
-        "code": _code_digest(files_of(class_path(model.task))),
+        "code": _code_digest(source_files(class_path(model.task))),
         "manifest_digest": manifest.digest,
         "content_digest": hashlib.sha256(
             json.dumps(hash_files(place_of(dataset.root), manifest.paths)).encode()
@@ -221,7 +221,8 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     out = str(location(section.out))
-    counts, described = (section.batch_size, section.threads), described_columns(reader.columns, dataset, carried)
+    counts = (section.batch_size, section.threads)
+    described = describe_prediction_columns(reader.columns, dataset, carried)
     job = PredictJob(
         model, dataset.root, reader.fields, carried, manifest.partitions, parts, out, digest, *counts, device
     )

@@ -35,7 +35,7 @@ _CLASSES = ("task", "optimizer", "optimizers", "schedule")
 
 
 @dataclass(frozen=True)
-class Code:
+class CodeVersions:
     """What `code.json` of a run says.
 
     Args:
@@ -49,13 +49,13 @@ class Code:
     defaults: list[str] = field(default_factory=list)
 
 
-def code_of(config: Config) -> Code:
+def read_code_versions(config: Config) -> CodeVersions:
     """What the configured classes are made of, as it is now."""
     files: dict[str, str] = {}
     libraries = {"torch", "numpy"}
-    for class_path in sorted(set(classes_in(config))):
+    for class_path in sorted(set(iter_import_paths(config))):
         made = load_class(class_path)
-        if _top(made.__module__) == "ray_app":
+        if _top_level(made.__module__) == "ray_app":
             continue
         found = follow_imports(made.__module__, ours=False)
         libraries |= found.libraries - {"ray_app"}
@@ -63,31 +63,31 @@ def code_of(config: Config) -> Code:
         is_read = (
             made.__module__ in found.files and made.__module__ != "__main__"
         )  # which may be what serves a notebook
-        if not is_read and _top(made.__module__) not in libraries:
-            files[made.__module__] = _digest_of(made)
+        if not is_read and _top_level(made.__module__) not in libraries:
+            files[made.__module__] = _digest_class(made)
     python = ".".join(map(str, sys.version_info[:3]))
-    versions = {name: version for name in sorted(libraries) if (version := _version(name)) is not None}
-    return Code(files, {"python": python, "ray_app": __version__} | versions, completed(config)[1])
+    versions = {name: version for name in sorted(libraries) if (version := _library_version(name)) is not None}
+    return CodeVersions(files, {"python": python, "ray_app": __version__} | versions, fill_defaults(config)[1])
 
 
-def classes_in(config: Config) -> Iterator[str]:
+def iter_import_paths(config: Config) -> Iterator[str]:
     """Everything that a configuration names by an import path: classes, however deep, and what the task's class says
     are functions.
     """
-    yield from _classes_in(config.to_dict())
+    yield from _iter_class_paths(config.to_dict())
     for name in getattr(load_class(config.task), "functions", ()):
         if isinstance(path := config.task.init_args.get(name), str):
             yield path
 
 
-def _classes_in(values: Any) -> Iterator[str]:
+def _iter_class_paths(values: Any) -> Iterator[str]:
     for item in values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ():
-        yield from _classes_in(item)
+        yield from _iter_class_paths(item)
     if isinstance(values, dict) and isinstance(values.get("class_path"), str):
         yield values["class_path"]
 
 
-def files_of(class_path: str) -> dict[str, Path]:
+def source_files(class_path: str) -> dict[str, Path]:
     """The files of a class, those of the application's included, by the names of their modules."""
     name = load_class(class_path).__module__
     try:
@@ -97,17 +97,17 @@ def files_of(class_path: str) -> dict[str, Path]:
         return {name: Path(file)} if file else {}
 
 
-def changed_code(paths: RunPaths, config: Config, now: Code) -> list[str]:
+def describe_code_changes(paths: RunPaths, config: Config, now: CodeVersions) -> list[str]:
     """What is not as at a run's last start, in words; nothing of a run that did not record it.
 
     Raises:
         RunExistsError: Something, and `run.changed_code` is `refuse`.
         OSError: The storage does not answer.
     """
-    before = read_code(paths)
+    before = read_stored_code(paths)
     if before is None:
         return []
-    found = [*changes(before, now), *_changed_defaults(paths, config, before.defaults)]
+    found = [*compare_code(before, now), *_describe_default_changes(paths, config, before.defaults)]
     if found and config.run.changed_code == "refuse":
         raise RunExistsError(
             f"The run {paths.name!r} was started with other code, so its result would be that of neither:\n- "
@@ -118,13 +118,15 @@ def changed_code(paths: RunPaths, config: Config, now: Code) -> list[str]:
     return found
 
 
-def _changed_defaults(paths: RunPaths, config: Config, names: list[str]) -> list[str]:
-    stored, now = (flatten(each.to_dict()) for each in (read_config(paths, with_defaults=True), completed(config)[0]))
+def _describe_default_changes(paths: RunPaths, config: Config, names: list[str]) -> list[str]:
+    stored, now = (
+        flatten(each.to_dict()) for each in (read_config(paths, with_defaults=True), fill_defaults(config)[0])
+    )
     both = [name for name in names if name in stored and name in now and stored[name] != now[name]]
     return [f"the default of {name} was {stored[name]!r}, is {now[name]!r}" for name in both]
 
 
-def changes(before: Code, now: Code) -> list[str]:
+def compare_code(before: CodeVersions, now: CodeVersions) -> list[str]:
     """What differs, in words."""
     found = []
     for name in sorted(before.files.keys() | now.files.keys()):
@@ -138,15 +140,15 @@ def changes(before: Code, now: Code) -> list[str]:
     return found
 
 
-def put_code(paths: RunPaths, code: Code) -> None:
+def store_code(paths: RunPaths, code: CodeVersions) -> None:
     """Writes `code.json`; which arguments were not given stays as at the first start, as the classes in `config.yaml`
     do.
     """
-    before = read_code(paths)
+    before = read_stored_code(paths)
     put_json(paths.code, versioned(asdict(replace(code, defaults=before.defaults) if before is not None else code)))
 
 
-def read_code(paths: RunPaths) -> Code | None:
+def read_stored_code(paths: RunPaths) -> CodeVersions | None:
     """What a run's `code.json` says; None for a run that has none, or one that cannot be read.
 
     Raises:
@@ -154,36 +156,36 @@ def read_code(paths: RunPaths) -> Code | None:
     """
     try:
         found = read_json(paths.code)
-        return known_fields(Code, found) if found is not None else None
+        return known_fields(CodeVersions, found) if found is not None else None
     except (ValueError, TypeError):
         return None
 
 
-def completed(config: Config) -> tuple[Config, list[str]]:
+def fill_defaults(config: Config) -> tuple[Config, list[str]]:
     """The configuration with the arguments of its classes that were not given, and their dotted names."""
     values, added = config.to_dict(), list[str]()
     for name in _CLASSES:
         if values[name] is not None:
-            values[name] = _completed(values[name], name, added)
+            values[name] = _fill_value(values[name], name, added)
     return from_dict(values), added
 
 
-def _completed(value: Any, place: str, added: list[str]) -> Any:
+def _fill_value(value: Any, place: str, added: list[str]) -> Any:
     if isinstance(value, list | tuple):
-        return [_completed(part, f"{place}.{i}", added) for i, part in enumerate(value)]
+        return [_fill_value(part, f"{place}.{i}", added) for i, part in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    whole = {name: _completed(part, f"{place}.{name}", added) for name, part in value.items()}
+    whole = {name: _fill_value(part, f"{place}.{name}", added) for name, part in value.items()}
     if "class_path" not in value:
         return whole
     given, defaults = whole.get("init_args") or {}, dict[str, Any]()
     with suppress(Exception):  # what cannot be looked into has none
-        defaults = {name: plain for name, plain in _defaults(value["class_path"]) if name not in given}
+        defaults = {name: plain for name, plain in _plain_defaults(value["class_path"]) if name not in given}
     added += [f"{place}.init_args.{name}" for name in defaults]
     return whole | {"init_args": given | defaults}
 
 
-def _defaults(class_path: str) -> Iterator[tuple[str, Any]]:
+def _plain_defaults(class_path: str) -> Iterator[tuple[str, Any]]:
     """The arguments of a class that have a default which YAML keeps."""
     for parameter in inspect.signature(load_class(class_path)).parameters.values():
         value = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
@@ -199,24 +201,24 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _top(module: str) -> str:
+def _top_level(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _version(library: str) -> str | None:
+def _library_version(library: str) -> str | None:
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
-        owners = _owners().get(library)
+        owners = _distributions().get(library)
         return importlib.metadata.version(owners[0]) if owners else None
 
 
 @functools.cache
-def _owners() -> dict[str, list[str]]:
+def _distributions() -> dict[str, list[str]]:
     return dict(importlib.metadata.packages_distributions())
 
 
-def _digest_of(made: Any) -> str:
+def _digest_class(made: Any) -> str:
     """Of a class whose file is a script, in a zip, or none, as in a notebook: of its source if Python has it, or of
     what it became.
     """
@@ -225,7 +227,7 @@ def _digest_of(made: Any) -> str:
     if {Path(code.co_filename).name for code in compiled.values()} == {Path(file).name}:
         with suppress(OSError, TypeError):
             return hashlib.sha256(inspect.getsource(sys.modules[made.__module__]).encode()).hexdigest()
-    return hashlib.sha256("".join(f"{name}{_compiled(code)}" for name, code in compiled.items()).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{name}{_code_text(code)}" for name, code in compiled.items()).encode()).hexdigest()
 
 
 def _code_in(member: Any) -> CodeType | None:
@@ -234,8 +236,8 @@ def _code_in(member: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def _compiled(code: CodeType) -> str:
-    constants = [_compiled(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+def _code_text(code: CodeType) -> str:
+    constants = [_code_text(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return f"{code.co_code.hex()}{constants}{code.co_names}{code.co_varnames}"
 
 
@@ -244,17 +246,17 @@ DataVersions = dict[str, dict[str, Any]]
 _MAX_NAMED = 5
 
 
-def data_versions(training: RowSource, evaluation: RowSource | None) -> DataVersions:
+def read_data_versions(training: RowSource, evaluation: RowSource | None) -> DataVersions:
     """What changes with the content of the files that a run reads, as it is now.
 
     Raises:
         OSError: One is gone, or the storage does not answer.
     """
     sources = {"data.path": training} | ({"data.eval_path": evaluation} if evaluation is not None else {})
-    return {name: _versions(source.reader.root, source.manifest.paths) for name, source in sources.items()}
+    return {name: _file_versions(source.reader.root, source.manifest.paths) for name, source in sources.items()}
 
 
-def _versions(root: str, paths: tuple[str, ...]) -> dict[str, Any]:
+def _file_versions(root: str, paths: tuple[str, ...]) -> dict[str, Any]:
     found = versions(place_of(root), paths)
     return {
         "root": root,
@@ -262,7 +264,7 @@ def _versions(root: str, paths: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def changed_data(paths: RunPaths, config: Config, now: DataVersions) -> list[str]:
+def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) -> list[str]:
     """The files that are not as at a run's last start, in sentences; nothing of a run that did not record them.
 
     Data in another folder than before is compared by the sizes of its files alone: a copy has times of its own.
@@ -271,8 +273,12 @@ def changed_data(paths: RunPaths, config: Config, now: DataVersions) -> list[str
         RunExistsError: Some are, and `run.changed_data` is `refuse`.
         OSError: The storage does not answer.
     """
-    before = _read(paths)
-    found = [said for name in now if name in before and (said := _compare(name, before[name], now[name])) is not None]
+    before = _read_stored(paths)
+    found = [
+        said
+        for name in now
+        if name in before and (said := _describe_source_changes(name, before[name], now[name])) is not None
+    ]
     if found and config.run.changed_data == "refuse":
         raise RunExistsError(
             f"The data of the run {paths.name!r} was changed since its last start, so its result would be that of"
@@ -284,17 +290,17 @@ def changed_data(paths: RunPaths, config: Config, now: DataVersions) -> list[str
     return found
 
 
-def put_data_versions(paths: RunPaths, now: DataVersions) -> None:
+def store_data_versions(paths: RunPaths, now: DataVersions) -> None:
     """Writes `data.json`."""
     put_json(paths.data, versioned(now))
 
 
-def is_recorded(paths: RunPaths, now: DataVersions) -> bool:
+def is_stored(paths: RunPaths, now: DataVersions) -> bool:
     """Whether `data.json` says the same."""
-    return _read(paths) == now
+    return _read_stored(paths) == now
 
 
-def _read(paths: RunPaths) -> DataVersions:
+def _read_stored(paths: RunPaths) -> DataVersions:
     try:
         stored = read_json(paths.data) or {}
         return {
@@ -304,7 +310,7 @@ def _read(paths: RunPaths) -> DataVersions:
         return {}
 
 
-def _compare(name: str, before: dict[str, Any], now: dict[str, Any]) -> str | None:
+def _describe_source_changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> str | None:
     is_copy = before.get("root") != now["root"]
     both = [path for path in now["files"] if path in before["files"]]
     changed = [path for path in both if not _is_same(before["files"][path], now["files"][path], is_copy)]

@@ -32,8 +32,8 @@ from ray_app.models.package import write_files
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Cursor
 from ray_app.preflight.prepare import Prepared, make_plan, prepare
-from ray_app.preflight.purity import impurities
-from ray_app.preflight.sandbox import EndedCall, Processes
+from ray_app.preflight.purity import find_impurities
+from ray_app.preflight.sandbox import CallResult, Sandbox
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.redaction import redact
@@ -47,9 +47,9 @@ STEPS, MIDDLE, WORKERS = 6, 3, 4
 _ROWS, _MICRO_BATCH, _GROUPS, _FORWARD = 64, 4, 4, 8
 _FEW_ROWS = 20_000
 """More rows than these of a row group are read only if there is no smaller one."""
-_EXCHANGE_S = 30.0
+_REDUCTION_TIMEOUT_S = 30.0
 
-_AS_IN_THE_TRIAL: dict[str, Any] = {
+_CHECK_SETTINGS: dict[str, Any] = {
     "scaling__max_workers": WORKERS,
     "scaling__logical_workers": WORKERS,
     "scaling__threads_per_worker": 1,
@@ -79,21 +79,21 @@ _AS_IN_THE_TRIAL: dict[str, Any] = {
 }
 
 
-def trial_job(prepared: Prepared, folder: Path) -> Job:
+def make_short_job(prepared: Prepared, folder: Path) -> Job:
     """A job of a few steps with some rows of a run's data, in a folder; on the CPU, with `ddp` and exact reduction."""
     job = prepared.job
     micro_batch = min(_MICRO_BATCH, job.plan.micro_batch)
     config = job.config.replace(
-        run__storage_path=str(folder), data__global_batch_size=WORKERS * micro_batch, **_AS_IN_THE_TRIAL
+        run__storage_path=str(folder), data__global_batch_size=WORKERS * micro_batch, **_CHECK_SETTINGS
     )
     if job.task.has_epoch_decode:  # which a cache cannot hold
         config = config.replace(data__cache="none")
     if config.train.precision == "fp16":  # needs a GPU
         config = config.replace(train__precision="fp32")
-    plan = make_plan(config, _some_rows(job.plan.manifest), None)
+    plan = make_plan(config, _sample_manifest(job.plan.manifest), None)
     evaluation, initial = job.evaluation, None
     if evaluation is not None:
-        evaluation = RowSource(evaluation.reader, _some_rows(evaluation.manifest), evaluation.task_rows)
+        evaluation = RowSource(evaluation.reader, _sample_manifest(evaluation.manifest), evaluation.task_rows)
     if prepared.initial is not None:
         initial = str(folder / "initial.safetensors")
         safetensors.torch.save_file(prepared.initial, initial)
@@ -102,7 +102,7 @@ def trial_job(prepared: Prepared, folder: Path) -> Job:
     )
 
 
-def _some_rows(manifest: Manifest) -> Manifest:
+def _sample_manifest(manifest: Manifest) -> Manifest:
     """The first rows of some row groups, from all over the data."""
     small = [i for i, rows in enumerate(manifest.rows) if 0 < rows <= _FEW_ROWS]
     small = small or [min((i for i, rows in enumerate(manifest.rows) if rows), key=lambda i: int(manifest.rows[i]))]
@@ -112,7 +112,7 @@ def _some_rows(manifest: Manifest) -> Manifest:
     return Manifest(manifest.paths, manifest.file_of[groups], manifest.index_in_file[groups], rows)
 
 
-class _Together(SingleProcessMembership):
+class _FileStoreMembership(SingleProcessMembership):
     """The membership of processes that share a file; they are there from beginning to end."""
 
     def __init__(self, world: World, store: Path) -> None:
@@ -129,7 +129,7 @@ class _Together(SingleProcessMembership):
             yield self._world, formed
             return
         with collective():
-            timeout = timedelta(seconds=_EXCHANGE_S)
+            timeout = timedelta(seconds=_REDUCTION_TIMEOUT_S)
             dist.init_process_group(
                 "gloo", store=FileStore(str(self._store), size), rank=rank, world_size=size, timeout=timeout
             )
@@ -140,11 +140,11 @@ class _Together(SingleProcessMembership):
             dist.destroy_process_group()
 
 
-def _train_as(job: Job, rank: int, size: int, store: Path) -> None:
+def _train_rank(job: Job, rank: int, size: int, store: Path) -> None:
     """Trains as one of several processes; called in each."""
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
-    membership = _Together(World(rank, size, WORKERS), store)
+    membership = _FileStoreMembership(World(rank, size, WORKERS), store)
     train(job, membership, _open_windows, torch.device("cpu"), load_evaluation=load)
 
 
@@ -156,7 +156,7 @@ def _open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """What a training of some processes gave.
 
     Args:
@@ -170,27 +170,27 @@ class Trained:
     scores: tuple[tuple[int, str], ...] = ()
 
 
-def calls(job: Job, size: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+def training_calls(job: Job, size: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """The calls that train a job with so many processes, at the same time."""
-    return [(_train_as, (job, rank, size, Path(f"{job.run_root}.store"))) for rank in range(size)]
+    return [(_train_rank, (job, rank, size, Path(f"{job.run_root}.store"))) for rank in range(size)]
 
 
-def outcome(job: Job, ended: Sequence[EndedCall]) -> Trained:
+def collect_result(job: Job, ended: Sequence[CallResult]) -> TrainingResult:
     """What came of them."""
     errors = [each.error for each in ended if each.error is not None]
     errors.sort(key=lambda error: isinstance(error, PeerLostError))  # what a peer met comes first
     if errors:
-        return Trained(errors[0])
+        return TrainingResult(errors[0])
     scores = tuple(
         sorted(
             (e.step, ", ".join(f"{name} {value!r}" for name, value in sorted(e.metrics.items())))
             for e in read_scores(job.paths)
         )
     )
-    return Trained(None, CheckpointStore(job.paths).commits()[-1].params_digest, scores)
+    return TrainingResult(None, CheckpointStore(job.paths).commits()[-1].params_digest, scores)
 
 
-def from_the_middle(job: Job, name: str) -> Job:
+def copy_from_middle(job: Job, name: str) -> Job:
     """A copy of a job that was trained, in a folder of this name, as it was in the middle."""
     assert isinstance(job.paths.root, Path)
     root = job.paths.root.with_name(name)
@@ -204,7 +204,7 @@ def from_the_middle(job: Job, name: str) -> Job:
     return made
 
 
-_LIMIT_S = 300.0
+_CALL_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def check_task(config: Config) -> TaskCheck:
         DataError: The data is refused, likewise.
     """
     try:
-        prepared = prepare(config.replace(run__name=None, train__strategy=_tried(config)))
+        prepared = prepare(config.replace(run__name=None, train__strategy=_checked_strategy(config)))
     except BadRowError as error:
         return TaskCheck((Finding("failed", "rows", f"{error}. Mend Task.decode, or the row."),))
     except ConfigError as error:
@@ -251,41 +251,44 @@ def check_task(config: Config) -> TaskCheck:
         return TaskCheck((Finding("failed", "one row", str(error)),))
     with tempfile.TemporaryDirectory(prefix="ray_app-check-") as name:
         folder = Path(name)
-        job = trial_job(prepared, folder)
-        with closing(Processes(folder / "processes")) as processes:
+        job = make_short_job(prepared, folder)
+        with closing(Sandbox(folder / "processes")) as processes:
             said = [Finding("ok", "data", line) for line in prepared.data] + [
-                Finding("warning", "data", line) for line in prepared.doubts
+                Finding("warning", "data", line) for line in prepared.warnings
             ]
             done = Finding("ok", "one row", "went through training and evaluation.")
-            return TaskCheck((*said, done, *_checks(prepared, job, processes)))
+            return TaskCheck((*said, done, *_run_checks(prepared, job, processes)))
 
 
-def _tried(config: Config) -> str:
+def _checked_strategy(config: Config) -> str:
     return "ddp" if config.train.strategy == "single" else config.train.strategy
 
 
-def _checks(prepared: Prepared, job: Job, processes: Processes) -> Iterator[Finding]:
+def _run_checks(prepared: Prepared, job: Job, processes: Sandbox) -> Iterator[Finding]:
     """All checks; what needs nothing of others runs at the same time."""
     alone, again, together = (
         replace(job, run_root=f"{job.run_root}-{name}") for name in ("alone", "again", "together")
     )
     pure, exported, *ended = processes.run(
-        [(impurities, (job,)), (export, (job,)), *calls(alone, 1), *calls(again, 1)], _LIMIT_S
+        [(find_impurities, (job,)), (export_untrained, (job,)), *training_calls(alone, 1), *training_calls(again, 1)],
+        _CALL_TIMEOUT_S,
     )
-    yield _randomness(pure)
-    one, repeated = outcome(alone, ended[:1]), outcome(again, ended[1:])
+    yield _report_randomness(pure)
+    one, repeated = collect_result(alone, ended[:1]), collect_result(again, ended[1:])
     if one.error is not None:
         yield Finding("failed", "training", f"{STEPS} steps on one worker: {one.error}")
     else:
-        resumed = from_the_middle(alone, "resumed")
-        ended = processes.run([*calls(together, WORKERS), *calls(resumed, 2)], _LIMIT_S)
-        yield from _trained(one, repeated, outcome(together, ended[:WORKERS]), outcome(resumed, ended[WORKERS:]))
-    yield _export(exported)
+        resumed = copy_from_middle(alone, "resumed")
+        ended = processes.run([*training_calls(together, WORKERS), *training_calls(resumed, 2)], _CALL_TIMEOUT_S)
+        yield from _compare_trainings(
+            one, repeated, collect_result(together, ended[:WORKERS]), collect_result(resumed, ended[WORKERS:])
+        )
+    yield _report_export(exported)
     if prepared.job.config.scaling.gpus_per_worker:
         yield Finding("warning", "GPU", "was not tried: a check computes on the CPU.")
 
 
-def _randomness(pure: EndedCall) -> Finding:
+def _report_randomness(pure: CallResult) -> Finding:
     if pure.error is not None:
         return Finding("failed", "randomness", str(pure.error))
     if pure.value:
@@ -295,7 +298,9 @@ def _randomness(pure: EndedCall) -> Finding:
     )
 
 
-def _trained(one: Trained, repeated: Trained, together: Trained, resumed: Trained) -> Iterator[Finding]:
+def _compare_trainings(
+    one: TrainingResult, repeated: TrainingResult, together: TrainingResult, resumed: TrainingResult
+) -> Iterator[Finding]:
     """Compares trainings; what is wrong with the first of these is told, since the others then follow."""
     many = f"{STEPS} steps on one worker and on {WORKERS}"
     again = f"{STEPS} steps, and the same from step {MIDDLE} on after a resume on 2 workers"
@@ -311,12 +316,12 @@ def _trained(one: Trained, repeated: Trained, together: Trained, resumed: Traine
         "A worker has only its own rows: nothing may be kept from one batch for the next but in the model's parameters"
         " and buffers."
     )
-    yield _compared("workers", many, one, together, kept)
+    yield _compare_params("workers", many, one, together, kept)
     kept = (
         "A worker that resumes has the checkpoint alone: what a task or a model keeps elsewhere than in parameters and"
         " buffers is gone."
     )
-    yield _compared("resume", again, one, resumed, kept)
+    yield _compare_params("resume", again, one, resumed, kept)
     if not one.scores:
         yield Finding("warning", "evaluation", "there is none: data.eval_path is not given.")
     elif together.error is None and together.params == one.params:
@@ -336,7 +341,7 @@ def _trained(one: Trained, repeated: Trained, together: Trained, resumed: Traine
             )
 
 
-def _compared(topic: str, what: str, one: Trained, other: Trained, advice: str) -> Finding:
+def _compare_params(topic: str, what: str, one: TrainingResult, other: TrainingResult, advice: str) -> Finding:
     if other.error is not None:
         return Finding("failed", topic, f"{what}: {other.error}")
     if other.params != one.params:
@@ -344,7 +349,7 @@ def _compared(topic: str, what: str, one: Trained, other: Trained, advice: str) 
     return Finding("ok", topic, f"{what}: the same parameters, bit for bit.")
 
 
-def export(job: Job) -> tuple[str, tuple[str, ...]]:
+def export_untrained(job: Job) -> tuple[str, tuple[str, ...]]:
     """Writes the model as it is before the first step, loads it again and compares; called in a process of its own."""
     seed_init(job.config.seed, torch.device("cpu"))
     source = job.evaluation or job.source
@@ -355,7 +360,7 @@ def export(job: Job) -> tuple[str, tuple[str, ...]]:
         return made.format, made.refused
 
 
-def _export(exported: EndedCall) -> Finding:
+def _report_export(exported: CallResult) -> Finding:
     if exported.error is not None:
         return Finding(
             "failed",

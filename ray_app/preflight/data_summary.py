@@ -20,7 +20,7 @@ _ROW_ID = "row_id"
 _MAX_NAMED, _MAX_READ, _READ_ROWS = 20, 8, 1000
 
 
-def described_data(task: Task, dataset: Dataset) -> list[str]:
+def describe_training_columns(task: Task, dataset: Dataset) -> list[str]:
     """Which columns a task reads, how many classes there are, and which columns it does not use and why, in one or two
     lines.
 
@@ -30,11 +30,15 @@ def described_data(task: Task, dataset: Dataset) -> list[str]:
     """
     columns, targets = task.columns(), task.targets()
     inputs = [name for name in columns if name not in targets]
-    used = f"Columns used: {_some(inputs)}" + (f"; to predict {_some(targets)}" if targets else "") + _classes(task)
-    return [used, *_unused(dataset, columns)]
+    used = (
+        f"Columns used: {_join_names(inputs)}"
+        + (f"; to predict {_join_names(targets)}" if targets else "")
+        + _describe_classes(task)
+    )
+    return [used, *_describe_unused_columns(dataset, columns)]
 
 
-def described_columns(columns: Sequence[str], dataset: Dataset, carried: Sequence[str]) -> list[str]:
+def describe_prediction_columns(columns: Sequence[str], dataset: Dataset, carried: Sequence[str]) -> list[str]:
     """Which columns a prediction reads and carries through, and which columns it does not use and why, in one or two
     lines.
 
@@ -43,20 +47,26 @@ def described_columns(columns: Sequence[str], dataset: Dataset, carried: Sequenc
         dataset: The data that is predicted.
         carried: The columns that are beside the predictions.
     """
-    used = f"Columns used: {_some(columns)}" + (f"; beside the predictions {_some(carried)}" if carried else "")
-    return [used, *_unused(dataset, [*columns, *carried])]
+    used = f"Columns used: {_join_names(columns)}" + (
+        f"; beside the predictions {_join_names(carried)}" if carried else ""
+    )
+    return [used, *_describe_unused_columns(dataset, [*columns, *carried])]
 
 
-def _unused(dataset: Dataset, used: Sequence[str]) -> list[str]:
+def _describe_unused_columns(dataset: Dataset, used: Sequence[str]) -> list[str]:
     unused = {name: facts for name, facts in dataset.facts.columns.items() if name not in used}
     if not unused:
         return []
-    odd = _odd_values(dataset, [name for name, facts in unused.items() if facts.kind == "text" and name != _ROW_ID])
-    reasons = [f"{name!r} ({_why(name, facts, dataset.facts)}{odd.get(name, '')})" for name, facts in unused.items()]
-    return [f"Columns not used: {_some(reasons)}"]
+    odd = _find_odd_values(
+        dataset, [name for name, facts in unused.items() if facts.kind == "text" and name != _ROW_ID]
+    )
+    reasons = [
+        f"{name!r} ({_explain_unused(name, facts, dataset.facts)}{odd.get(name, '')})" for name, facts in unused.items()
+    ]
+    return [f"Columns not used: {_join_names(reasons)}"]
 
 
-def similar_class_doubts(facts: DataFacts) -> list[str]:
+def similar_class_warnings(facts: DataFacts) -> list[str]:
     """What to say of classes whose names differ in upper and lower case, blanks or the form of a character alone."""
     return [
         f"The classes {', '.join(map(repr, names))} of {facts.path} differ in upper and lower case, blanks or the form"
@@ -67,7 +77,7 @@ def similar_class_doubts(facts: DataFacts) -> list[str]:
     ]
 
 
-def constant_target_doubts(task: Task, evaluated: DataFacts, num_rows: int) -> list[str]:
+def constant_target_warnings(task: Task, evaluated: DataFacts, num_rows: int) -> list[str]:
     """What to say of data to evaluate on whose target has one value in all rows, as the statistics of its files show
     it.
 
@@ -89,14 +99,16 @@ def constant_target_doubts(task: Task, evaluated: DataFacts, num_rows: int) -> l
     ]
 
 
-def _classes(task: Task) -> str:
+def _describe_classes(task: Task) -> str:
     if not task.classes:
         return ""
-    shown = "" if task.classes == [str(number) for number in range(len(task.classes))] else f": {_some(task.classes)}"
+    shown = (
+        "" if task.classes == [str(number) for number in range(len(task.classes))] else f": {_join_names(task.classes)}"
+    )
     return f", {len(task.classes)} classes{shown}"
 
 
-def _why(name: str, facts: ColumnFacts, data: DataFacts) -> str:
+def _explain_unused(name: str, facts: ColumnFacts, data: DataFacts) -> str:
     """Type of a column and the reason why it is not used."""
     kind = f"{facts.kind} {facts.dtype}".rstrip() if facts.kind == "other" else facts.kind
     if name in data.index_columns:
@@ -104,7 +116,7 @@ def _why(name: str, facts: ColumnFacts, data: DataFacts) -> str:
     return f"{kind}, not named" if facts.kind in ("number", "integer", "array") else kind
 
 
-def _odd_values(dataset: Dataset, names: list[str]) -> dict[str, str]:
+def _find_odd_values(dataset: Dataset, names: list[str]) -> dict[str, str]:
     """Of columns of text whose first rows are mostly numbers, the first value that is none: it may be what makes the
     column text.
     """
@@ -113,12 +125,12 @@ def _odd_values(dataset: Dataset, names: list[str]) -> dict[str, str]:
     path, _, _ = dataset.manifest.place_of(0)
     with suppress(DataError, OSError, pa.ArrowException), parquet(place_of(dataset.root) / path) as file:
         rows = next(file.iter_batches(_READ_ROWS, columns=names[:_MAX_READ], use_threads=False), None)
-        found = {name: _odd_value(rows.column(name)) for name in rows.schema.names} if rows is not None else {}
+        found = {name: _find_odd_value(rows.column(name)) for name in rows.schema.names} if rows is not None else {}
         return {name: said for name, said in found.items() if said is not None}
     return {}
 
 
-def _odd_value(values: pa.Array) -> str | None:
+def _find_odd_value(values: pa.Array) -> str | None:
     texts = pc.utf8_trim_whitespace(values.cast(pa.string())).to_pylist()
     odd = [(row, text) for row, text in enumerate(texts) if text is not None and not _is_number(text)]
     if not odd or 2 * len(odd) > len(texts):
@@ -137,5 +149,5 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _some(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + (f", ... ({len(names)})" if len(names) > _MAX_NAMED else "")

@@ -19,21 +19,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ray_app.config.config import Config
-from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.errors import ConfigError, TaskError
 from ray_app.preflight.gradient_checks import (
+    check_norm_values,
+    count_norm_values,
     cut_unevenly,
-    gradient_doubts,
-    moved_parameters,
+    gradient_warnings,
+    norm_value_warnings,
+    parameters_of_turn,
     parameters_without_gradient,
-    refuse_single_values,
-    single_value_doubts,
-    values_of_statistics,
 )
 from ray_app.preflight.metric_checks import check_metrics
-from ray_app.preflight.model_checks import Kernels, find_refused, first_line, kept_whole, refuse_unshardable
-from ray_app.preflight.probe_rows import SHORT, RowProbe, cut, numbers_of
-from ray_app.preflight.rare_rows import RareRows, refuse_out_of_range
+from ray_app.preflight.model_checks import KernelRecorder, check_forward, check_shardable, find_failing_part, first_line
+from ray_app.preflight.probe_rows import SHORT_LENGTH, RowProbe, count_numbers, truncate
+from ray_app.preflight.rare_rows import RareRows, check_value_ranges
 from ray_app.task.base import Batch, Task, check_losses, sum_losses
 from ray_app.task.device import pin, restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
@@ -54,9 +54,9 @@ from ray_app.train.strategies.parameter_server.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-_MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)
+_CODE_ERRORS = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)
 """What is raised where a name is wrong, however many rows there are."""
-_NEEDS_MORE = re.compile("closure|dense")
+_UNSUPPORTED_STEP = re.compile("closure|dense")
 """What PyTorch says where a gradient that is dense is not enough (`LBFGS`, `SparseAdam`)."""
 
 
@@ -94,7 +94,7 @@ def dry_run(
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
                 state.initialize(initial)
-                doubts = _try_rows(
+                doubts = _check_rows(
                     job,
                     state,
                     {name: repeat_rows(values) for name, values in row.items()},
@@ -112,13 +112,13 @@ def dry_run(
             f" {config.optimizer.init_args}"
             + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
         ) from error
-    if type(task).apply_gradients is Task.apply_gradients and config.optimizer.class_path != OWN_OPTIMIZER:
+    if type(task).apply_gradients is Task.apply_gradients and config.optimizer.class_path != TASK_OPTIMIZER:
         for spec in config.optimizers.values() if config.optimizers else [config.optimizer]:
-            _try_optimizer(config, spec, state.model)
+            _check_optimizer_step(config, spec, state.model)
     if config.checkpoint.snapshot_every_steps is not None:
         check_snapshot_memory(state.model, psutil.virtual_memory().available)
     if (gpus := config.scaling.gpus_per_worker) and config.train.strategy != "parameter_server":
-        workers = max(1, min(config.scaling.most_workers, int(torch.cuda.device_count() / gpus)))
+        workers = max(1, min(config.scaling.worker_limit, int(torch.cuda.device_count() / gpus)))
         doubts = doubts + page_locked_memory_warnings(state.model, config.train, workers, psutil.virtual_memory().total)
     if config.train.strategy == "parameter_server":
         Layout(state.model, state.optimizer, config.train)
@@ -136,12 +136,12 @@ def dry_run(
             f" optimizer.groups."
         )
     if config.train.strategy == "fsdp":
-        refuse_unshardable(state.model)
-    _try_schedules(state, job.total_steps)
+        check_shardable(state.model)
+    _check_schedules(state, job.total_steps)
     return doubts
 
 
-def _try_schedules(state: TrainingState, total_steps: int) -> None:
+def _check_schedules(state: TrainingState, total_steps: int) -> None:
     """Moves the schedules once.
 
     Raises:
@@ -159,21 +159,21 @@ def _try_schedules(state: TrainingState, total_steps: int) -> None:
             " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
         )
     for schedule, moves in schedules:
-        _check_steps(schedule, moves)
-    _refuse_rates(state, "in the first step")
+        _check_schedule_steps(schedule, moves)
+    _check_learning_rates(state, "in the first step")
     if state.schedule is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             with user_code(lambda: "moving the schedule"):
                 state.advance_schedule()
-        _refuse_rates(state, "after the first step")
+        _check_learning_rates(state, "after the first step")
         groups = [
             {name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups
         ]
-        _refuse_unreadable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
+        _check_storable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
 
 
-def _refuse_rates(state: TrainingState, when: str) -> None:
+def _check_learning_rates(state: TrainingState, when: str) -> None:
     """Refuses learning rates that a schedule or an optimizer of a user's makes.
 
     Raises:
@@ -186,7 +186,7 @@ def _refuse_rates(state: TrainingState, when: str) -> None:
         )
 
 
-def _try_rows(
+def _check_rows(
     job: Job,
     state: TrainingState,
     rows: Arrays,
@@ -195,58 +195,58 @@ def _try_rows(
     has_all: bool,
     sample: Callable[[], Arrays | None],
 ) -> list[str]:
-    """`_try_task` with short rows, the greatest numbers of the data in these, and its longest rows once; and the
+    """`_run_task` with short rows, the greatest numbers of the data in these, and its longest rows once; and the
     metrics with some rows.
 
     Returns:
         What is to be said at the start, in sentences.
 
     Raises:
-        TaskError: See `_try_task`.
+        TaskError: See `_run_task`.
         ConfigError: Likewise, or the model lacks classes, a vocabulary or positions for the data.
     """
     attempt, doubts = RowProbe(job.task, state), list[str]()
-    with values_of_statistics(state.model, len(next(iter(rows.values())))) as counts:
-        short, unused = _try_short(job, attempt, rows)
-    refuse_single_values(state.model, job.plan, counts)
-    refuse_out_of_range(attempt, short)
+    with count_norm_values(state.model, len(next(iter(rows.values())))) as counts:
+        short, unused = _check_short_rows(job, attempt, rows)
+    check_norm_values(state.model, job.plan, counts)
+    check_value_ranges(attempt, short)
     if isinstance(job.task, ModuleTask) and evaluated is not None:
         try:
             job.task.refuse_target(evaluated)
         except ValueError as error:
             raise ConfigError(f"data.eval_path {job.config.data.eval_path}, in the first rows: {error}.") from error
-    known = numbers_of(short) // 2
+    known = count_numbers(short) // 2
     for each in beyond:
         known = each.refuse(attempt, short, known)
-    is_short = _is_cut(job.task) and numbers_of(short) == numbers_of(cut(rows, SHORT))
+    is_short = _can_truncate(job.task) and count_numbers(short) == count_numbers(truncate(rows, SHORT_LENGTH))
     if job.config.data.eval_path is not None:
         some = short if evaluated is None else cut_unevenly(evaluated) if is_short else evaluated
         doubts = check_metrics(job.task, state.model, some, has_all)
-    doubts = [*doubts, *single_value_doubts(state.model, job.plan, counts)]
+    doubts = [*doubts, *norm_value_warnings(state.model, job.plan, counts)]
     if unused or isinstance(job.task, BatchTask):
         trained = sample()
-        doubts += gradient_doubts(
+        doubts += gradient_warnings(
             job, attempt, unused, cut_unevenly(trained) if is_short and trained is not None else trained
         )
     return doubts
 
 
-def _try_short(job: Job, attempt: RowProbe, rows: Arrays) -> tuple[Arrays, dict[str, nn.Parameter]]:
-    """`_try_task` with what rows of tokens begin with, or the rows as they are; returns those that it works with, and
+def _check_short_rows(job: Job, attempt: RowProbe, rows: Arrays) -> tuple[Arrays, dict[str, nn.Parameter]]:
+    """`_run_task` with what rows of tokens begin with, or the rows as they are; returns those that it works with, and
     what it returned.
 
     Raises:
-        TaskError: See `_try_task`.
+        TaskError: See `_run_task`.
         ConfigError: Likewise, or the model lacks positions.
     """
-    task, short = job.task, cut(rows, SHORT)
-    if _is_cut(task) and numbers_of(short) < numbers_of(rows):
+    task, short = job.task, truncate(rows, SHORT_LENGTH)
+    if _can_truncate(task) and count_numbers(short) < count_numbers(rows):
         try:
-            return short, _try_task(job, attempt, short)
+            return short, _run_task(job, attempt, short)
         except TaskError:  # if it is not the length, the rows as they are say it
             pass
     try:
-        return rows, _try_task(job, attempt, rows)
+        return rows, _run_task(job, attempt, rows)
     except TaskError as error:
         for evaluates in (False, True) if job.config.data.eval_path is not None else (False,):
             if isinstance(task, ModuleTask) and (why := attempt.too_long(rows, evaluates)) is not None:
@@ -254,12 +254,12 @@ def _try_short(job: Job, attempt: RowProbe, rows: Arrays) -> tuple[Arrays, dict[
         raise
 
 
-def _is_cut(task: Task) -> bool:
+def _can_truncate(task: Task) -> bool:
     """Whether a task is tried with the beginnings of its rows."""
     return isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
 
 
-def _try_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Parameter]:
+def _run_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Parameter]:
     """Takes two rows through training and evaluation, as workers and evaluator will; returns the parameters that get no
     gradient.
 
@@ -271,13 +271,13 @@ def _try_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Paramet
     state.train()
     trained_on = user_code(lambda: "training on two rows")
     with (
-        kept_whole(state.model, config.optimizers is not None),
+        check_forward(state.model, config.optimizers is not None),
         trained_on,
-        _kernels(config, config.scaling.gpus_per_worker) as gpus,
+        _recording_kernels(config, config.scaling.gpus_per_worker) as gpus,
     ):
         fields = task.augment(to_batch(rows), torch.arange(count))
         if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
-            _look_at_target(job, task, state.model, fields)
+            _note_target_range(job, task, state.model, fields)
         for turn in attempt.turns:
             losses = (
                 task.training_loss(state.model, fields)
@@ -286,23 +286,25 @@ def _try_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Paramet
             )
             found = check_losses(task, losses, count)
             sum_losses(task, found)
-            moved = moved_parameters(state, turn)
+            moved = parameters_of_turn(state, turn)
             unused |= {name: moved[name] for name in parameters_without_gradient(found.values, moved)}
             if gpus and found.values.requires_grad:
                 parameters = [p for p in state.model.parameters() if p.requires_grad]
                 torch.autograd.grad(found.values.sum(), parameters, allow_unused=True)
     if config.data.eval_path is None:
         return unused
-    with _kernels(config, config.scaling.gpus_per_worker if job.workers_evaluate else config.evaluate.num_gpus):
+    with _recording_kernels(
+        config, config.scaling.gpus_per_worker if job.workers_evaluate else config.evaluate.num_gpus
+    ):
         chunks = list(score(task, state.model, rows, count, torch.device("cpu")))
-        _refuse_unknown_metric(job, chunks)
+        _check_metric_names(job, chunks)
     with user_code(lambda: "predicting two rows"), torch.inference_mode():
         batch = to_batch(rows)
         task.predictions(task.forward(state.model, batch), batch)
     return unused
 
 
-def _look_at_target(job: Job, task: ModuleTask, model: nn.Module, fields: Batch) -> None:
+def _note_target_range(job: Job, task: ModuleTask, model: nn.Module, fields: Batch) -> None:
     """Lets the task note which values the loss takes in its target, so that its readers refuse rows with others.
 
     Raises:
@@ -319,7 +321,7 @@ def _look_at_target(job: Job, task: ModuleTask, model: nn.Module, fields: Batch)
         restore_modes(modes)
 
 
-def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
+def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
     """Computes the metrics once, and refuses one that is to decide and that an evaluation does not give.
 
     Raises:
@@ -330,7 +332,7 @@ def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
     try:
         known = sorted({"loss", *combine(task, chunks).values})
     except TaskError as error:
-        if isinstance(error.__cause__, _MISTAKES):
+        if isinstance(error.__cause__, _CODE_ERRORS):
             raise
         logger.warning(
             "The metrics cannot be computed of two rows; an evaluation has more, and may: %s",
@@ -351,25 +353,25 @@ def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
 
 
 @contextmanager
-def _kernels(config: Config, gpus: float) -> Iterator[bool]:
+def _recording_kernels(config: Config, gpus: float) -> Iterator[bool]:
     """The context of what is to run on GPUs with deterministic kernels, if it is, which it yields."""
     if not gpus or config.train.reduction != "exact":
         yield False
         return
-    with Kernels() as kernels:
+    with KernelRecorder() as kernels:
         yield True
     kernels.refuse(gpus)
 
 
-def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
+def _check_schedule_steps(schedule: LRScheduler | None, moves: int) -> None:
     """Refuses a schedule that ends before it was moved this often, also one in another."""
     if isinstance(schedule, SequentialLR):
         bounds = [0, *schedule._milestones, moves]
         for each, (begin, end) in zip(schedule._schedulers, pairwise(bounds), strict=True):
-            _check_steps(each, min(end, moves) - begin)
+            _check_schedule_steps(each, min(end, moves) - begin)
     elif isinstance(schedule, ChainedScheduler):
         for each in schedule._schedulers:
-            _check_steps(each, moves)
+            _check_schedule_steps(each, moves)
     elif (steps := getattr(schedule, "total_steps", moves)) < moves:
         raise ConfigError(
             f"{type(schedule).__name__} has total_steps {steps}, but is moved at {moves} steps of the run; leave"
@@ -378,7 +380,7 @@ def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
         )
 
 
-def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> None:
+def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module) -> None:
     """Moves a copy of the smallest parameter by a gradient of zeros, on the CPU: a GPU may be another process's alone.
 
     Raises:
@@ -391,10 +393,10 @@ def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> Non
     try:
         optimizer = load_class(spec)([tried], **spec.init_args)
         optimizer.step()
-        counted = _counted(optimizer)
+        counted = _numeric_attributes(optimizer)
         optimizer.step()
     except Exception as error:
-        if on_gpus and not _NEEDS_MORE.search(str(error)):  # it may be that it works on GPUs only
+        if on_gpus and not _UNSUPPORTED_STEP.search(str(error)):  # it may be that it works on GPUs only
             return
         said = f"{type(error).__name__}: {error}".rstrip(".")
         raise ConfigError(
@@ -403,7 +405,7 @@ def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> Non
             " no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
         ) from error
     if changed := [
-        name for name, value in _counted(optimizer).items() if name not in counted or counted[name] != value
+        name for name, value in _numeric_attributes(optimizer).items() if name not in counted or counted[name] != value
     ]:
         raise ConfigError(
             f"optimizer.class_path {spec.class_path} keeps {changed[0]} in itself (self.{changed[0]}), which no"
@@ -411,12 +413,12 @@ def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> Non
             " self.state[p] or in the group."
         )
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    _refuse_unreadable(
+    _check_storable(
         f"optimizer.class_path {spec.class_path}", {"state": optimizer.state_dict()["state"], "param_groups": groups}
     )
 
 
-def _counted(optimizer: Optimizer) -> dict[str, Any]:
+def _numeric_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer has beside its state and its groups that may be counted or added up."""
     return {
         name: value
@@ -425,7 +427,7 @@ def _counted(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _refuse_unreadable(what: str, held: dict[str, Any]) -> None:
+def _check_storable(what: str, held: dict[str, Any]) -> None:
     """Refuses what can be written into a checkpoint, but not read from it, since only PyTorch's own and plain Python
     are.
 
@@ -433,7 +435,7 @@ def _refuse_unreadable(what: str, held: dict[str, Any]) -> None:
         ConfigError: It cannot; the message names the entry.
     """
     for name, value in held.items():
-        if (refused := find_refused(name, value, _storing_error)) is not None:
+        if (refused := find_failing_part(name, value, _storing_error)) is not None:
             part, _, error = refused
             raise ConfigError(
                 f"{what} keeps {part}, which no checkpoint can be read with: {first_line(error).rstrip('.')}. Keep"

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Plan
-from ray_app.preflight.metric_checks import MIN_ROWS, are_close, disturbed, num_trials, repeated
-from ray_app.preflight.probe_rows import SHORT, RowProbe
+from ray_app.preflight.metric_checks import MIN_ROWS, are_close, num_perturbations, perturbed, repeat_rows
+from ray_app.preflight.probe_rows import SHORT_LENGTH, RowProbe
 from ray_app.task.base import check_losses, sum_losses
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.whole_batches import BatchTask
@@ -35,11 +35,13 @@ from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import module_modes, restore_modes
 
 _MAX_NAMED = 5
-_COUNT_ZEROS = ("fsdp", "local_sgd")
+_ZERO_FILLING_STRATEGIES = ("fsdp", "local_sgd")
 """Strategies that fill in a missing gradient with zeros on one logical worker, too."""
 
 
-def gradient_doubts(job: Job, attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays | None) -> list[str]:
+def gradient_warnings(
+    job: Job, attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays | None
+) -> list[str]:
     """What to say of parameters that no tried row uses, and of numbers of a training step that are no means over rows.
 
     Args:
@@ -50,15 +52,15 @@ def gradient_doubts(job: Job, attempt: RowProbe, unused: Mapping[str, nn.Paramet
     """
     state = attempt.state
     if unused and rows is not None:
-        unused = _unused_by(attempt, unused, rows)
+        unused = _unused_in(attempt, unused, rows)
     optimizers = [state.optimizer] if state.turns is None else state.turns.optimizers.values()
-    doubts = unused_doubts(job.config, job.plan.logical_workers, optimizers, unused)
+    doubts = unused_parameter_warnings(job.config, job.plan.logical_workers, optimizers, unused)
     if isinstance(job.task, BatchTask) and rows is not None and job.plan.logical_workers > 1:
-        doubts += training_mean_doubts(job.task, state.model, rows)
+        doubts += training_mean_warnings(job.task, state.model, rows)
     return doubts
 
 
-def moved_parameters(state: TrainingState, turn: str | None) -> dict[str, nn.Parameter]:
+def parameters_of_turn(state: TrainingState, turn: str | None) -> dict[str, nn.Parameter]:
     """The trained parameters by name, those of a turn alone if optimizers take turns."""
     named = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
     if turn is None or state.turns is None:
@@ -67,7 +69,7 @@ def moved_parameters(state: TrainingState, turn: str | None) -> dict[str, nn.Par
     return {name: p for name, p in named.items() if id(p) in moved}
 
 
-def _unused_by(attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays) -> dict[str, nn.Parameter]:
+def _unused_in(attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays) -> dict[str, nn.Parameter]:
     """Those of the parameters that these rows do not use either."""
     task, state, count = attempt.task, attempt.state, len(next(iter(rows.values())))
     state.train()
@@ -81,7 +83,7 @@ def _unused_by(attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arra
                 else task.loss_for_optimizer(turn, state.model, fields)
             )
             without.update(
-                parameters_without_gradient(check_losses(task, losses, count).values, moved_parameters(state, turn))
+                parameters_without_gradient(check_losses(task, losses, count).values, parameters_of_turn(state, turn))
             )
     except Exception:  # what is wrong with these rows is said where they are read
         return dict(unused)
@@ -112,7 +114,7 @@ def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Para
     return [name for name, p in parameters.items() if p.requires_grad and id(p) not in reached]
 
 
-def unused_doubts(
+def unused_parameter_warnings(
     config: Config, logical_workers: int, optimizers: Iterable[Optimizer], unused: Mapping[str, nn.Parameter]
 ) -> list[str]:
     """What to say of trained parameters that get no gradient and that weight decay moves all the same.
@@ -123,7 +125,7 @@ def unused_doubts(
         optimizers: What moves the parameters.
         unused: The parameters without a gradient, by name.
     """
-    if logical_workers == 1 and config.train.strategy not in _COUNT_ZEROS:
+    if logical_workers == 1 and config.train.strategy not in _ZERO_FILLING_STRATEGIES:
         return []
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     decayed = {id(p) for group in groups if group.get("weight_decay") for p in group["params"]}
@@ -142,12 +144,12 @@ def unused_doubts(
 
 
 def cut_unevenly(rows: Arrays) -> Arrays:
-    """Rows whose lists are cut to different lengths, at most `SHORT`: a mean over tokens is one over rows where all are
+    """Rows whose lists are cut to different lengths, at most `SHORT_LENGTH`: a mean over tokens is one over rows where all are
     of one length.
     """
     return {
         name: Ragged.of(
-            (values.row(i)[: SHORT - i % (SHORT // 2)] for i in range(len(values))),
+            (values.row(i)[: SHORT_LENGTH - i % (SHORT_LENGTH // 2)] for i in range(len(values))),
             values.values.dtype,
             values.fill,
             values.multiple,
@@ -159,7 +161,7 @@ def cut_unevenly(rows: Arrays) -> Arrays:
     }
 
 
-def training_mean_doubts(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
+def training_mean_warnings(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     """What to say of numbers of a training step that are no means over the rows of its batch, so that they depend on
     the logical workers.
 
@@ -172,16 +174,16 @@ def training_mean_doubts(task: BatchTask, model: nn.Module, rows: Arrays) -> lis
         rows: Some decoded rows of the data to train on.
     """
     count = max(len(next(iter(rows.values()))), MIN_ROWS)
-    rows, cut = repeated(rows, count), max(1, count // 3)
+    rows, cut = repeat_rows(rows, count), max(1, count // 3)
     parts = [slice(count), slice(cut), slice(cut, count)]
     modes, has_batch_norm = module_modes(model), any(isinstance(layer, _BatchNorm) for layer in model.modules())
     try:
         for is_training in (False,) if has_batch_norm else (False, True):
             model.train(is_training)
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                different = _different(model, partial(_means, task, model, rows), parts)
+                different = _find_unequal_means(model, partial(_means, task, model, rows), parts)
             if different is not None:
-                return [_no_mean(type(task).__name__, model, name) for name in different]
+                return [_not_a_mean_message(type(task).__name__, model, name) for name in different]
     finally:
         restore_modes(modes)
     return []
@@ -199,13 +201,15 @@ def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: slice, seed: i
     return {name: (value, sums.weight) for name, value in {"loss": sums.loss, **sums.metrics}.items()}
 
 
-def _different(model: nn.Module, means_of: Callable[[slice, int], Means], parts: list[slice]) -> list[str] | None:
+def _find_unequal_means(
+    model: nn.Module, means_of: Callable[[slice, int], Means], parts: list[slice]
+) -> list[str] | None:
     """Names of what is another number for a batch than for its parts; None: the step cannot be made in this mode, or is
     random.
     """
     different = dict[str, None]()
-    for trial in range(num_trials(model)):
-        with disturbed(model, trial):
+    for trial in range(num_perturbations(model)):
+        with perturbed(model, trial):
             try:
                 whole, again, *some = (
                     means_of(part, seed) for part, seed in zip([parts[0], *parts], (0, 1, 2, 3), strict=True)
@@ -224,7 +228,7 @@ def _different(model: nn.Module, means_of: Callable[[slice, int], Means], parts:
     return list(different)
 
 
-def _no_mean(task: str, model: nn.Module, name: str) -> str:
+def _not_a_mean_message(task: str, model: nn.Module, name: str) -> str:
     step = f"training_step of {type(model).__name__}" if hasattr(model, "training_step") else f"the step of {task}"
     if name == "loss":
         return (
@@ -242,11 +246,11 @@ def _no_mean(task: str, model: nn.Module, name: str) -> str:
     )
 
 
-_NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
+_NORM_LAYERS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
 @contextmanager
-def values_of_statistics(model: nn.Module, rows: int) -> Iterator[dict[str, int]]:
+def count_norm_values(model: nn.Module, rows: int) -> Iterator[dict[str, int]]:
     """Counts what the normalization layers of a model in training mode have their statistics from.
 
     Args:
@@ -260,10 +264,12 @@ def values_of_statistics(model: nn.Module, rows: int) -> Iterator[dict[str, int]
 
     def count(name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         if inputs and isinstance(x := inputs[0], Tensor) and layer.training and x.numel():
-            found[name] = min(found.get(name, x.numel()), _values(layer, x, rows))
+            found[name] = min(found.get(name, x.numel()), _values_per_statistic(layer, x, rows))
 
     layers = [
-        (name or type(layer).__name__, layer) for name, layer in model.named_modules() if isinstance(layer, _NORMS)
+        (name or type(layer).__name__, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _NORM_LAYERS)
     ]
     hooks = [layer.register_forward_pre_hook(partial(count, name)) for name, layer in layers]
     try:
@@ -273,7 +279,7 @@ def values_of_statistics(model: nn.Module, rows: int) -> Iterator[dict[str, int]
             hook.remove()
 
 
-def _values(layer: nn.Module, x: Tensor, rows: int) -> int:
+def _values_per_statistic(layer: nn.Module, x: Tensor, rows: int) -> int:
     if isinstance(layer, nn.GroupNorm):
         return x.numel() // (x.size(0) * layer.num_groups)
     if isinstance(layer, nn.LayerNorm):
@@ -281,14 +287,14 @@ def _values(layer: nn.Module, x: Tensor, rows: int) -> int:
     return x.numel() // (x.size(1) * rows)
 
 
-def refuse_single_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -> None:
+def check_norm_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -> None:
     """Refuses layers that would normalize one value by itself in every step: their output would be their bias, whatever
     the input.
 
     Args:
         model: The model.
         plan: How many rows the micro-batches have.
-        counts: See `values_of_statistics`.
+        counts: See `count_norm_values`.
 
     Raises:
         ConfigError: There is such a layer; the message names it and the smallest batch that trains it.
@@ -306,17 +312,17 @@ def refuse_single_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -
             )
         if isinstance(layer, _BatchNorm) and values * rows == 1:
             raise ConfigError(
-                f"{name} of the model is a {kind}, and {_few(plan)}: one value has no variance, so the layer would use"
+                f"{name} of the model is a {kind}, and {_explain_single_rows(plan)}: one value has no variance, so the layer would use"
                 f" its running"
-                f" statistics, which never change. {_remedy(plan)}"
+                f" statistics, which never change. {_suggest_batch_size(plan)}"
             )
 
 
-def single_value_doubts(model: nn.Module, plan: Plan, counts: dict[str, int]) -> list[str]:
+def norm_value_warnings(model: nn.Module, plan: Plan, counts: dict[str, int]) -> list[str]:
     """What to say of micro-batches of one row at the end of an epoch, which batch normalization has no variance of.
 
     Args:
-        model, plan, counts: See `refuse_single_values`.
+        model, plan, counts: See `check_norm_values`.
     """
     layers = dict(model.named_modules())
     named = [name for name, values in counts.items() if values == 1 and isinstance(layers.get(name, model), _BatchNorm)]
@@ -332,7 +338,7 @@ def single_value_doubts(model: nn.Module, plan: Plan, counts: dict[str, int]) ->
     ]
 
 
-def _few(plan: Plan) -> str:
+def _explain_single_rows(plan: Plan) -> str:
     """Why some micro-batches have one row."""
     if plan.micro_batch == 1:
         return (
@@ -346,7 +352,7 @@ def _few(plan: Plan) -> str:
     )
 
 
-def _remedy(plan: Plan) -> str:
+def _suggest_batch_size(plan: Plan) -> str:
     if plan.micro_batch == 1:
         return (
             f"The smallest valid data.global_batch_size is {2 * plan.logical_workers}; or lower scaling.logical_workers"

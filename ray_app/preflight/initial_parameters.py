@@ -23,15 +23,15 @@ from ray_app.storage.files import location, read_json
 from ray_app.task.schema import named_classes
 from ray_app.train.state.parameters import check_parameters_digest, read_parameters, unreadable_parameters_error
 
-_REGISTERED = "models:/"
-_MODELS = ("model", "model_args", "module", "detector")
+_REGISTRY_SCHEME = "models:/"
+_MODEL_ARGUMENTS = ("model", "model_args", "module", "detector")
 """Arguments of tasks that say how a model is made."""
-_PRETRAINED = ("weights", "weights_backbone", "pretrained")
+_PRETRAINED_ARGUMENTS = ("weights", "weights_backbone", "pretrained")
 """Arguments of models (torchvision, timm) that ask for pretrained parameters."""
 
 
 @dataclass(frozen=True)
-class Beginning:
+class InitialParameters:
     """What a run begins with.
 
     Args:
@@ -45,7 +45,7 @@ class Beginning:
     classes: Sequence[str] | None = None
 
 
-def find_beginning(config: Config, before: Config | None) -> Beginning:
+def load_initial_parameters(config: Config, before: Config | None) -> InitialParameters:
     """Finds out what `train.init_from` names, unless the run exists and began with it.
 
     Args:
@@ -56,45 +56,53 @@ def find_beginning(config: Config, before: Config | None) -> Beginning:
         ConfigError: There are none.
     """
     if config.train.init_from is None:
-        return Beginning(config)
-    place = _place(config.train.init_from)
+        return InitialParameters(config)
+    place = _normalize_source(config.train.init_from)
     config = config.replace(train__init_from=place)
     if before is not None and before.train.init_from == place:
-        return Beginning(config.replace(train__init_digest=config.train.init_digest or before.train.init_digest))
+        return InitialParameters(
+            config.replace(train__init_digest=config.train.init_digest or before.train.init_digest)
+        )
     found, classes = (
-        _registered(config, place) if place.startswith(_REGISTERED) else (_read(place), _classes_beside(place))
+        _fetch_registered(config, place)
+        if place.startswith(_REGISTRY_SCHEME)
+        else (_read_file(place), _read_package_classes(place))
     )
     check_parameters_digest(found, place, config.train.init_digest)
-    return Beginning(config.replace(train__init_digest=params_digest(found)), found, classes)
+    return InitialParameters(config.replace(train__init_digest=params_digest(found)), found, classes)
 
 
-def replaced_weights_doubts(config: Config) -> list[str]:
+def replaced_weights_warnings(config: Config) -> list[str]:
     """What to say of pretrained parameters that a model is made with, and that `train.init_from` replaces."""
     if config.train.init_from is None:
         return []
     given = config.task.init_args
-    names = [name for key in _MODELS for name in _weights_of(given.get(key), f"task.init_args.{key}")]
+    names = [
+        name for key in _MODEL_ARGUMENTS for name in _pretrained_arguments(given.get(key), f"task.init_args.{key}")
+    ]
     return [f"{name} has no effect: the parameters are those of train.init_from. Set it to null." for name in names]
 
 
-def _weights_of(given: Any, place: str) -> list[str]:
+def _pretrained_arguments(given: Any, place: str) -> list[str]:
     """Where arguments ask for pretrained parameters."""
     if isinstance(given, list):
-        return [name for i, one in enumerate(given) for name in _weights_of(one, f"{place}[{i}]")]
+        return [name for i, one in enumerate(given) for name in _pretrained_arguments(one, f"{place}[{i}]")]
     if not isinstance(given, dict):
         return []
-    own = [f"{place}.{key}" for key in _PRETRAINED if isinstance(given.get(key), str) or given.get(key) is True]
-    return own + [name for key, one in given.items() for name in _weights_of(one, f"{place}.{key}")]
+    own = [
+        f"{place}.{key}" for key in _PRETRAINED_ARGUMENTS if isinstance(given.get(key), str) or given.get(key) is True
+    ]
+    return own + [name for key, one in given.items() for name in _pretrained_arguments(one, f"{place}.{key}")]
 
 
-def _place(given: str) -> str:
+def _normalize_source(given: str) -> str:
     """A registered model, or a file; a run may be continued from another folder."""
-    if given.startswith(_REGISTERED):
+    if given.startswith(_REGISTRY_SCHEME):
         return given
     return str(location(given) / "data" / "model" / WEIGHTS if is_export(given) else location(given))
 
 
-def _read(place: str) -> dict[str, Tensor]:
+def _read_file(place: str) -> dict[str, Tensor]:
     """A storage that does not answer refuses the start; later it is a failure like others."""
     try:
         return read_parameters(place, None)
@@ -102,7 +110,7 @@ def _read(place: str) -> dict[str, Tensor]:
         raise unreadable_parameters_error(place, error) from error
 
 
-def _classes_beside(place: str) -> Sequence[str] | None:
+def _read_package_classes(place: str) -> Sequence[str] | None:
     """Names of the classes of the package that a file of parameters is part of; None, if it is part of none, or these
     have no names.
     """
@@ -116,12 +124,12 @@ def _classes_beside(place: str) -> Sequence[str] | None:
     return named_classes(described.get("classes") or []) if isinstance(described, dict) else None
 
 
-def _registered(config: Config, model: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
+def _fetch_registered(config: Config, model: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
     uri = default_tracking_uri(config)
     try:
         with tempfile.TemporaryDirectory() as folder:
             data = download_version(uri, resolve_version(uri, model), Path(folder))
-            return load_parameters(data), _classes_beside(str(data / WEIGHTS))
+            return load_parameters(data), _read_package_classes(str(data / WEIGHTS))
     except ConfigError:
         raise
     except Exception as error:  # whatever MLflow raises, mostly because it cannot be reached

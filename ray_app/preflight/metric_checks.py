@@ -40,10 +40,10 @@ MIN_ROWS = 8
 """Fewer are taken several times."""
 _MAX_SECONDS = 3.0
 """Time for the forward passes of the rows; what was done by then is looked at."""
-_MAX_DISTURBED = 10_000_000
+_MAX_PERTURBED = 10_000_000
 """Parameters of the largest model of which disturbed ones are tried: a new model may give every row the same."""
 _RTOL, _ATOL = 1e-3, 1e-5
-_SAID = ("samples", "variance")
+_WARNING_WORDS = ("samples", "variance")
 """Words of what torchmetrics warns of where rows are too few, or all of one class."""
 Outputs = Sequence[tuple[Any, Batch]]
 """Outputs of forward passes, each with its rows."""
@@ -68,8 +68,10 @@ def check_metrics(task: Task, model: nn.Module, rows: Arrays, has_all: bool) -> 
     model.eval()
     count = len(next(iter(rows.values())))
     with user_code(lambda: "evaluating some rows"), torch.no_grad():
-        doubts = _check_means(task, model, repeated(rows, max(count, MIN_ROWS))) if isinstance(task, BatchTask) else []
-        outputs = _forward(task, model, rows)
+        doubts = (
+            _check_means(task, model, repeat_rows(rows, max(count, MIN_ROWS))) if isinstance(task, BatchTask) else []
+        )
+        outputs = _forward_rows(task, model, rows)
         _check_states(task, outputs)
         doubts += _check_computed(task, outputs, has_all and len(outputs) == count)
         if not isinstance(task, BatchTask):
@@ -77,7 +79,7 @@ def check_metrics(task: Task, model: nn.Module, rows: Arrays, has_all: bool) -> 
     return doubts
 
 
-def _forward(task: Task, model: nn.Module, rows: Arrays) -> Outputs:
+def _forward_rows(task: Task, model: nn.Module, rows: Arrays) -> Outputs:
     """The outputs of each row by itself, of at least two rows."""
     begun_s, outputs = time.monotonic(), []
     for i in range(len(next(iter(rows.values())))):
@@ -88,7 +90,7 @@ def _forward(task: Task, model: nn.Module, rows: Arrays) -> Outputs:
     return outputs
 
 
-def _joined(outputs: Outputs) -> Outputs:
+def _join(outputs: Outputs) -> Outputs:
     """One batch of all, as a chunk's outputs are; the batches themselves where they cannot be joined."""
     tensors, batches = [output for output, _ in outputs], [batch for _, batch in outputs]
     if not all(isinstance(each, Tensor) for each in tensors):
@@ -99,21 +101,22 @@ def _joined(outputs: Outputs) -> Outputs:
         return outputs
 
 
-def _updated(task: Task, outputs: Outputs, metrics: MetricCollection | None = None) -> MetricCollection:
+def _update_metrics(task: Task, outputs: Outputs, metrics: MetricCollection | None = None) -> MetricCollection:
     metrics = make_metrics(task) if metrics is None else metrics
-    for output, batch in _joined(outputs):
+    for output, batch in _join(outputs):
         task.update(metrics, output, batch)
     return metrics
 
 
-def _states(task: Task, part: Outputs) -> dict[str, States]:
+def _part_states(task: Task, part: Outputs) -> dict[str, States]:
     """The states of metrics that saw a part, as a chunk has them."""
     return {
-        str(name): states_of(metric) for name, metric in _updated(task, part).items(keep_base=True, copy_state=False)
+        str(name): states_of(metric)
+        for name, metric in _update_metrics(task, part).items(keep_base=True, copy_state=False)
     }
 
 
-def _combined(task: Task, parts: Sequence[dict[str, States]]) -> MetricCollection:
+def _combine_states(task: Task, parts: Sequence[dict[str, States]]) -> MetricCollection:
     """Metrics put together from the states of some parts, as an evaluation does."""
     metrics = make_metrics(task)
     for name, metric in metrics.items(keep_base=True, copy_state=True):
@@ -131,7 +134,7 @@ def _check_states(task: Task, outputs: Outputs) -> None:
     before = {
         str(name): attribute_fingerprints(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)
     }
-    _updated(task, outputs, metrics)
+    _update_metrics(task, outputs, metrics)
     for name, metric in metrics.items(keep_base=True, copy_state=False):
         after = attribute_fingerprints(metric)
         if changed := [key for key, value in after.items() if before[str(name)].get(key) != value]:
@@ -142,25 +145,25 @@ def _check_states(task: Task, outputs: Outputs) -> None:
                 " Register them in __init__"
                 " with self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
             )
-    _refuse_wrappers(metrics)
+    _check_wrappers(metrics)
     try:
-        at_once = _values(metrics)
+        at_once = _compute_values(metrics)
     except TaskError:  # of too few rows; see `_check_computed`
         at_once = {}
     carried = {str(name): states_of(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)}
     third = max(1, len(outputs) // 3)
-    _need_equal(task, at_once, _combined(task, [carried]), "all of them")
+    _check_equal(task, at_once, _combine_states(task, [carried]), "all of them")
     for cuts in ([0, third, len(outputs)], range(len(outputs) + 1)):
-        if (parts := _states_of_parts(task, outputs, cuts)) is not None:
-            _need_equal(task, at_once, _combined(task, parts), f"{len(parts)} parts")
+        if (parts := _split_states(task, outputs, cuts)) is not None:
+            _check_equal(task, at_once, _combine_states(task, parts), f"{len(parts)} parts")
 
 
-def _states_of_parts(task: Task, outputs: Outputs, cuts: Sequence[int]) -> list[dict[str, States]] | None:
+def _split_states(task: Task, outputs: Outputs, cuts: Sequence[int]) -> list[dict[str, States]] | None:
     """The states of parts between cuts; None: it takes too long, or a part has too few rows for an update."""
     begun_s, parts = time.monotonic(), []
     for low, high in pairwise(cuts):
         try:
-            parts.append(_states(task, outputs[low:high]))
+            parts.append(_part_states(task, outputs[low:high]))
         except RayAppError:
             raise
         except Exception:
@@ -170,7 +173,7 @@ def _states_of_parts(task: Task, outputs: Outputs, cuts: Sequence[int]) -> list[
     return parts if all(low < high for low, high in pairwise(cuts)) else None
 
 
-def _refuse_wrappers(metrics: MetricCollection) -> None:
+def _check_wrappers(metrics: MetricCollection) -> None:
     """Refuses wrappers of torchmetrics whose value depends on how many updates there are.
 
     Raises:
@@ -178,7 +181,7 @@ def _refuse_wrappers(metrics: MetricCollection) -> None:
     """
     reasons = {"BootStrapper": "draws rows at random in each update", "Running": "counts updates, not rows"}
     for name, metric in metrics.items(keep_base=True, copy_state=False):
-        for kind in sorted(reasons.keys() & _wrappers_of(metric)):
+        for kind in sorted(reasons.keys() & _wrapper_names(metric)):
             raise ConfigError(
                 f"The metric {name!r} is a torchmetrics {kind}, which {reasons[kind]}: its value would depend on"
                 f" evaluate.batch_size. Use"
@@ -186,7 +189,7 @@ def _refuse_wrappers(metrics: MetricCollection) -> None:
             )
 
 
-def _wrappers_of(metric: Any) -> set[str]:
+def _wrapper_names(metric: Any) -> set[str]:
     parts = metric_parts(metric).values()
     return {
         kind.__name__
@@ -196,27 +199,27 @@ def _wrappers_of(metric: Any) -> set[str]:
     }
 
 
-def _values(metrics: MetricCollection) -> Values:
+def _compute_values(metrics: MetricCollection) -> Values:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         values, tables = compute_values(metrics)
     return {**values, **tables}
 
 
-def _need_equal(task: Task, expected: Values, combined: MetricCollection, parts: str) -> None:
+def _check_equal(task: Task, expected: Values, combined: MetricCollection, parts: str) -> None:
     """Refuses values that are not those of all rows at once.
 
     Raises:
         ConfigError: They are not.
     """
-    found = _values(combined) if expected else {}
+    found = _compute_values(combined) if expected else {}
     for name, value in expected.items():
         if name in found and are_close(value, found[name]):
             continue
         kinds = ", ".join(f"{key} ({type(each).__name__})" for key, each in combined.items(keep_base=True))
         raise ConfigError(
-            f"The metric {name!r} of {type(task).__name__} is {_told(value)} where it saw some rows at once, and"
-            f" {_told(found.get(name))}"
+            f"The metric {name!r} of {type(task).__name__} is {_format_value(value)} where it saw some rows at once, and"
+            f" {_format_value(found.get(name))}"
             f" put together from the states of {parts}: an evaluation scores rows in chunks, so its value would depend"
             f" on"
             " evaluate.batch_size. Its states (add_state) must hold all that compute needs, as sums or lists over rows"
@@ -231,7 +234,7 @@ def are_close(a: Any, b: Any) -> bool:
     return first.shape == second.shape and bool(np.allclose(first, second, _RTOL, _ATOL, equal_nan=True))
 
 
-def _told(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)[:60]
 
 
@@ -247,7 +250,7 @@ def _check_computed(task: Task, outputs: Outputs, has_all: bool) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            values, _ = compute_values(_updated(task, outputs))
+            values, _ = compute_values(_update_metrics(task, outputs))
         except TaskError as error:
             raise ConfigError(
                 f"The metrics of {type(task).__name__} cannot be computed of the {count} row{'s' * (count > 1)} of"
@@ -274,7 +277,7 @@ def _check_computed(task: Task, outputs: Outputs, has_all: bool) -> list[str]:
         *(
             f"torchmetrics says of the {count} rows of data.eval_path: {text}"
             for text in said
-            if any(each in text for each in _SAID)
+            if any(each in text for each in _WARNING_WORDS)
         ),
     ]
 
@@ -288,7 +291,7 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
     Raises:
         ConfigError: A metric depends on that.
     """
-    [(scores, batch), *more] = _joined(outputs)
+    [(scores, batch), *more] = _join(outputs)
     if (
         more
         or not isinstance(scores, Tensor)
@@ -308,8 +311,8 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
     ]
     try:
         expected, found = (
-            _values(_updated(task, rows)),
-            _values(_combined(task, [_states(task, [each]) for each in rows])),
+            _compute_values(_update_metrics(task, rows)),
+            _compute_values(_combine_states(task, [_part_states(task, [each]) for each in rows])),
         )
     except Exception:  # metrics may want more of outputs than their shape, and raise what they like
         return
@@ -325,7 +328,7 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
         )
 
 
-def repeated(rows: Arrays, count: int) -> Arrays:
+def repeat_rows(rows: Arrays, count: int) -> Arrays:
     """So many rows, in turn."""
     have = len(next(iter(rows.values())))
     if have >= count:
@@ -357,8 +360,8 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
         for part in (slice(count), slice(cut), slice(cut, count))
     ]
     drawn: set[str] = set()
-    for trial in range(num_trials(model)):
-        with disturbed(model, trial):
+    for trial in range(num_perturbations(model)):
+        with perturbed(model, trial):
             again, whole, *parts = (task.eval_outputs(model, batch) for batch in (batches[0], *batches))
         repeats = {**again.logged, "loss": again.loss}
         for name, value in (whole.logged if whole.weight is not None else {**whole.logged, "loss": whole.loss}).items():
@@ -377,7 +380,7 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
                 / count
             )
             if np.isfinite(float(value)) and not are_close(float(value), mean):
-                raise ConfigError(_no_mean(type(task).__name__, name, float(value), mean, count, cut))
+                raise ConfigError(_not_a_mean_message(type(task).__name__, name, float(value), mean, count, cut))
     return [
         f"{name!r}, as the evaluation of {type(task).__name__} gives it, is another number each time that the same rows"
         f" are evaluated: what"
@@ -386,7 +389,7 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     ]
 
 
-def _no_mean(task: str, name: str, value: float, mean: float, count: int, cut: int) -> str:
+def _not_a_mean_message(task: str, name: str, value: float, mean: float, count: int, cut: int) -> str:
     return (
         f"{name!r}, as the evaluation of {task} gives it, is not a mean over rows: of a batch of {count} rows it is"
         f" {value:.6g}, and"
@@ -400,13 +403,13 @@ def _no_mean(task: str, name: str, value: float, mean: float, count: int, cut: i
     )
 
 
-def num_trials(model: nn.Module) -> int:
+def num_perturbations(model: nn.Module) -> int:
     """How many sets of parameters are tried: of a large model its own alone."""
-    return 3 if sum(p.numel() for p in model.parameters()) <= _MAX_DISTURBED else 1
+    return 3 if sum(p.numel() for p in model.parameters()) <= _MAX_PERTURBED else 1
 
 
 @contextmanager
-def disturbed(model: nn.Module, trial: int) -> Iterator[None]:
+def perturbed(model: nn.Module, trial: int) -> Iterator[None]:
     """The model with other parameters inside the block, in the first trial with its own."""
     kept = [p.detach().clone() for p in model.parameters()] if trial else []
     generator = torch.Generator().manual_seed(trial)

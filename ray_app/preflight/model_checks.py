@@ -34,12 +34,12 @@ from ray_app.reduction.base import checksum
 from ray_app.task.base import Task
 from ray_app.train.step.micro_batch import replaced_tensor_error
 
-_PART = 1 << 20
+_CHUNK_VALUES = 1 << 20
 """Values that are looked at together."""
 
 
 @contextmanager
-def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
+def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
     """The context of a forward in training.
 
     Args:
@@ -48,16 +48,16 @@ def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
 
     Raises: ConfigError: It has given the model another tensor for a parameter or a buffer, has changed a parameter, or
         a buffer that is not
-            persistent, or what is trained, or has left gradients; or see `_refuse_odd`.
+            persistent, or what is trained, or has left gradients; or see `_check_tensors_and_layers`.
     """
-    _refuse_odd(model)
+    _check_tensors_and_layers(model)
     saved = model.state_dict(keep_vars=True)
-    _refuse_unsaved(model, saved)
+    _check_state_dict(model, saved)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     held = {id(value) for value in saved.values()}  # under whatever name
     passing = {name: tensor.clone() for name, tensor in model.named_buffers() if id(tensor) not in held}
-    bits, trains = _bits(model), _trains(model)
+    bits, trains = _parameter_checksums(model), _trained_flags(model)
     without = [p for p in model.parameters() if p.grad is None]
     yield
     now: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -77,7 +77,7 @@ def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
                 f" it: a run that goes"
                 " on would have lost it. Register it with persistent=True."
             )
-    if moved := [name for name, found in _bits(model).items() if found != bits[name]]:
+    if moved := [name for name, found in _parameter_checksums(model).items() if found != bits[name]]:
         raise ConfigError(
             f"The forward of training changes the parameter {moved[0]}. A worker that plays several logical workers"
             f" would change it several"
@@ -85,7 +85,7 @@ def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
             " Task.apply_gradients, or is"
             " a buffer (register_buffer), of which every logical worker starts from the same."
         )
-    if not in_turns and (switched := [name for name, found in _trains(model).items() if found != trains[name]]):
+    if not in_turns and (switched := [name for name, found in _trained_flags(model).items() if found != trains[name]]):
         raise ConfigError(
             f"The forward of training changes requires_grad of {switched[0]}. What is trained is decided when the model"
             f" is made: in"
@@ -99,17 +99,17 @@ def kept_whole(model: nn.Module, in_turns: bool) -> Iterator[None]:
         )
 
 
-def _bits(model: nn.Module) -> dict[str, int]:
+def _parameter_checksums(model: nn.Module) -> dict[str, int]:
     """Those of each parameter, in parts: each is copied."""
-    parts = ((name, p.detach().reshape(-1).split(_PART)) for name, p in model.named_parameters())
+    parts = ((name, p.detach().reshape(-1).split(_CHUNK_VALUES)) for name, p in model.named_parameters())
     return {name: sum(int(checksum(part, 0)) for part in some) for name, some in parts}
 
 
-def _trains(model: nn.Module) -> dict[str, bool]:
+def _trained_flags(model: nn.Module) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in model.named_parameters()}
 
 
-def _refuse_unsaved(model: nn.Module, saved: dict[str, object]) -> None:
+def _check_state_dict(model: nn.Module, saved: dict[str, object]) -> None:
     """Refuses what no checkpoint would hold.
 
     Raises: ConfigError: The model's state is not of tensors alone, or of such as files have no type for, or lacks a
@@ -139,7 +139,7 @@ def _refuse_unsaved(model: nn.Module, saved: dict[str, object]) -> None:
         )
 
 
-def _refuse_odd(model: nn.Module) -> None:
+def _check_tensors_and_layers(model: nn.Module) -> None:
     """Refuses what cannot be exchanged or written into.
 
     Raises: ConfigError: A layer writes its weights in forward, has a sparse gradient, or counts over processes; or a
@@ -199,7 +199,7 @@ def _refuse_odd(model: nn.Module) -> None:
             )
 
 
-class _Refused(NamedTuple):
+class _NondeterministicOp(NamedTuple):
     """An operation.
 
     Args:
@@ -244,63 +244,63 @@ _POOLS = "pooling with a kernel of fixed size, or a mean (amax) over the pixels,
 _MEDIAN, _PUT, _REGIONS = "sort, and the middle", "index_add, or scatter_add", "RoIAlign"
 _SCATTERED = "index_add or scatter_reduce with sum, or a loop over the groups"
 _FRACTIONAL, _PADS = "a convolution with a stride", "zeros, or padding_mode replicate"
-_REFUSED: Mapping[str, _Refused] = {
-    "_adaptive_avg_pool2d_backward": _Refused("AdaptiveAvgPool2d, backward", _POOLS),
-    "_adaptive_avg_pool3d_backward": _Refused("AdaptiveAvgPool3d, backward", _POOLS),
-    "adaptive_max_pool2d_backward": _Refused("AdaptiveMaxPool2d, backward", _POOLS),
-    "adaptive_max_pool3d_backward": _Refused("AdaptiveMaxPool3d, backward", _POOLS),
-    "avg_pool3d_backward": _Refused(
+_NONDETERMINISTIC_OPS: Mapping[str, _NondeterministicOp] = {
+    "_adaptive_avg_pool2d_backward": _NondeterministicOp("AdaptiveAvgPool2d, backward", _POOLS),
+    "_adaptive_avg_pool3d_backward": _NondeterministicOp("AdaptiveAvgPool3d, backward", _POOLS),
+    "adaptive_max_pool2d_backward": _NondeterministicOp("AdaptiveMaxPool2d, backward", _POOLS),
+    "adaptive_max_pool3d_backward": _NondeterministicOp("AdaptiveMaxPool3d, backward", _POOLS),
+    "avg_pool3d_backward": _NondeterministicOp(
         "AvgPool3d, backward", "a convolution with a stride, or a mean over reshaped blocks"
     ),
-    "fractional_max_pool2d_backward": _Refused("FractionalMaxPool2d, backward", _FRACTIONAL),
-    "fractional_max_pool3d_backward": _Refused("FractionalMaxPool3d, backward", _FRACTIONAL),
-    "max_unpool2d": _Refused("MaxUnpool1d or MaxUnpool2d", "a transposed convolution, or interpolation"),
-    "max_unpool3d": _Refused("MaxUnpool3d", "a transposed convolution, or interpolation"),
-    "upsample_linear1d_backward": _Refused(
+    "fractional_max_pool2d_backward": _NondeterministicOp("FractionalMaxPool2d, backward", _FRACTIONAL),
+    "fractional_max_pool3d_backward": _NondeterministicOp("FractionalMaxPool3d, backward", _FRACTIONAL),
+    "max_unpool2d": _NondeterministicOp("MaxUnpool1d or MaxUnpool2d", "a transposed convolution, or interpolation"),
+    "max_unpool3d": _NondeterministicOp("MaxUnpool3d", "a transposed convolution, or interpolation"),
+    "upsample_linear1d_backward": _NondeterministicOp(
         "linear interpolation of one dimension, backward", "mode nearest, or bilinear over (N, C, 1, W)"
     ),
-    "_upsample_bilinear2d_aa_backward": _Refused("antialiased interpolation, backward", "antialias=False"),
-    "_upsample_bicubic2d_aa_backward": _Refused("antialiased interpolation, backward", "antialias=False"),
-    "reflection_pad1d_backward": _Refused("ReflectionPad1d, backward", _PADS),
-    "reflection_pad2d_backward": _Refused("ReflectionPad2d, backward", _PADS),
-    "reflection_pad3d_backward": _Refused("ReflectionPad3d, backward", _PADS),
-    "nll_loss2d_forward": _Refused(
+    "_upsample_bilinear2d_aa_backward": _NondeterministicOp("antialiased interpolation, backward", "antialias=False"),
+    "_upsample_bicubic2d_aa_backward": _NondeterministicOp("antialiased interpolation, backward", "antialias=False"),
+    "reflection_pad1d_backward": _NondeterministicOp("ReflectionPad1d, backward", _PADS),
+    "reflection_pad2d_backward": _NondeterministicOp("ReflectionPad2d, backward", _PADS),
+    "reflection_pad3d_backward": _NondeterministicOp("ReflectionPad3d, backward", _PADS),
+    "nll_loss2d_forward": _NondeterministicOp(
         "cross-entropy or NLLLoss over pixels, as mean or sum",
         "reduction none, and the mean of that",
         lambda *args, **options: (args[3] if len(args) > 3 else options.get("reduction", 1)) != 0,
     ),
-    "_ctc_loss_backward": _Refused("CTCLoss, backward", "another loss"),
-    "_embedding_bag_dense_backward": _Refused(
+    "_ctc_loss_backward": _NondeterministicOp("CTCLoss, backward", "another loss"),
+    "_embedding_bag_dense_backward": _NondeterministicOp(
         "EmbeddingBag with mode max, backward",
         "mode sum or mean",
         lambda *args, **options: 2 in (args[7:8] or (options.get("mode"),)),
     ),
-    "histc": _Refused("histc", "bincount of integers"),
-    "bincount": _Refused("bincount with weights", "index_add", _has_weights),
-    "median": _Refused("median with indices", _MEDIAN, _has_dim),
-    "nanmedian": _Refused("nanmedian with indices", _MEDIAN, _has_dim),
-    "scatter_reduce": _Refused("scatter_reduce with prod, amax or amin", _SCATTERED, _is_not_sum),
-    "scatter_reduce_": _Refused("scatter_reduce with prod, amax or amin", _SCATTERED, _is_not_sum),
-    "scatter": _Refused("scatter that multiplies", _SCATTERED, _multiplies_tensors),
-    "scatter_": _Refused("scatter that multiplies", _SCATTERED, _multiplies_tensors),
-    "index_reduce": _Refused("index_reduce", _SCATTERED),
-    "index_reduce_": _Refused("index_reduce", _SCATTERED),
-    "put": _Refused("put with accumulate", _PUT, _accumulates),
-    "put_": _Refused("put with accumulate", _PUT, _accumulates),
-    "_roi_pool_backward": _Refused("RoIPool, backward", _REGIONS),
-    "_ps_roi_align_backward": _Refused("PSRoIAlign, backward", _REGIONS),
-    "_ps_roi_pool_backward": _Refused("PSRoIPool, backward", _REGIONS),
-    "_deform_conv2d_backward": _Refused("DeformConv2d, backward", "a convolution"),
-    "grid_sampler_2d_backward": _Refused(
+    "histc": _NondeterministicOp("histc", "bincount of integers"),
+    "bincount": _NondeterministicOp("bincount with weights", "index_add", _has_weights),
+    "median": _NondeterministicOp("median with indices", _MEDIAN, _has_dim),
+    "nanmedian": _NondeterministicOp("nanmedian with indices", _MEDIAN, _has_dim),
+    "scatter_reduce": _NondeterministicOp("scatter_reduce with prod, amax or amin", _SCATTERED, _is_not_sum),
+    "scatter_reduce_": _NondeterministicOp("scatter_reduce with prod, amax or amin", _SCATTERED, _is_not_sum),
+    "scatter": _NondeterministicOp("scatter that multiplies", _SCATTERED, _multiplies_tensors),
+    "scatter_": _NondeterministicOp("scatter that multiplies", _SCATTERED, _multiplies_tensors),
+    "index_reduce": _NondeterministicOp("index_reduce", _SCATTERED),
+    "index_reduce_": _NondeterministicOp("index_reduce", _SCATTERED),
+    "put": _NondeterministicOp("put with accumulate", _PUT, _accumulates),
+    "put_": _NondeterministicOp("put with accumulate", _PUT, _accumulates),
+    "_roi_pool_backward": _NondeterministicOp("RoIPool, backward", _REGIONS),
+    "_ps_roi_align_backward": _NondeterministicOp("PSRoIAlign, backward", _REGIONS),
+    "_ps_roi_pool_backward": _NondeterministicOp("PSRoIPool, backward", _REGIONS),
+    "_deform_conv2d_backward": _NondeterministicOp("DeformConv2d, backward", "a convolution"),
+    "grid_sampler_2d_backward": _NondeterministicOp(
         "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
     ),
-    "grid_sampler_3d_backward": _Refused(
+    "grid_sampler_3d_backward": _NondeterministicOp(
         "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
     ),
 }
 
 
-class Kernels(TorchDispatchMode):
+class KernelRecorder(TorchDispatchMode):
     """Notes what a GPU would refuse of that which is called in its context, backward included."""
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls an operation."""
         options = kwargs or {}
-        refused = _REFUSED.get(func.overloadpacket.__name__)
+        refused = _NONDETERMINISTIC_OPS.get(func.overloadpacket.__name__)
         if refused is not None and refused.if_(*args, **options):
             self._found[refused.what] = refused.instead
         return func(*args, **options)
@@ -330,10 +330,10 @@ class Kernels(TorchDispatchMode):
             )
 
 
-_KNOWN = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def refuse_unshardable(model: nn.Module) -> None:
+def check_shardable(model: nn.Module) -> None:
     """Refuses a model that `train.strategy: fsdp` cannot shard, or would train otherwise than it is meant.
 
     Raises:
@@ -354,7 +354,9 @@ def refuse_unshardable(model: nn.Module) -> None:
             )
     known = {id(p) for p in model.parameters()}
     for name, module in model.named_modules():
-        kept = _KNOWN | {"_flat_weights"} if isinstance(module, nn.RNNBase) else _KNOWN  # that one follows
+        kept = (
+            _MODULE_ATTRIBUTES | {"_flat_weights"} if isinstance(module, nn.RNNBase) else _MODULE_ATTRIBUTES
+        )  # that one follows
         for key, value in vars(module).items():
             if key not in kept and any(id(each) in known for each in tree_leaves(value)):
                 raise ConfigError(
@@ -368,7 +370,7 @@ def refuse_unshardable(model: nn.Module) -> None:
 _MAX_DEPTH, _MAX_PARTS = 8, 10_000
 
 
-def refuse_unpicklable(task: Task) -> None:
+def check_picklable(task: Task) -> None:
     """Pickles a task and reads it again, as it is sent to readers, workers and the evaluator; also where nothing is
     sent.
 
@@ -377,7 +379,7 @@ def refuse_unpicklable(task: Task) -> None:
     Raises:
         ConfigError: It cannot be pickled; the message names the attribute.
     """
-    if (refused := find_refused(type(task).__name__, task, _pickling_error)) is None:
+    if (refused := find_failing_part(type(task).__name__, task, _pickling_error)) is None:
         return
     name, value, error = refused
     raise ConfigError(
@@ -403,7 +405,7 @@ def first_line(error: Exception) -> str:
     return without_addresses(next(iter(str(error).splitlines()), ""))
 
 
-def find_refused(
+def find_failing_part(
     name: str, value: Any, error_of: Callable[[Any], Exception | None], seen: set[int] | None = None
 ) -> tuple[str, Any, Exception] | None:
     """The innermost part of a value for which there is an error: what it is called, the part and its error; None if
@@ -421,7 +423,7 @@ def find_refused(
     seen.add(id(value))
     if len(seen) < _MAX_PARTS and name.count(".") + name.count("[") < _MAX_DEPTH:
         for inner, part in _parts(name, value):
-            if id(part) not in seen and (refused := find_refused(inner, part, error_of, seen)) is not None:
+            if id(part) not in seen and (refused := find_failing_part(inner, part, error_of, seen)) is not None:
                 return refused
     return name, value, error
 

@@ -26,9 +26,9 @@ import safetensors.torch
 from torch import Tensor
 
 from ray_app.cluster.resources import counted
-from ray_app.config.checks import check
-from ray_app.config.config import Config, digest, flatten, refuse_other_config, result_fields
-from ray_app.config.import_paths import OWN_OPTIMIZER, load_class
+from ray_app.config.checks import check_config
+from ray_app.config.config import Config, check_same_config, digest, flatten, result_fields
+from ray_app.config.import_paths import TASK_OPTIMIZER, load_class
 from ray_app.data.arrays import ArraySpec, spec_of_values
 from ray_app.data.dataset import Dataset, open_dataset, read_labels
 from ray_app.data.probes import decode_first_row, probe, sample_ragged_rows, sample_rows
@@ -39,24 +39,24 @@ from ray_app.plan.class_balancing import Classes
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan, rows_of_files
 from ray_app.preflight.changes import (
-    Code,
+    CodeVersions,
     DataVersions,
-    changed_code,
-    changed_data,
-    code_of,
-    completed,
-    data_versions,
-    is_recorded,
-    put_code,
-    put_data_versions,
+    describe_code_changes,
+    describe_data_changes,
+    fill_defaults,
+    is_stored,
+    read_code_versions,
+    read_data_versions,
+    store_code,
+    store_data_versions,
 )
-from ray_app.preflight.data_summary import constant_target_doubts, described_data, similar_class_doubts
+from ray_app.preflight.data_summary import constant_target_warnings, describe_training_columns, similar_class_warnings
 from ray_app.preflight.dry_run import dry_run
-from ray_app.preflight.initial_parameters import Beginning, find_beginning, replaced_weights_doubts
+from ray_app.preflight.initial_parameters import InitialParameters, load_initial_parameters, replaced_weights_warnings
 from ray_app.preflight.metric_checks import MAX_ROWS
-from ray_app.preflight.model_checks import refuse_unpicklable
-from ray_app.preflight.probe_rows import longest, shortest
-from ray_app.preflight.rare_rows import RareRows, refuse_other_fields
+from ray_app.preflight.model_checks import check_picklable
+from ray_app.preflight.probe_rows import longest_of, shortest_of
+from ray_app.preflight.rare_rows import RareRows, check_training_decode
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
@@ -107,7 +107,7 @@ _NOUNS = (
 )
 
 
-def new_run_name() -> str:
+def make_run_name() -> str:
     """A readable name that sorts by time: `20261120-140512-calm-birch-3f9c02`, also of a thousand starts at once
     different.
     """
@@ -118,7 +118,7 @@ def new_run_name() -> str:
 logger = logging.getLogger(__name__)
 
 
-def reconfigure(job: Job) -> None:
+def update_stored_config(job: Job) -> None:
     """Makes the stored configuration that of this start, and records what has changed; what decides the result has not.
 
     The classes stay as they are stored: with the arguments that were not given, as `code.json` names them.
@@ -152,7 +152,7 @@ def put_config(paths: RunPaths, config: Config) -> None:
         )
 
 
-def refuse_other_run(name: str, before: Config, stored_digest: str, config: Config, plan: Plan) -> None:
+def check_resume_compatibility(name: str, before: Config, stored_digest: str, config: Config, plan: Plan) -> None:
     """Refuses to continue a run with other values that decide the result, but for a later end that leaves what is done
     as it is.
 
@@ -169,9 +169,9 @@ def refuse_other_run(name: str, before: Config, stored_digest: str, config: Conf
         RunExistsError: It would be another run.
     """
     longer = before.replace(train__epochs=config.train.epochs, train__max_steps=config.train.max_steps)
-    refuse_other_config(name, result_fields(longer, stored_digest), result_fields(config, plan.manifest.digest))
+    check_same_config(name, result_fields(longer, stored_digest), result_fields(config, plan.manifest.digest))
     ended, ends = (each.train.total_steps(plan.steps_per_epoch) for each in (before, config))
-    if ends != ended and (reason := _why_not(config, ended, ends, plan)):
+    if ends != ended and (reason := _explain_length_refusal(config, ended, ends, plan)):
         raise RunExistsError(
             f"The run {name!r} exists with train.epochs {before.train.epochs} and train.max_steps"
             f" {before.train.max_steps}, {ended} steps;"
@@ -181,7 +181,7 @@ def refuse_other_run(name: str, before: Config, stored_digest: str, config: Conf
         )
 
 
-def _why_not(config: Config, ended: int, ends: int, plan: Plan) -> str | None:
+def _explain_length_refusal(config: Config, ended: int, ends: int, plan: Plan) -> str | None:
     """Why a run that was to end after some steps cannot end after others; None where it can."""
     train, cadence = config.train, config.checkpoint
     if ends < ended:
@@ -246,7 +246,7 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
     return plan
 
 
-def mixing_doubts(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
+def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
     """What the footers say against the mixing of the rows, for people, each a sentence or two with its figures."""
     rows = dataset.manifest.rows[dataset.manifest.rows > 0]
     window, name = plan.window_rows, config.data.balance_by
@@ -276,7 +276,7 @@ def mixing_doubts(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
     return doubts
 
 
-def classes_of(config: Config, dataset: Dataset) -> Classes | None:
+def read_classes(config: Config, dataset: Dataset) -> Classes | None:
     """The classes of all rows, if they are to be balanced.
 
     Raises:
@@ -287,7 +287,7 @@ def classes_of(config: Config, dataset: Dataset) -> Classes | None:
     return Classes.of(dataset.manifest, read_labels(dataset.root, dataset.manifest, config.data.balance_by)[1])
 
 
-def refuse_other_classes(paths: RunPaths, plan: Plan) -> None:
+def check_same_classes(paths: RunPaths, plan: Plan) -> None:
     """Refuses to go on if rows have other classes than when the run began.
 
     Raises:
@@ -322,9 +322,9 @@ class Prepared:
     evaluation: EvaluationJob | None
     resumes: bool
     initial: dict[str, Tensor] | None = None
-    code: Code | None = None
+    code: CodeVersions | None = None
     changed: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     data_files: DataVersions | None = None
     changed_data: tuple[str, ...] = ()
@@ -341,39 +341,39 @@ def prepare(config: Config) -> Prepared:
         DataError: The data does not fit.
     """
     guard(config.to_dict())
-    check(config)
-    config = config if config.run.name else config.replace(run__name=new_run_name())
+    check_config(config)
+    config = config if config.run.name else config.replace(run__name=make_run_name())
     paths = RunPaths(location(config.run.storage_path) / str(config.run.name))
     before = stored_config(paths)
     if config.scaling.max_workers == "all":
         config = counted(config, before)
-        check(config)
+        check_config(config)
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
-        check(config)
-    begins = find_beginning(config, before)
+        check_config(config)
+    begins = load_initial_parameters(config, before)
     config, initial = begins.config, begins.params
     dataset = open_dataset(config.data.path)
-    task = _prepared_task(config, begins, dataset)
+    task = _prepare_task(config, begins, dataset)
     if config.optimizer == Config.optimizer and config.optimizers is None and task.has_own_optimizer:
-        config = config.replace(optimizer={"class_path": OWN_OPTIMIZER})
-        check(config)
+        config = config.replace(optimizer={"class_path": TASK_OPTIMIZER})
+        check_config(config)
     config = config.replace(evaluate__mode=resolve_mode(task, config.evaluate.metric, config.evaluate.mode))
-    plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
-    code, changed = code_of(config), list[str]()
+    plan = make_plan(config, dataset.manifest, read_classes(config, dataset))
+    code, changed = read_code_versions(config), list[str]()
     if before is not None:
         stored = read_manifest(paths).digest
-        refuse_other_run(paths.name, before, stored, config, plan)
-        refuse_other_classes(paths, plan)
+        check_resume_compatibility(paths.name, before, stored, config, plan)
+        check_same_classes(paths, plan)
         refuse_other_schema(
             read_json(paths.schema) or {}, dataset.facts, dataset.facts.path, f"the data that {paths.name!r} began with"
         )
-        changed = changed_code(paths, config, code)
-    stored_row, row = training_row(config, dataset, task)
+        changed = describe_code_changes(paths, config, code)
+    stored_row, row = read_training_row(config, dataset, task)
     rows = sample_ragged_rows(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
     fields = {name: spec_of_values(values) for name, values in rows.items()}
-    _refuse_cache(config, task, fields)
-    refuse_other_fields(task, stored_row, fields)
+    _check_cache(config, task, fields)
+    check_training_decode(task, stored_row, fields)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(
         config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode
@@ -381,12 +381,12 @@ def prepare(config: Config) -> Prepared:
     if config.train.init_from is not None:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
-    beyond = [RareRows.of(f"data.path {config.data.path}", task, dataset, fields, seen=longest(rows))]
+    beyond = [RareRows.of(f"data.path {config.data.path}", task, dataset, fields, seen=longest_of(rows))]
     data, some, constant = None, None, list[str]()
     if config.data.eval_path is not None:
         data, more, some, constant = _prepare_evaluation(job, config.data.eval_path)
         beyond.append(more)
-    first = longest(rows) if isinstance(task, LoopTask) else shortest(rows)  # a script takes all at once
+    first = longest_of(rows) if isinstance(task, LoopTask) else shortest_of(rows)  # a script takes all at once
     has_all = data is not None and data.manifest.num_rows <= MAX_ROWS
     doubts = dry_run(
         job, first, initial, beyond, some, has_all, partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS)
@@ -396,7 +396,7 @@ def prepare(config: Config) -> Prepared:
         evaluation = EvaluationJob(
             config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact"
         )
-    files = data_versions(job.source, data)
+    files = read_data_versions(job.source, data)
     return Prepared(
         replace(job, evaluation=data),
         evaluation,
@@ -405,19 +405,19 @@ def prepare(config: Config) -> Prepared:
         code,
         tuple(changed),
         (
-            *mixing_doubts(config, dataset, plan),
-            *replaced_weights_doubts(config),
+            *shuffle_warnings(config, dataset, plan),
+            *replaced_weights_warnings(config),
             *constant,
             *doubts,
-            *similar_class_doubts(dataset.facts),
+            *similar_class_warnings(dataset.facts),
         ),
-        tuple(described_data(task, dataset)),
+        tuple(describe_training_columns(task, dataset)),
         files,
-        tuple(changed_data(paths, config, files) if before is not None else ()),
+        tuple(describe_data_changes(paths, config, files) if before is not None else ()),
     )
 
 
-def _prepared_task(config: Config, begins: Beginning, dataset: Dataset) -> Task:
+def _prepare_task(config: Config, begins: InitialParameters, dataset: Dataset) -> Task:
     """The configured task, prepared with its training data, which can be sent to other processes.
 
     Raises:
@@ -425,7 +425,7 @@ def _prepared_task(config: Config, begins: Beginning, dataset: Dataset) -> Task:
         DataError: The data does not fit the task, or the parameters to begin with.
     """
     task = prepare_task(make_task(config), dataset.facts)
-    refuse_unpicklable(task)
+    check_picklable(task)
     where, of = f"data.path {config.data.path}", f"train.init_from {config.train.init_from}"
     refuse_other_names(begins.classes, task.data_schema["classes"], where, of)
     if problems := task.validate_config(config):
@@ -433,7 +433,7 @@ def _prepared_task(config: Config, begins: Beginning, dataset: Dataset) -> Task:
     return task
 
 
-def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> None:
+def _check_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> None:
     """Refuses what the decoded rows do not allow.
 
     Raises:
@@ -453,7 +453,7 @@ def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> N
         )
 
 
-def training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Rows, Arrays]:
+def read_training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Rows, Arrays]:
     """The first row to train on that can be decoded, as it was read and decoded, each field of shape (1, ...).
 
     Raises:
@@ -534,7 +534,7 @@ def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, RareRows, Array
     config, dataset = job.config, open_dataset(path)
     refuse_other_schema(job.task.data_schema, dataset.facts, f"data.eval_path {path}", f"data.path {config.data.path}")
     ready = job.task.prepare(dataset.facts)
-    source = _source(job.task, dataset, config.data.read_task_mb)
+    source = _open_source(job.task, dataset, config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
             f"A decoded row of data.eval_path {path} is {source.fields}, of data.path {config.data.path} it is"
@@ -543,11 +543,11 @@ def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, RareRows, Array
         )
     check_evaluation_data(job.paths, config, source.manifest.digest)
     some = sample_rows(dataset, job.task.columns(), job.task.decode, MAX_ROWS)
-    constant = constant_target_doubts(job.task, dataset.facts, source.manifest.num_rows)
+    constant = constant_target_warnings(job.task, dataset.facts, source.manifest.num_rows)
     return source, RareRows.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready), some, constant
 
 
-def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
+def open_evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
     """A data set to evaluate on.
 
     Args:
@@ -561,10 +561,10 @@ def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
     dataset = open_dataset(path)
     refuse_other_schema(task.data_schema, dataset.facts, path, "what the task was trained on")
     task.prepare(dataset.facts)
-    return _source(task, dataset, read_task_mb)
+    return _open_source(task, dataset, read_task_mb)
 
 
-def _source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
+def _open_source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
     fields = probe(dataset, task.columns(), task.decode)
     reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
     return RowSource(reader, dataset.manifest, rows_per_task(fields, read_task_mb))
@@ -596,13 +596,13 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         if job.plan.classes is not None:
             put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
     if prepared.code is not None and (prepared.changed or not prepared.resumes):
-        put_code(job.paths, prepared.code)
-    if prepared.data_files is not None and not (prepared.resumes and is_recorded(job.paths, prepared.data_files)):
-        put_data_versions(job.paths, prepared.data_files)
+        store_code(job.paths, prepared.code)
+    if prepared.data_files is not None and not (prepared.resumes and is_stored(job.paths, prepared.data_files)):
+        store_data_versions(job.paths, prepared.data_files)
     if not prepared.resumes:
-        put_config(job.paths, completed(job.config)[0])
+        put_config(job.paths, fill_defaults(job.config)[0])
     else:
-        reconfigure(replace(job, fence=fence))
+        update_stored_config(replace(job, fence=fence))
     evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
     return replace(prepared, job=replace(job, fence=fence), evaluation=evaluation)
 

@@ -25,9 +25,9 @@ from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.train.state.state import TrainingState
 
-MOST_NUMBERS = 1 << 16
+MAX_NUMBERS = 1 << 16
 """Rows of more are not looked for: a trial should not take long."""
-SHORT = 8
+SHORT_LENGTH = 8
 """Numbers of a list with which much is tried."""
 
 
@@ -88,8 +88,12 @@ class RowProbe:
         lists = {name: values for name, values in rows.items() if isinstance(values, Ragged)}
         if not lists or isinstance(self.task, LoopTask):
             return None
-        repeated = {**rows, **{name: _repeated(values) for name, values in lists.items()}}
-        if self.works(rows, evaluates) or not self.works(cut(rows, 1), evaluates) or self.works(repeated, evaluates):
+        repeated = {**rows, **{name: _repeat_first(values) for name, values in lists.items()}}
+        if (
+            self.works(rows, evaluates)
+            or not self.works(truncate(rows, 1), evaluates)
+            or self.works(repeated, evaluates)
+        ):
             return None
         most = max(int(values.lengths.max()) for values in lists.values())
         return (
@@ -101,54 +105,54 @@ class RowProbe:
         )
 
 
-def longest(rows: Arrays) -> Arrays:
+def longest_of(rows: Arrays) -> Arrays:
     """The longest of some rows, by itself, each field of shape (1, ...); the first, where all are of one length."""
-    total = _numbers(rows)
-    return _only(rows, int(np.where(total <= MOST_NUMBERS, total, 0).argmax()))
+    total = _numbers_per_row(rows)
+    return _row_at(rows, int(np.where(total <= MAX_NUMBERS, total, 0).argmax()))
 
 
-def shortest(rows: Arrays) -> Arrays:
-    """The shortest of some rows that has `SHORT` numbers, by itself, each field of shape (1, ...); the longest, where
+def shortest_of(rows: Arrays) -> Arrays:
+    """The shortest of some rows that has `SHORT_LENGTH` numbers, by itself, each field of shape (1, ...); the longest, where
     none has.
     """
-    total = _numbers(rows)
-    enough = total >= SHORT
-    return _only(rows, int(np.where(enough, total, total.max() + 1).argmin() if enough.any() else total.argmax()))
+    total = _numbers_per_row(rows)
+    enough = total >= SHORT_LENGTH
+    return _row_at(rows, int(np.where(enough, total, total.max() + 1).argmin() if enough.any() else total.argmax()))
 
 
-def _only(rows: Arrays, place: int) -> Arrays:
+def _row_at(rows: Arrays, place: int) -> Arrays:
     return {name: values[place : place + 1] for name, values in rows.items()}
 
 
-def numbers_of(rows: Arrays) -> int:
+def count_numbers(rows: Arrays) -> int:
     """Numbers in the lists of some rows."""
-    return int(_numbers(rows).sum())
+    return int(_numbers_per_row(rows).sum())
 
 
-def _numbers(rows: Arrays) -> np.ndarray:
+def _numbers_per_row(rows: Arrays) -> np.ndarray:
     lengths = [values.lengths for values in rows.values() if isinstance(values, Ragged) and not values.row_shape]
     return np.sum(lengths, axis=0) if lengths else np.zeros(1, np.int64)
 
 
-def cut(rows: Arrays, most: int) -> Arrays:
+def truncate(rows: Arrays, most: int) -> Arrays:
     """The rows with at most so many of each list."""
     return {name: values.cut(most) if isinstance(values, Ragged) else values for name, values in rows.items()}
 
 
-def _repeated(values: Ragged) -> Ragged:
+def _repeat_first(values: Ragged) -> Ragged:
     rows = (np.repeat(values.row(i)[:1], length, axis=0) for i, length in enumerate(values.lengths))
     return Ragged.of(rows, values.values.dtype, values.fill, values.multiple, values.row_shape)
 
 
-MOST_OPERATIONS = 1e12
+MAX_OPERATIONS = 1e12
 """Floating point operations of one attempt: on two cores about half a minute."""
-_HELD_AT_ONCE = 4
+_LIVE_TENSORS = 4
 """How many tensors as large as the largest there are at a time: scores, as float32, their logarithms, and what reads
 them.
 """
 
 
-def too_costly(attempt: RowProbe, rows: Arrays) -> str | None:
+def explain_cost(attempt: RowProbe, rows: Arrays) -> str | None:
     """What it would take to train on rows without a step, in words, if that is more than a trial may; None if not.
 
     Operations are at least two for each parameter and number, but for embeddings. Where the lists can be cut, what
@@ -159,40 +163,40 @@ def too_costly(attempt: RowProbe, rows: Arrays) -> str | None:
         attempt: The task, and the model.
         rows: Decoded rows.
     """
-    operations, held = float(2 * _parameters(attempt.state.model) * numbers_of(rows)), 0.0
+    operations, held = float(2 * _count_parameters(attempt.state.model) * count_numbers(rows)), 0.0
     lists = [values for values in rows.values() if isinstance(values, Ragged)]
     multiple = max(values.multiple for values in lists)
     base, length = (
-        -(-n // multiple) * multiple for n in (SHORT, max(int(values.lengths.max()) for values in lists))
+        -(-n // multiple) * multiple for n in (SHORT_LENGTH, max(int(values.lengths.max()) for values in lists))
     )  # as padded
-    if operations <= MOST_OPERATIONS and length >= 8 * base:
+    if operations <= MAX_OPERATIONS and length >= 8 * base:
         lengths = np.array([base, 2 * base, 4 * base])
         try:
-            some = [_measured(attempt, cut(rows, int(most))) for most in lengths]
+            some = [_measure_cost(attempt, truncate(rows, int(most))) for most in lengths]
         except TaskError:  # lists of this task have a length for a reason
             some = []
         if some:
-            operations = max(operations, _continued(lengths, np.array([[found] for found, _ in some]), length))
+            operations = max(operations, _extrapolate(lengths, np.array([[found] for found, _ in some]), length))
             same = len({len(sizes) for _, sizes in some}) == 1
-            held = _HELD_AT_ONCE * _continued(
+            held = _LIVE_TENSORS * _extrapolate(
                 lengths, np.array([sizes if same else [max(sizes)] for _, sizes in some]), length
             )
-    free = most_bytes()
-    if operations <= MOST_OPERATIONS and held <= free:
+    free = max_probe_bytes()
+    if operations <= MAX_OPERATIONS and held <= free:
         return None
     return (
         f"about {operations:.1e} operations"
         + (f" and {held / 1e9:.1f} GB" if held else "")
-        + f"; a trial takes at most {MOST_OPERATIONS:.0e} and {free / 1e9:.1f} GB"
+        + f"; a trial takes at most {MAX_OPERATIONS:.0e} and {free / 1e9:.1f} GB"
     )
 
 
-def most_bytes() -> float:
+def max_probe_bytes() -> float:
     """Memory that a trial may take: a quarter of what is free."""
     return psutil.virtual_memory().available / 4
 
 
-def _parameters(model: nn.Module) -> int:
+def _count_parameters(model: nn.Module) -> int:
     embedded = {
         id(p)
         for module in model.modules()
@@ -202,20 +206,20 @@ def _parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if id(p) not in embedded)
 
 
-def _continued(lengths: np.ndarray, found: np.ndarray, length: int) -> float:
+def _extrapolate(lengths: np.ndarray, found: np.ndarray, length: int) -> float:
     """The greatest of some quantities, shape (lengths, quantities), at another length."""
     scale = lengths[0]
     c, b, a = np.polyfit(lengths / scale, found, 2)
     return float((a + (length / scale) * (b + (length / scale) * c)).max())
 
 
-def _measured(attempt: RowProbe, rows: Arrays) -> tuple[int, list[int]]:
-    with FlopCounterMode(display=False) as flops, _Sizes(attempt.state.model) as made:
+def _measure_cost(attempt: RowProbe, rows: Arrays) -> tuple[int, list[int]]:
+    with FlopCounterMode(display=False) as flops, _TensorSizes(attempt.state.model) as made:
         attempt.on(rows, False, "short rows")
     return flops.get_total_flops(), made.sizes or [0]
 
 
-class _Sizes(TorchDispatchMode):
+class _TensorSizes(TorchDispatchMode):
     """Notes the bytes of what each operation gives, but for a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:

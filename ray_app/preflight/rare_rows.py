@@ -21,7 +21,7 @@ from ray_app.data.dataset import Dataset
 from ray_app.data.probes import find_longest_row
 from ray_app.data.reader import POSITION, Reader, table_to_rows
 from ray_app.errors import ConfigError, DataError, TaskError
-from ray_app.preflight.probe_rows import MOST_NUMBERS, RowProbe, numbers_of, too_costly
+from ray_app.preflight.probe_rows import MAX_NUMBERS, RowProbe, count_numbers, explain_cost
 from ray_app.task.base import Rows, Task
 from ray_app.task.device import restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
@@ -31,7 +31,7 @@ from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 
 
-def refuse_out_of_range(
+def check_value_ranges(
     attempt: RowProbe, rows: Arrays, evaluated: dict[str, list[float]] | None = None, where: str = ""
 ) -> None:
     """Trains, or evaluates, on rows that have the least and the greatest numbers of the columns, without a step.
@@ -50,22 +50,22 @@ def refuse_out_of_range(
         return
     evaluates = evaluated is not None
     ranges = task.ranges if evaluated is None else evaluated
-    for some in _values(task, ranges, rows, evaluates):
-        if attempt.works({**rows, **{name: _filled(rows[name], value) for name, value in some.items()}}, evaluates):
+    for some in _extreme_values(task, ranges, rows, evaluates):
+        if attempt.works({**rows, **{name: _fill(rows[name], value) for name, value in some.items()}}, evaluates):
             continue
         for name, value in some.items():
             try:
-                attempt.on({**rows, name: _filled(rows[name], value)}, evaluates, "the extreme numbers of a column")
+                attempt.on({**rows, name: _fill(rows[name], value)}, evaluates, "the extreme numbers of a column")
             except TaskError as error:
                 cause = error.__cause__
                 if isinstance(cause, IndexError) or (cause is not None and evaluates and name == task.target):
-                    told = _told_class if name == task.target else _told_embedding
+                    told = _missing_class_message if name == task.target else _missing_embedding_message
                     raise ConfigError(
                         where + told(attempt.state.model, name, ranges[name], value, cause, evaluates)
                     ) from error
 
 
-def _values(
+def _extreme_values(
     task: ModuleTask, ranges: dict[str, list[float]], rows: Arrays, evaluates: bool
 ) -> Iterator[dict[str, float]]:
     """What to try at once: all that is greatest, all that is least, and what lists are padded with, which a target's
@@ -88,24 +88,24 @@ def _values(
         yield lists
 
 
-def _filled(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:
+def _fill(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:
     if isinstance(values, Ragged):
         return Ragged(np.full_like(values.values, value), values.offsets, values.fill, values.multiple)
     return np.full_like(values, value)
 
 
-def _told_class(
+def _missing_class_message(
     model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool
 ) -> str:
     del model
     missing, who = ("loss or no metric", "the model and the metrics") if evaluates else ("loss", "the model")
     return (
         f"Column {name!r} has values from {known[0]:g} to {known[1]:g}, and with {value:g} there is no {missing}:"
-        f" {_said(error)}. Let {who} have an output for each class (num_classes, num_labels), or correct the column."
+        f" {_error_line(error)}. Let {who} have an output for each class (num_classes, num_labels), or correct the column."
     )
 
 
-def _told_embedding(
+def _missing_embedding_message(
     model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool
 ) -> str:
     del evaluates
@@ -114,14 +114,14 @@ def _told_embedding(
         "" if value in known else f" and is padded with {value:g}"
     )
     return (
-        f"{what}, and the model has no embedding for {value:g}: {_said(error)}. Its embeddings have"
+        f"{what}, and the model has no embedding for {value:g}: {_error_line(error)}. Its embeddings have"
         f" {', '.join(map(str, sizes)) or 'no'}"
         " rows. Set the model's vocab_size (num_embeddings) to that of the tokenizer, or correct the column or"
         " task.init_args.pad_with."
     )
 
 
-def _said(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     """An error in a line; what torchmetrics says of a class takes several."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
 
@@ -158,11 +158,11 @@ class RareRows:
         """Looks for the longest row of a data set; `seen` is one that may be it."""
         row = None
         if any(spec.padding is not None for spec in fields.values()):
-            row = _decoded(
+            row = _read_longest(
                 Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions),
                 dataset,
             )
-        if seen is not None and (row is None or numbers_of(row) < numbers_of(seen)):
+        if seen is not None and (row is None or count_numbers(row) < count_numbers(seen)):
             row = seen
         return cls(name, task, row, evaluated)
 
@@ -187,14 +187,14 @@ class RareRows:
         ):
             raise ConfigError(f"{self.name}: {why}")
         if isinstance(self.evaluated, ModuleTask):
-            refuse_out_of_range(attempt, tried, self.evaluated.ranges, f"{self.name}: ")
+            check_value_ranges(attempt, tried, self.evaluated.ranges, f"{self.name}: ")
         if self.longest is None or isinstance(self.task, LoopTask):  # whose script would begin again
             return known
-        numbers = numbers_of(self.longest)
-        if not known < numbers <= MOST_NUMBERS:
+        numbers = count_numbers(self.longest)
+        if not known < numbers <= MAX_NUMBERS:
             return known
         rows = {name: repeat_rows(self.longest[name]) for name in tried}
-        if (cost := too_costly(attempt, rows)) is not None:
+        if (cost := explain_cost(attempt, rows)) is not None:
             logger.warning(
                 "The longest row of %s (%d numbers) is not tried before the start: it would take %s. Whether the model"
                 " knows as many"
@@ -215,9 +215,9 @@ class RareRows:
             raise error.met(f"the longest row of {self.name} ({numbers} numbers)") from error
 
 
-def _decoded(reader: Reader, dataset: Dataset) -> Arrays | None:
+def _read_longest(reader: Reader, dataset: Dataset) -> Arrays | None:
     """The longest row; None if there is none, or it cannot be decoded, which is told where it is read."""
-    span = find_longest_row(dataset, reader.columns, MOST_NUMBERS)
+    span = find_longest_row(dataset, reader.columns, MAX_NUMBERS)
     if span is None:
         return None
     try:
@@ -229,7 +229,7 @@ def _decoded(reader: Reader, dataset: Dataset) -> Arrays | None:
 _KEYS = np.array([3, 5, 8], np.int64)
 
 
-def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) -> None:
+def check_training_decode(task: Task, rows: Rows, fields: dict[str, ArraySpec]) -> None:
     """Decodes a row to train on with some keys.
 
     Args:
@@ -253,9 +253,9 @@ def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) ->
         for name in fields.keys() | found.keys():
             if found.get(name) != fields.get(name):
                 raise ConfigError(
-                    f"{type(task).__name__} decodes {name!r} of a row to train on to {_told(found.get(name))}, of one"
+                    f"{type(task).__name__} decodes {name!r} of a row to train on to {_describe_spec(found.get(name))}, of one"
                     f" to evaluate on to"
-                    f" {_told(fields.get(name))}; both must be alike, in every epoch."
+                    f" {_describe_spec(fields.get(name))}; both must be alike, in every epoch."
                     + (
                         " Let task.init_args.transforms and evaluate_transforms give the same size and type."
                         if where
@@ -264,7 +264,7 @@ def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) ->
                 )
 
 
-def _told(spec: ArraySpec | None) -> str:
+def _describe_spec(spec: ArraySpec | None) -> str:
     if spec is None:
         return "nothing"
     return f"{np.dtype(spec.dtype).name} of shape {spec.shape if spec.padding is None else ('length', *spec.shape)}"

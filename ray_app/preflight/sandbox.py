@@ -21,12 +21,12 @@ from ray import cloudpickle
 from ray_app.errors import RayAppError, TaskError
 from ray_app.preflight import sandbox_server
 
-_PACKAGES = Path(__file__).resolve().parents[2]
-_SHOWN_LINES = 15
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_OUTPUT_LINES = 15
 
 
 @dataclass(frozen=True)
-class EndedCall:
+class CallResult:
     """What became of a call.
 
     Args:
@@ -40,7 +40,7 @@ class EndedCall:
     said: str
 
 
-class Processes:
+class Sandbox:
     """Runs functions in processes of their own. Torch is imported once for all of them.
 
     Args:
@@ -50,9 +50,9 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self._folder, self._made = folder, 0
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "path").write_bytes(pickle.dumps([str(_PACKAGES), *sys.path]))
+        (folder / "path").write_bytes(pickle.dumps([str(_PACKAGE_ROOT), *sys.path]))
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(_PACKAGES), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+            "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         }
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._log = folder / "serve.out"
@@ -66,7 +66,7 @@ class Processes:
                 start_new_session=True,
             )
 
-    def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[EndedCall]:
+    def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[CallResult]:
         """Runs all of them at the same time.
 
         Args: calls: Functions with their arguments, which any process can import, or a class of a notebook's that goes
@@ -99,14 +99,14 @@ class Processes:
             pass
         return [int(word) for word in answer.split()] or [-signal.SIGKILL] * len(numbers)
 
-    def _ended(self, number: int, status: int | None, limit_s: float) -> EndedCall:
+    def _ended(self, number: int, status: int | None, limit_s: float) -> CallResult:
         out, result = self._file(number, "out"), self._file(number, "result")
-        said = "\n".join((out if out.exists() else self._log).read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+        said = "\n".join((out if out.exists() else self._log).read_text(errors="replace").splitlines()[-_OUTPUT_LINES:])
         if result.exists():
             value, error = pickle.loads(result.read_bytes())
-            return EndedCall(value, error, said)
-        how = f"did not end within {limit_s:g} s" if status is None else f"ended by {_by(status)}"
-        return EndedCall(None, TaskError(f"Its process {how}", said), said)
+            return CallResult(value, error, said)
+        how = f"did not end within {limit_s:g} s" if status is None else f"ended by {_describe_status(status)}"
+        return CallResult(None, TaskError(f"Its process {how}", said), said)
 
     def _file(self, number: int, kind: str) -> Path:
         return self._folder / f"{number}.{kind}"
@@ -121,5 +121,5 @@ class Processes:
                 pipe.close()
 
 
-def _by(status: int) -> str:
+def _describe_status(status: int) -> str:
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -23,13 +23,13 @@ from ray_app.errors import RayAppError, TaskError
 from ray_app.task.user_code import describe_error, format_calls
 from ray_app.train import loop  # noqa: F401 - imported once for all
 
-_LOOK_S, _MOST_BYTES = 0.1, 1 << 20
+_TRUNCATE_INTERVAL_S, _MAX_OUTPUT_BYTES = 0.1, 1 << 20
 
 
-def call(path: Path) -> None:
+def run_call(path: Path) -> None:
     """Runs one call and puts what came of it beside it; an error that is not the application's own is told as text."""
     said = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    threading.Thread(target=_bound, daemon=True).start()
+    threading.Thread(target=_truncate_output, daemon=True).start()
     os.dup2(said, 1)
     os.dup2(said, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -49,11 +49,11 @@ def call(path: Path) -> None:
     made.rename(path.with_suffix(".result"))
 
 
-def _bound() -> None:
+def _truncate_output() -> None:
     """Forgets what was printed whenever it is much: only the end of it is shown, and the disk is not this task's."""
     while True:
-        time.sleep(_LOOK_S)
-        if os.fstat(1).st_size > _MOST_BYTES:
+        time.sleep(_TRUNCATE_INTERVAL_S)
+        if os.fstat(1).st_size > _MAX_OUTPUT_BYTES:
             os.ftruncate(1, 0)
 
 
@@ -67,7 +67,7 @@ def main() -> None:
             child = os.fork()
             if not child:
                 try:
-                    call(folder / f"{number}.call")
+                    run_call(folder / f"{number}.call")
                 finally:
                     sys.stdout.flush()
                     sys.stderr.flush()

@@ -21,8 +21,8 @@ from ray_app.config.config import Config, result_fields
 from ray_app.data.dataset import hash_files, sha256
 from ray_app.driver.model_export import user
 from ray_app.errors import DataError
-from ray_app.preflight.changes import classes_in, files_of
-from ray_app.preflight.initial_parameters import find_beginning
+from ray_app.preflight.changes import iter_import_paths, source_files
+from ray_app.preflight.initial_parameters import load_initial_parameters
 from ray_app.retrain.options import RetrainSection
 from ray_app.storage.data_files import files_below, find, is_folder, place_of, relative
 from ray_app.storage.files import Location, folders, location, names, put_json, read_all_json, read_json, remove_tree
@@ -203,7 +203,7 @@ def inputs_of(config: Config, section: RetrainSection, delivery: Delivery, champ
     Raises:
         ConfigError: There are no such parameters, or a class cannot be imported.
     """
-    config = find_beginning(config, None).config
+    config = load_initial_parameters(config, None).config
     fields = result_fields(config, "")
     fields |= {"retrain.data": section.data, "retrain.start": section.start}
     if section.data == "new_and_sample":
@@ -239,8 +239,8 @@ def _contents(path: str, memory: Location | None) -> dict[str, str]:
 def _code(config: Config) -> str:
     package = Path(__file__).resolve().parents[1]
     files = {str(file.relative_to(package)): file for file in package.rglob("*.py")}
-    for class_path in sorted(classes_in(config)):
-        files |= files_of(class_path)
+    for class_path in sorted(iter_import_paths(config)):
+        files |= source_files(class_path)
     return digest_of({name: sha256(file) for name, file in sorted(files.items())})
 
 

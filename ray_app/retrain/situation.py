@@ -18,7 +18,7 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import DataError
 from ray_app.models.registry import champion, version_of
-from ray_app.preflight.prepare import evaluation_source, make_task, prepare
+from ray_app.preflight.prepare import make_task, open_evaluation_source, prepare
 from ray_app.retrain.champion import Champion
 from ray_app.retrain.gate import Files, Request, gate_rows, old_files, sample, score_packages
 from ray_app.retrain.options import RetrainSection
@@ -122,7 +122,7 @@ def gate_request(
     Raises:
         DataError: The rows are not like those that are trained on.
     """
-    source = evaluation_source(job.task, section.gate_path or str(config.data.eval_path), config.data.read_task_mb)
+    source = open_evaluation_source(job.task, section.gate_path or str(config.data.eval_path), config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
             f"A decoded row of retrain.gate_path {section.gate_path} is {source.fields}, of data.path"

@@ -222,7 +222,7 @@ def figures(prepared: Prepared, workers: int) -> Figures:
     newest = newest_commit(job) if prepared.resumes else None
     return Figures(
         workers=workers,
-        max_workers=config.scaling.most_workers,
+        max_workers=config.scaling.worker_limit,
         logical_workers=job.plan.logical_workers,
         rows=job.plan.manifest.num_rows,
         step_rows=job.plan.global_batch_size,
@@ -344,7 +344,7 @@ def _resources(config: Config) -> str | Finding:
             f"The cluster is {'' if most is None else 'or grows '}big enough, but has no room now; the run waits for"
             f" it.",
         )
-    if workers < config.scaling.most_workers:
+    if workers < config.scaling.worker_limit:
         text = (
             f"{workers} of {config.scaling.max_workers} workers fit; the result is the same, and more join when there"
             f" is room."

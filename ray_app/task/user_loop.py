@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch, Losses
 from ray_app.task.metrics import Mode
@@ -311,7 +311,7 @@ class LoopTask(BatchTask):
         problems = []
         if config.optimizers is not None or config.optimizer not in (
             type(config).optimizer,
-            OptimizerSpec(OWN_OPTIMIZER),
+            OptimizerSpec(TASK_OPTIMIZER),
         ):
             problems.append(
                 "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."

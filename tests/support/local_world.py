@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import MODEL, Snapshot, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import Config, digest
 from ray_app.data.arrays import to_column
 from ray_app.data.dataset import open_dataset
@@ -38,7 +38,7 @@ from ray_app.data.probes import probe
 from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.order import Cursor, Plan
-from ray_app.preflight.prepare import classes_of, make_plan
+from ray_app.preflight.prepare import make_plan, read_classes
 from ray_app.reduction import group_state
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord
@@ -149,11 +149,11 @@ def make_job(
         data__global_batch_size=batch,
         **(defaults | fields),
     )
-    check(config)
+    check_config(config)
     dataset = open_dataset(str(data))
     task = task or ImageClassification(model_args={"channels": 4, "dropout": 0.3}, flip=True, crop_padding=1)
     prepared = task.prepare(dataset.facts)
-    plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
+    plan = make_plan(config, dataset.manifest, read_classes(config, dataset))
     return Job(
         config=config,
         config_digest=digest(config, plan.manifest.digest),

@@ -83,7 +83,7 @@ class _Controller(TrainController):
         scaling = config.scaling
         self._newcomers = scaling_policy.newcomers
         self._retiring = StragglerEvictor(
-            scaling.evict_straggler_after_s, config.logical_workers, scaling.min_workers, scaling.most_workers
+            scaling.evict_straggler_after_s, config.logical_workers, scaling.min_workers, scaling.worker_limit
         )
         with variables(
             **{_OWN_LOGS: "0"}

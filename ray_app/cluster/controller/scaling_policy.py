@@ -284,7 +284,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         if possible >= scaling.min_workers:
             self.wait(None)
             self.shunned = set()
-            ready, most = self.newcomers.ready(), min(possible, scaling.most_workers)
+            ready, most = self.newcomers.ready(), min(possible, scaling.worker_limit)
             at_once = min(ready, most) if ready >= scaling.min_workers else most
             self.coming = (
                 most - at_once + max(0, min(scaling.standby_workers, possible - most))
@@ -304,7 +304,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         if time.monotonic() < self.full_until_s:
             possible = min(possible, now + coming)
         since = time.monotonic() - self.changed_s
-        logical, least, most = self._control.config.logical_workers, scaling.min_workers, scaling.most_workers
+        logical, least, most = self._control.config.logical_workers, scaling.min_workers, scaling.worker_limit
         wanted = sizing(now, possible, logical, least, most, since, scaling.resize_interval_s)
         short = now < least and wanted.workers == now
         self.wait(f"{now} of at least {least} workers; waiting for capacity" if short else None, now)

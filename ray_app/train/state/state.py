@@ -40,7 +40,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ray_app.checkpoint.format import Snapshot, params_digest
 from ray_app.config.config import Config
-from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.plan.hashing import key
@@ -339,7 +339,7 @@ class TrainingState:
             self.optimizer = self.turns = Turns(config.optimizers, named, self._optimizer)
             self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, make_schedule)
             return
-        if config.optimizer.class_path == OWN_OPTIMIZER:
+        if config.optimizer.class_path == TASK_OPTIMIZER:
             assert isinstance(self._task, Task), "the strategies that train something else refuse it"
             self.optimizer, self.schedule = self._task.configure_optimizers(model)
         else:

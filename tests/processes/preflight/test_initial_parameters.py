@@ -17,7 +17,7 @@ from ray_app import load_config
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config, result_fields
 from ray_app.errors import ConfigError, RunExistsError
-from ray_app.preflight.initial_parameters import find_beginning
+from ray_app.preflight.initial_parameters import load_initial_parameters
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.task.base import Task
 from ray_app.train.job import Hooks
@@ -149,7 +149,7 @@ def test_a_storage_that_does_not_answer_refuses_a_start_but_does_not_end_a_run(
         with pytest.raises(OSError, match="does not answer"):
             job.read_initial()
         with pytest.raises(ConfigError, match=r"cannot be read: .*does not answer"):
-            find_beginning(config, None)
+            load_initial_parameters(config, None)
     Path(job.initial or "").unlink()
     with pytest.raises(ConfigError, match=r"initial.safetensors' cannot be read: .*No such file"):
         job.read_initial()

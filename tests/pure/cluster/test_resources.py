@@ -20,7 +20,7 @@ from ray_app.cluster.controller.backend import ControllerContext
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
 from ray_app.cluster.ray_private import room_on_gpus
 from ray_app.cluster.resources import counted, workers_that_fit
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import Config, from_yaml
 from ray_app.driver.run import idle_gpus
 from ray_app.errors import ConfigError
@@ -64,7 +64,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_all_are_as_many_as_the_cluster_has_room_for(fields: dict[str, Any], expected: int) -> None:
     config = ALL.replace(**fields)
-    check(config)
+    check_config(config)
     assert counted(config).scaling.max_workers == expected
     assert counted(config).replace(scaling__max_workers="all") == config
 
@@ -164,7 +164,7 @@ def test_several_gpus_for_a_worker_are_refused_since_it_uses_one() -> None:
     with pytest.raises(
         ConfigError, match=r"scaling.gpus_per_worker is 2, but a worker computes on one GPU.* Set it to 1"
     ):
-        check(ALL.replace(scaling__gpus_per_worker=2))
+        check_config(ALL.replace(scaling__gpus_per_worker=2))
 
 
 def test_all_of_a_run_that_exists_are_those_it_began_with(joined: None) -> None:
@@ -220,7 +220,7 @@ def test_the_number_of_the_first_start_is_kept(digits: Path, tmp_path: Path, mon
 @pytest.mark.parametrize("value", [0, -1, "many", None])
 def test_other_words_and_numbers_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"scaling\.max_workers is"):
-        check(ALL.replace(scaling__max_workers=value))
+        check_config(ALL.replace(scaling__max_workers=value))
 
 
 def test_idle_gpus_are_told() -> None:
@@ -264,8 +264,8 @@ def test_a_place_that_no_node_has_is_refused(fields: dict[str, Any], said: str) 
 
 def test_what_nobody_looks_at_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluate.num_gpus is 2, but the evaluator computes on one GPU"):
-        check(ALL.replace(evaluate__num_gpus=2))
+        check_config(ALL.replace(evaluate__num_gpus=2))
     with pytest.raises(
         ConfigError, match=r"train.server_label_selector is set, but only train.strategy: parameter_server looks at it"
     ):
-        check(ALL.replace(train__server_label_selector={"zone": "a"}))
+        check_config(ALL.replace(train__server_label_selector={"zone": "a"}))

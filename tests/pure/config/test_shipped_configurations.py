@@ -20,7 +20,7 @@ from ray_app.config.sections import ClassSpec
 from ray_app.driver.parsing import parse, parse_more
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.preflight.prepare import make_task, new_run_name, prepare
+from ray_app.preflight.prepare import make_run_name, make_task, prepare
 from ray_app.retrain.options import RetrainSection
 from ray_app.train.state.state import TrainingState
 from tests.support.pages import blocks
@@ -345,6 +345,6 @@ def test_an_optimizer_that_needs_a_gpu_may_be_configured_where_there_is_none(
 
 
 def test_made_up_names_of_runs_that_start_at_once_differ_and_tell_the_year() -> None:
-    made = [new_run_name() for _ in range(200)]
+    made = [make_run_name() for _ in range(200)]
     assert len(set(made)) == len(made)
     assert made[0].startswith(time.strftime("%Y"))

@@ -19,7 +19,7 @@ from ray_app.errors import DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.plan.order import Plan
-from ray_app.preflight.prepare import mixing_doubts
+from ray_app.preflight.prepare import shuffle_warnings
 
 CLASSES, BATCH, WINDOW = 100, 256, 10_000
 
@@ -128,7 +128,7 @@ def test_the_start_says_what_speaks_against_the_mixing(
     dataset = open_dataset(str(tmp_path))
     config = Config().replace(data__path=str(tmp_path))
     for window, most in ((1024, 2), (30_000, 0)):
-        doubts = mixing_doubts(config, dataset, Plan(dataset.manifest, 0, 1, BATCH, window))
+        doubts = shuffle_warnings(config, dataset, Plan(dataset.manifest, 0, 1, BATCH, window))
         assert len(doubts) <= most
         assert [text for text in expected if most and not any(text in doubt for doubt in doubts)] == [], doubts
         assert bool(doubts) == bool(expected and most)

@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from ray_app.errors import ConfigError
 from ray_app.preflight.dry_run import dry_run
-from ray_app.preflight.model_checks import Kernels
+from ray_app.preflight.model_checks import KernelRecorder
 from ray_app.task.base import Batch, Losses
 from ray_app.task.configured_arguments import compute_row_losses
 from tests.support.local_world import TinyImages, make_job, write_images
@@ -240,13 +240,13 @@ def test_classes_of_pixels_and_tokens_have_kernels_where_their_losses_are_not_re
     """As in aten/src/ATen/native/cuda/NLLLoss2d.cu, whose alert comes with `reduction != Reduction::None` alone."""
     for shape in ((2, 3, 4, 4), (2, 3, 5)):
         scores, labels = torch.randn(shape, requires_grad=True), torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
-        with Kernels() as kernels:
+        with KernelRecorder() as kernels:
             Losses.of(
                 compute_row_losses({"class_path": "torch.nn.CrossEntropyLoss"}, scores, labels)
             ).values.sum().backward()
         kernels.refuse(1)
     for reduction in ("mean", "sum"):
-        with Kernels() as kernels:
+        with KernelRecorder() as kernels:
             functional.cross_entropy(
                 torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), reduction=reduction
             )

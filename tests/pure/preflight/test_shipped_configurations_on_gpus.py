@@ -56,5 +56,5 @@ def test_a_shipped_configuration_starts_on_gpus(
     assert job.config.scaling.gpus_per_worker == 1
     assert job.workers_evaluate == (fields.get("evaluate__where") == "workers")
     assert (prepared.evaluation is None) == job.workers_evaluate
-    most = 1 if fields.get("train__strategy") == "single" else config.scaling.most_workers
+    most = 1 if fields.get("train__strategy") == "single" else config.scaling.worker_limit
     assert workers_that_fit(job.config, {"CPU": 128.0, "GPU": most + 1.0}, []) == most

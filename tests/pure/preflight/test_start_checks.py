@@ -185,7 +185,7 @@ def test_classes_that_differ_in_case_or_blanks_are_named(
     tmp_path: Path, names: list[str], alike: list[list[str]]
 ) -> None:
     assert similar_names(names) == alike
-    doubts = tabular(labelled(tmp_path / "a", [i % len(names) for i in range(16)], names)).doubts
+    doubts = tabular(labelled(tmp_path / "a", [i % len(names) for i in range(16)], names)).warnings
     assert len(doubts) == len(alike)
     assert all(repr(name) in doubt for doubt, group in zip(doubts, alike, strict=True) for name in group)
 
@@ -245,16 +245,18 @@ def test_micro_batches_of_one_row_with_batch_norm_are_refused(tmp_path: Path) ->
         ConfigError, match=r"the 5 rows of the data give some of the 4 logical workers .* Give at least 8 rows"
     ):
         normalized(tmp_path / "b", "batch", rows=5, scaling__logical_workers=4)
-    assert not normalized(tmp_path / "c", "batch", scaling__logical_workers=4).doubts
-    assert not normalized(tmp_path / "d", "spatial", scaling__logical_workers=8).doubts
+    assert not normalized(tmp_path / "c", "batch", scaling__logical_workers=4).warnings
+    assert not normalized(tmp_path / "d", "spatial", scaling__logical_workers=8).warnings
 
 
 def test_a_last_micro_batch_of_one_row_is_said(tmp_path: Path) -> None:
-    [doubt] = normalized(tmp_path / "a", "batch", rows=17, scaling__logical_workers=2).doubts
+    [doubt] = normalized(tmp_path / "a", "batch", rows=17, scaling__logical_workers=2).warnings
     assert doubt.startswith(
         "In the last step of an epoch 1 of 2 logical workers have one row, of which 1, batch normalization, has no"
     )
-    assert not normalized(tmp_path / "b", "batch", rows=17, scaling__logical_workers=2, data__last_batch="drop").doubts
+    assert not normalized(
+        tmp_path / "b", "batch", rows=17, scaling__logical_workers=2, data__last_batch="drop"
+    ).warnings
 
 
 @pytest.mark.parametrize(("norm", "refused"), [("group", "GroupNorm"), ("layer", "LayerNorm"), ("groups of two", None)])

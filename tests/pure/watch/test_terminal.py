@@ -100,7 +100,7 @@ def decided(
     to train, if that is to change, and how many are to be on their way.
     """
     waits: list[str | None] = []
-    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=2, most_workers=4, standby_workers=1)
+    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=2, worker_limit=4, standby_workers=1)
     config = SimpleNamespace(logical_workers=4, scaling=scaling)
     control = SimpleNamespace(config=config)
     policy: Any = SimpleNamespace(
@@ -155,7 +155,7 @@ class Late(Ready):
 def decision_of(changed_s: float, now: int, possible: int, ready: int, ready_since: int = 0) -> tuple[Any, Any, int]:
     """The policy, its decision, and how often it asked the autoscaler for nodes."""
     requests: list[None] = []
-    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=1, most_workers=4, standby_workers=0)
+    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=1, worker_limit=4, standby_workers=0)
     policy: Any = SimpleNamespace(
         _control=SimpleNamespace(config=SimpleNamespace(logical_workers=4, scaling=scaling)),
         newcomers=Late(ready, ready_since),

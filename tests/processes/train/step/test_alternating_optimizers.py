@@ -16,7 +16,7 @@ import yaml
 from torch import nn
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.import_paths import TurnSpec
 from ray_app.drill.faults import Evidence
 from ray_app.drill.memory_faults import Flip
@@ -234,7 +234,7 @@ def test_a_parameter_belongs_to_one_optimizer(
 def test_what_does_not_go_together_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
     job = job_of(tmp_path / "run", data)
     with pytest.raises(ConfigError, match=said):
-        check(job.config.replace(**fields))
+        check_config(job.config.replace(**fields))
 
 
 def test_yaml_is_checked_against_the_signatures(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
-from ray_app.preflight.prepare import evaluation_source
+from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
@@ -66,7 +66,7 @@ def evaluated_job(folder: Path, data: Path, **fields: Any) -> Job:
     job = make_job(
         folder / "run", data, logical_workers=4, batch=12, task=Counted(str(folder / "notes")), **(defaults | fields)
     )
-    return dataclasses.replace(job, evaluation=evaluation_source(job.task, eval_path, 64.0))
+    return dataclasses.replace(job, evaluation=open_evaluation_source(job.task, eval_path, 64.0))
 
 
 def found_in(job: Job) -> list[dict[str, Any]]:

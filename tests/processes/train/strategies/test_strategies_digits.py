@@ -16,7 +16,7 @@ from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
 from ray_app.drill.faults import Several
 from ray_app.driver.single import train_here
-from ray_app.preflight.prepare import evaluation_source
+from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.runlog.journal import read_events
 from ray_app.task.image import ImageClassification
 from ray_app.task.metrics import combine, score
@@ -96,7 +96,7 @@ def accuracy_of(job: Job, digits: Path) -> float:
     assert commit.step == job.total_steps
     model = job.task.build_model()
     model.load_state_dict(unpack(store.load(commit)).model)
-    source = evaluation_source(job.task, str(digits / "eval"), 64.0)
+    source = open_evaluation_source(job.task, str(digits / "eval"), 64.0)
     return combine(job.task, score(job.task, model, load_all(fetch_in_process, source).arrays, 256, CPU)).values[
         "accuracy"
     ]
