@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.scale_picture import draw
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.cluster.rendezvous.server import beat_of, orders_of, packed
+from ray_app.cluster.rendezvous.server import decode_heartbeat, decode_reply, encode
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
 from ray_app.reduction.base import World, plan_stages
@@ -78,41 +78,41 @@ class Meeting:
     def __init__(self, workers: int) -> None:
         self.now_s, self.messages, self.bytes = 1000.0, 0, 0
         self.rendezvous = Rendezvous(5.0, None, lambda: self.now_s)
-        asyncio.run(self.rendezvous.expect(workers))
+        asyncio.run(self.rendezvous.set_expected(workers))
         hosts = [f"10.0.{node // 250}.{node % 250}" for node in range(-(-workers // EACH))]
         self.beats = [Heartbeat(f"{i:032x}", f"{i // EACH:056x}", hosts[i // EACH], 40000, i) for i in range(workers)]
 
     def pass_on(self, line: bytes) -> bytes:
         """A sign of life arrives and is answered."""
-        answer = packed(self.rendezvous.answer(beat_of(line)))
+        answer = encode(self.rendezvous.handle_heartbeat(decode_heartbeat(line)))
         self.messages, self.bytes = self.messages + 2, self.bytes + len(line) + len(answer)
         return answer
 
     def form(self) -> float:
         """All wait for a generation, and hear of it; CPU seconds of the rendezvous."""
-        lines = [packed(changed(beat, waits=1)) for beat in self.beats]
+        lines = [encode(changed(beat, waits=1)) for beat in self.beats]
         took = cpu_s(lambda: [self.pass_on(line) for line in lines])
         told: list[bytes] = []
-        took += cpu_s(lambda: told.extend(packed(self.rendezvous.orders(beat.worker)) for beat in self.beats))
+        took += cpu_s(lambda: told.extend(encode(self.rendezvous.reply_for(beat.worker)) for beat in self.beats))
         self.messages, self.bytes = self.messages + len(told), self.bytes + sum(map(len, told))
         for i, line in enumerate(told):
-            formed = orders_of(line).formed
+            formed = decode_reply(line).formed
             assert formed is not None
             self.beats[i] = changed(self.beats[i], generation=1, rank=formed.rank, phase="compute")
         return took
 
     def second(self) -> tuple[float, float, float]:
         """CPU seconds, messages and bytes of the rendezvous per second of a run in stride; nobody counts as silent."""
-        self.pass_on(packed(self.beats[0]))
+        self.pass_on(encode(self.beats[0]))
         period_s = self.rendezvous._period_s
         before, seconds, spent, due = (self.messages, self.bytes), max(10, round(2 * period_s)), 0.0, 0.0
         for tick in range(seconds * LOOKS_PER_S):
             self.now_s += 1 / LOOKS_PER_S
             due += len(self.beats) / period_s / LOOKS_PER_S
-            lines = [packed(self._next(tick)) for _ in range(int(due))]
+            lines = [encode(self._next(tick)) for _ in range(int(due))]
             due -= len(lines)
             spent += cpu_s(lambda lines=lines: [self.pass_on(line) for line in lines])  # type: ignore[misc]
-            spent += cpu_s(lambda: self.rendezvous.look(self.now_s))
+            spent += cpu_s(lambda: self.rendezvous.check_liveness(self.now_s))
         assert not self.rendezvous._lost
         return spent / seconds, (self.messages - before[0]) / seconds, (self.bytes - before[1]) / seconds
 

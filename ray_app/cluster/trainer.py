@@ -177,7 +177,7 @@ def _work(arguments: dict[str, Any]) -> None:
     over = False
     try:
         load = (lambda: read_memory_cache(start.evaluation).arrays) if start.evaluation is not None else None
-        printed = copied_output(job.paths, job.fence, membership.who, lambda: membership.place)
+        printed = copied_output(job.paths, job.fence, membership.process_name, lambda: membership.progress)
         with printed, user_code(lambda: "a worker"):  # whatever else is raised
             if start.parameters is not None:
                 _ask_for_units(start, membership, device)

@@ -185,7 +185,7 @@ def freeze(ground: ScenarioContext) -> Scenario | str:
     pace = ground.pace(step + 1, least_s=seconds)
 
     def confirm(run: ScenarioResult) -> list[str]:
-        silent = any("no sign of life" in str(e.details["errors"]) for e in run.events("failed"))
+        silent = any("no heartbeat for" in str(e.details["errors"]) for e in run.events("failed"))
         return [] if silent else ["the run has no record of a worker that was silent"]
 
     return Scenario([step], ["frozen"], confirm, Faults(train=Hooks(after_step=Several((hook, pace)))))

@@ -1,4 +1,4 @@
-"""Who steps together, as the loop sees it; `cluster.rendezvous.membership` is a Ray Train worker's,
+"""Who steps together, as the loop sees it; `cluster.rendezvous.client` is a Ray Train worker's,
 `SingleProcessMembership` that of a process alone.
 
 What workers, the rendezvous, the driver and the controller say to each other.

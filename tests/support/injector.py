@@ -228,7 +228,7 @@ class AwaitNewcomer:
 
 
 def _has_newcomer(rendezvous: Any) -> bool:
-    return any(member.joined_s is not None and not member.beat.generation for member in rendezvous._members)
+    return any(member.waiting_since_s is not None and not member.heartbeat.generation for member in rendezvous._members)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ budgets.
 
 - `ray.train.backend`: the public `TorchConfig` makes a backend that starts a process group for the life of the workers,
   and imports torch, for which a newcomer's environment is not set yet. Our process group is formed in generations, see
-  `cluster.rendezvous.membership`.
+  `cluster.rendezvous.client`.
 - `ray.train.v2._internal.execution.callback`: the classes of the callbacks that `RunConfig(callbacks=...)` accepts.
 - `TrainRunContext.run_id`: the name under which a run asks for resources.
 """
@@ -71,7 +71,7 @@ def take_over(trainer: DataParallelTrainer, run_root: str) -> None:
 
 
 class OwnGroupBackend(Backend):
-    """Leaves process groups to `cluster.rendezvous.membership`."""
+    """Leaves process groups to `cluster.rendezvous.client`."""
 
     share_cuda_visible_devices = True
 
@@ -103,7 +103,7 @@ class FailureBudget(ControllerCallback, WorkerGroupCallback):
         """Records how many workers start."""
         self._errors, self._workers = {}, len(worker_group.get_workers())
         self.budget.note("workers", workers=self._workers)
-        answer(self._control.rendezvous.expect.remote(self._workers))
+        answer(self._control.rendezvous.set_expected.remote(self._workers))
 
     def not_started(self, reasons: list[str], charged: bool) -> None:
         """Records that workers could not start.
@@ -122,7 +122,7 @@ class FailureBudget(ControllerCallback, WorkerGroupCallback):
         self._errors = dict(worker_group_status.errors) or self._errors
         self._workers = len(worker_group_status.worker_statuses)
         if not self._control.in_place:  # again and again: the rendezvous may have been started anew
-            self._control.rendezvous.expect.remote(self._workers)
+            self._control.rendezvous.set_expected.remote(self._workers)
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
         """Ends the run if it must end; otherwise Ray Train goes on."""

@@ -211,7 +211,7 @@ class _Controller(TrainController):
             self._drop(retired)
         elif silent:
             limit = policy._control.config.failure.heartbeat_timeout_s
-            error = ConnectionError(f"no sign of life for {limit:g} s")
+            error = ConnectionError(f"no heartbeat for {limit:g} s")
             self._budget.budget.failed(dict.fromkeys(silent, error), seen.step, len(workers) - len(silent))
             self._drop(silent)
         elif self._retiring.is_on and seen.record is not None:
@@ -244,7 +244,7 @@ class _Controller(TrainController):
         lost = [w for i, w in enumerate(group.get_workers()) if i in places]
         self._scaling_policy.suspect({w.metadata.node_id for w in lost})
         gone = {id_of(w.actor) for w in lost}
-        answer(self._rendezvous.dismiss.remote(gone))
+        answer(self._rendezvous.evict.remote(gone))
         group.drop(places)
         self._owed += len(places)
         self._expect()
@@ -252,7 +252,7 @@ class _Controller(TrainController):
         self._scaling_policy.full_until_s = 0.0  # their slots are free
 
     def _expect(self) -> None:
-        answer(self._rendezvous.expect.remote(len(self._worker_group), self._scaling_policy._waiting, self._over))
+        answer(self._rendezvous.set_expected.remote(len(self._worker_group), self._scaling_policy._waiting, self._over))
 
     def _running(self) -> Any:
         return TrainControllerLoopIterationResult(self._get_run_attempt_id(), self._state, RunningState())

@@ -330,7 +330,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         """Tells the workers and the console whether to wait for capacity."""
         if reason != self._waiting:
             self._waiting = reason
-            answer(self._control.rendezvous.expect.remote(workers, reason))
+            answer(self._control.rendezvous.set_expected.remote(workers, reason))
 
 
 _FASTER = 1.1

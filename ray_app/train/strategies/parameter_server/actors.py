@@ -172,7 +172,7 @@ class CoordinatorActor(Coordinator):
         """However long the storage or the servers' state takes, no worker is ended for waiting for it."""
         del seen
         if self.is_held_up:
-            ray.get(self._rendezvous.excuse.remote())
+            ray.get(self._rendezvous.pause_watchdog.remote())
 
 
 @dataclass(frozen=True)

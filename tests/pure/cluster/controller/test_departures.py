@@ -61,7 +61,7 @@ class Controller(controller._Controller):
     @property
     def _rendezvous(self) -> Any:
         return SimpleNamespace(
-            dismiss=SimpleNamespace(remote=id), status=SimpleNamespace(remote=lambda: SimpleNamespace(step=7))
+            evict=SimpleNamespace(remote=id), status=SimpleNamespace(remote=lambda: SimpleNamespace(step=7))
         )
 
     @property

@@ -65,9 +65,9 @@ def test_only_the_same_failure_at_the_same_step_counts_as_repeated(tmp_path: Pat
 def test_workers_that_are_lost_one_after_the_other_in_one_step_are_no_repetition(tmp_path: Path) -> None:
     ours = budget(tmp_path, max_failures=-1)
     for left in (4, 3, 2, 1, 0):
-        ours.failed({0: ConnectionError("no sign of life for 5 s")}, step=3, left=left)
+        ours.failed({0: ConnectionError("no heartbeat for 5 s")}, step=3, left=left)
     with pytest.raises(RepeatedFailureError, match="6 times in a row after step 3"):
-        ours.failed({0: ConnectionError("no sign of life for 5 s")}, step=3, left=4)
+        ours.failed({0: ConnectionError("no heartbeat for 5 s")}, step=3, left=4)
 
 
 @pytest.mark.parametrize(("allowed", "times"), [(5, 6), (3, 4), (2, 3)])

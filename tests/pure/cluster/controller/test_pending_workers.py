@@ -151,7 +151,8 @@ def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FailureBudget:
     )
     monkeypatch.setattr(backend, "ray", SimpleNamespace(get=lambda found, timeout: found))
     rendezvous = SimpleNamespace(
-        status=SimpleNamespace(remote=lambda: SimpleNamespace(step=0)), expect=SimpleNamespace(remote=lambda _: None)
+        status=SimpleNamespace(remote=lambda: SimpleNamespace(step=0)),
+        set_expected=SimpleNamespace(remote=lambda _: None),
     )
     return FailureBudget(ControllerContext(str(tmp_path), 1, config, rendezvous, 1.0, in_place=True))
 

@@ -104,8 +104,8 @@ def test_a_thousand_workers_form_their_next_generation_at_once() -> None:
             for i in workers
         ]
         for beat in beats:
-            meeting.answer(beat)
-        formed = [meeting.orders(beat.worker).formed for beat in beats]
+            meeting.handle_heartbeat(beat)
+        formed = [meeting.reply_for(beat.worker).formed for beat in beats]
         assert {each.number for each in formed if each} == {generation + 1}
         assert None not in formed
     assert time.process_time() - began_s < 5

@@ -332,7 +332,7 @@ class Patient:
             raise SystemExit
         return RendezvousStatus({"0"}, set(), {}, 1, 0, None, None, False, 60.0)
 
-    def excuse(self) -> None:
+    def pause_watchdog(self) -> None:
         self.told.set()
 
 
