@@ -19,7 +19,7 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, OwnGroupConfig, take_over
+from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, NoProcessGroupConfig, use_stable_run_id
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.config.config import Config
 from ray_app.data.local_readers import choose_fetch
@@ -109,7 +109,7 @@ def fit(start: WorkerArgs, max_workers: int, reserved_cpus: float, given_up: thr
         prepare = ray.put(functools.partial(_prepare, arguments))
         options = {"train_loop_config": arguments, "scaling_config": sizes, "run_config": run_config}
         trainer = ElasticTrainer(control, prepare, given_up, _work, **options)
-        take_over(trainer, job.run_root)
+        use_stable_run_id(trainer, job.run_root)
         try:
             trainer.fit()
         except TrainingFailedError as error:
@@ -120,11 +120,11 @@ def fit(start: WorkerArgs, max_workers: int, reserved_cpus: float, given_up: thr
     if elastic:
         options["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
     sizes = ScalingConfig(num_workers=(scaling.min_workers, max_workers) if elastic else max_workers, **options)
-    backend = OwnGroupConfig()
+    backend = NoProcessGroupConfig()
     stock = DataParallelTrainer(
         _work, train_loop_config=arguments, backend_config=backend, scaling_config=sizes, run_config=run_config
     )
-    take_over(stock, job.run_root)
+    use_stable_run_id(stock, job.run_root)
     stock.fit()
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ray_app.checkpoint.store import Commit
-from ray_app.cluster.controller.failure_budget import disturbing, spent
+from ray_app.cluster.controller.failure_budget import failure_events, failure_summary
 from ray_app.errors import ConfigError, DataError
 from ray_app.process import SafeStream
 from ray_app.report.charts import sparkline
@@ -317,7 +317,7 @@ class RunConsole:
         try:
             self._show_printed()
             evaluations = read_scores(self._job.paths)
-            events = disturbing(self._job.paths)
+            events = failure_events(self._job.paths)
             self._spent = disturbances(events, self._job.config.failure)
             waiting = self._waiting()
         except OSError as error:  # a passing outage of the storage
@@ -439,7 +439,7 @@ def print_end(
         rows += [("loss", curve) for curve in [loss_curve(facts, console.console.encoding)] if curve]
         rows.append(("cluster", facts.story))
     else:
-        rows.append(("cluster", spent(job.paths, job.config.failure) or "nothing went wrong"))
+        rows.append(("cluster", failure_summary(job.paths, job.config.failure) or "nothing went wrong"))
     rows.append(("parameters", f"sha256 {summary['params_digest']}"))
     if summary.get("model"):
         rows.append(("model", model_line(summary["model"])))

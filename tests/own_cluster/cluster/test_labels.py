@@ -49,7 +49,7 @@ def possible(config):
     policy.after_controller_start(SimpleNamespace(run_id="probe"))
     asked = ray.get(policy._autoscaling_coordinator.__ray_call__.remote(
         lambda self: [len(request.requested_resources) for request in self._ongoing_reqs.values()]))
-    found = policy.possible()
+    found = policy.possible_workers()
     policy._cancel_resource_request()
     return found, asked
 

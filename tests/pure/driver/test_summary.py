@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.cluster.controller.failure_budget import spent
+from ray_app.cluster.controller.failure_budget import failure_summary
 from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config
 from ray_app.config.sections import FailureSection
@@ -132,7 +132,7 @@ def test_a_start_of_a_run_that_had_finished_is_no_restart_of_the_driver(
         put_event(paths, kind, fence)
     put_event(paths, "started", 3)
     assert restarts(read_events(paths))["driver"] == restarted
-    assert spent(paths, FailureSection()) == ("1 driver restart" if restarted else "")
+    assert failure_summary(paths, FailureSection()) == ("1 driver restart" if restarted else "")
 
 
 def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
