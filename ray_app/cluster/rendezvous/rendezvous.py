@@ -339,7 +339,9 @@ class Rendezvous:
 
     def check_liveness(self, now: float) -> None:
         """Declares silent workers lost and checks the step watchdog; called a few times a second."""
-        silent = [m for m in self._members if now - m.heartbeat_s > self._silence_s + max(0.0, m.period_s - HEARTBEAT_S)]
+        silent = [
+            m for m in self._members if now - m.heartbeat_s > self._silence_s + max(0.0, m.period_s - HEARTBEAT_S)
+        ]
         for member in silent:
             self.on_disconnect(member.heartbeat.worker, f"no heartbeat for {now - member.heartbeat_s:.1f} s")
         self._check_watchdog(now)
