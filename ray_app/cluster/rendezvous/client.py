@@ -122,10 +122,10 @@ class RendezvousClient:
             self._abort_if_told()
             with collective():
                 group.open(formed, self._device, self._backend)
-            yield (
-                replace(world, hosts=formed.hosts, groups=group.groups, check_device_errors=group.check_device_errors),
-                formed,
+            world = replace(
+                world, hosts=formed.hosts, groups=group.groups, check_device_errors=group.check_device_errors
             )
+            yield world, formed
             is_broken = False
         finally:
             # The heartbeat thread may have to abort the group while it closes, so the attribute goes last.
