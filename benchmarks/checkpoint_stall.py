@@ -174,7 +174,7 @@ def side(name: str, folder: Path) -> Cost:
     from ray_app.data.reader import fetch_in_process
     from ray_app.data.windows import CachedWindows
     from ray_app.preflight.prepare import claim, prepare
-    from ray_app.runlog.lease import acquire
+    from ray_app.runlog.lease import acquire_lease
     from ray_app.train.job import Hooks
     from ray_app.train.loop import train
 
@@ -182,7 +182,7 @@ def side(name: str, folder: Path) -> Cost:
     pixels = generator.integers(0, 256, (BATCH * PERIOD, 28, 28), dtype=np.uint8)
     ingest_rows(folder, pixels, generator.integers(0, 10, BATCH * PERIOD))
     prepared = prepare(make_config(folder, 2 * PERIOD if name == OURS else None))
-    with acquire(prepared.job.paths) as lease:
+    with acquire_lease(prepared.job.paths) as lease:
         job = claim(prepared, lease.fence).job
         windows = CachedWindows(load_all(fetch_in_process, job.source))
         hook = Periods(saving(job, folder) if name == SAVE else None)

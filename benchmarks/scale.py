@@ -40,17 +40,17 @@ from ray_app.plan.order import Plan
 from ray_app.reduction.base import World, plan_stages
 from ray_app.reduction.transport import MAX_RING_RANKS, doubling_rounds
 from ray_app.runlog import journal
-from ray_app.runlog.journal import FLUSH_S, MOST_SMALL, StepRecord
+from ray_app.runlog.journal import FLUSH_S, MAX_SMALL_FILES, StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import _Columns
-from ray_app.storage.files import names
+from ray_app.storage.files import list_files
 from ray_app.train.membership import Heartbeat
 from ray_app.train.step import step_stats
 from ray_app.train.step.step_stats import ReplicaStats, StepStats
 
 SIZES = (10, 100, 1000, 3000, 10_000)
 EACH, LOOKS_PER_S = 8, 5
-LOOKS_S = (1 + 1 / MOST_SMALL) / 10
+LOOKS_S = (1 + 1 / MAX_SMALL_FILES) / 10
 """Objects per second for how busy the nodes are."""
 BARS = {
     "rendezvous, % of a core": 10.0,
@@ -172,7 +172,7 @@ def recorded(workers: int, folder: Path) -> dict[str, float]:
     """An hour of records as the metrics' writer puts them, by a clock of its own; of many workers a part of it."""
     now, counted = [1_700_000_000.0], {"put": 0, "bytes": 0, "listed": 0}
     hour = round(3600 / FLUSH_S)
-    flushes = min(hour, max(2 * MOST_SMALL, 600_000 // workers))
+    flushes = min(hour, max(2 * MAX_SMALL_FILES, 600_000 // workers))
 
     def put(place: Any, data: bytes) -> None:
         counted["put"], counted["bytes"] = counted["put"] + 1, counted["bytes"] + len(data)
@@ -181,7 +181,7 @@ def recorded(workers: int, folder: Path) -> dict[str, float]:
 
     def listed(place: Any) -> list[str]:
         counted["listed"] += 1
-        return names(place)
+        return list_files(place)
 
     clock = SimpleNamespace(time_ns=lambda: int(now[0] * 1e9))
     paths, rows, hashes = RunPaths(folder / f"run-{workers}"), [32] * workers, [2**63 + v for v in range(workers)]
@@ -191,8 +191,8 @@ def recorded(workers: int, folder: Path) -> dict[str, float]:
             now[0] += FLUSH_S
             record = StepRecord(step, 0, now[0], 0.5, 0.1, 1.0, 1000.0, 1.0, workers, rows, hashes, "1.1")
             journal.put_segment(paths, 1, [record])
-            if step % MOST_SMALL == 0:
-                journal.join(paths)
+            if step % MAX_SMALL_FILES == 0:
+                journal.join_segments(paths)
     return {
         "record, ms of rank 0 per step": 1e3 * (time.process_time() - began) / flushes,
         "record, kB written per step": counted["bytes"] / flushes / 1e3,

@@ -212,7 +212,7 @@ def unwrap_app_error(error: BaseException) -> BaseException:
     return plain[0] if plain else error
 
 
-def without_addresses(text: str) -> str:
+def remove_addresses(text: str) -> str:
     """Returns the text of an error without the addresses of Python objects (`<_io.BytesIO object at 0x7f3c5a1b2e80>`).
 
     They say nothing to a reader, and files and messages that hold them differ each time.

@@ -54,7 +54,7 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def defer_interrupts() -> Iterator[None]:
     """Holds an interrupt back to the end; in another thread than the main one there is none."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -70,7 +70,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextmanager
-def handler_kept(number: signal.Signals) -> Iterator[None]:
+def restore_handler(number: signal.Signals) -> Iterator[None]:
     """Puts the handler that a signal has now back at the end, if both are in the main thread; no other may do so."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(number)
@@ -82,7 +82,7 @@ def handler_kept(number: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def variables(**settings: str | None) -> Iterator[None]:
+def set_variables(**settings: str | None) -> Iterator[None]:
     """Sets environment variables, also for processes that are started meanwhile, and puts them back.
 
     Args:
@@ -90,7 +90,7 @@ def variables(**settings: str | None) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name, value in settings.items():
-            stack.enter_context(put_back(name, partial(os.environ.get, name), partial(_set_variable, name)))
+            stack.enter_context(restore_setting(name, partial(os.environ.get, name), partial(_set_variable, name)))
             if value is not None:
                 os.environ[name] = value
         yield
@@ -101,7 +101,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 @contextmanager
-def put_back(name: str, read: Callable[[], T], write: Callable[[T], object]) -> Iterator[None]:
+def restore_setting(name: str, read: Callable[[], T], write: Callable[[T], object]) -> Iterator[None]:
     """Whatever a setting becomes, it is then what it was. Of several times that overlap, as those of two runs, the last
     one puts it back.
 

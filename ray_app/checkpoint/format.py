@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ray_app.errors import CheckpointError
-from ray_app.storage.files import Content, in_memory
+from ray_app.storage.files import Content, render_content
 
 MODEL, TRAINING = "model.safetensors", "training.pt"
 
@@ -34,7 +34,7 @@ class Snapshot:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-def writers(snapshot: Snapshot) -> dict[str, Content]:
+def file_writers(snapshot: Snapshot) -> dict[str, Content]:
     """The files of a snapshot by name, as functions that write them straight from the snapshot's memory.
 
     Nothing is copied, and whoever holds Python's lock waits for nothing big: the training goes on in another thread
@@ -51,7 +51,7 @@ def writers(snapshot: Snapshot) -> dict[str, Content]:
 
 def pack(snapshot: Snapshot) -> dict[str, bytes]:
     """The files of a snapshot by name."""
-    return {name: in_memory(content) for name, content in writers(snapshot).items()}
+    return {name: render_content(content) for name, content in file_writers(snapshot).items()}
 
 
 def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
@@ -129,7 +129,7 @@ def _refusal(name: str, error: Exception) -> Exception:
     return CheckpointError(f"{name} is refused: {error}")
 
 
-def same_values(one: bytes, other: bytes) -> bool:
+def has_same_values(one: bytes, other: bytes) -> bool:
     """Whether two `training.pt` hold the same; of two workers the bytes may differ even so, since pickle remembers
     objects, not values.
     """

@@ -26,16 +26,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from ray_app.checkpoint.format import TRAINING, Snapshot, same_values, unpack
+from ray_app.checkpoint.format import TRAINING, Snapshot, has_same_values, unpack
 from ray_app.errors import CheckpointError, DamagedError, LeaseLostError
-from ray_app.runlog.lease import refuse_if_lost
+from ray_app.runlog.lease import check_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import (
     Content,
     Location,
-    in_memory,
-    listing,
-    names,
+    list_files,
+    list_tree,
     put_atomic,
     put_json,
     read_all,
@@ -43,6 +42,7 @@ from ray_app.storage.files import (
     read_json,
     remove_temporary,
     remove_tree,
+    render_content,
 )
 
 
@@ -86,7 +86,7 @@ def put_if_absent(place: Location, content: Content) -> dict[str, Any] | None:
     if _facts_of(place) == measured[-1].facts():
         return measured[-1].facts()
     found = place.read_bytes()
-    return _facts(found) if place.name == TRAINING and same_values(found, in_memory(content)) else None
+    return _facts(found) if place.name == TRAINING and has_same_values(found, render_content(content)) else None
 
 
 def _facts_of(place: Location) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Commit:
     schema_version: int = SCHEMA_VERSION
 
 
-def sealed(values: dict[str, Any]) -> dict[str, Any]:
+def seal(values: dict[str, Any]) -> dict[str, Any]:
     """The values of `COMMIT.json` with a digest of their own, so that a change of any of them is found."""
     return values | {"sha256": _digest(values)}
 
@@ -149,7 +149,7 @@ def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def parsed(name: str, data: bytes) -> Commit:
+def parse_commit(name: str, data: bytes) -> Commit:
     """The commit in a `COMMIT.json`.
 
     Args:
@@ -171,14 +171,14 @@ def parsed(name: str, data: bytes) -> Commit:
     if digest != _digest(values):
         raise DamagedError(f"{COMMIT} is damaged: it differs from what was committed (SHA-256)")
     commit = Commit(**values)
-    if (commit.step, commit.fence) != key_of(name):
+    if (commit.step, commit.fence) != parse_folder_name(name):
         raise DamagedError(
             f"{COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}"
         )
     return commit
 
 
-def key_of(name: str) -> tuple[int, int]:
+def parse_folder_name(name: str) -> tuple[int, int]:
     """Step and fence of a checkpoint's folder."""
     match = NAME.fullmatch(name)
     assert match is not None
@@ -205,7 +205,7 @@ class Hold:
     evaluator: str | None = None
 
 
-def removable(
+def removable_steps(
     steps: Iterable[int], keep_last: int, best: Iterable[int], holds: Iterable[Hold], now_s: float
 ) -> set[int]:
     """Steps of the checkpoints that nobody needs.
@@ -225,7 +225,7 @@ def removable(
     return set(ordered) - kept
 
 
-def skipped(gone: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[tuple[int, str | None]]:
+def skipped_evaluations(gone: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[tuple[int, str | None]]:
     """The removed checkpoints that an evaluator was still waiting for, each with its name; the run's own has none.
 
     A named one counts while its hold lives; the run's own waits also when it finds no room or is being started again.
@@ -301,9 +301,9 @@ class CheckpointStore:
                 raise OSError(
                     f"{folder / name} was left damaged, or by steps that were done differently before; it is removed"
                 )
-        refuse_if_lost(self._paths, commit.fence)
+        check_lease(self._paths, commit.fence)
         _refuse_if_gone(folder, files.keys())
-        is_ours = put_json(folder / COMMIT, sealed(asdict(commit) | {"files": digests}), if_absent=True)
+        is_ours = put_json(folder / COMMIT, seal(asdict(commit) | {"files": digests}), if_absent=True)
         try:
             _refuse_if_gone(folder, files.keys())  # by who gives up, and had not seen the commit yet
         except _GoneError:  # a storage that does not answer says nothing
@@ -327,7 +327,7 @@ class CheckpointStore:
         found: list[Commit] = []
         for name, data in zip(good, read_all(good.values(), missing=b""), strict=True):
             with suppress(CheckpointError):
-                found.append(parsed(name, data))
+                found.append(parse_commit(name, data))
         return sorted(found, key=lambda c: (c.step, c.fence))
 
     def load(self, commit: Commit) -> dict[str, bytes]:
@@ -373,13 +373,13 @@ class CheckpointStore:
             OSError: The storage does not answer.
         """
         refused = []
-        for name, files in sorted(self._folders().items(), key=lambda item: key_of(item[0]), reverse=True):
-            if COMMIT not in files or key_of(name)[0] <= above:
+        for name, files in sorted(self._folders().items(), key=lambda item: parse_folder_name(item[0]), reverse=True):
+            if COMMIT not in files or parse_folder_name(name)[0] <= above:
                 continue
             try:
                 if _BAD in files:
                     raise CheckpointError(str(read_json(files[_BAD])["reason"]))
-                commit = parsed(name, files[COMMIT].read_bytes())
+                commit = parse_commit(name, files[COMMIT].read_bytes())
                 snapshot = unpack(self.load(commit))
                 if snapshot.step != commit.step:
                     raise CheckpointError(f"it holds the state of step {snapshot.step}")
@@ -428,7 +428,7 @@ class CheckpointStore:
             OSError: The storage does not answer.
         """
         for name, files in (self._folders(temporary=True) | self._folders()).items():
-            if COMMIT not in files and key_of(name)[1] < fence:
+            if COMMIT not in files and parse_folder_name(name)[1] < fence:
                 remove_tree(self._paths.checkpoints / name)
 
     def retain(
@@ -450,7 +450,7 @@ class CheckpointStore:
             Steps of the removed ones.
         """
         commits = self.commits()
-        gone = removable([c.step for c in commits], keep_last, best, [*holds, *self.holds()], time.time())
+        gone = removable_steps([c.step for c in commits], keep_last, best, [*holds, *self.holds()], time.time())
         if before is not None:
             before(sorted(gone))
         for commit in commits:
@@ -462,7 +462,7 @@ class CheckpointStore:
 
     def holds(self) -> list[Hold]:
         """What the followers of this run say."""
-        found = read_all_json(listing(self._paths.holds).values(), missing=b"null")  # a follower may be done just now
+        found = read_all_json(list_tree(self._paths.holds).values(), missing=b"null")  # a follower may be done just now
         return [Hold(**value) for value in found if value]
 
     def hold(self, follower: str, hold: Hold) -> None:
@@ -478,7 +478,7 @@ class CheckpointStore:
         request.
         """
         found: _Folders = {}
-        for path, file in listing(self._paths.checkpoints, temporary=temporary).items():
+        for path, file in list_tree(self._paths.checkpoints, temporary=temporary).items():
             folder, _, name = path.rpartition("/")
             if NAME.fullmatch(folder):
                 found.setdefault(folder, {})[name] = file
@@ -490,7 +490,7 @@ class _GoneError(OSError):
 
 
 def _refuse_if_gone(folder: Location, wanted: Iterable[str]) -> None:
-    if gone := set(wanted) - set(names(folder)):
+    if gone := set(wanted) - set(list_files(folder)):
         raise _GoneError(f"Somebody has removed {sorted(gone)} from {folder} meanwhile")
 
 

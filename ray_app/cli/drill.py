@@ -27,7 +27,7 @@ from ray_app.driver.signals import ending_at_sigterm
 from ray_app.errors import ConfigError, is_refusal, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, location
+from ray_app.storage.files import Location, to_location
 
 _DESCRIPTION = (
     "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
@@ -148,9 +148,9 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
 
 def _out(config: Config, section: DrillSection) -> Location:
     name = time.strftime("%Y%m%d-%H%M%S")
-    storage = location(config.run.storage_path)
+    storage = to_location(config.run.storage_path)
     beside = (storage.parent if isinstance(storage, Path) else storage) / "drills"
-    out = location(section.out) if section.out else beside / name
+    out = to_location(section.out) if section.out else beside / name
     if (out / "certificate.json").exists():
         raise ConfigError(
             f"drill.out is {section.out}, which holds the certificate of another drill. Give another folder."

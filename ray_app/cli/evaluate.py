@@ -32,7 +32,7 @@ from ray_app.runlog.lease import is_held, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import location, poll_s
+from ray_app.storage.files import poll_interval_s, to_location
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task
 
@@ -87,7 +87,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
         DataError: The data does not fit.
         EvaluationError: The evaluator gave up.
     """
-    paths = RunPaths(location(options.run))
+    paths = RunPaths(to_location(options.run))
     newest_start(paths)
     config = _config(paths, options, task)
     job = _job(paths, config, options)
@@ -166,7 +166,7 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
         elif not waits:
             console.print("The evaluator waits for room in the cluster ...")
             waits = True
-        time.sleep(poll_s(job.paths.root))
+        time.sleep(poll_interval_s(job.paths.root))
 
 
 def _refuse_if_it_never_fits(section: EvaluateSection) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from ray_app.cli.main import exit_code
 from ray_app.ingest.ingest import DatasetSummary, ingest, run_in_threads, run_on_cluster
 from ray_app.ingest.options import IngestOptions
-from ray_app.plan.manifest import similar_names
+from ray_app.plan.manifest import find_similar_names
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> int:
@@ -62,7 +62,7 @@ def _print(summary: DatasetSummary, source: str) -> None:
         console.print(
             f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False
         )
-        for names in similar_names(part.classes or ()):
+        for names in find_similar_names(part.classes or ()):
             console.print(
                 f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the"
                 f" form of a character"

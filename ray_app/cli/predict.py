@@ -28,7 +28,7 @@ from ray_app.predict.predict import (
     refuse_other_prediction,
 )
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, names, put_json, read_json, remove_temporary
+from ray_app.storage.files import Location, list_files, put_json, read_json, remove_temporary
 
 _DESCRIPTION = (
     "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
@@ -92,7 +92,7 @@ def _intact(prepared: PreparedPrediction) -> dict[str, dict[str, Any]]:
         rows = sum(piece.rows for piece in spec)
         return facts if facts["made_from"] == prepared.job.made_from and facts["rows"] == rows else None
 
-    there = set(names(prepared.out))
+    there = set(list_files(prepared.out))
     parts = [part for part in prepared.job.parts.values() if part[0] in there]
     with ThreadPoolExecutor(_VERIFYING) as pool:
         found = pool.map(look, *zip(*parts, strict=True)) if parts else iter(())

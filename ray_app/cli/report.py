@@ -14,7 +14,7 @@ from ray_app.report.facts import read_facts
 from ray_app.report.page import render
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import location, put_atomic
+from ray_app.storage.files import put_atomic, to_location
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> in
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        paths = RunPaths(location(options.run))
+        paths = RunPaths(to_location(options.run))
         facts = read_facts(paths)
         if facts.status == "vanished" and facts.events and _is_closed(paths):
             facts = read_facts(paths)

@@ -16,7 +16,7 @@ from ray_app.retrain.champion import roll_back
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain
 from ray_app.retrain.rounds import RetrainPaths, entries
-from ray_app.runlog.redaction import guard, redact
+from ray_app.runlog.redaction import redact, register_secrets
 
 _DESCRIPTION = (
     "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."
@@ -43,7 +43,7 @@ def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Co
     config, sections = parse_more(rest, {"retrain": RetrainSection}, own.prog, description=_DESCRIPTION)
     section: RetrainSection = sections["retrain"]
     check_section(config, section)
-    guard(config.to_dict())
+    register_secrets(config.to_dict())
     if asked.history:
         console.print(history(config))
         return 0

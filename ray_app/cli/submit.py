@@ -14,7 +14,7 @@ from ray_app.errors import ConfigError, DataError, is_refusal
 from ray_app.preflight.prepare import make_run_name
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 from ray_app.submit.options import SubmitSection, judge, wait_s
 from ray_app.submit.preflight import Preflight, preflight
 from ray_app.submit.server import JobServer, LostContactError
@@ -51,7 +51,7 @@ class Submission:
         """
         name = str(self._config.run.name)
         command = self._section.command(["-m", "ray_app", "train"], self._config)
-        directory = RunPaths(location(self._config.run.storage_path) / name).root
+        directory = RunPaths(to_location(self._config.run.storage_path) / name).root
         told = {
             "job_name": name,
             "ray_app_run": name,

@@ -11,7 +11,7 @@ from rich.live import Live
 
 from ray_app.cli.main import exit_code
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 from ray_app.watch.screen import Looking, can_show, is_over, line, screen
 from ray_app.watch.server import PageServer
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int
 def _watch(options: argparse.Namespace) -> None:
     console = Console()
     with ExitStack() as stack:
-        looking = stack.enter_context(Looking([RunPaths(location(run)) for run in options.runs]))
+        looking = stack.enter_context(Looking([RunPaths(to_location(run)) for run in options.runs]))
         if options.port is not None:
             server = stack.enter_context(PageServer(looking, options.host, options.port))
             console.print(f"The page: {server.url}", markup=False, highlight=False, soft_wrap=True)

@@ -59,7 +59,7 @@ from ray.job_config import JobConfig
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.process import variables
+from ray_app.process import set_variables
 
 
 def require_token() -> None:
@@ -81,7 +81,7 @@ def mode_put_back() -> Iterator[None]:
     on a cluster of the other mode every actor died before it ran.
     """
     try:
-        with variables(**{AUTH_MODE_ENV_VAR: None}):
+        with set_variables(**{AUTH_MODE_ENV_VAR: None}):
             yield
     finally:
         RayConfig.initialize("")

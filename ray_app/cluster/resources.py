@@ -41,8 +41,8 @@ from ray_app.cluster.ray_private import (
 from ray_app.config.config import Config
 from ray_app.data.reader import RowSource
 from ray_app.errors import ConfigError
-from ray_app.plan.assignment import micro_batches
-from ray_app.process import handler_kept, uninterrupted, variables, without_gc
+from ray_app.plan.assignment import count_passes
+from ray_app.process import defer_interrupts, restore_handler, set_variables, without_gc
 from ray_app.train.job import Job
 
 _READING_CPUS = 1
@@ -90,7 +90,9 @@ def cluster(config: Config) -> Iterator[bool]:
     if not ray.is_initialized() and not needs_cluster(config):
         yield True
         return
-    interval = variables(RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5"))
+    interval = set_variables(
+        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    )
     with interval, _shared.connected(partial(_connect, config)) as is_first:
         yield is_first and not _address(config)
 
@@ -125,8 +127,8 @@ def _start(config: Config) -> None:
     )  # that our own cluster has a token is no warning
     require_token()
     with (
-        variables(PYTHONPATH=os.pathsep.join(search_path())),
-        uninterrupted(),
+        set_variables(PYTHONPATH=os.pathsep.join(search_path())),
+        defer_interrupts(),
     ):  # of a `runtime_env` Ray starts no processes in advance
         ray.init(
             address="local",
@@ -175,7 +177,7 @@ class _Shared:
     def _connect(self, connect: Callable[[], object]) -> None:
         with ExitStack() as stack:
             stack.enter_context(mode_put_back())
-            stack.enter_context(handler_kept(signal.SIGTERM))  # Ray puts its own in place
+            stack.enter_context(restore_handler(signal.SIGTERM))  # Ray puts its own in place
             stack.callback(ray.shutdown)
             with connection_errors():
                 connect()
@@ -432,7 +434,7 @@ def refuse_windows(job: Job, workers: int, nodes: list[Node]) -> None:
     rows = min(plan.window_rows, plan.stream_rows(0))
     row_bytes = sum(spec.row_bytes for spec in job.fields.values())
     for number in (workers, job.config.scaling.min_workers):
-        played = micro_batches(min(number, plan.logical_workers), plan.logical_workers)
+        played = count_passes(min(number, plan.logical_workers), plan.logical_workers)
         needed = rows * row_bytes * (played * (1 + prefetch) + 1)
         if needed > there:
             said = (

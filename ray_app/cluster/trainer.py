@@ -32,7 +32,7 @@ from ray_app.errors import PreemptedError, unwrap_app_error
 from ray_app.plan.order import Cursor
 from ray_app.process import keep_freed_memory
 from ray_app.runlog.output import copied_output
-from ray_app.runlog.redaction import guard
+from ray_app.runlog.redaction import register_secrets
 from ray_app.task.device import gpu_of
 from ray_app.task.user_code import user_code
 from ray_app.train.checkpointing.snapshots import SnapshotSender
@@ -167,7 +167,7 @@ def _work(arguments: dict[str, Any]) -> None:
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     start: WorkerArgs = ray.get(arguments["start"])
     job = start.job
-    guard(job.config.to_dict())
+    register_secrets(job.config.to_dict())
     device = _gpu() if job.config.scaling.gpus_per_worker else torch.device("cpu")
     recovers = _recovers_in_place(job.config)
     backend = job.config.train.backend

@@ -25,16 +25,16 @@ import pyarrow as pa
 from ray_app.data.arrays import is_bytes, is_number, is_numbers, is_text, spec_of_field, spec_of_list_type
 from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
 from ray_app.errors import DataError
-from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, partition_texts, partition_value
+from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, parse_partition_value, parse_partitions
 from ray_app.storage.data_files import (
-    Place,
+    DataLocation,
+    file_versions,
     files_below,
-    find,
+    find_file,
     folders_in,
     is_folder,
+    locate_data,
     open_data_file,
-    place_of,
-    versions,
 )
 from ray_app.storage.files import Location, put_json, read_json
 
@@ -42,7 +42,7 @@ _THREADS = 8
 _SETTLED_NS = 5_000_000_000
 
 
-def hash_files(root: Place, paths: Iterable[str], memory: Location | None = None) -> dict[str, str]:
+def hash_files(root: DataLocation, paths: Iterable[str], memory: Location | None = None) -> dict[str, str]:
     """SHA-256 of files below a folder, by their relative path.
 
     Args: root: The folder. paths: The files. memory: A file that keeps the digests: what was not changed since then is
@@ -64,12 +64,12 @@ def hash_files(root: Place, paths: Iterable[str], memory: Location | None = None
     return {path: found[path] for path in listed}
 
 
-def _versions(root: Place, paths: list[str]) -> list[Any]:
+def _versions(root: DataLocation, paths: list[str]) -> list[Any]:
     """What changes with the content of a file: its ETag on S3; on a disk size, times and inode, which a copy cannot all
     set back.
     """
     if not isinstance(root, Path):
-        return versions(root, paths)
+        return file_versions(root, paths)
     stats = [(root / path).stat() for path in paths]
     return [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for stat in stats]
 
@@ -79,7 +79,7 @@ def _is_settled(version: Any, now_ns: int) -> bool:
     return isinstance(version, str) or now_ns - version[2] > _SETTLED_NS
 
 
-def _remembered(memory: Location, root: Place) -> dict[str, Any]:
+def _remembered(memory: Location, root: DataLocation) -> dict[str, Any]:
     try:
         values = read_json(memory) or {}
         return dict(values["files"]) if values.get("root") == str(root) else {}
@@ -87,7 +87,7 @@ def _remembered(memory: Location, root: Place) -> dict[str, Any]:
         return {}
 
 
-def sha256(file: Place) -> str:
+def sha256(file: DataLocation) -> str:
     """SHA-256 of a file."""
     with open_data_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -168,16 +168,16 @@ def open_dataset(path: str) -> Dataset:
     Raises:
         DataError: Nothing is there, a file is not Parquet, the files have different columns, or there are no rows.
     """
-    target = place_of(path)
+    target = locate_data(path)
     is_one = not is_folder(target)
-    if is_one and not find(target):
+    if is_one and not find_file(target):
         raise DataError(
             f"data path {path!r} does not exist (looked at {target}); ingest the data first: ray-app ingest --help."
         )
     root = target.parent if is_one else target
     files = [target] if is_one else files_below(target, ".parquet")
     _refuse_unfinished(path, root)
-    nested = [] if is_one else [place.name for place in folders_in(root) if find(place / "dataset.json")]
+    nested = [] if is_one else [place.name for place in folders_in(root) if find_file(place / "dataset.json")]
     if nested:
         raise DataError(
             f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as"
@@ -195,9 +195,9 @@ def open_dataset(path: str) -> Dataset:
     return Dataset(str(root), manifest, facts)
 
 
-def _refuse_unfinished(path: str, root: Place) -> None:
+def _refuse_unfinished(path: str, root: DataLocation) -> None:
     """Refuses a folder on S3 that an ingest has begun and not finished; on a disk there is none."""
-    if find(root / UNFINISHED_MARKER) and not find(root / "dataset.json"):
+    if find_file(root / UNFINISHED_MARKER) and not find_file(root / "dataset.json"):
         raise DataError(
             f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the"
             f" same"
@@ -205,7 +205,7 @@ def _refuse_unfinished(path: str, root: Place) -> None:
         )
 
 
-def _facts(path: str, root: Place, footers: Footers, manifest: Manifest) -> DataFacts:
+def _facts(path: str, root: DataLocation, footers: Footers, manifest: Manifest) -> DataFacts:
     columns = {field.name: _column_facts(field, footers.range_of(field)) for field in footers.schema}
     columns |= {name: facts for name, facts in _partition_facts(manifest).items() if name not in columns}
     described: dict[str, Any] = read_json(root / "dataset.json") or {}
@@ -232,11 +232,11 @@ def index_columns(schema: pa.Schema) -> tuple[str, ...]:
 
 def _partition_facts(manifest: Manifest) -> dict[str, ColumnFacts]:
     """The facts of the columns that are in the names of folders."""
-    texts = [partition_texts(path) for path in manifest.paths] if manifest.partitions else []
+    texts = [parse_partitions(path) for path in manifest.paths] if manifest.partitions else []
     rows = np.bincount(manifest.file_of, manifest.rows, len(manifest.paths))
     found = {}
     for name, kind in manifest.partitions.items():
-        values = [partition_value(text[name], kind) for text in texts]
+        values = [parse_partition_value(text[name], kind) for text in texts]
         known = [value for value in values if value is not None]
         nulls = int(sum(count for value, count in zip(values, rows, strict=True) if value is None))
         if kind == "string":

@@ -44,7 +44,7 @@ from ray_app.data.arrays import ArraySpec, from_column, to_column
 from ray_app.data.bad_rows import REASON, Decode, read_reasons
 from ray_app.data.reader import POSITION, Fetch, Reader, ReadSpec, RowSource, RowStream, Span, check_positions
 from ray_app.plan.hashing import UInt64, hash_array, key, mix_array
-from ray_app.storage.data_files import place_of, versions
+from ray_app.storage.data_files import file_versions, locate_data
 from ray_app.task.ragged import Field, Ragged, concat_fields
 
 _SUM = 31  # salt: what a key is for
@@ -470,7 +470,7 @@ def cache_key(source: RowSource, settings: str) -> str:
     manifest, reader = source.manifest, source.reader
     facts = {
         "manifest": manifest.digest,
-        "files": versions(place_of(reader.root), manifest.paths),
+        "files": file_versions(locate_data(reader.root), manifest.paths),
         "fields": {name: asdict(spec) for name, spec in source.fields.items()},
         "columns": reader.columns,
         "settings": settings,

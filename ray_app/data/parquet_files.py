@@ -39,17 +39,17 @@ import pyarrow.parquet as pq
 
 from ray_app.data.arrays import is_number, is_numbers, spec_of_field
 from ray_app.errors import BadRowError, DataError, StorageError
-from ray_app.plan.manifest import Manifest, PartitionType, Value, partition_texts, partition_value
+from ray_app.plan.manifest import Manifest, PartitionType, PartitionValue, parse_partition_value, parse_partitions
 from ray_app.storage.data_files import (
     CONNECTIONS,
-    Place,
-    fragment_of,
-    parquet,
-    parsing,
-    place_of,
-    reading,
-    relative,
-    unusable,
+    DataLocation,
+    bucket_errors,
+    locate_data,
+    make_fragment,
+    open_parquet,
+    parser_errors,
+    relative_path,
+    to_read_error,
 )
 from ray_app.storage.files import Location, put_atomic
 
@@ -74,14 +74,14 @@ class DataFile:
         buffer_bytes: Bytes of a column that are fetched at once; 0: a row group is fetched as a whole.
     """
 
-    def __init__(self, root: str | Place, path: str, partitions: Partitions, buffer_bytes: int = 0) -> None:
-        self.place = (place_of(root) if isinstance(root, str) else root) / path
+    def __init__(self, root: str | DataLocation, path: str, partitions: Partitions, buffer_bytes: int = 0) -> None:
+        self.place = (locate_data(root) if isinstance(root, str) else root) / path
         self._path = path
-        self._file = parquet(self.place, buffer_bytes)
+        self._file = open_parquet(self.place, buffer_bytes)
         self._own_names = set(self._file.schema_arrow.names)
-        self._texts = partition_texts(path) if partitions else {}
-        self._values: dict[str, Value] = {
-            name: partition_value(self._texts[name], kind) for name, kind in partitions.items()
+        self._texts = parse_partitions(path) if partitions else {}
+        self._values: dict[str, PartitionValue] = {
+            name: parse_partition_value(self._texts[name], kind) for name, kind in partitions.items()
         }
         self._fields = {field.name: field for field in partition_fields(partitions)}
 
@@ -187,15 +187,15 @@ class DataFile:
 
     def _explain(self, error: Exception, index: int, columns: Sequence[str]) -> Exception:
         """The error of reading a row group, with the column that cannot be read; a failure of the storage as it is."""
-        if isinstance(unusable(self.place, error, _ADVICE), StorageError):
+        if isinstance(to_read_error(self.place, error, _ADVICE), StorageError):
             return error
         place = f"{self.place}, row group {index}"
         for name in columns:
             try:
                 self._file.read_row_group(index, columns=[name], use_threads=False)
             except (OSError, pa.ArrowException, UnicodeDecodeError) as column_error:
-                return unusable(f"{place}, column {name!r}", column_error, _ADVICE)
-        return unusable(place, error, _ADVICE)
+                return to_read_error(f"{place}, column {name!r}", column_error, _ADVICE)
+        return to_read_error(place, error, _ADVICE)
 
 
 class OpenFiles:
@@ -207,7 +207,7 @@ class OpenFiles:
     """
 
     def __init__(self, root: str, partitions: Partitions) -> None:
-        self._root, self._partitions = place_of(root), partitions
+        self._root, self._partitions = locate_data(root), partitions
         self._open: OrderedDict[str, DataFile] = OrderedDict()
 
     def get(self, path: str) -> DataFile:
@@ -290,7 +290,7 @@ _footer_checker = _FooterChecker()
 atexit.register(_footer_checker.close)
 
 
-def check_footers(files: Sequence[Place], tails: Sequence[bytes]) -> None:
+def check_footers(files: Sequence[DataLocation], tails: Sequence[bytes]) -> None:
     """Refuses footers that the Parquet library does not survive.
 
     Args:
@@ -379,13 +379,13 @@ class Footers:
         put_atomic(folder / FOOTERS_FILE, sink.getvalue().to_pybytes())
 
 
-def load_footers(root: Place) -> Footers | None:
+def load_footers(root: DataLocation) -> Footers | None:
     """What is kept beside the files of a data set, if it is there and whole.
 
     Raises:
         StorageError: The bucket does not answer.
     """
-    with reading(root):
+    with bucket_errors(root):
         try:
             data = (root / FOOTERS_FILE).read_bytes()
         except FileNotFoundError:
@@ -399,7 +399,9 @@ def load_footers(root: Place) -> Footers | None:
     return Footers(schema, table.replace_schema_metadata()) if table.schema.equals(_kept_schema(schema)) else None
 
 
-def read_footers(root: Place, files: Sequence[Place], kept: Footers | None = None, trusted: bool = False) -> Footers:
+def read_footers(
+    root: DataLocation, files: Sequence[DataLocation], kept: Footers | None = None, trusted: bool = False
+) -> Footers:
     """What is to be kept of the footers of files, many of which are read at a time.
 
     Args:
@@ -412,7 +414,7 @@ def read_footers(root: Place, files: Sequence[Place], kept: Footers | None = Non
         DataError: One is not Parquet, or they have different columns.
         StorageError: The disk or the bucket fails.
     """
-    paths, versions = [relative(file, root) for file in files], [_version(file) for file in files]
+    paths, versions = [relative_path(file, root) for file in files], [_version(file) for file in files]
     now = dict(zip(paths, versions, strict=True))
     known = list(zip(_paths(kept), kept.table["version"].to_pylist(), strict=True)) if kept is not None else []
     place = {path: i for i, (path, version) in enumerate(known) if now.get(path) == version}
@@ -451,12 +453,12 @@ class _Columns:
         named: A file that has them, for messages.
     """
 
-    def __init__(self, schema: pa.Schema, named: Place) -> None:
+    def __init__(self, schema: pa.Schema, named: DataLocation) -> None:
         self.schema, self._named = schema, named
         self.leaves = _leaves(schema)
         self._last: tuple[Any, list[int | None]] | None = None
 
-    def places(self, file: Place, footer: pq.FileMetaData, schema: Callable[[], pa.Schema]) -> list[int | None]:
+    def places(self, file: DataLocation, footer: pq.FileMetaData, schema: Callable[[], pa.Schema]) -> list[int | None]:
         """Where in its row groups a file has the columns of numbers; `schema` gives its columns, which takes a while.
 
         Raises:
@@ -493,7 +495,7 @@ def _leaf(field: pa.Field) -> str | None:
     return f"{field.name}.list.element" if is_numbers(kind) else None
 
 
-def _read(columns: _Columns, trusted: bool, files: list[Place]) -> list[_Kept]:
+def _read(columns: _Columns, trusted: bool, files: list[DataLocation]) -> list[_Kept]:
     found, tails = [], list[bytes]()
     for file in files:
         with _as_parquet(file):
@@ -509,19 +511,19 @@ def _read(columns: _Columns, trusted: bool, files: list[Place]) -> list[_Kept]:
     return found
 
 
-def _schema_of(file: Place) -> pa.Schema:
+def _schema_of(file: DataLocation) -> pa.Schema:
     with _as_parquet(file):
         return pq.ParquetFile(pa.BufferReader(_tail(file))).schema_arrow
 
 
-def _as_parquet(file: Place) -> Any:
-    return parsing(file, "It cannot be read as Parquet; remove it or ingest the data again.")
+def _as_parquet(file: DataLocation) -> Any:
+    return parser_errors(file, "It cannot be read as Parquet; remove it or ingest the data again.")
 
 
-def _tail(file: Place) -> bytes:
+def _tail(file: DataLocation) -> bytes:
     """The end of a Parquet file, from its footer on; in a bucket one request asks for the size and one fetches it."""
     if not isinstance(file, Path):
-        with fragment_of(file).open() as stream:
+        with make_fragment(file).open() as stream:
             return _tail_of(stream.size(), stream.read_at)
     opened = os.open(file, os.O_RDONLY)
     try:
@@ -539,7 +541,7 @@ def _tail_of(size: int, read: Callable[[int, int], bytes]) -> bytes:
     return tail[-footer:] if footer <= len(tail) else read(footer, size - footer)
 
 
-def _version(file: Place) -> str:
+def _version(file: DataLocation) -> str:
     """What changes with the content of a file: size and time on a disk, in a bucket the ETag or the like that was
     listed.
     """

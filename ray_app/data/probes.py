@@ -24,7 +24,7 @@ from ray_app.data.reader import POSITION, Reader, Span, make_span, read_span, re
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.hashing import key, permutation
 from ray_app.plan.manifest import Manifest
-from ray_app.storage.data_files import parsing, place_of
+from ray_app.storage.data_files import locate_data, parser_errors
 from ray_app.task.ragged import Arrays, Field, Ragged
 from ray_app.task.user_code import row_error_reason
 
@@ -46,7 +46,7 @@ def decode_first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, 
     refused: list[BadRowError] = []
     for group, row in islice(places, most_bad + 1):
         span = make_span(manifest, group, row, 1)
-        table = read_with_retries(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
+        table = read_with_retries(locate_data(dataset.root) / span.path, partial(_stored, dataset, span, columns))
         if missing := find_missing_values(table):
             refused.append(BadRowError(span.path, span.row_group, row, missing[0]))
             continue
@@ -145,7 +145,7 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
             else min(rows, max_rows // (len(chosen) - place))
         )
         span = make_span(manifest, group, 0, rows)
-        table = read_with_retries(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
+        table = read_with_retries(locate_data(dataset.root) / span.path, partial(_stored, dataset, span, columns))
         if find_missing_values(table):
             return None
         tables.append(table.take(np.linspace(0, rows - 1, wanted).round().astype(np.int64)))
@@ -189,7 +189,7 @@ def find_longest_row(dataset: Dataset, columns: list[str], most: int, within_s: 
         first = 0
         try:
             with (
-                parsing(place_of(dataset.root) / path, "It cannot be read as Parquet."),
+                parser_errors(locate_data(dataset.root) / path, "It cannot be read as Parquet."),
                 DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
             ):
                 at = int(manifest.index_in_file[group])

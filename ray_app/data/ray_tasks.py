@@ -32,7 +32,7 @@ from ray.data.context import DataContext
 from ray_app.data.process_deaths import DeathCounter, RetriedTask, classify_loss
 from ray_app.data.reader import MAX_BLOCK_BYTES, Reader, ReadSpec, SliceReader, describe_spec
 from ray_app.errors import unwrap_app_error
-from ray_app.process import uninterrupted
+from ray_app.process import defer_interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +82,13 @@ def _read(packed: bytes, spec: ReadSpec) -> Iterator[pa.Table]:
     it would leave a broken module there (torch registers some things once per process), and no row of any later task
     could be decoded.
     """
-    with uninterrupted():
+    with defer_interrupts():
         reader: Reader = pickle.loads(packed)
         tables = reader.read(spec)
         table = next(tables, None)
     while table is not None:
         yield table
-        with uninterrupted():
+        with defer_interrupts():
             table = next(tables, None)
 
 
@@ -180,7 +180,7 @@ def _result(task: RetriedTask, skipped: int) -> Iterator[pa.Table]:
 
 def _decoded(packed: bytes, spec: ReadSpec, sliced: list[pa.Table]) -> list[pa.Table]:
     """Reads what is not read in slices, and decodes all."""
-    with uninterrupted():
+    with defer_interrupts():
         reader: Reader = pickle.loads(packed)
         given = iter(sliced)
         return list(reader.read(spec, lambda _: next(given)))

@@ -54,7 +54,7 @@ from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.hashing import hash_array
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
-from ray_app.storage.data_files import Place, place_of, unusable
+from ray_app.storage.data_files import DataLocation, locate_data, to_read_error
 from ray_app.task.user_code import row_error_reason
 
 
@@ -102,7 +102,7 @@ RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 _LASTING = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
 
 
-def read_with_retries(place: Place, read: Callable[[], T]) -> T:
+def read_with_retries(place: DataLocation, read: Callable[[], T]) -> T:
     """What `read` gives of a place; where the storage fails in a way that may pass, it is tried again for about half a
     minute.
 
@@ -117,7 +117,7 @@ def read_with_retries(place: Place, read: Callable[[], T]) -> T:
         except (OSError, pa.ArrowException) as error:
             if isinstance(error, FileNotFoundError | PermissionError) or any(code in str(error) for code in _LASTING):
                 raise DataError(f"{place} is gone or may not be read: {error}. Restore it, or allow it.") from error
-            found = unusable(place, error, "It cannot be read as Parquet; restore it or ingest the data again.")
+            found = to_read_error(place, error, "It cannot be read as Parquet; restore it or ingest the data again.")
             pause = next(pauses, None)
             if not isinstance(found, StorageError) or pause is None:
                 raise found from error
@@ -212,7 +212,7 @@ class Reader:
                 if span.of and sliced is not None:
                     table = sliced(span)
                 else:
-                    table = read_with_retries(place_of(self.root) / span.path, partial(self._stored, files, span))
+                    table = read_with_retries(locate_data(self.root) / span.path, partial(self._stored, files, span))
                 yield from self._decoded_span(span, table, step)
 
     def _stored(self, files: OpenFiles, span: Span) -> pa.Table:
@@ -436,7 +436,7 @@ class SliceReader:
     """
 
     def __init__(self, root: str, columns: list[str], partitions: Partitions) -> None:
-        self._root, self._columns, self._partitions = place_of(root), columns, partitions
+        self._root, self._columns, self._partitions = locate_data(root), columns, partitions
         self._max_open = min(_MAX_OPEN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._open: dict[tuple[str, int, int], _Open] = {}
 

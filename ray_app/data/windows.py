@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ray_app.data.local_readers import Decoded
 from ray_app.plan.hashing import hash_array, key
-from ray_app.plan.order import EpochOrder, by_length
+from ray_app.plan.order import EpochOrder, order_by_length
 from ray_app.task.ragged import Arrays, Ragged
 
 Storage = dict[str, Tensor | Ragged]
@@ -85,7 +85,9 @@ class Window:
         if order.plan.by_length is not None:
             field = fields[order.plan.by_length]
             assert isinstance(field, Ragged), "checked before the start"
-            alike = by_length(field.lengths_of(index), self._micro, key(_LENGTH, order.plan.seed, order.epoch, window))
+            alike = order_by_length(
+                field.lengths_of(index), self._micro, key(_LENGTH, order.plan.seed, order.epoch, window)
+            )
             index, positions, uses = index[alike], positions[alike], uses[alike]
         self._fields, self._index, self._positions = fields, index, positions
         self._keys = (hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64)

@@ -20,7 +20,7 @@ from rich.table import Table
 from ray_app.drill.scenario import Scenario, ScenarioResult, is_gone
 from ray_app.runlog.history import goodput
 from ray_app.runlog.journal import MetricsReader, StepRecord
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
 from ray_app.version import __version__
 
@@ -146,7 +146,7 @@ def judge(disturbance: Scenario, run: ScenarioResult, undisturbed: Trace) -> tup
 def proof_of(proofs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What happened, and whether the processes to which it did have ended; one on another machine cannot be asked."""
     real = {name: proof for name, proof in proofs.items() if not name.startswith("paced-")}
-    here = asdict(Holder.here())
+    here = asdict(LeaseHolder.here())
     return {
         name: proof | ({"process_gone": is_gone(proof)} if proof["process"] != here else {})
         for name, proof in real.items()

@@ -19,8 +19,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from ray_app.cluster.ray_private import require_token, search_path
-from ray_app.process import variables
-from ray_app.runlog.lease import Holder
+from ray_app.process import set_variables
+from ray_app.runlog.lease import LeaseHolder
 
 _SETTLE_S = 60.0
 _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000}
@@ -80,17 +80,17 @@ class Nodes:
             ray.shutdown()  # if the other one is there in part only
             self._connect()
 
-    def lose_gcs(self) -> Holder:
+    def lose_gcs(self) -> LeaseHolder:
         """Kills the GCS of the head; returns which process that was."""
-        process = Holder.of(self._gcs)
+        process = LeaseHolder.of(self._gcs)
         self._cluster.head_node.kill_gcs_server()
         return process
 
-    def start_gcs(self) -> Holder:
+    def start_gcs(self) -> LeaseHolder:
         """Starts a GCS where the last one was; returns which process it is once it knows that all nodes are alive."""
         self._cluster.head_node.start_gcs_server()
         _wait_until(list(self._nodes), alive=True)
-        return Holder.of(self._gcs)
+        return LeaseHolder.of(self._gcs)
 
     @property
     def _gcs(self) -> int:
@@ -173,7 +173,7 @@ def local_nodes(workers: int, evaluates: bool) -> Iterator[Nodes]:
     )  # that it is the newest cluster of this machine is no news
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that it has a token is no warning
     require_token()
-    with variables(
+    with set_variables(
         PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"
     ):  # for the nodes and their workers
         nodes = Nodes(workers, evaluates)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ray_app.checkpoint.store import Commit
 from ray_app.drill.faults import Evidence
-from ray_app.storage.files import location, put_json
+from ray_app.storage.files import put_json, to_location
 
 HELD_S = 120.0
 """Longest that a worker waits at a step boundary for what is about to happen to its node or its driver."""
@@ -194,4 +194,4 @@ class DelayPlan:
         pause_s = max(0.0, self.limit_s - spent_s) / (self.last - step + 1)
         time.sleep(pause_s)
         self._pauses[step] = pause_s
-        put_json(location(self.proofs.folder) / f"paced-{self.first}-{os.getpid()}.json", {"pauses": self._pauses})
+        put_json(to_location(self.proofs.folder) / f"paced-{self.first}-{os.getpid()}.json", {"pauses": self._pauses})

@@ -25,8 +25,8 @@ from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
 from ray_app.driver.run import Faults, run_training
 from ray_app.errors import RayAppError
-from ray_app.runlog.lease import Holder
-from ray_app.storage.files import listing, location, put_json, read_json
+from ray_app.runlog.lease import LeaseHolder
+from ray_app.storage.files import list_tree, put_json, read_json, to_location
 
 TOGETHER_S = 20.0
 """Longest that workers which are to die together wait for each other."""
@@ -50,21 +50,23 @@ class Evidence:
     def put(self, name: str, **facts: Any) -> bool:
         """Says that something happens now, and to which process; returns whether it is the first to say so."""
         node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
-        said = {"time_s": time.time(), "node": node, "process": asdict(Holder.here())}
-        return put_json(location(self.folder) / f"{name}.json", said | facts, if_absent=True)
+        said = {"time_s": time.time(), "node": node, "process": asdict(LeaseHolder.here())}
+        return put_json(to_location(self.folder) / f"{name}.json", said | facts, if_absent=True)
 
     def has(self, name: str) -> bool:
         """Whether it happened."""
-        return (location(self.folder) / f"{name}.json").exists()
+        return (to_location(self.folder) / f"{name}.json").exists()
 
     def get(self, name: str) -> dict[str, Any] | None:
         """What was said of it."""
-        found: dict[str, Any] | None = read_json(location(self.folder) / f"{name}.json")
+        found: dict[str, Any] | None = read_json(to_location(self.folder) / f"{name}.json")
         return found
 
     def all(self) -> dict[str, dict[str, Any]]:
         """Everything that happened, by name."""
-        return {name.removesuffix(".json"): read_json(file) for name, file in listing(location(self.folder)).items()}
+        return {
+            name.removesuffix(".json"): read_json(file) for name, file in list_tree(to_location(self.folder)).items()
+        }
 
     def wait(self, names: list[str], limit_s: float) -> bool:
         """Waits until all of it has happened; returns whether it did in time."""

@@ -18,7 +18,7 @@ from ray_app.drill.process_scenarios import died
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import MetricsReader
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from ray_app.train.job import Hooks, Job
 
 _DRAIN_S = 60
@@ -181,7 +181,7 @@ def without_head(run: ScenarioResult) -> list[str]:
     same run.
     """
     killed, back = run.proofs["head_killed"], run.proofs["head_back"]
-    missing = [] if Holder(**killed["head"]).is_gone() else ["the head that was killed still lives"]
+    missing = [] if LeaseHolder(**killed["head"]).is_gone() else ["the head that was killed still lives"]
     missing += [] if killed["head"] != back["head"] else ["it is the same head as before"]
     reader = MetricsReader(run.paths)
     reader.poll()

@@ -18,9 +18,9 @@ from ray_app.drill.faults import Evidence
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe
 from ray_app.runlog.journal import Event, read_events
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 
 PACED_S = 40.0
 
@@ -54,7 +54,7 @@ class ScenarioContext:
     @property
     def paths(self) -> RunPaths:
         """The scenario's run."""
-        return RunPaths(location(self.config.run.storage_path) / str(self.config.run.name))
+        return RunPaths(to_location(self.config.run.storage_path) / str(self.config.run.name))
 
     def step(self) -> int:
         """Some step in the middle."""
@@ -137,8 +137,8 @@ class Scenario:
 
 def is_gone(proof: dict[str, Any]) -> bool | None:
     """Whether the process that a proof names has ended; None if it is on another machine."""
-    process = Holder(**proof["process"])
-    return process.is_gone() if process.machine == Holder.here().machine else None
+    process = LeaseHolder(**proof["process"])
+    return process.is_gone() if process.machine == LeaseHolder.here().machine else None
 
 
 def end_frozen(proofs: Evidence) -> None:

@@ -51,7 +51,7 @@ from ray_app.driver.run import Faults, Observe, run_training
 from ray_app.errors import ConfigError, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import Location, location, put_atomic, put_json
+from ray_app.storage.files import Location, put_atomic, put_json, to_location
 from ray_app.train.job import Job
 
 _AGAIN_S = 60.0
@@ -182,7 +182,7 @@ class Drill:
     ) -> None:
         self._config, self._seed, self._limit_s = config, seed, limit_s
         self._nodes, self._console, self._renew = nodes, console, renew
-        self._out = location(config.run.storage_path)
+        self._out = to_location(config.run.storage_path)
         self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), most_resources())
         self._log = StringIO()
         job = prepare(config).job

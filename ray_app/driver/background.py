@@ -19,7 +19,7 @@ from ray_app.config.config import Config
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Run, open_run
 from ray_app.errors import RunEndedError
-from ray_app.storage.files import Location, location, put_atomic
+from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus
 from ray_app.watch.terminal import RunConsole, SafeConsole
@@ -59,7 +59,7 @@ class _Slowly:
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
-        if rank == 0 and location(self.while_there).exists():
+        if rank == 0 and to_location(self.while_there).exists():
             time.sleep(self.seconds)
 
 
@@ -240,7 +240,7 @@ def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
         DataError: The data is refused, likewise.
     """
     said = StringIO()
-    slowed = location(config.run.storage_path) / f"slowed-{uuid.uuid4().hex}"
+    slowed = to_location(config.run.storage_path) / f"slowed-{uuid.uuid4().hex}"
     faults = Faults(train=Hooks(after_step=_Slowly(str(slowed), pause_s))) if pause_s else Faults()
     with ExitStack() as stack:
         run = stack.enter_context(open_run(config, Console(file=said), faults, background=True))

@@ -30,12 +30,12 @@ from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import evaluated_steps, read_scores
 from ray_app.runlog.history import count, goodput, means, recoveries, restarts, start, world_sizes
 from ray_app.runlog.journal import Event, StepRecord, newest_detail, put_event, read_events
-from ray_app.runlog.lease import acquire, is_released, newest_fence
+from ray_app.runlog.lease import acquire_lease, is_released, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import HIDDEN, redact
 from ray_app.runlog.step_records import read_steps
 from ray_app.runlog.stored_config import read_config, read_manifest
-from ray_app.storage.files import location, names, read_json, without_nan
+from ray_app.storage.files import list_files, read_json, replace_nan, to_location
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tracker import Status as MlflowStatus
 from ray_app.track.tracker import Tracker, check_available, run_tags
@@ -65,7 +65,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "steps": last_step,
         "rows": sum(course.rows),
         "rows_by_logical_worker": course.rows,
-        "bad_rows": {"skipped": course.skipped, "distinct": len(names(job.paths.bad_rows))},
+        "bad_rows": {"skipped": course.skipped, "distinct": len(list_files(job.paths.bad_rows))},
         "logical_workers": job.plan.logical_workers,
         "world_sizes": world_sizes(records),
         "restarts": restarts(events),
@@ -100,7 +100,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         ),
         "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
     }
-    return without_nan(found)
+    return replace_nan(found)
 
 
 def _digest_at(job: Job, step: int) -> str | None:
@@ -163,12 +163,12 @@ def close_orphan(root: str) -> bool:
         ConfigError: The run's task cannot be made here.
         OSError: The storage does not answer.
     """
-    paths = RunPaths(location(root))
+    paths = RunPaths(to_location(root))
     before = newest_fence(paths)
     start = _newest_start(paths)
     if start is None or (start.status is not None and is_released(paths) and not _lacks_evaluations(paths)):
         return False
-    with acquire(paths, closing=True, waits=False) as lease:
+    with acquire_lease(paths, closing=True, waits=False) as lease:
         if lease.fence != before + 1:
             return False
         job = stored_job(paths)

@@ -32,7 +32,7 @@ from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import Location, location, read_json
+from ray_app.storage.files import Location, read_json, to_location
 from ray_app.storage.object_stores import S3Path
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tracker import check_available
@@ -172,7 +172,7 @@ def register_run(options: RegisterOptions) -> Registered:
     """
     if options.promote is not None and not options.promote.strip():
         raise ConfigError("--promote needs a reason: why is this version better than what serves now?")
-    paths = RunPaths(location(options.run))
+    paths = RunPaths(to_location(options.run))
     config, summary = _config_of(paths, options), read_json(paths.summary)
     status = (summary or {}).get("status", "without a summary")
     if summary is None or status not in REGISTRABLE:
@@ -256,7 +256,7 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
         raise ConfigError(
             f"--out is {options.out!r}; an export is made in a folder of this machine. Copy it from there."
         )
-    paths, out = RunPaths(location(options.run)), Path(options.out).expanduser().resolve()
+    paths, out = RunPaths(to_location(options.run)), Path(options.out).expanduser().resolve()
     refuse_taken(out, options.overwrite)
     job = trained_job(paths)
     commit = chosen(job, options.checkpoint)

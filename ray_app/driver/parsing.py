@@ -28,7 +28,7 @@ from ray_app.config.config import SECTIONS, Config, expand_home, from_dict
 from ray_app.config.import_paths import TurnSpec, load_class
 from ray_app.driver.refusals import explained, missing
 from ray_app.errors import ConfigError
-from ray_app.runlog.redaction import guard, redact
+from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.task.base import Task
 
 
@@ -295,10 +295,10 @@ def _guard_given(arguments: Sequence[str]) -> None:
         if not name.startswith("--"):
             continue
         value = value if given_here or after.startswith("--") else after
-        guard({name.rpartition(".")[2].lstrip("-"): value})
+        register_secrets({name.rpartition(".")[2].lstrip("-"): value})
         with suppress(Exception):  # what is wrong with it the parser says
             given = yaml.safe_load(Path(value).read_text() if name == "--config" else value)
-            guard(given if isinstance(given, dict) else {})
+            register_secrets(given if isinstance(given, dict) else {})
 
 
 def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:

@@ -25,7 +25,7 @@ from ray_app.report.facts import read_facts
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.journal import MetricsReader, StepRecord
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import Location, location
+from ray_app.storage.files import Location, to_location
 from ray_app.task.base import Batch, Task, WithoutTargets
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Arrays, Field, concat_fields, to_batch
@@ -203,5 +203,5 @@ def compare_runs(runs: Sequence[Result | str | os.PathLike[str]]) -> Comparison:
         raise ConfigError(
             f"compare_runs got {runs!r}; give a list of results or of run directories: compare_runs([first, second])."
         )
-    roots = [run.path if isinstance(run, Result) else location(os.fspath(run)) for run in runs]
+    roots = [run.path if isinstance(run, Result) else to_location(os.fspath(run)) for run in runs]
     return Comparison(tuple(read_facts(RunPaths(root), with_earlier=False) for root in roots))

@@ -50,12 +50,12 @@ from ray_app.driver.signals import stopping_at_signals
 from ray_app.driver.single import alone_in_front, train_in_front
 from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
-from ray_app.process import variables
+from ray_app.process import set_variables
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.journal import put_event, read_events
-from ray_app.runlog.lease import Lease, acquire
+from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_s
+from ray_app.storage.files import poll_interval_s
 from ray_app.track.mlflow_client import IMPATIENT
 from ray_app.track.tensorboard import Board, check_board
 from ray_app.track.tracker import Tracker, check_available
@@ -166,7 +166,7 @@ def open_run(
     alone = alone_in_front(config, background)
     with (
         alone,
-        variables(**dict.fromkeys(IMPATIENT)),
+        set_variables(**dict.fromkeys(IMPATIENT)),
         cluster(config) as is_own,
         listening,
     ):  # `ray.init` puts handlers of its own in place
@@ -176,7 +176,7 @@ def open_run(
         refuse_windows(prepared.job, 1 if config.train.strategy == "single" else max_workers, there[1])
         if needed := shared_bytes(prepared.job):
             fits_object_stores(needed, there[1])
-        with acquire(prepared.job.paths) as lease:
+        with acquire_lease(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             safe = SafeConsole(console)
             safe.report_to(partial(_put_console_failed, prepared.job))
@@ -345,7 +345,7 @@ class Run:
         with console as shown, TrainThread(start, self._max_workers) as fitting:
             told, looked_s, bounds = False, time.monotonic(), Bounds(job.total_steps)
             while fitting.is_alive():
-                if time.monotonic() - looked_s > poll_s(job.paths.root):
+                if time.monotonic() - looked_s > poll_interval_s(job.paths.root):
                     looked_s = time.monotonic()
                     self._is_over()
                 phases = None

@@ -22,7 +22,7 @@ from ray_app.data.windows import CachedWindows, Windows
 from ray_app.driver.services import make_metrics
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
-from ray_app.storage.files import poll_s
+from ray_app.storage.files import poll_interval_s
 from ray_app.task.device import restore_process_state
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
@@ -123,7 +123,7 @@ def train_in_front(
         looked_s = 0.0
         with RunConsole(job, 1, plain, waiting, make_metrics(job)) as shown:
             while not ended.wait(_LOOK_S):
-                if time.monotonic() - looked_s > poll_s(job.paths.root):
+                if time.monotonic() - looked_s > poll_interval_s(job.paths.root):
                     looked_s = time.monotonic()
                     stops(True)
                 if sampler is not None and alone.newest is not None:

@@ -22,11 +22,11 @@ from ray_app.errors import CheckpointError, ConfigError, DataError, TrackingErro
 from ray_app.preflight.prepare import read_training_row
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_scores
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_manifest
-from ray_app.storage.files import location, read_json
+from ray_app.storage.files import read_json, to_location
 from ray_app.task.schema import prepare_task, refuse_other_schema
 from ray_app.track.tracker import check_available
 from ray_app.train.job import Job
@@ -171,9 +171,9 @@ def replay(root: str, uri: str | None = None, experiment: str | None = None) -> 
         ConfigError: There is no such run, a driver writes it, or MLflow is no database or server.
         TrackingError: MLflow did not take everything; what it took is not sent again.
     """
-    paths = RunPaths(location(root))
+    paths = RunPaths(to_location(root))
     newest_start(paths)
-    with acquire(paths, closing=True):
+    with acquire_lease(paths, closing=True):
         job = stored_job(paths)
         config = job.config.replace(tracking__enabled=True)
         config = config if uri is None else config.replace(tracking__uri=uri)

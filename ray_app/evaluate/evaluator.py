@@ -32,8 +32,8 @@ from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluati
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import LIFE_S, LeaseWatch, is_taken_over
 from ray_app.runlog.output import Output
-from ray_app.runlog.redaction import guard_run
-from ray_app.storage.files import poll_s
+from ray_app.runlog.redaction import register_run_secrets
+from ray_app.storage.files import poll_interval_s
 from ray_app.task import device
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Arrays
@@ -66,7 +66,7 @@ class Evaluator:
         when_orphaned: Callable[[str], object] | None = None,
     ) -> None:
         self._job, self._fetch, self._before, self._when_orphaned = job, fetch, before_evaluation, when_orphaned
-        guard_run(job.paths.config)
+        register_run_secrets(job.paths.config)
         self._store = CheckpointStore(job.paths)
         self._stopped, self._hurry = threading.Event(), threading.Event()
         self._driver = "held"
@@ -136,7 +136,7 @@ class Evaluator:
 
     def _follow(self) -> None:
         device.use_device(self._device)  # a new thread begins on the first GPU
-        look_s = wait_s = poll_s(self._job.paths.root)
+        look_s = wait_s = poll_interval_s(self._job.paths.root)
         while not self._stopped.is_set():
             try:
                 if self._driver == "superseded":

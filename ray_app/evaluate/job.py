@@ -11,7 +11,7 @@ from ray_app.config.sections import EvaluateSection
 from ray_app.data.reader import RowSource
 from ray_app.runlog.evaluations import evaluated_steps
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 from ray_app.task.base import Task
 
 
@@ -42,7 +42,7 @@ class EvaluationJob:
     @property
     def paths(self) -> RunPaths:
         """The run directory."""
-        return RunPaths(location(self.run_root))
+        return RunPaths(to_location(self.run_root))
 
     @property
     def follower(self) -> str:

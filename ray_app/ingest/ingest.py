@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_app.data.parquet_files import read_footers
-from ray_app.errors import ConfigError, DataError, StorageError, without_addresses
+from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
 from ray_app.ingest.options import IngestOptions
@@ -57,8 +57,8 @@ from ray_app.ingest.shards import (
 from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
 from ray_app.ingest.splits import InputSplitTask, check_refused_count, write_input_split
 from ray_app.ingest.tokenize import Texts
-from ray_app.storage.data_files import Place, files_below, is_within, place_of, relative
-from ray_app.storage.files import Location, location, put_atomic, put_json
+from ray_app.storage.data_files import DataLocation, files_below, is_within, locate_data, relative_path
+from ray_app.storage.files import Location, put_atomic, put_json, to_location
 
 _AHEAD = 4
 """Ray tasks per CPU that are asked for before the first of them is waited for."""
@@ -102,7 +102,7 @@ def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iter
     waiting: deque[RetriedTask] = deque()
     try:
         for item in items:
-            what = f"while it ingested {without_addresses(str(item))[:_MOST_CHARS]}"
+            what = f"while it ingested {remove_addresses(str(item))[:_MOST_CHARS]}"
             waiting.append(RetriedTask(partial(task.remote, function, item), partial(str, what)))
             if len(waiting) >= most:
                 yield waiting.popleft().result()
@@ -132,10 +132,10 @@ begun.
 
 READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
     "images": lambda path, options: Images(
-        place_of(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)
+        locate_data(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)
     ),
     "csv": lambda path, options: Csv(
-        place_of(path),
+        locate_data(path),
         options.label,
         options.on_bad_row == "skip",
         options.piece_bytes,
@@ -143,16 +143,16 @@ READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
         options.column_names,
     ),
     "jsonl": lambda path, options: JsonLines(
-        place_of(path),
+        locate_data(path),
         options.label,
         options.columns,
         options.ragged or [],
         options.on_bad_row == "skip",
         options.piece_bytes,
     ),
-    "numpy": lambda path, options: Numpy(place_of(path), options.shard_rows),
-    "idx": lambda path, options: Idx(place_of(path), options.shard_rows),
-    "cifar": lambda path, options: Cifar(place_of(path)),
+    "numpy": lambda path, options: Numpy(locate_data(path), options.shard_rows),
+    "idx": lambda path, options: Idx(locate_data(path), options.shard_rows),
+    "cifar": lambda path, options: Cifar(locate_data(path)),
     "webdataset": lambda path, options: WebDataset(
         path, options.label, options.columns, options.check, options.piece_bytes
     ),
@@ -160,7 +160,7 @@ READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
         path, options.label, options.columns, options.check, options.piece_bytes
     ),
     "hf": lambda path, options: HuggingFace(
-        place_of(path),
+        locate_data(path),
         options.label,
         options.columns,
         options.ragged or [],
@@ -233,7 +233,7 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     checks.check_options(options, [*READERS, "parquet"])
     if options.source == "parquet":
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
-    reader, out = READERS[options.source](options.input or "", options), location(options.out)
+    reader, out = READERS[options.source](options.input or "", options), to_location(options.out)
     made_from = _made_from(options, reader)
     if found := output.load_existing(out, made_from):
         return _summary(str(out), found, reused=True)
@@ -275,7 +275,7 @@ def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> Da
 
 
 def _path(out: str, side: str) -> str:
-    return str(side_folder(location(out), side)) if side else out
+    return str(side_folder(to_location(out), side)) if side else out
 
 
 def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
@@ -296,14 +296,14 @@ def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
     return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 
 
-def _name_in(place: Place, options: IngestOptions) -> str:
+def _name_in(place: DataLocation, options: IngestOptions) -> str:
     """The name of a source's file below the input; "." for the input itself; its own name where the input is a
     pattern.
     """
-    root = place_of(str(options.input))
+    root = locate_data(str(options.input))
     if place == root:
         return "."
-    return relative(place, root) if is_within(place, root) else place.name
+    return relative_path(place, root) if is_within(place, root) else place.name
 
 
 def _sides(parts: list[base.Part], options: IngestOptions) -> dict[str, tuple[str, ...]]:
@@ -361,7 +361,9 @@ def _write_all(
         }
         shards = {shard["path"] for shard in facts["shards"]}
         read_footers(
-            place, [file for file in files_below(place, ".parquet") if relative(file, place) in shards], trusted=True
+            place,
+            [file for file in files_below(place, ".parquet") if relative_path(file, place) in shards],
+            trusted=True,
         ).put(place)
         put_json(place / "dataset.json", about)
 

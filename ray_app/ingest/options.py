@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ray_app.errors import ConfigError
-from ray_app.storage.data_files import is_within, place_of
-from ray_app.storage.files import location
+from ray_app.storage.data_files import is_within, locate_data
+from ray_app.storage.files import to_location
 
 Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "tfrecord", "hf", "parquet", "digits"]
 _GROUP_ROWS, _DIGITS_GROUP_ROWS = 500, 5_000
@@ -157,7 +157,7 @@ def check_options(options: IngestOptions, sources: list[str]) -> None:
     if (options.source == "parquet") == bool(options.out):
         needs = "is trained on as it is; leave out away" if options.source == "parquet" else "needs a folder to create"
         raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
-    if options.input and options.out and is_within(location(options.out), place_of(options.input)):
+    if options.input and options.out and is_within(to_location(options.out), locate_data(options.input)):
         raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")
     for name, allowed in _ONLY_FOR.items():
         value = getattr(options, name)

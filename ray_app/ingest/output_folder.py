@@ -27,8 +27,8 @@ from typing import Any
 from ray_app.data.dataset import UNFINISHED_MARKER
 from ray_app.errors import ConfigError
 from ray_app.ingest.options import IngestOptions
-from ray_app.storage.data_files import find
-from ray_app.storage.files import Location, folders, names, put_json, read_json, remove_temporary, remove_tree
+from ray_app.storage.data_files import find_file
+from ray_app.storage.files import Location, list_files, list_folders, put_json, read_json, remove_temporary, remove_tree
 from ray_app.storage.object_stores import S3Path
 
 RECORDS = "_pieces"
@@ -60,8 +60,8 @@ def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[st
     """
     if isinstance(out, Path) and out.exists() and not out.is_dir():
         raise _taken(out, "is a file")
-    inner = sorted(folders(out))
-    if not names(out) and not inner:
+    inner = sorted(list_folders(out))
+    if not list_files(out) and not inner:
         return None
     described = {side: read_json(side_folder(out, side) / "dataset.json") for side in ["", *inner]}
     parts = {side: value for side, value in described.items() if value is not None}
@@ -106,7 +106,7 @@ def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any])
             return "its source has changed since (names, sizes or times of the files)"
         for shard in part["shards"]:
             path = side_folder(out, name) / shard["path"]
-            file = find(path)
+            file = find_file(path)
             if file is None or file.size != shard["bytes"]:
                 return f"its shard {path} is missing or of another size"
     return ""

@@ -25,7 +25,7 @@ from ray_app.errors import DataError, StorageError
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, make_scratch, side_folder
 from ray_app.ingest.shards import Shards, column_facts, row_bytes
-from ray_app.storage.data_files import arrow, find, publish
+from ray_app.storage.data_files import find_file, publish, to_arrow
 from ray_app.storage.files import Location, put_json, read_json
 
 RUN_BYTES = 64 << 20
@@ -180,7 +180,9 @@ def write_bucket(task: BucketTask) -> dict[str, Any]:
     """
     side = side_folder(task.folder, task.side)
     done: dict[str, Any] | None = read_json(task.record)
-    if done is not None and all((found := find(side / s["path"])) and found.size == s["bytes"] for s in done["shards"]):
+    if done is not None and all(
+        (found := find_file(side / s["path"])) and found.size == s["bytes"] for s in done["shards"]
+    ):
         return done
     parts = [part for name in task.runs for part in _taken(task.folder / RUNS / name, task.low, task.high)]
     with make_scratch(task.folder) as own:
@@ -228,5 +230,5 @@ def _taken(run: Location, low: int, high: int) -> list[pa.Table]:
 def _opened(place: Location) -> Any:
     if isinstance(place, Path):
         return pa.memory_map(str(place))  # what is taken stays mapped
-    filesystem, path = arrow(place)
+    filesystem, path = to_arrow(place)
     return filesystem.open_input_file(path)

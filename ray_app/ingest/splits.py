@@ -15,14 +15,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.errors import ConfigError, DataError, without_addresses
+from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import RECORDS, RUNS, make_scratch, side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.shards import Shards, TextColumns
 from ray_app.ingest.shuffle import Runs
 from ray_app.ingest.tokenize import Packed, Texts
-from ray_app.storage.data_files import find
+from ray_app.storage.data_files import find_file
 from ray_app.storage.files import Location, put_json, read_json
 
 Record = dict[str, Any]
@@ -79,7 +79,7 @@ class Refusals:
         Raises:
             DataError: No row may be left out, or no more.
         """
-        reason = without_addresses(reason)
+        reason = remove_addresses(reason)
         if self._options.on_bad_row == "fail":
             raise DataError(
                 f"{self._options.input}: row {row_id}: {reason}. Correct or remove it, or leave such rows out with"
@@ -155,7 +155,7 @@ def load_finished_record(task: InputSplitTask) -> Record | None:
     for side, made in record["sides"].items():
         folder = side_folder(task.folder, side) if task.keeps_order else task.folder / RUNS
         for file in made["shards" if task.keeps_order else "runs"]:
-            found = find(folder / file["path"])
+            found = find_file(folder / file["path"])
             if found is None or found.size != file["bytes"]:
                 return None
     return record

@@ -18,7 +18,7 @@ from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.shuffle import Runs
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 
 TOKENS = "tokens"
 _AT_ONCE = 256
@@ -41,7 +41,7 @@ class Texts:
 
         self._options = options
         try:
-            content = location(str(options.tokenizer)).read_bytes()
+            content = to_location(str(options.tokenizer)).read_bytes()
             if foreign := name_foreign_file(content[:HEAD_BYTES]):
                 raise ValueError(f"it is {foreign}")
             self._tokenizer = Tokenizer.from_str(content.decode())

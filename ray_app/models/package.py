@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import RegistryError
 from ray_app.models import loader
-from ray_app.runlog.redaction import redacted
+from ray_app.runlog.redaction import redact_value
 from ray_app.storage.files import to_json
 from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Arrays, Ragged, to_batch
@@ -341,7 +341,7 @@ def _storable_settings(task: Task) -> dict[str, Any] | None:
     secret.
     """
     settings = vars(task)
-    return settings if _is_json(settings) and redacted(settings) == settings else None
+    return settings if _is_json(settings) and redact_value(settings) == settings else None
 
 
 def _write_exported(
@@ -388,7 +388,7 @@ def _write_weights(
                 f"the task's attribute {name!r} is a {type(value).__name__} that JSON does not keep; hold numbers,"
                 " text, lists and dictionaries of these, and make the rest of them when they are needed"
             )
-        if redacted(value, name) != value:
+        if redact_value(value, name) != value:
             raise RegistryError(
                 f"the task's attribute {name!r} holds a secret, which a package must not; read it from the environment"
             )

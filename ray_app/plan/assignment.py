@@ -29,7 +29,7 @@ def logical_workers_of(rank: int, world_size: int, logical_workers: int, strided
     return range(rank * logical_workers // world_size, (rank + 1) * logical_workers // world_size)
 
 
-def shares_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[range, ...]:
+def blocks_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[range, ...]:
     """The block of each rank that lets the slowest of them be done first; each plays one logical worker at least.
 
     Args:
@@ -46,7 +46,7 @@ def shares_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[ran
     return tuple(range(low, high) for low, high in pairwise(accumulate(sizes, initial=0)))
 
 
-def middle(node: Node) -> int:
+def split_point(node: Node) -> int:
     """Where a node of two or more logical workers splits."""
     return node[0] + (1 << (node[1] - node[0] - 1).bit_length() - 1)
 
@@ -60,11 +60,11 @@ def subtrees(block: range, logical_workers: int) -> list[Node]:
             return [node]
         if high <= block.start or block.stop <= low:
             return []
-        return [*collect((low, middle(node))), *collect((middle(node), high))]
+        return [*collect((low, split_point(node))), *collect((split_point(node), high))]
 
     return collect((0, logical_workers))
 
 
-def micro_batches(world_size: int, logical_workers: int) -> int:
+def count_passes(world_size: int, logical_workers: int) -> int:
     """Micro-batches of the busiest worker per step, ceil(L / W): what decides the time of a step."""
     return -(-logical_workers // world_size)

@@ -72,7 +72,7 @@ class DataFacts:
     index_columns: tuple[str, ...] = ()
 
 
-def similar_names(names: Iterable[str]) -> list[list[str]]:
+def find_similar_names(names: Iterable[str]) -> list[list[str]]:
     """Names that differ in upper and lower case, blanks or the form of a character (Unicode NFKC) alone, each group in
     its order.
     """
@@ -84,13 +84,13 @@ def similar_names(names: Iterable[str]) -> list[list[str]]:
 
 
 PartitionType = Literal["int64", "double", "string"]
-Value = int | float | str | None
+PartitionValue = int | float | str | None
 _MISSING = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
 
 
-def partition_texts(path: str) -> dict[str, str | None]:
+def parse_partitions(path: str) -> dict[str, str | None]:
     """The keys and values in the folders of a file's path, relative to its data set; None is a missing value.
 
     Raises:
@@ -112,7 +112,7 @@ def partition_texts(path: str) -> dict[str, str | None]:
     return found
 
 
-def partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
+def infer_partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
     """The partition columns of a data set, in the order of its folders, each in the narrowest type that holds all its
     values.
 
@@ -129,7 +129,7 @@ def partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
         folder = path.rpartition("/")[0]
         if folder == folder_before:
             continue
-        folder_before, found = folder, partition_texts(path)
+        folder_before, found = folder, parse_partitions(path)
         if keys is None:
             keys = tuple(found)
         elif set(keys) != set(found):
@@ -140,17 +140,17 @@ def partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
             )
         for key, value in found.items():
             values.setdefault(key, set()).add(value)
-    return {key: _type_of(some) for key, some in values.items()}
+    return {key: _infer_type(some) for key, some in values.items()}
 
 
-def partition_value(text: str | None, kind: PartitionType) -> Value:
+def parse_partition_value(text: str | None, kind: PartitionType) -> PartitionValue:
     """A value of a partition column."""
     if text is None or kind == "string":
         return text
     return int(text) if kind == "int64" else float(text)
 
 
-def _type_of(values: Iterable[str | None]) -> PartitionType:
+def _infer_type(values: Iterable[str | None]) -> PartitionType:
     known = [value for value in values if value is not None]
     if known and all(map(_INTEGER.fullmatch, known)):
         # Digits beyond 64 bits are names: as a fraction two of them could become one.
@@ -237,7 +237,7 @@ class Manifest:
         Raises:
             DataError: The files have different keys.
         """
-        return partition_types(self.paths)
+        return infer_partition_types(self.paths)
 
     @cached_property
     def path_hash(self) -> UInt64:

@@ -51,7 +51,7 @@ class Cursor:
 Int64 = npt.NDArray[np.int64]
 
 
-def by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
+def order_by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
     """An order of a window's rows: those of a micro-batch are about equally long, and short and long micro-batches are
     mixed.
 
@@ -74,14 +74,14 @@ def by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
 _FILES = 4  # salt: what a key is for
 
 
-def owners(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
+def assign_files(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
     """The logical worker of every file, shape (files,).
 
     Files go, from the largest to the smallest, to whoever has the fewest rows (Graham 1969: at most 4/3 of the best
     possible longest stream); a keyed hash orders files of equal size. Logical worker 0 then has the most rows, the last
     one the fewest.
     """
-    rows = rows_of_files(manifest)
+    rows = count_rows_by_file(manifest)
     hashed = hash_array(key(_FILES, seed), manifest.path_hash)
     order = np.lexsort((hashed, -rows))
     found = np.zeros(len(rows), np.int64)
@@ -94,7 +94,7 @@ def owners(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
     return np.argsort(np.array(most_first))[found]
 
 
-def rows_of_files(manifest: Manifest) -> Int64:
+def count_rows_by_file(manifest: Manifest) -> Int64:
     """Rows of every file, shape (files,)."""
     return np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
 
@@ -153,7 +153,7 @@ class Plan:
     @cached_property
     def owner(self) -> Int64:
         """The logical worker of every file, where whole files belong to one, shape (files,)."""
-        return owners(self.manifest, self.seed, self.logical_workers)
+        return assign_files(self.manifest, self.seed, self.logical_workers)
 
     @property
     def all_rows(self) -> int:
@@ -172,7 +172,7 @@ class Plan:
         if self.shard == "off":
             return [self.all_rows] * self.logical_workers
         if self.shard == "file":
-            held = np.bincount(self.owner, weights=rows_of_files(self.manifest), minlength=self.logical_workers)
+            held = np.bincount(self.owner, weights=count_rows_by_file(self.manifest), minlength=self.logical_workers)
             return held.astype(np.int64).tolist()
         return [self.stream_start(v + 1) - self.stream_start(v) for v in range(self.logical_workers)]
 
@@ -333,7 +333,7 @@ class EpochOrder:
         """Manifest positions of a window's rows in the order in which they are read, each once, shape (stored
         rows,).
         """
-        return positions_of(self.plan.manifest, self.window_segments(logical_worker, window))
+        return manifest_positions(self.plan.manifest, self.window_segments(logical_worker, window))
 
     def rows_at(self, logical_worker: int, step: int) -> Int64:
         """Manifest positions of the rows of one logical worker in one step: the definition that a feed must meet, but
@@ -344,7 +344,7 @@ class EpochOrder:
         return order[offset * self.plan.micro_batch : (offset + 1) * self.plan.micro_batch]
 
 
-def positions_of(manifest: Manifest, segments: list[Segment]) -> Int64:
+def manifest_positions(manifest: Manifest, segments: list[Segment]) -> Int64:
     """Manifest positions of the rows of `segments`, in their order, shape (rows,)."""
     starts = [int(manifest.first_row[s.row_group]) + s.first for s in segments]
     ranges = [np.arange(start, start + s.rows) for start, s in zip(starts, segments, strict=True)]

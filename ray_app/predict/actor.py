@@ -29,7 +29,7 @@ from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
 from ray_app.models.export import exported_module
 from ray_app.process import keep_freed_memory
-from ray_app.storage.files import location, put_atomic
+from ray_app.storage.files import put_atomic, to_location
 from ray_app.task import device as environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Field, Ragged, concat_fields, to_batch
@@ -162,7 +162,7 @@ class PredictActor:
         carried = _read_carried_columns(self._job, spec)
         start = positions if carried is None else carried.append_column("position", positions.column(0))
         data = encode_part(start, outputs, self._job.made_from)
-        put_atomic(location(self._job.out) / name, data)
+        put_atomic(to_location(self._job.out) / name, data)
         return pa.table({"name": [name], "facts": [json.dumps(part_facts(data))]})
 
     def _outputs(self, table: pa.Table, spec: ReadSpec) -> dict[str, Field]:

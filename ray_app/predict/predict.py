@@ -35,8 +35,8 @@ from ray_app.preflight.data_summary import describe_prediction_columns
 from ray_app.preflight.prepare import make_task
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.data_files import place_of
-from ray_app.storage.files import Location, folders, location, names, read_json
+from ray_app.storage.data_files import locate_data
+from ray_app.storage.files import Location, list_files, list_folders, read_json, to_location
 from ray_app.task.base import Task, WithoutTargets
 from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_schema
@@ -80,7 +80,7 @@ def model_of_package(config: Config, model: str | None) -> ModelSource:
 
 def model_of_run(config: Config, run: str) -> ModelSource:
     """The best checkpoint of a run that ended."""
-    paths = RunPaths(location(run))
+    paths = RunPaths(to_location(run))
     if read_json(paths.summary) is None:
         raise ConfigError(
             f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's"
@@ -158,7 +158,7 @@ class PreparedPrediction:
     @property
     def out(self) -> Location:
         """Folder of the parts."""
-        return location(self.job.out)
+        return to_location(self.job.out)
 
 
 def input_specs(fields: dict[str, ArraySpec]) -> dict[str, tuple[str, list[int]]]:
@@ -211,7 +211,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "code": _code_digest(source_files(class_path(model.task))),
         "manifest_digest": manifest.digest,
         "content_digest": hashlib.sha256(
-            json.dumps(hash_files(place_of(dataset.root), manifest.paths)).encode()
+            json.dumps(hash_files(locate_data(dataset.root), manifest.paths)).encode()
         ).hexdigest(),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
@@ -220,7 +220,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "device": device,
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
-    out = str(location(section.out))
+    out = str(to_location(section.out))
     counts = (section.batch_size, section.threads)
     described = describe_prediction_columns(reader.columns, dataset, carried)
     job = PredictJob(
@@ -327,7 +327,7 @@ def refuse_other_prediction(prepared: PreparedPrediction) -> None:
         ConfigError: It does; the message says what differs.
     """
     before, now = read_json(prepared.out / MADE_FROM), prepared.made_from
-    if before is None and (names(prepared.out) or folders(prepared.out)):
+    if before is None and (list_files(prepared.out) or list_folders(prepared.out)):
         raise ConfigError(
             f"predict.out {prepared.out} is not empty and has no {MADE_FROM}: it holds something else. Give another"
             " folder."

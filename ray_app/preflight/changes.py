@@ -25,9 +25,9 @@ from ray_app.config.import_paths import load_class
 from ray_app.data.reader import RowSource
 from ray_app.errors import RegistryError, RunExistsError
 from ray_app.models.package import follow_imports, sources_of
-from ray_app.runlog.paths import RunPaths, known_fields, versioned
+from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.data_files import place_of, versions
+from ray_app.storage.data_files import file_versions, locate_data
 from ray_app.storage.files import put_json, read_json
 from ray_app.version import __version__
 
@@ -145,7 +145,7 @@ def store_code(paths: RunPaths, code: CodeVersions) -> None:
     do.
     """
     before = read_stored_code(paths)
-    put_json(paths.code, versioned(asdict(replace(code, defaults=before.defaults) if before is not None else code)))
+    put_json(paths.code, add_version(asdict(replace(code, defaults=before.defaults) if before is not None else code)))
 
 
 def read_stored_code(paths: RunPaths) -> CodeVersions | None:
@@ -156,7 +156,7 @@ def read_stored_code(paths: RunPaths) -> CodeVersions | None:
     """
     try:
         found = read_json(paths.code)
-        return known_fields(CodeVersions, found) if found is not None else None
+        return from_known_fields(CodeVersions, found) if found is not None else None
     except (ValueError, TypeError):
         return None
 
@@ -257,7 +257,7 @@ def read_data_versions(training: RowSource, evaluation: RowSource | None) -> Dat
 
 
 def _file_versions(root: str, paths: tuple[str, ...]) -> dict[str, Any]:
-    found = versions(place_of(root), paths)
+    found = file_versions(locate_data(root), paths)
     return {
         "root": root,
         "files": {path: list(one) if isinstance(one, tuple) else one for path, one in zip(paths, found, strict=True)},
@@ -292,7 +292,7 @@ def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) ->
 
 def store_data_versions(paths: RunPaths, now: DataVersions) -> None:
     """Writes `data.json`."""
-    put_json(paths.data, versioned(now))
+    put_json(paths.data, add_version(now))
 
 
 def is_stored(paths: RunPaths, now: DataVersions) -> bool:

@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 
 from ray_app.data.dataset import Dataset
 from ray_app.errors import DataError
-from ray_app.plan.manifest import ColumnFacts, DataFacts, similar_names
+from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
 from ray_app.preflight.metric_checks import MAX_ROWS
-from ray_app.storage.data_files import parquet, place_of
+from ray_app.storage.data_files import locate_data, open_parquet
 from ray_app.task.base import Task
 
 _ROW_ID = "row_id"
@@ -73,7 +73,7 @@ def similar_class_warnings(facts: DataFacts) -> list[str]:
         f" of a character"
         " alone, and are trained on as different classes. If they are meant to be one, correct the labels and ingest"
         " the data again."
-        for names in similar_names(facts.classes or ())
+        for names in find_similar_names(facts.classes or ())
     ]
 
 
@@ -123,7 +123,10 @@ def _find_odd_values(dataset: Dataset, names: list[str]) -> dict[str, str]:
     if not names or not dataset.manifest.num_rows:
         return {}
     path, _, _ = dataset.manifest.place_of(0)
-    with suppress(DataError, OSError, pa.ArrowException), parquet(place_of(dataset.root) / path) as file:
+    with (
+        suppress(DataError, OSError, pa.ArrowException),
+        open_parquet(locate_data(dataset.root) / path) as file,
+    ):
         rows = next(file.iter_batches(_READ_ROWS, columns=names[:_MAX_READ], use_threads=False), None)
         found = {name: _find_odd_value(rows.column(name)) for name in rows.schema.names} if rows is not None else {}
         return {name: said for name, said in found.items() if said is not None}

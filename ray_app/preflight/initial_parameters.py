@@ -19,7 +19,7 @@ from ray_app.models.export import is_export
 from ray_app.models.loader import DESCRIPTION, WEIGHTS
 from ray_app.models.registry import download_version, load_parameters, resolve_version
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import location, read_json
+from ray_app.storage.files import read_json, to_location
 from ray_app.task.schema import named_classes
 from ray_app.train.state.parameters import check_parameters_digest, read_parameters, unreadable_parameters_error
 
@@ -99,7 +99,7 @@ def _normalize_source(given: str) -> str:
     """A registered model, or a file; a run may be continued from another folder."""
     if given.startswith(_REGISTRY_SCHEME):
         return given
-    return str(location(given) / "data" / "model" / WEIGHTS if is_export(given) else location(given))
+    return str(to_location(given) / "data" / "model" / WEIGHTS if is_export(given) else to_location(given))
 
 
 def _read_file(place: str) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ def _read_package_classes(place: str) -> Sequence[str] | None:
     """Names of the classes of the package that a file of parameters is part of; None, if it is part of none, or these
     have no names.
     """
-    file = location(place)
+    file = to_location(place)
     if not isinstance(file, Path):
         return None
     try:

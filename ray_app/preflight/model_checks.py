@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ray_app.errors import ConfigError, without_addresses
+from ray_app.errors import ConfigError, remove_addresses
 from ray_app.reduction.base import checksum
 from ray_app.task.base import Task
 from ray_app.train.step.micro_batch import replaced_tensor_error
@@ -402,7 +402,7 @@ def _pickling_error(value: Any) -> Exception | None:
 
 def first_line(error: Exception) -> str:
     """What an error says in its first line, without the addresses of objects, which are others each time."""
-    return without_addresses(next(iter(str(error).splitlines()), ""))
+    return remove_addresses(next(iter(str(error).splitlines()), ""))
 
 
 def find_failing_part(

@@ -37,7 +37,7 @@ from ray_app.errors import ConfigError, DataError, RunExistsError
 from ray_app.evaluate.job import EvaluationJob
 from ray_app.plan.class_balancing import Classes
 from ray_app.plan.manifest import Manifest
-from ray_app.plan.order import Plan, rows_of_files
+from ray_app.plan.order import Plan, count_rows_by_file
 from ray_app.preflight.changes import (
     CodeVersions,
     DataVersions,
@@ -60,9 +60,9 @@ from ray_app.preflight.rare_rows import RareRows, check_training_decode
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard, redacted
-from ray_app.runlog.stored_config import parsed, read_manifest, stored_config
-from ray_app.storage.files import location, put_atomic, put_json, read_json
+from ray_app.runlog.redaction import redact_value, register_secrets
+from ray_app.runlog.stored_config import parse_config, read_manifest, stored_config
+from ray_app.storage.files import put_atomic, put_json, read_json, to_location
 from ray_app.task.base import Rows, Task
 from ray_app.task.metrics import resolve_mode
 from ray_app.task.ragged import Arrays
@@ -123,11 +123,11 @@ def update_stored_config(job: Job) -> None:
 
     The classes stay as they are stored: with the arguments that were not given, as `code.json` names them.
     """
-    before = parsed(job.paths, job.paths.config.read_text())
+    before = parse_config(job.paths, job.paths.config.read_text())
     now = replace(
         job.config, task=before.task, optimizer=before.optimizer, optimizers=before.optimizers, schedule=before.schedule
     )
-    one, other = (flatten(redacted(config.to_dict())) for config in (before, now))
+    one, other = (flatten(redact_value(config.to_dict())) for config in (before, now))
     changed = {
         name: [one.get(name), other.get(name)]
         for name in sorted(one.keys() | other.keys())
@@ -141,7 +141,7 @@ def update_stored_config(job: Job) -> None:
 
 def put_config(paths: RunPaths, config: Config) -> None:
     """Writes `config.yaml` whole, since the run is continued from it; with a secret in it, for its owner alone."""
-    secret = guard(config.to_dict())
+    secret = register_secrets(config.to_dict())
     put_atomic(paths.config, config.to_yaml().encode(), mode=0o600 if secret else 0o666)
     if secret:
         logger.warning(
@@ -218,7 +218,7 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
         DataError: The data has less than one step, or too few files.
     """
     data, logical_workers = config.data, config.logical_workers
-    files = int((rows_of_files(manifest) > 0).sum())
+    files = int((count_rows_by_file(manifest) > 0).sum())
     if data.shard == "file" and files < logical_workers:
         raise DataError(
             f"data.shard is file, but {data.path} has {files} files with rows for {logical_workers} logical workers;"
@@ -340,10 +340,10 @@ def prepare(config: Config) -> Prepared:
         ConfigError: Values do not fit together or the run exists with others.
         DataError: The data does not fit.
     """
-    guard(config.to_dict())
+    register_secrets(config.to_dict())
     check_config(config)
     config = config if config.run.name else config.replace(run__name=make_run_name())
-    paths = RunPaths(location(config.run.storage_path) / str(config.run.name))
+    paths = RunPaths(to_location(config.run.storage_path) / str(config.run.name))
     before = stored_config(paths)
     if config.scaling.max_workers == "all":
         config = counted(config, before)
@@ -614,7 +614,7 @@ def check_storage(config: Config) -> None:
     Raises:
         ConfigError: It cannot. Of S3 nothing is asked here.
     """
-    folder = location(config.run.storage_path)
+    folder = to_location(config.run.storage_path)
     if not isinstance(folder, Path):
         return
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ray_app.plan.assignment import Node, middle
+from ray_app.plan.assignment import Node, split_point
 
 
 def tree_parents(logical_workers: int) -> dict[Node, Node]:
@@ -14,7 +14,7 @@ def tree_parents(logical_workers: int) -> dict[Node, Node]:
 
     def descend(node: Node) -> None:
         if node[1] - node[0] > 1:
-            for child in ((node[0], middle(node)), (middle(node), node[1])):
+            for child in ((node[0], split_point(node)), (split_point(node), node[1])):
                 parents[child] = node
                 descend(child)
 

@@ -21,16 +21,16 @@ from ray_app.config.config import Config, flatten
 from ray_app.config.sections import FailureSection
 from ray_app.errors import ConfigError
 from ray_app.report.charts import Clock, seconds, starts_of
-from ray_app.runlog.endings import End, key_of, read_ends
-from ray_app.runlog.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
+from ray_app.runlog.endings import RunEnd, metric_key, read_ends
+from ray_app.runlog.evaluations import Evaluation, evaluator_names, rank_evaluations, read_evaluations
 from ray_app.runlog.history import counted_word, disturbances, goodput, recoveries, world_sizes
 from ray_app.runlog.journal import Event, EventsReader, StepRecord, newest_detail
 from ray_app.runlog.lease import is_held
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redacted
+from ray_app.runlog.redaction import redact_value
 from ray_app.runlog.step_records import Course, StepsReader
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import names, read_all, read_json
+from ray_app.storage.files import list_files, read_all, read_json
 
 _MOST_SIZES = 8
 
@@ -159,7 +159,7 @@ def read_bad_rows(paths: RunPaths) -> ReportedBadRows:
     Raises:
         OSError: The storage does not answer.
     """
-    found = sorted(names(paths.bad_rows))
+    found = sorted(list_files(paths.bad_rows))
     first = read_all(paths.bad_rows / name for name in found[:_MOST_SHOWN])
     return ReportedBadRows([BadRow(**json.loads(data)) for data in first], len(found))
 
@@ -243,7 +243,7 @@ class Facts:
         """The best evaluation: of a run that has ended the one that its summary names."""
         named = (self.summary.get("best") or {}).get("step")
         return next((e for e in self.evaluations if e.step == named), None) or next(
-            iter(ranked(self.evaluations, self.metric, self.mode)), None
+            iter(rank_evaluations(self.evaluations, self.metric, self.mode)), None
         )
 
     @property
@@ -388,14 +388,14 @@ def _started_s(events: list[Event]) -> float:
 
 def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, before_s: float) -> Earlier | None:
     """The best of the runs next to this one; what is no finished run, or cannot be read, is passed over."""
-    storage, key, sign = paths.root.parent, key_of(metric), -1 if mode == "max" else 1
+    storage, key, sign = paths.root.parent, metric_key(metric), -1 if mode == "max" else 1
     near = [end for end in read_ends(storage) if end.metric == key and end.run != paths.name]
     near = [end for end in near if math.isfinite(end.value) and end.ended_s <= before_s]
     for end in sorted(near, key=lambda end: (sign * end.value, end.ended_s)):
         other = RunPaths(storage / end.run)
         try:
             summary = read_json(other.summary)
-            if End.of(end.run, summary) == end:
+            if RunEnd.of(end.run, summary) == end:
                 differs = _differing(read_config(other, with_defaults=True), config)
                 return Earlier(end.run, end.value, int(summary["best"]["step"]), summary, differs, len(near))
         except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
@@ -414,7 +414,7 @@ def _differing(theirs: Config, ours: Config) -> dict[str, tuple[str, str]]:
 
 def shown_fields(config: Config) -> dict[str, str]:
     """The fields of a configuration, but names, places and tracking, as text without secrets."""
-    values = flatten(redacted(config.to_dict()))
+    values = flatten(redact_value(config.to_dict()))
     return {
         name: _NOT_SET if value is None else str(value)
         for name, value in values.items()

@@ -23,7 +23,7 @@ from ray_app.models.registry import Rollback, Version, download_version, load_pa
 from ray_app.retrain.gate import Files, files_of
 from ray_app.retrain.profile import Known, Profile
 from ray_app.retrain.rounds import Delivery, RetrainPaths, Round, audit, entries
-from ray_app.runlog.lease import Lease, acquire, forget_older
+from ray_app.runlog.lease import Lease, acquire_lease, remove_old_fences
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, put_atomic
 from ray_app.task.schema import named_classes
@@ -123,8 +123,8 @@ def roll_back(config: Config, reason: str) -> Rollback:
 
 def deciding(paths: RetrainPaths) -> Lease:
     """The right to move a model's alias, for the seconds that this takes; waits for somebody else who does."""
-    lease = acquire(RunPaths(paths.deciding), closing=True)
-    forget_older(RunPaths(paths.deciding), lease.fence)
+    lease = acquire_lease(RunPaths(paths.deciding), closing=True)
+    remove_old_fences(RunPaths(paths.deciding), lease.fence)
     return lease
 
 

@@ -29,7 +29,7 @@ from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.plan.hashing import hash_array, key
 from ray_app.retrain.options import RetrainSection
-from ray_app.storage.data_files import place_of, unusable
+from ray_app.storage.data_files import locate_data, to_read_error
 
 _BINS = 10
 _SAMPLE_ROWS = 50_000
@@ -158,7 +158,7 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
         DataError: A file is damaged.
         StorageError: The storage does not answer.
     """
-    manifest, root = dataset.manifest, place_of(dataset.root)
+    manifest, root = dataset.manifest, locate_data(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
             with DataFile(root, path, manifest.partitions) as file:
@@ -168,7 +168,7 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
                         file.read_row_group(int(manifest.index_in_file[group]), columns),
                     )
         except (pa.ArrowException, OSError) as error:
-            raise unusable(root / path, error, "It cannot be read; deliver it again.") from error
+            raise to_read_error(root / path, error, "It cannot be read; deliver it again.") from error
 
 
 def _numbers(item: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:

@@ -52,9 +52,9 @@ from ray_app.retrain.profile import Known, problems
 from ray_app.retrain.rounds import RetrainPaths, Round, audit, delivered, digest_of, now, open_rounds
 from ray_app.retrain.situation import Situation, Triggered, champion_now, gate_request
 from ray_app.runlog.endings import put_summary
-from ray_app.runlog.lease import Lease, acquire, forget_older, refuse_if_lost
+from ray_app.runlog.lease import Lease, acquire_lease, check_lease, remove_old_fences
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard, redact
+from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.storage.files import read_json, remove_tree
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tracker import check_available
@@ -292,12 +292,12 @@ def retrain(
     """
     check_section(config, section)
     check_available(config)
-    guard(config.to_dict())
+    register_secrets(config.to_dict())
     paths = RetrainPaths.of(config)
     with ExitStack() as stack:
-        lease = None if section.dry_run else stack.enter_context(acquire(RunPaths(paths.root)))
+        lease = None if section.dry_run else stack.enter_context(acquire_lease(RunPaths(paths.root)))
         if lease is not None:
-            forget_older(RunPaths(paths.root), lease.fence)
+            remove_old_fences(RunPaths(paths.root), lease.fence)
         return _Start(config, section, paths, console or Console(), at, lease, stack).go()
 
 
@@ -471,10 +471,10 @@ class _Start:
         found = round.read(name)
         if found is None:
             assert self._lease is not None
-            refuse_if_lost(RunPaths(self._paths.root), self._lease.fence)
+            check_lease(RunPaths(self._paths.root), self._lease.fence)
             made = make()
             self._at(name)
-            refuse_if_lost(RunPaths(self._paths.root), self._lease.fence)
+            check_lease(RunPaths(self._paths.root), self._lease.fence)
             found = round.put(name, made)
         return found
 

@@ -24,8 +24,17 @@ from ray_app.errors import DataError
 from ray_app.preflight.changes import iter_import_paths, source_files
 from ray_app.preflight.initial_parameters import load_initial_parameters
 from ray_app.retrain.options import RetrainSection
-from ray_app.storage.data_files import files_below, find, is_folder, place_of, relative
-from ray_app.storage.files import Location, folders, location, names, put_json, read_all_json, read_json, remove_tree
+from ray_app.storage.data_files import files_below, find_file, is_folder, locate_data, relative_path
+from ray_app.storage.files import (
+    Location,
+    list_files,
+    list_folders,
+    put_json,
+    read_all_json,
+    read_json,
+    remove_tree,
+    to_location,
+)
 
 _KEY_CHARS, _NAME_CHARS = 12, 64
 
@@ -44,7 +53,7 @@ class RetrainPaths:
     def of(cls, config: Config) -> RetrainPaths:
         """The folder of a configuration's registered model."""
         return cls(
-            location(config.run.storage_path) / "retraining" / folder_name(str(config.tracking.registered_model))
+            to_location(config.run.storage_path) / "retraining" / folder_name(str(config.tracking.registered_model))
         )
 
     @property
@@ -222,14 +231,14 @@ def digest_of(value: Any) -> str:
 
 
 def _contents(path: str, memory: Location | None) -> dict[str, str]:
-    target = place_of(path)
-    is_one = find(target) is not None
+    target = locate_data(path)
+    is_one = find_file(target) is not None
     files = [target] if is_one else files_below(target, ".parquet") if is_folder(target) else []
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file (looked at {target}); deliver the data first.")
     root = target.parent if is_one else target
-    found = hash_files(root, [relative(file, root) for file in files], memory)
-    if find(
+    found = hash_files(root, [relative_path(file, root) for file in files], memory)
+    if find_file(
         root / _DESCRIPTION
     ):  # of what stands in it only the classes count: it also says when and from what it was made
         found[_DESCRIPTION] = digest_of(json.loads((root / _DESCRIPTION).read_text()).get("classes"))
@@ -297,7 +306,7 @@ class Round:
 
 def open_rounds(paths: RetrainPaths) -> list[Round]:
     """Rounds that were stopped before their end, by key."""
-    rounds = [Round(paths, key) for key in sorted(folders(paths.rounds))]
+    rounds = [Round(paths, key) for key in sorted(list_folders(paths.rounds))]
     return [one for one in rounds if not one.is_done and one.read("decided") is not None]
 
 
@@ -313,13 +322,13 @@ def audit(paths: RetrainPaths, id: str, what: str, why: str, details: dict[str, 
     """
     entry = {"id": id, "when": now(), "who": who(), "what": what, "why": why, **details}
     while not any(known["id"] == id for known in entries(paths)):
-        number = max((int(name.removesuffix(".json")) for name in names(paths.audit)), default=0) + 1
+        number = max((int(name.removesuffix(".json")) for name in list_files(paths.audit)), default=0) + 1
         put_json(paths.entry(number), entry, if_absent=True)  # if somebody was faster, under the next number
 
 
 def entries(paths: RetrainPaths) -> list[dict[str, Any]]:
     """The audit record, oldest first."""
-    return read_all_json(paths.audit / name for name in sorted(names(paths.audit)))
+    return read_all_json(paths.audit / name for name in sorted(list_files(paths.audit)))
 
 
 def who() -> str:

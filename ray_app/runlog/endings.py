@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import Location, folders, names, put_atomic, put_json, read_all
+from ray_app.storage.files import Location, list_files, list_folders, put_atomic, put_json, read_all
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _SAYS_NONE = ValueError, KeyError, TypeError, AttributeError
 
 
 @dataclass(frozen=True)
-class End:
+class RunEnd:
     """How a run ended.
 
     Args:
@@ -46,7 +46,7 @@ class End:
         return f"{self.run},{self.ended_s!r},{self.metric},{self.value!r}"
 
     @classmethod
-    def named(cls, name: str) -> End:
+    def named(cls, name: str) -> RunEnd:
         """The end that a file's name says.
 
         Raises:
@@ -56,7 +56,7 @@ class End:
         return cls(run, float(ended_s), metric, float(value))
 
     @classmethod
-    def of(cls, run: str, summary: Any) -> End:
+    def of(cls, run: str, summary: Any) -> RunEnd:
         """The end that a `summary.json` says.
 
         Raises:
@@ -65,10 +65,10 @@ class End:
         ended_s, best = float(summary["ended_s"]), summary["best"]
         if summary["status"] not in ("finished", "stopped_early") or best is None or best["value"] is None:
             return cls(run, ended_s)
-        return cls(run, ended_s, key_of(best["metric"]), float(best["value"]))
+        return cls(run, ended_s, metric_key(best["metric"]), float(best["value"]))
 
 
-def key_of(metric: str) -> str:
+def metric_key(metric: str) -> str:
     """What stands for a metric, however long its name is."""
     return hashlib.sha256(metric.encode()).hexdigest()[:12]
 
@@ -81,42 +81,42 @@ def put_summary(paths: RunPaths, summary: dict[str, Any]) -> None:
     """
     put_json(paths.summary, summary)
     try:
-        end = End.of(paths.name, summary)
+        end = RunEnd.of(paths.name, summary)
         folder = _put(paths.root.parent, end)
-        for name in names(folder):
+        for name in list_files(folder):
             if name.startswith(f"{paths.name},") and name != end.name:
                 (folder / name).unlink(missing_ok=True)
     except (OSError, *_SAYS_NONE) as error:
         logger.debug("The end of %s is not listed: %s", paths.name, error)
 
 
-def read_ends(storage: Location) -> list[End]:
+def read_ends(storage: Location) -> list[RunEnd]:
     """The ends of all runs in a folder; reads summaries only of those that are not listed, and lists them.
 
     Raises:
         OSError: The storage does not answer.
     """
-    listed: dict[str, End] = {}
-    for name in names(storage / _FOLDER):
+    listed: dict[str, RunEnd] = {}
+    for name in list_files(storage / _FOLDER):
         try:
-            end = End.named(name)
+            end = RunEnd.named(name)
         except ValueError:
             continue
         if end.run not in listed or listed[end.run].ended_s <= end.ended_s:
             listed[end.run] = end
-    runs = [name for name in folders(storage) if not name.startswith(".")]
+    runs = [name for name in list_folders(storage) if not name.startswith(".")]
     unlisted = [name for name in runs if name not in listed]
     for run, data in zip(
         unlisted, read_all((RunPaths(storage / run).summary for run in unlisted), missing=b"", denied=b""), strict=True
     ):
         try:
-            listed[run] = End.of(run, json.loads(data))
+            listed[run] = RunEnd.of(run, json.loads(data))
             _put(storage, listed[run])
         except (OSError, *_SAYS_NONE) as error:
             logger.debug("%s is not listed: %s", run, error)
     return [listed[run] for run in runs if run in listed]
 
 
-def _put(storage: Location, end: End) -> Location:
+def _put(storage: Location, end: RunEnd) -> Location:
     put_atomic(storage / _FOLDER / end.name, b"")
     return storage / _FOLDER

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.runlog.journal import read_events
-from ray_app.runlog.paths import RunPaths, known_fields, versioned
-from ray_app.storage.files import Location, listing, names, put_json, read_all, with_nan
+from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
+from ray_app.storage.files import Location, list_files, list_tree, put_json, read_all, restore_nan
 from ray_app.storage.object_stores import S3Path
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Evaluation:
 
 def put_evaluation(paths: RunPaths, evaluation: Evaluation, name: str | None = None) -> bool:
     """Records an evaluation of the evaluator `name`; returns False if the step had one already, which then stays."""
-    return put_json(paths.evaluation(evaluation.step, name), versioned(asdict(evaluation)), if_absent=True)
+    return put_json(paths.evaluation(evaluation.step, name), add_version(asdict(evaluation)), if_absent=True)
 
 
 def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
@@ -74,9 +74,9 @@ def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluatio
     Raises:
         OSError: The storage does not answer.
     """
-    places = [place for file, place in listing(paths.evaluations_of(name)).items() if _is_evaluation(file)]
+    places = [place for file, place in list_tree(paths.evaluations_of(name)).items() if _is_evaluation(file)]
     read = zip(places, read_all(places), strict=True)
-    return [made for place, data in read if (made := _parsed(place, data)) is not None]
+    return [made for place, data in read if (made := _parse_evaluation(place, data)) is not None]
 
 
 def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
@@ -87,13 +87,13 @@ def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
         OSError: The storage does not answer.
     """
     folder = paths.evaluations_of(name)
-    places = [place for file, place in listing(folder).items() if _is_evaluation(file)]
+    places = [place for file, place in list_tree(folder).items() if _is_evaluation(file)]
     keys = [(str(place), _version(place)) for place in places]
     known = _scores.get(str(folder), {})
     found = {key: known[key] for key in keys if key in known}
     new = [(key, place) for key, place in zip(keys, places, strict=True) if key not in found]
     for (key, place), data in zip(new, read_all(place for _, place in new), strict=True):
-        made = _parsed(place, data)
+        made = _parse_evaluation(place, data)
         found[key] = replace(made, tables={}, classes=[], examples=[]) if made is not None else None
     with _lock:
         _scores.pop(str(folder), None)
@@ -118,10 +118,10 @@ def _version(place: Location) -> str:
     return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
 
 
-def _parsed(place: Location, data: bytes) -> Evaluation | None:
+def _parse_evaluation(place: Location, data: bytes) -> Evaluation | None:
     try:
-        made = known_fields(Evaluation, json.loads(data))
-        return replace(made, metrics=with_nan(made.metrics), tables=with_nan(made.tables))
+        made = from_known_fields(Evaluation, json.loads(data))
+        return replace(made, metrics=restore_nan(made.metrics), tables=restore_nan(made.tables))
     except (ValueError, TypeError) as error:
         logger.warning("%s is left out, it is damaged or of another version: %s", place, error)
         return None
@@ -129,14 +129,14 @@ def _parsed(place: Location, data: bytes) -> Evaluation | None:
 
 def evaluated_steps(paths: RunPaths, name: str | None = None) -> set[int]:
     """The steps that have an evaluation of one evaluator, without reading them."""
-    found = filter(_is_evaluation, names(paths.evaluations_of(name)))
+    found = filter(_is_evaluation, list_files(paths.evaluations_of(name)))
     return {int(file.removeprefix("step-").removesuffix(".json")) for file in found}
 
 
 def evaluator_names(paths: RunPaths) -> list[str]:
     """The evaluators beside the run's own that have evaluated something, sorted."""
     return sorted(
-        {place.partition("/")[0] for place in listing(paths.evaluators) if _is_evaluation(place.partition("/")[2])}
+        {place.partition("/")[0] for place in list_tree(paths.evaluators) if _is_evaluation(place.partition("/")[2])}
     )
 
 
@@ -144,7 +144,7 @@ def _is_evaluation(file: str) -> bool:
     return file.startswith("step-") and file.endswith(".json")
 
 
-def ranked(evaluations: list[Evaluation], metric: str, mode: Literal["max", "min"] | str) -> list[Evaluation]:
+def rank_evaluations(evaluations: list[Evaluation], metric: str, mode: Literal["max", "min"] | str) -> list[Evaluation]:
     """Evaluations from best to worst by a metric; of equals the earlier step is better. NaN is left out."""
     usable = [e for e in evaluations if e.metrics.get(metric) is not None and e.metrics[metric] == e.metrics[metric]]
     return sorted(usable, key=lambda e: (-e.metrics[metric] if mode == "max" else e.metrics[metric], e.step))
@@ -163,7 +163,7 @@ class Verdict:
     best_step: int
 
 
-def verdict(
+def check_patience(
     values: Mapping[int, float | None], planned: Iterable[int], patience: int, min_delta: float, mode: str
 ) -> Verdict | None:
     """Looks whether patience has run out.
@@ -218,10 +218,12 @@ def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
     values: dict[int, float | None] = dict.fromkeys(there)
     values |= {e.details["step"]: None for e in never if "by" not in e.details}
     values |= {e.step: e.metrics.get(metric, float("nan")) for e in evaluations}
-    return verdict(values, planned(last), section.patience, section.min_delta, mode)
+    return check_patience(values, planned(last), section.patience, section.min_delta, mode)
 
 
-def best_first(paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned) -> list[Evaluation]:
+def rank_candidates(
+    paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned
+) -> list[Evaluation]:
     """The evaluations that may name the run's result, from best to worst; only those on the data that was evaluated
     last.
 
@@ -243,7 +245,7 @@ def best_first(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
         found = early_stop(paths, section, metric, mode, planned)
         counts = set(planned(found.stop_step if found else last))
         evaluations = [e for e in evaluations if e.step in counts]
-    found_best = ranked(evaluations, metric, mode)
+    found_best = rank_evaluations(evaluations, metric, mode)
     if not found_best and section.patience is not None:  # the step that `verdict` names: of equals the earlier one
         return sorted((e for e in evaluations if metric in e.metrics), key=lambda e: e.step)[:1]
     return found_best

@@ -28,26 +28,26 @@ from itertools import chain, groupby
 from typing import Any
 
 from ray_app.errors import ConfigError
-from ray_app.runlog.paths import RunPaths, known_fields, understood, versioned
-from ray_app.runlog.redaction import guard_run, redacted
+from ray_app.runlog.paths import RunPaths, add_version, from_known_fields, translate_format_errors
+from ray_app.runlog.redaction import redact_value, register_run_secrets
 from ray_app.storage.files import (
     Location,
-    listing,
-    names,
-    poll_s,
+    list_files,
+    list_tree,
+    poll_interval_s,
     put_atomic,
     put_json,
     read_all,
     read_all_json,
+    restore_nan,
     to_json,
-    with_nan,
 )
 
 logger = logging.getLogger(__name__)
 
 FULL_BYTES = 4 << 20
 """A joined segment of so many bytes is joined no more."""
-MOST_SMALL = 64
+MAX_SMALL_FILES = 64
 """Segments that are not full and wait until they are joined."""
 _SETTLED_S = 30.0
 """Only what was written longer ago is joined: what a rank 0 that was replaced has just written comes before what its
@@ -125,9 +125,9 @@ _NUMBERS = ("loss", "lr", "grad_norm", "metrics")
 """Columns whose numbers may be other than finite, as the norm of a gradient that overflowed; JSON has null for them."""
 
 
-def in_order(paths: RunPaths) -> list[str]:
+def list_segments(paths: RunPaths) -> list[str]:
     """The names of a run's segments in the order in which their records were written."""
-    return sorted(filter(_NAME.match, names(paths.metrics)), key=lambda name: (_written_ns(name), name))
+    return sorted(filter(_NAME.match, list_files(paths.metrics)), key=lambda name: (_written_ns(name), name))
 
 
 def read_segment(place: Location, data: bytes) -> list[StepRecord]:
@@ -137,16 +137,16 @@ def read_segment(place: Location, data: bytes) -> list[StepRecord]:
         ConfigError: It is damaged, or of a newer version.
     """
     columns: Any = None
-    with understood(place, columns):
+    with translate_format_errors(place, columns):
         columns = json.loads(data)
-    with understood(place, columns):
+    with translate_format_errors(place, columns):
         known = [name for name in _COLUMNS if name in columns]
-        columns |= {name: with_nan(columns[name]) for name in _NUMBERS if name in columns}
+        columns |= {name: restore_nan(columns[name]) for name in _NUMBERS if name in columns}
         values = zip(*(columns[name] for name in known), strict=True)
         return [StepRecord(**dict(zip(known, one, strict=True))) for one in values]
 
 
-class Segments:
+class SegmentReader:
     """A run's segments, each read once, also while they are written and joined.
 
     Args:
@@ -166,7 +166,7 @@ class Segments:
         """
         gone = set[str]()
         while True:
-            there = in_order(self._paths)
+            there = list_segments(self._paths)
             self._seen &= set(there)
             for name, data in self._contents([name for name in there if name not in self._seen]):
                 if not data and name not in gone:
@@ -184,7 +184,7 @@ class Segments:
             yield from zip(some, read_all((self._paths.metrics / name for name in some), missing=b""), strict=True)
 
 
-def join(paths: RunPaths, settled_s: float = _SETTLED_S, full_bytes: int = FULL_BYTES) -> int:
+def join_segments(paths: RunPaths, settled_s: float = _SETTLED_S, full_bytes: int = FULL_BYTES) -> int:
     """Joins segments that follow each other and are not full, if many wait; two may do it at once.
 
     Args:
@@ -200,8 +200,8 @@ def join(paths: RunPaths, settled_s: float = _SETTLED_S, full_bytes: int = FULL_
         OSError: The storage does not answer.
     """
     before_ns = time.time_ns() - int(settled_s * 1e9)
-    settled = [name for name in in_order(paths) if _written_ns(name) <= before_ns]
-    if sum(_FULL not in name for name in settled) < MOST_SMALL:
+    settled = [name for name in list_segments(paths) if _written_ns(name) <= before_ns]
+    if sum(_FULL not in name for name in settled) < MAX_SMALL_FILES:
         return 0
     joined, room = 0, _MOST_JOINED
     for full, run in groupby(settled, key=lambda name: _FULL in name):
@@ -240,7 +240,7 @@ def _written(records: list[StepRecord]) -> bytes:
     for name, nothing in _IF_ANY.items():
         if all(value == nothing for value in columns[name]):
             del columns[name]
-    return to_json(versioned(columns)).encode()
+    return to_json(add_version(columns)).encode()
 
 
 def _written_ns(name: str) -> int:
@@ -263,7 +263,7 @@ class MetricsWriter:
     """
 
     def __init__(self, paths: RunPaths, fence: int, flush_s: float | None = None) -> None:
-        self._paths, self._fence, self._flush_s = paths, fence, flush_s or max(FLUSH_S, poll_s(paths.metrics))
+        self._paths, self._fence, self._flush_s = paths, fence, flush_s or max(FLUSH_S, poll_interval_s(paths.metrics))
         self._pending: list[StepRecord] = []
         self.written_step = 0
         self._lock = threading.Lock()
@@ -299,13 +299,13 @@ class MetricsWriter:
         flushed = 0
         while not self._closed.wait(self._flush_s):
             self._try_flush()
-            if flushed % MOST_SMALL == 0:
+            if flushed % MAX_SMALL_FILES == 0:
                 self._try_join()
             flushed += 1
 
     def _try_join(self) -> None:
         try:
-            join(self._paths)
+            join_segments(self._paths)
         except (OSError, ConfigError) as error:
             logger.warning("The segments of metrics could not be joined, will try again: %s", error)
 
@@ -327,7 +327,7 @@ class FirstRecords:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        self._segments = Segments(paths)
+        self._segments = SegmentReader(paths)
         self._known = bytearray()
 
     def poll(self) -> Iterator[StepRecord]:
@@ -356,7 +356,7 @@ class MetricsReader:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        self._segments = Segments(paths)
+        self._segments = SegmentReader(paths)
         self._again: set[tuple[int, str]] = set()
         self.records: dict[int, StepRecord] = {}
         self.repeated: list[StepRecord] = []
@@ -387,7 +387,7 @@ def newest_record(paths: RunPaths) -> StepRecord | None:
         ConfigError: The segment is damaged, or of a newer version.
         OSError: The storage does not answer.
     """
-    for name in reversed(in_order(paths)):
+    for name in reversed(list_segments(paths)):
         [data] = read_all([paths.metrics / name], missing=b"")
         if data:  # else it was joined meanwhile, and what it is in has another name
             return read_segment(paths.metrics / name, data)[-1]
@@ -416,10 +416,10 @@ def put_event(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
     """Records an event, without secrets; a failure to write it is logged and never stops the caller. Returns whether it
     was written.
     """
-    guard_run(paths.config)
-    event = Event(kind, time.time(), fence, redacted(details))
+    register_run_secrets(paths.config)
+    event = Event(kind, time.time(), fence, redact_value(details))
     try:
-        return put_json(paths.events / f"{time.time_ns():020d}-{kind}-{os.getpid()}.json", versioned(asdict(event)))
+        return put_json(paths.events / f"{time.time_ns():020d}-{kind}-{os.getpid()}.json", add_version(asdict(event)))
     except OSError as error:
         logger.warning("The event %r could not be recorded: %s", kind, error)
         return False
@@ -454,7 +454,9 @@ class EventsReader:
             OSError: The storage does not answer.
         """
         there = {
-            name: file for name, file in listing(self._paths.events).items() if not kinds or name.split("-")[1] in kinds
+            name: file
+            for name, file in list_tree(self._paths.events).items()
+            if not kinds or name.split("-")[1] in kinds
         }
         new = [(name, file) for name, file in there.items() if name not in self._known]
         for (name, file), value in zip(new, read_all_json(file for _, file in new), strict=True):
@@ -475,5 +477,5 @@ def newest_detail(events: list[Event], name: str) -> Any:
 
 
 def _event(file: Location, value: Any) -> Event:
-    with understood(file, value):
-        return known_fields(Event, value)
+    with translate_format_errors(file, value):
+        return from_known_fields(Event, value)

@@ -31,13 +31,13 @@ from typing import Literal
 
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import Location, names, put_json, read_json
+from ray_app.storage.files import Location, list_files, put_json, read_json
 
 _CLOCKS_DIFFER_S = 900.0
 
 
 @dataclass(frozen=True)
-class Holder:
+class LeaseHolder:
     """A process, so that others on its machine can tell whether it lives.
 
     Args:
@@ -53,12 +53,12 @@ class Holder:
     pid_ticks: int | None
 
     @classmethod
-    def here(cls) -> Holder:
+    def here(cls) -> LeaseHolder:
         """This process."""
         return cls.of(os.getpid())
 
     @classmethod
-    def of(cls, pid: int) -> Holder:
+    def of(cls, pid: int) -> LeaseHolder:
         """A process of this machine that lives."""
         return cls(platform.node(), _machine(), pid, _ticks(pid))
 
@@ -68,7 +68,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Record:
+class LeaseRecord:
     """What a fence's file says.
 
     Args:
@@ -80,14 +80,14 @@ class Record:
         closing: Whether it only says what became of the run, which takes seconds: a start waits for it.
     """
 
-    holder: Holder
+    holder: LeaseHolder
     since_s: float
     renewed_s: float
     life_s: float
     released: bool = False
     closing: bool = False
 
-    def state(self, here: Holder, now_s: float) -> Literal["free", "held", "unclear"]:
+    def state(self, here: LeaseHolder, now_s: float) -> Literal["free", "held", "unclear"]:
         """What an observer can say at one look.
 
         Args:
@@ -141,7 +141,7 @@ class Lease:
         record: The content of its file.
     """
 
-    def __init__(self, paths: RunPaths, fence: int, record: Record) -> None:
+    def __init__(self, paths: RunPaths, fence: int, record: LeaseRecord) -> None:
         self._paths, self.fence, self._record = paths, fence, record
         self._lost: LeaseLostError | None = None
         self._on_lost: Callable[[], None] = lambda: None
@@ -194,7 +194,7 @@ class Lease:
                 return
 
     def _renew(self) -> None:
-        refuse_if_lost(self._paths, self.fence)
+        check_lease(self._paths, self.fence)
         self._record = replace(self._record, renewed_s=time.time())
         put_json(self._paths.fence(self.fence), asdict(self._record))
 
@@ -209,7 +209,7 @@ class LeaseWatch:
 
     def __init__(self, paths: RunPaths, fence: int) -> None:
         self._paths, self._fence = paths, fence
-        self._last: Record | None = None
+        self._last: LeaseRecord | None = None
         self._changed_s, self._renewed = time.monotonic(), False
 
     def look(self) -> Literal["held", "unclear", "over", "superseded"]:
@@ -231,7 +231,7 @@ class LeaseWatch:
             raise
         if record is None:
             return "over"
-        state = record.state(Holder.here(), time.time())
+        state = record.state(LeaseHolder.here(), time.time())
         if record != self._last:
             seen_before, self._last, self._changed_s = self._last is not None, record, time.monotonic()
             self._renewed = self._renewed or seen_before
@@ -241,7 +241,7 @@ class LeaseWatch:
         return "over" if state == "free" else "held"
 
 
-def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False, waits: bool = True) -> Lease:
+def acquire_lease(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False, waits: bool = True) -> Lease:
     """Claims a run for this process; takes over what a dead driver left. Blocks for the life of a lease if that must be
     watched.
 
@@ -260,7 +260,7 @@ def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False, wait
         if fence:
             _refuse_if_held(paths, fence, waits)
         now_s = time.time()
-        record = Record(Holder.here(), now_s, now_s, life_s, closing=closing)
+        record = LeaseRecord(LeaseHolder.here(), now_s, now_s, life_s, closing=closing)
         if put_json(paths.fence(fence + 1), asdict(record), if_absent=True):
             return Lease(paths, fence + 1, record)
 
@@ -273,7 +273,7 @@ def is_held(paths: RunPaths) -> bool:
     """
     fence = newest_fence(paths)
     record = _read(paths.fence(fence)) if fence else None
-    return record is not None and record.state(Holder.here(), time.time()) != "free"
+    return record is not None and record.state(LeaseHolder.here(), time.time()) != "free"
 
 
 def newest_fence(paths: RunPaths) -> int:
@@ -283,10 +283,10 @@ def newest_fence(paths: RunPaths) -> int:
 
 def _claimed(paths: RunPaths) -> list[int]:
     """The fences that were claimed; other files beside them are none."""
-    return [int(found[1]) for name in names(paths.fences) if (found := _FENCE.fullmatch(name))]
+    return [int(found[1]) for name in list_files(paths.fences) if (found := _FENCE.fullmatch(name))]
 
 
-def forget_older(paths: RunPaths, fence: int) -> None:
+def remove_old_fences(paths: RunPaths, fence: int) -> None:
     """Removes the files of starts long before one that holds the lease, which say nothing any more, as far as the
     storage lets us.
     """
@@ -313,7 +313,7 @@ def is_released(paths: RunPaths) -> bool:
     return record is None or record.released
 
 
-def refuse_if_lost(paths: RunPaths, fence: int) -> None:
+def check_lease(paths: RunPaths, fence: int) -> None:
     """Refuses to go on writing if a later start has taken the run over; called before every commit.
 
     Raises:
@@ -362,11 +362,11 @@ def _refuse_if_held(paths: RunPaths, fence: int, waits: bool) -> None:
         )
 
 
-def _read(place: Location) -> Record | None:
+def _read(place: Location) -> LeaseRecord | None:
     """The record of a fence; None if its file is gone or damaged, which nobody holds then."""
     try:
         values = read_json(place)
-        return Record(**values | {"holder": Holder(**values["holder"])})
+        return LeaseRecord(**values | {"holder": LeaseHolder(**values["holder"])})
     except (ValueError, TypeError, KeyError):
         return None
 

@@ -11,15 +11,15 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from ray_app.runlog.journal import FULL_BYTES, MOST_SMALL
-from ray_app.runlog.paths import RunPaths, known_fields, understood, versioned
-from ray_app.storage.files import Location, names, put_atomic, put_json, read_all, to_json
+from ray_app.runlog.journal import FULL_BYTES, MAX_SMALL_FILES
+from ray_app.runlog.paths import RunPaths, add_version, from_known_fields, translate_format_errors
+from ray_app.storage.files import Location, list_files, put_atomic, put_json, read_all, to_json
 
 _FULL = "-full.json"
 
 
 @dataclass(frozen=True)
-class Look:
+class NodeSample:
     """What one look found.
 
     Args: step: Finished steps of the run at that time. time_s: When, seconds since 1970 (UTC). nodes: For each node
@@ -32,13 +32,13 @@ class Look:
     nodes: dict[str, dict[str, float]]
 
 
-MOST_NODES = 16
+MAX_NODES = 16
 """Nodes of which each has values of its own in a look; of more there is what they have together."""
 
 
-def together(nodes: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def summarize_nodes(nodes: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """The values of many nodes as the `least`, the `mean` and the `most` of each; those of few nodes as they are."""
-    if len(nodes) <= MOST_NODES:
+    if len(nodes) <= MAX_NODES:
         return nodes
     columns: dict[str, list[float]] = {}
     for values in nodes.values():
@@ -52,7 +52,7 @@ def together(nodes: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def put_look(paths: RunPaths, fence: int, number: int, look: Look) -> None:
+def put_sample(paths: RunPaths, fence: int, number: int, look: NodeSample) -> None:
     """Records a look.
 
     Args:
@@ -64,10 +64,10 @@ def put_look(paths: RunPaths, fence: int, number: int, look: Look) -> None:
     Raises:
         OSError: The storage refused.
     """
-    put_json(paths.system / f"{fence:06d}-{number:09d}.json", versioned(asdict(look)))
+    put_json(paths.system / f"{fence:06d}-{number:09d}.json", add_version(asdict(look)))
 
 
-def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict[str, Look]:
+def read_samples(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict[str, NodeSample]:
     """The looks after one, by their names and in their order.
 
     Args:
@@ -81,7 +81,7 @@ def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict
     """
     before: set[str] = set()
     while True:
-        files = [name for name in names(paths.system) if (last := _last(name)) > after and last not in known]
+        files = [name for name in list_files(paths.system) if (last := _last(name)) > after and last not in known]
         contents = _read(paths, files, before)
         before = {name for name, looks in zip(files, contents, strict=True) if not looks}
         if not before:  # else some were joined meanwhile
@@ -91,7 +91,7 @@ def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict
             return dict(sorted(found.items()))
 
 
-def join_looks(paths: RunPaths, fence: int, full_bytes: int = FULL_BYTES) -> None:
+def join_samples(paths: RunPaths, fence: int, full_bytes: int = FULL_BYTES) -> None:
     """Joins the looks of this start of the driver and those before it, if many files of them are not full.
 
     Args:
@@ -103,14 +103,14 @@ def join_looks(paths: RunPaths, fence: int, full_bytes: int = FULL_BYTES) -> Non
         ConfigError: A file is damaged, or of a newer version; all are left as they are.
         OSError: The storage does not answer.
     """
-    small = sorted(name for name in names(paths.system) if not name.endswith(_FULL) and int(name[:6]) <= fence)
-    if len(small) < MOST_SMALL:
+    small = sorted(name for name in list_files(paths.system) if not name.endswith(_FULL) and int(name[:6]) <= fence)
+    if len(small) < MAX_SMALL_FILES:
         return
     contents = _read(paths, small)
     if not all(contents):
         return  # somebody else joins them
     looks = {name: asdict(look) for content in contents for name, look in content.items()}
-    data = to_json(versioned({"looks": looks})).encode()
+    data = to_json(add_version({"looks": looks})).encode()
     joined = small[-1].replace(".json", _FULL) if len(data) >= full_bytes else small[-1]
     put_atomic(paths.system / joined, data)
     for name in reversed(small):  # so that whoever lists them meanwhile and misses one finds that all after it are gone
@@ -123,7 +123,7 @@ def _last(name: str) -> str:
     return name.replace(_FULL, ".json")
 
 
-def _read(paths: RunPaths, files: list[str], before: Collection[str] = ()) -> list[dict[str, Look]]:
+def _read(paths: RunPaths, files: list[str], before: Collection[str] = ()) -> list[dict[str, NodeSample]]:
     """The looks in files, by their names; none in one that is gone, but one that was so `before` and is listed again is
     damaged.
     """
@@ -132,10 +132,10 @@ def _read(paths: RunPaths, files: list[str], before: Collection[str] = ()) -> li
     return [_looks(place, data) if data or place.name in before else {} for place, data in contents]
 
 
-def _looks(file: Location, data: bytes) -> dict[str, Look]:
+def _looks(file: Location, data: bytes) -> dict[str, NodeSample]:
     values = None
-    with understood(file, values):
+    with translate_format_errors(file, values):
         values = json.loads(data)
-    with understood(file, values):
+    with translate_format_errors(file, values):
         joined = values.get("looks", {file.name: values})
-        return {name: known_fields(Look, look) for name, look in joined.items()}
+        return {name: from_known_fields(NodeSample, look) for name, look in joined.items()}

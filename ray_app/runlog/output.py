@@ -20,7 +20,7 @@ from typing import Any
 from ray_app.process import SafeStream
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, poll_s, put_atomic
+from ray_app.storage.files import Location, poll_interval_s, put_atomic
 
 _MOST_CHARS = 1 << 20
 
@@ -45,7 +45,7 @@ class Output:
         ]
         sys.stdout, sys.stderr = self._tees
         self._lock = threading.Lock()
-        self._closed, self._look_s = threading.Event(), 2 * poll_s(paths.root)
+        self._closed, self._look_s = threading.Event(), 2 * poll_interval_s(paths.root)
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 

@@ -189,7 +189,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def understood(place: Location, values: Any) -> Iterator[None]:
+def translate_format_errors(place: Location, values: Any) -> Iterator[None]:
     """Makes errors about what a file holds name the file, and say what to do.
 
     Args:
@@ -214,12 +214,12 @@ def understood(place: Location, values: Any) -> Iterator[None]:
         ) from error
 
 
-def versioned(values: dict[str, Any]) -> dict[str, Any]:
+def add_version(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a file, with the version that they are written in."""
     return {**values, "schema_version": SCHEMA_VERSION}
 
 
-def known_fields(kind: type[T], values: dict[str, Any]) -> T:
+def from_known_fields(kind: type[T], values: dict[str, Any]) -> T:
     """Makes a dataclass from the values of a file; what a newer version adds is left out, what an older one lacks has
     its default.
 

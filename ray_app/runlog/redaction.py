@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import yaml
 
-from ray_app.errors import without_addresses
+from ray_app.errors import remove_addresses
 from ray_app.storage.files import Location
 
 HIDDEN = "***"
@@ -52,7 +52,7 @@ def is_secret_name(name: str) -> bool:
     return _NAME.search(name) is not None and not is_harmless
 
 
-def guard(values: Mapping[str, Any]) -> bool:
+def register_secrets(values: Mapping[str, Any]) -> bool:
     """Makes the secrets of a configuration known to this process, so that `redact` and our log lines hide them.
 
     Args:
@@ -62,15 +62,15 @@ def guard(values: Mapping[str, Any]) -> bool:
         Whether it holds any, those in URIs included.
     """
     _guarded.update(_in_fields(values))
-    return redacted(values) != values
+    return redact_value(values) != values
 
 
-def guard_run(config: Location) -> None:
+def register_run_secrets(config: Location) -> None:
     """`guard` of the `config.yaml` of a run, once in each process; nothing if it cannot be read for now."""
     if str(config) in _guarded_runs:
         return
     try:
-        guard(yaml.safe_load(config.read_text()) or {})
+        register_secrets(yaml.safe_load(config.read_text()) or {})
     except (OSError, ValueError, yaml.YAMLError):
         return
     _guarded_runs.add(str(config))
@@ -82,12 +82,12 @@ def redact(text: str) -> str:
 
     Addresses of Python objects go, too, see `without_addresses`.
     """
-    text = _without(without_addresses(text), _forms(frozenset(_guarded | _in_environment(os.environ))))
+    text = _without(remove_addresses(text), _forms(frozenset(_guarded | _in_environment(os.environ))))
     text = re.sub(r"(://)[^/\s'\"]*@", rf"\1{HIDDEN}@", text)
     return re.sub(r"(?i)([?&][\w.-]*(?:token|secret|password|signature|key)=)[^&\s'\"]+", rf"\1{HIDDEN}", text)
 
 
-def redacted(value: Any, name: str = "") -> Any:
+def redact_value(value: Any, name: str = "") -> Any:
     """A value of nested dictionaries and lists without secrets; of a field that is named like one all of it goes.
 
     Args:
@@ -96,19 +96,19 @@ def redacted(value: Any, name: str = "") -> Any:
     """
     if isinstance(value, dict):
         return {
-            redact(key) if isinstance(key, str) else key: redacted(item, _below(name, key))
+            redact(key) if isinstance(key, str) else key: redact_value(item, _below(name, key))
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted(item, name) for item in value]
+        return [redact_value(item, name) for item in value]
     if is_secret_name(name) and _can_be_secret(value, name):
         return HIDDEN
     return redact(value) if isinstance(value, str) else value
 
 
-def redacted_yaml(text: str) -> str:
+def redact_yaml(text: str) -> str:
     """A `config.yaml` without secrets."""
-    return yaml.safe_dump(redacted(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(redact_value(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
 
 
 def _below(name: str, key: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import overload
 
-from ray_app.runlog.journal import Segments, StepRecord
+from ray_app.runlog.journal import SegmentReader, StepRecord
 from ray_app.runlog.paths import RunPaths
 
 _WHOLE = ("step", "epoch", "workers", "skipped")
@@ -127,7 +127,7 @@ class StepsReader:
     """
 
     def __init__(self, paths: RunPaths, last_step: int | None = None) -> None:
-        self._segments, self._last = Segments(paths), last_step
+        self._segments, self._last = SegmentReader(paths), last_step
         self._columns, self._place = _Columns(), array("q")
         self._again: dict[tuple[int, str], int] = {}
         self._rows, self._skipped, self._replayed = list[int](), 0, 0

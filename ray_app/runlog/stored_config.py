@@ -15,8 +15,8 @@ from ray_app.config.config import Config, from_dict, from_yaml
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.plan.manifest import Manifest
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard
-from ray_app.storage.files import folders, read_json
+from ray_app.runlog.redaction import register_secrets
+from ray_app.storage.files import list_folders, read_json
 from ray_app.version import __version__
 
 
@@ -32,10 +32,10 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
         OSError: The storage does not answer.
     """
     try:
-        config = parsed(paths, paths.config.read_text())
-        return config if with_defaults else as_given(paths, config)
+        config = parse_config(paths, paths.config.read_text())
+        return config if with_defaults else drop_defaults(paths, config)
     except FileNotFoundError:
-        near = ", ".join(sorted(folders(paths.root))[:10])
+        near = ", ".join(sorted(list_folders(paths.root))[:10])
         raise ConfigError(
             f"{paths.root} is no run: it has no config.yaml. Give the directory of a run,"
             f" <run.storage_path>/<run.name>, on a disk or on"
@@ -62,7 +62,7 @@ def read_manifest(paths: RunPaths) -> Manifest:
         raise DataError(f"{paths.manifest}: {error}") from error
 
 
-def parsed(paths: RunPaths, text: str) -> Config:
+def parse_config(paths: RunPaths, text: str) -> Config:
     """The configuration that stands in `config.yaml`; its secrets are hidden from then on.
 
     Args:
@@ -74,7 +74,7 @@ def parsed(paths: RunPaths, text: str) -> Config:
     """
     try:
         config = from_yaml(text)
-        guard(config.to_dict())
+        register_secrets(config.to_dict())
         return config
     except ConfigError as error:
         problems = "\n".join(f"  - {line}" for line in str(error).splitlines())
@@ -91,7 +91,7 @@ def parsed(paths: RunPaths, text: str) -> Config:
         ) from error
 
 
-def as_given(paths: RunPaths, config: Config) -> Config:
+def drop_defaults(paths: RunPaths, config: Config) -> Config:
     """A stored configuration without the arguments of its classes that were not given.
 
     Raises:
@@ -127,7 +127,7 @@ def stored_config(paths: RunPaths) -> Config | None:
         StorageError: The storage does not answer.
     """
     try:
-        return as_given(paths, parsed(paths, paths.config.read_text()))
+        return drop_defaults(paths, parse_config(paths, paths.config.read_text()))
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -29,8 +29,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from ray_app.errors import DataError, RayAppError, StorageError, without_addresses
-from ray_app.storage.files import Location, location
+from ray_app.errors import DataError, RayAppError, StorageError, remove_addresses
+from ray_app.storage.files import Location, to_location
 from ray_app.storage.object_stores import AzurePath, CloudPath, GooglePath, ObjectPath
 
 HEAD_BYTES = 512
@@ -103,7 +103,7 @@ def name_other_format(head: bytes) -> str | None:
     return next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
 
 
-Place = Location | CloudPath
+DataLocation = Location | CloudPath
 """Where data may be read."""
 _AT_ONCE_BYTES = 1 << 20
 _MAX_SAID = 500
@@ -114,7 +114,7 @@ _OF_A_BUCKET = ("AWS Error", "google::cloud::Status", "Azure")
 """What pyarrow says where the system failed, and not the file."""
 
 
-def place_of(text: str) -> Place:
+def locate_data(text: str) -> DataLocation:
     """The place of data that a path or URI names; see `location`.
 
     Raises:
@@ -123,7 +123,7 @@ def place_of(text: str) -> Place:
     for kind in (GooglePath, AzurePath):
         if text.startswith(f"{kind.scheme}://"):
             return kind.parse(text)
-    return location(text)
+    return to_location(text)
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,14 @@ class File:
         changed_ns: When it was changed, nanoseconds since 1970 (in a bucket whole seconds).
     """
 
-    place: Place
+    place: DataLocation
     size: int
     changed_ns: int
 
     @property
     def name(self) -> str:
         """Its name, in valid UTF-8 whatever the file system holds."""
-        return text(self.place.name)
+        return printable_name(self.place.name)
 
     def __str__(self) -> str:
         return str(self.place)
@@ -178,12 +178,12 @@ class File:
         return cast(IO[bytes], gzip.open(self.place))
 
 
-def text(name: str) -> str:
+def printable_name(name: str) -> str:
     """A file name as valid UTF-8, whatever the file system holds."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def relative(place: Place, root: Place) -> str:
+def relative_path(place: DataLocation, root: DataLocation) -> str:
     """The path of a place below `root`."""
     if isinstance(place, ObjectPath):
         return place.key.removeprefix(cast(ObjectPath, root).key).lstrip("/")
@@ -195,14 +195,14 @@ def relative(place: Place, root: Place) -> str:
     )
 
 
-def is_within(place: Place, root: Place) -> bool:
+def is_within(place: DataLocation, root: DataLocation) -> bool:
     """Whether a place is `root` or below it."""
     if isinstance(place, Path) or isinstance(root, Path):
         return isinstance(place, Path) and isinstance(root, Path) and place.is_relative_to(root)
     return (place.scheme, place.bucket) == (root.scheme, root.bucket) and f"{place.key}/".startswith(root.below)
 
 
-def arrow(place: Place) -> tuple[pafs.FileSystem, str]:
+def to_arrow(place: DataLocation) -> tuple[pafs.FileSystem, str]:
     """The place as pyarrow names it: a file system and a path on it."""
     if isinstance(place, Path):
         return pafs.LocalFileSystem(), str(place)
@@ -227,64 +227,64 @@ def _s3(query: str) -> pafs.FileSystem:
     return pafs.S3FileSystem(endpoint_override=endpoint, scheme=scheme, region=options.get("region"))
 
 
-def find(place: Place) -> File | None:
+def find_file(place: DataLocation) -> File | None:
     """The file at a place, if there is one."""
     if isinstance(place, Path):
         if not place.is_file():
             return None
         stat = place.stat()
         return File(place, stat.st_size, stat.st_mtime_ns)
-    with reading(place):
-        filesystem, path = arrow(place)
+    with bucket_errors(place):
+        filesystem, path = to_arrow(place)
         return _file(place, filesystem.get_file_info(path))
 
 
-def is_folder(place: Place) -> bool:
+def is_folder(place: DataLocation) -> bool:
     """Whether there is a folder; in a bucket, whether anything lies below the place."""
     if isinstance(place, Path):
         return place.is_dir()
-    with reading(place):
-        filesystem, path = arrow(place)
+    with bucket_errors(place):
+        filesystem, path = to_arrow(place)
         return bool(filesystem.get_file_info(path).type == pafs.FileType.Directory)
 
 
-def files_in(folder: Place) -> list[File]:
+def files_in(folder: DataLocation) -> list[File]:
     """The visible files directly in a folder, sorted by name."""
     if isinstance(folder, Path):
         with os.scandir(folder) as entries:
             names = sorted(e.name for e in entries if not e.is_dir() and not e.name.startswith("."))
-        return [file for name in names if (file := find(folder / name))]
-    with reading(folder):
-        filesystem, path = arrow(folder)
+        return [file for name in names if (file := find_file(folder / name))]
+    with bucket_errors(folder):
+        filesystem, path = to_arrow(folder)
         found = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
         files = [_file(folder / info.base_name, info) for info in found if not info.base_name.startswith(".")]
     return sorted((file for file in files if file), key=lambda file: file.place.name)
 
 
-def entries_in(folder: Place) -> list[Place]:
+def entries_in(folder: DataLocation) -> list[DataLocation]:
     """Everything directly in a folder, sorted by name: files, folders, links, and hidden ones."""
     if isinstance(folder, Path):
         names = os.listdir(folder)
     else:
-        with reading(folder):
-            filesystem, path = arrow(folder)
+        with bucket_errors(folder):
+            filesystem, path = to_arrow(folder)
             entries = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
             names = [info.base_name for info in entries if info.base_name]
     return [folder / name for name in sorted(names)]
 
 
-def folders_in(folder: Place) -> list[Place]:
+def folders_in(folder: DataLocation) -> list[DataLocation]:
     """The visible folders directly in a folder, sorted by name."""
     if isinstance(folder, Path):
         with os.scandir(folder) as entries:
             names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
     else:
-        with reading(folder):
+        with bucket_errors(folder):
             names = [name for name in folder.folders() if not name.startswith(".")]
     return [folder / name for name in sorted(names)]
 
 
-def versions(root: Place, paths: Iterable[str]) -> list[Any]:
+def file_versions(root: DataLocation, paths: Iterable[str]) -> list[Any]:
     """What changes with the content of files below a folder: sizes and times on a disk, in a bucket ETags or the like,
     by one listing.
 
@@ -300,15 +300,15 @@ def versions(root: Place, paths: Iterable[str]) -> list[Any]:
         raise FileNotFoundError(errno.ENOENT, "No such object", str(root / error.args[0])) from error
 
 
-def open_data_file(place: Place) -> IO[bytes]:
+def open_data_file(place: DataLocation) -> IO[bytes]:
     """Opens a file for reading; positions can be sought."""
     if isinstance(place, Path):
         return place.open("rb")
-    filesystem, path = arrow(place)
+    filesystem, path = to_arrow(place)
     return cast(IO[bytes], filesystem.open_input_file(path))
 
 
-def parquet(place: Place, buffer_bytes: int = 0) -> pq.ParquetFile:
+def open_parquet(place: DataLocation, buffer_bytes: int = 0) -> pq.ParquetFile:
     """Opens a Parquet file, whose row groups are read as a whole (in a bucket their pieces together), or in buffers of
     a size.
 
@@ -319,11 +319,11 @@ def parquet(place: Place, buffer_bytes: int = 0) -> pq.ParquetFile:
     return pq.ParquetFile(source, buffer_size=buffer_bytes, pre_buffer=pre_buffer, page_checksum_verification=True)
 
 
-def fragment_of(place: ObjectPath) -> Any:
+def make_fragment(place: ObjectPath) -> Any:
     """A Parquet file in a bucket, whose footer one request fetches, where the file was listed."""
     import pyarrow.dataset
 
-    filesystem, path = arrow(cast(Place, place))
+    filesystem, path = to_arrow(cast(DataLocation, place))
     return pyarrow.dataset.ParquetFileFormat().make_fragment(path, filesystem, file_size=place.size)
 
 
@@ -334,19 +334,19 @@ def publish(finished: Path, target: Location) -> None:
             os.fsync(file.fileno())
         os.replace(finished, target)
         return
-    filesystem, path = arrow(target)
+    filesystem, path = to_arrow(target)
     with finished.open("rb") as source, filesystem.open_output_stream(path) as stream:
         shutil.copyfileobj(source, stream, 16 << 20)
     finished.unlink()
 
 
-def _file(place: Place, info: Any) -> File | None:
+def _file(place: DataLocation, info: Any) -> File | None:
     if info.type != pafs.FileType.File:
         return None
     return File(place, int(info.size), int(info.mtime_ns or 0))
 
 
-def unusable(file: File | Place | str, error: Exception, advice: str) -> DataError:
+def to_read_error(file: File | DataLocation | str, error: Exception, advice: str) -> DataError:
     """What to raise where a file cannot be read: a StorageError, or a DataError with advice if what is in it is to
     blame.
 
@@ -364,12 +364,12 @@ def unusable(file: File | Place | str, error: Exception, advice: str) -> DataErr
         )
     if isinstance(error, OSError) and (error.errno not in own or any(said in str(error) for said in _OF_A_BUCKET)):
         return StorageError(f"{file} cannot be read: {error}.")
-    said = without_addresses(str(error)) or type(error).__name__
+    said = remove_addresses(str(error)) or type(error).__name__
     # Parsers quote what they could not read, which may be the rest of the file.
     return DataError(f"{file}: {said if len(said) <= _MAX_SAID else said[:_MAX_SAID] + ' ...'}. {advice}")
 
 
-def _foreign_file_at(file: File | Place | str) -> str | None:
+def _foreign_file_at(file: File | DataLocation | str) -> str | None:
     """What stands in the place of a file, see `name_foreign_file`; None also where it is empty or cannot be read."""
     if isinstance(file, str):
         return None
@@ -382,7 +382,7 @@ def _foreign_file_at(file: File | Place | str) -> str | None:
 
 
 @contextmanager
-def parsing(file: File | Place | str, advice: str) -> Iterator[None]:
+def parser_errors(file: File | DataLocation | str, advice: str) -> Iterator[None]:
     """Whatever a parser raises about a file as what it is: parsers meet broken files with errors of all kinds.
 
     Raises:
@@ -394,11 +394,11 @@ def parsing(file: File | Place | str, advice: str) -> Iterator[None]:
     except RayAppError:
         raise
     except Exception as error:
-        raise unusable(file, error, advice) from error
+        raise to_read_error(file, error, advice) from error
 
 
 @contextmanager
-def reading(place: Place) -> Iterator[None]:
+def bucket_errors(place: DataLocation) -> Iterator[None]:
     """Whatever a bucket raises as what it is.
 
     Raises:
@@ -427,7 +427,7 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
-def files_below(folder: Place, suffix: str) -> list[Place]:
+def files_below(folder: DataLocation, suffix: str) -> list[DataLocation]:
     """All files below a folder whose name ends so, sorted by path; neither hidden ones nor those in hidden folders.
     Links are followed.
 
@@ -435,11 +435,11 @@ def files_below(folder: Place, suffix: str) -> list[Place]:
         a log of its own. StorageError: S3 does not answer.
     """
     if isinstance(folder, Path):
-        found: dict[str, Place] = {
-            relative(place, folder): place for place in _once(_walk(folder, frozenset()), suffix)
+        found: dict[str, DataLocation] = {
+            relative_path(place, folder): place for place in _once(_walk(folder, frozenset()), suffix)
         }
     else:
-        with reading(folder):
+        with bucket_errors(folder):
             found = dict(folder.listing())
         for name in found:
             _refuse_table(folder, *name.split("/"))
@@ -448,7 +448,7 @@ def files_below(folder: Place, suffix: str) -> list[Place]:
     ]
 
 
-def _refuse_table(folder: Place, *parts: str) -> None:
+def _refuse_table(folder: DataLocation, *parts: str) -> None:
     """Refuses what a log says about rows in other files: those that it has dropped are still in the files.
 
     Args:

@@ -28,7 +28,7 @@ Content = bytes | Callable[[IO[bytes]], object]
 _READERS = 16
 
 
-def location(text: str) -> Location:
+def to_location(text: str) -> Location:
     """The place that a path or URI names, `~` being the home folder; `location(str(place))` is the same place, in any
     process.
 
@@ -46,12 +46,12 @@ def location(text: str) -> Location:
     return S3Path.parse(text)
 
 
-def poll_s(place: Location) -> float:
+def poll_interval_s(place: Location) -> float:
     """Seconds between two looks for something new; each look at S3 costs time and money."""
     return 0.5 if isinstance(place, Path) else 5.0
 
 
-def in_memory(content: Content) -> bytes:
+def render_content(content: Content) -> bytes:
     """The bytes of a content."""
     if isinstance(content, bytes):
         return content
@@ -82,7 +82,7 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: 
         OSError: The storage refused; what was written of it is removed.
     """
     if isinstance(path, S3Path):
-        return path.put(in_memory(data), if_absent)
+        return path.put(render_content(data), if_absent)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
@@ -112,24 +112,24 @@ def to_json(value: Any, indent: int | None = None) -> str:
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
-        return json.dumps(without_nan(value), indent=indent, allow_nan=False)
+        return json.dumps(replace_nan(value), indent=indent, allow_nan=False)
 
 
-def without_nan(value: Any) -> Any:
+def replace_nan(value: Any) -> Any:
     """A JSON value with None for each number that is not finite."""
     if isinstance(value, dict):
-        return {name: without_nan(each) for name, each in value.items()}
+        return {name: replace_nan(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nan(each) for each in value]
+        return [replace_nan(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def with_nan(value: Any) -> Any:
+def restore_nan(value: Any) -> Any:
     """A value of numbers as it was before `without_nan`, with NaN for each that was not finite."""
     if isinstance(value, dict):
-        return {name: with_nan(each) for name, each in value.items()}
+        return {name: restore_nan(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [with_nan(each) for each in value]
+        return [restore_nan(each) for each in value]
     return math.nan if value is None else value
 
 
@@ -147,19 +147,19 @@ def read_json(path: Readable) -> Any:
         ValueError: It holds something else.
     """
     try:
-        return _parsed(path, path.read_bytes())
+        return _parse_json(path, path.read_bytes())
     except FileNotFoundError:
         return None
 
 
-def _parsed(path: Readable, data: bytes) -> Any:
+def _parse_json(path: Readable, data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:
         raise ValueError(f"{path} is damaged, it should hold JSON: {error}") from error
 
 
-def names(folder: Location) -> list[str]:
+def list_files(folder: Location) -> list[str]:
     """Names of the files in a folder, in no order and without temporary ones; none if there is no such folder."""
     if isinstance(folder, S3Path):
         return [name for name in folder.listing() if "/" not in name]
@@ -169,7 +169,7 @@ def names(folder: Location) -> list[str]:
         return []
 
 
-def folders(folder: Location) -> list[str]:
+def list_folders(folder: Location) -> list[str]:
     """Names of the folders in a folder, in no order; none if there is no such folder."""
     if isinstance(folder, S3Path):
         return folder.folders()
@@ -180,7 +180,7 @@ def folders(folder: Location) -> list[str]:
         return []
 
 
-def listing(folder: Location, *, temporary: bool = False) -> dict[str, Location]:
+def list_tree(folder: Location, *, temporary: bool = False) -> dict[str, Location]:
     """The files in a folder and in the folders in it, by their path relative to it and in its order. On S3 that is one
     request.
 
@@ -235,7 +235,7 @@ def read_all(paths: Iterable[Location], missing: bytes | None = None, denied: by
 def read_all_json(paths: Iterable[Location], missing: bytes | None = None) -> list[Any]:
     """The JSON values of many small files; see `read_all` and `read_json`."""
     places = list(paths)
-    return [_parsed(place, data) for place, data in zip(places, read_all(places, missing), strict=True)]
+    return [_parse_json(place, data) for place, data in zip(places, read_all(places, missing), strict=True)]
 
 
 def remove_temporary(folder: Location) -> None:
@@ -243,7 +243,7 @@ def remove_temporary(folder: Location) -> None:
     if isinstance(folder, S3Path):
         folder.end_uploads()
         return
-    for file in listing(folder, temporary=True).values():
+    for file in list_tree(folder, temporary=True).values():
         file.unlink(missing_ok=True)
 
 

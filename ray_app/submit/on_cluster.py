@@ -41,8 +41,8 @@ from ray_app.preflight.prepare import Prepared, prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import stored_config
-from ray_app.storage.data_files import find, is_folder, place_of
-from ray_app.storage.files import Location, location, put_atomic
+from ray_app.storage.data_files import find_file, is_folder, locate_data
+from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.track.tensorboard import check_board
 from ray_app.track.tracker import check_available
 from ray_app.train.state.state import TrainingState
@@ -66,7 +66,7 @@ def storage(path: str, data: list[str]) -> Finding:
     Raises:
         ConfigError: The storage cannot be used.
     """
-    place = location(path)
+    place = to_location(path)
     if isinstance(place, Path) and any(mark in str(place) for mark in _COPY_MARKS):
         raise ConfigError(
             f"run.storage_path is {path!r}, which is {place} in the job: Ray removes that copy of the working directory"
@@ -120,20 +120,20 @@ def _answer(answer: Any) -> str | None:
 
 def _trouble(probe: str, data: list[str]) -> str | None:
     """What is wrong on the node that this runs on; None: nothing."""
-    place = location(probe)
+    place = to_location(probe)
     try:
         if place.read_bytes() != place.name.encode():
             return f"{place} holds something else here"
     except OSError as error:
         return f"a file that the head node wrote is not there ({error})"
-    own = location(f"{probe}-{uuid.uuid4().hex}")
+    own = to_location(f"{probe}-{uuid.uuid4().hex}")
     try:
         put_atomic(own, b"")
         own.unlink(missing_ok=True)
     except OSError as error:
         return f"the storage cannot be written ({error})"
     try:
-        missing = [path for path in data if not (find(place_of(path)) or is_folder(place_of(path)))]
+        missing = [path for path in data if not (find_file(locate_data(path)) or is_folder(locate_data(path)))]
     except DataError as error:
         return f"{error}"
     return f"data is not there: {', '.join(missing)}" if missing else None
@@ -302,7 +302,9 @@ def inspect(config: Config) -> Report:
     try:
         config = counted(
             config,
-            stored_config(RunPaths(location(config.run.storage_path) / config.run.name)) if config.run.name else None,
+            stored_config(RunPaths(to_location(config.run.storage_path) / config.run.name))
+            if config.run.name
+            else None,
         )
     except ConfigError as error:
         return Report([Finding("refused", "resources", str(error))], versions(), None)
@@ -310,7 +312,7 @@ def inspect(config: Config) -> Report:
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
     found = [look(topic, partial(_data, path)) for topic, path in topics if path]
     readable = all(one.level == "ok" for one in found)
-    shared = [str(place_of(path)) for path in data] if readable else []
+    shared = [str(locate_data(path)) for path in data] if readable else []
     found.append(look("storage", partial(storage, config.run.storage_path, shared)))
     found.append(look("resources", partial(_resources, config)))
     found.append(look("MLflow", partial(_mlflow, config)))

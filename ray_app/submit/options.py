@@ -14,7 +14,7 @@ from typing import Any
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.runlog.redaction import HIDDEN, guard, redacted
+from ray_app.runlog.redaction import HIDDEN, redact_value, register_secrets
 
 _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 
@@ -136,8 +136,8 @@ def refuse_secrets(config: Config) -> None:
         ConfigError: The configuration holds some.
     """
     values = config.to_dict()
-    if guard(values):
-        places = ", ".join(_changed(values, redacted(values)))
+    if register_secrets(values):
+        places = ", ".join(_changed(values, redact_value(values)))
         raise ConfigError(
             f"the configuration holds a secret ({places}), which would stand in the job's command for all to read."
             f" Leave it out and set"

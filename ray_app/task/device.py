@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.process import variables
+from ray_app.process import set_variables
 
 _NO_LIMIT = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -117,7 +117,7 @@ def restore_process_state() -> Iterator[None]:
         [torch.cuda.current_device()] if torch.cuda.is_initialized() else [],
     )
     benchmark = torch.backends.cudnn.benchmark
-    with torch.random.fork_rng(devices), variables(**{_WORKSPACE: None}, TORCHINDUCTOR_DETERMINISTIC=None):
+    with torch.random.fork_rng(devices), set_variables(**{_WORKSPACE: None}, TORCHINDUCTOR_DETERMINISTIC=None):
         try:
             yield
         finally:

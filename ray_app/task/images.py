@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ray_app.errors import without_addresses
+from ray_app.errors import remove_addresses
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import HEAD_BYTES, has_image_signature, name_other_format
 from ray_app.task.transforms import apply_transforms, as_plain_tensor
@@ -140,7 +140,7 @@ def _first_line(error: Exception) -> str:
     if isinstance(error, Image.DecompressionBombError):
         # Pillow has a limit of its own, which is above `MAX_PIXELS`.
         return f"it has more than {MAX_PIXELS} pixels, which is the most that is decoded"
-    lines = without_addresses(str(error)).strip().splitlines()
+    lines = remove_addresses(str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 

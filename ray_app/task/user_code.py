@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
-from ray_app.errors import RayAppError, TaskError, without_addresses
+from ray_app.errors import RayAppError, TaskError, remove_addresses
 
 _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
@@ -56,7 +56,7 @@ def describe_error(error: BaseException) -> str:
     """An error and the last of the user's own lines on the way to it: `KeyError: 'labels' (my_task.py, line 31, in
     update)`.
     """
-    said = without_addresses(f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0])
+    said = remove_addresses(f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0])
     if _ON_DEVICE in said:
         said += " (a GPU tells of errors later, maybe of those before: CUDA_LAUNCH_BLOCKING=1 shows where)"
     own = _user_frames(error)
@@ -69,7 +69,7 @@ def row_error_reason(error: BaseException) -> str:
     """
     own = _user_frames(error)
     is_users = bool(own) and not Path(own[-1].filename).is_relative_to(_TASKS)
-    return describe_error(error) if is_users else without_addresses(str(error)) or type(error).__name__
+    return describe_error(error) if is_users else remove_addresses(str(error)) or type(error).__name__
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -80,7 +80,7 @@ def format_calls(error: BaseException) -> str:
     """The calls that led to an error, and to those that it came from, as Python shows them."""
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     told = [format_calls(before), "", "which led to:", ""] if before is not None else []
-    said = without_addresses(f"{type(error).__name__}: {error}".rstrip(": "))
+    said = remove_addresses(f"{type(error).__name__}: {error}".rstrip(": "))
     return "\n".join([*told, *_format_frames(traceback.extract_tb(error.__traceback__)), said])
 
 

@@ -30,10 +30,10 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import FirstRecords, StepRecord, read_events
-from ray_app.runlog.node_metrics import Look, read_looks
+from ray_app.runlog.node_metrics import NodeSample, read_samples
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, names, put_json, read_json
+from ray_app.storage.files import Location, list_files, put_json, read_json
 
 _LOST_AFTER_S = 60.0
 
@@ -102,7 +102,7 @@ class Backlog:
         self._reader = FirstRecords(self._paths)
         self._steps: dict[int, StepRecord] = {}
         self._forgotten = self.newest_step = 0
-        self._looks: dict[str, Look] = {}
+        self._looks: dict[str, NodeSample] = {}
 
     def read(self, sent: Sent) -> None:
         """Takes what is new in the record.
@@ -131,7 +131,7 @@ class Backlog:
         with self._change(self._paths.events) as is_new:
             if is_new:
                 self._failed_at_s = [event.time_s for event in read_events(self._paths, "failed")]
-        self._looks |= read_looks(self._paths, sent.look, self._looks)
+        self._looks |= read_samples(self._paths, sent.look, self._looks)
 
     def sent(self, sent: Sent) -> None:
         """Forgets what was sent."""
@@ -186,7 +186,7 @@ class Backlog:
         """Whether a folder of files that are never changed has more of them than were read before; noted when they are
         read.
         """
-        files = len(names(folder))
+        files = len(list_files(folder))
         yield files != self._files.get(folder, 0)
         self._files[folder] = files
 
@@ -229,7 +229,7 @@ def evaluation_point(evaluation: Evaluation, evaluator: str = OWN) -> Point:
     return Point(evaluation.step, int(evaluation.time_s * 1e3), metrics, evaluator)
 
 
-def look_point(name: str, look: Look) -> Point:
+def look_point(name: str, look: NodeSample) -> Point:
     """The point of a look at the nodes, `system/<node>/<value>` for each value."""
     metrics = {
         f"system/{node}/{key}": value for node, values in sorted(look.nodes.items()) for key, value in values.items()

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from ray_app.config.config import Config
 from ray_app.config.import_paths import require
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redact, redacted_yaml
-from ray_app.storage.files import listing, poll_s, put_atomic
+from ray_app.runlog.redaction import redact, redact_yaml
+from ray_app.storage.files import list_tree, poll_interval_s, put_atomic
 from ray_app.track.mlflow_client import Backlog, Sent
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Board:
                 self._say_trouble(error)
                 self._close()
                 self._begin_again()
-            pause_s = max(poll_s(self._paths.root), _PAUSE_PER_SWEEP * (time.perf_counter() - began_s))
+            pause_s = max(poll_interval_s(self._paths.root), _PAUSE_PER_SWEEP * (time.perf_counter() - began_s))
             self._wake.wait(_RETRY_S if finished is not None else min(pause_s, _LONGEST_PAUSE_S))
         self._close()
         if self._temporary is not None:
@@ -125,7 +125,7 @@ class Board:
         """A new file, the only one of the run with anything in it."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        for name, file in listing(self._paths.tensorboard).items():
+        for name, file in list_tree(self._paths.tensorboard).items():
             if name.startswith(_PREFIX):
                 put_atomic(
                     file, b""
@@ -135,7 +135,7 @@ class Board:
             for left in self._folder.iterdir():
                 left.unlink()
         writer = SummaryWriter(str(self._folder), purge_step=0)
-        text = redacted_yaml(self._config.to_yaml())
+        text = redact_yaml(self._config.to_yaml())
         writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), 0)
         return writer
 

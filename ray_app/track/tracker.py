@@ -26,7 +26,7 @@ from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redact, redacted, redacted_yaml
+from ray_app.runlog.redaction import redact, redact_value, redact_yaml
 from ray_app.track.mlflow_client import METRICS_PER_CALL, Backlog, DataSet, MlflowRun, Point, Tracked, sqlite_file
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Tracker:
         if (before, cursor.uri) != (run_id, redact(self.uri)):
             cursor.uri = redact(self.uri)
             cursor.store(self._paths)
-        self._mlflow.describe(flatten(redacted(self._config.to_dict())), self._tags, self._datasets, self._is_over)
+        self._mlflow.describe(flatten(redact_value(self._config.to_dict())), self._tags, self._datasets, self._is_over)
         self._connected = True
         if self._say is not None:
             self._say(
@@ -287,7 +287,7 @@ def _artifacts(paths: RunPaths) -> dict[str, str]:
     for file in (paths.config, paths.summary, paths.report):
         if file.exists():
             text = file.read_text()
-            found[file.name] = redacted_yaml(text) if file == paths.config else text
+            found[file.name] = redact_yaml(text) if file == paths.config else text
     for name in (None, *evaluator_names(paths)):
         steps = evaluated_steps(paths, name)
         if steps:

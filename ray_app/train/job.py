@@ -20,9 +20,9 @@ from ray_app.data.disk_cache import cached_fetch
 from ray_app.data.reader import Fetch, Reader, RowSource, rows_per_task
 from ray_app.data.windows import Windows
 from ray_app.plan.order import Cursor, Plan
-from ray_app.runlog.evaluations import Evaluation, Verdict, best_first, early_stop
+from ray_app.runlog.evaluations import Evaluation, Verdict, early_stop, rank_candidates
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
 from ray_app.train.state.parameters import read_parameters
@@ -63,7 +63,7 @@ class Job:
     @property
     def paths(self) -> RunPaths:
         """The run directory."""
-        return RunPaths(location(self.run_root))
+        return RunPaths(to_location(self.run_root))
 
     def read_initial(self) -> dict[str, Tensor] | None:
         """The parameters to begin with, if the model does not draw them.
@@ -134,8 +134,10 @@ class Job:
         return early_stop(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
 
     def best_first(self) -> list[Evaluation]:
-        """See `ray_app.runlog.evaluations.best_first`."""
-        return best_first(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
+        """See `ray_app.runlog.evaluations.rank_candidates`."""
+        return rank_candidates(
+            self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations
+        )
 
     @property
     def workers_evaluate(self) -> bool:

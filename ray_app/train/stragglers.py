@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ray_app.plan.assignment import shares_by_speed
+from ray_app.plan.assignment import blocks_by_speed
 from ray_app.reduction.base import World, gather
 from ray_app.runlog.journal import put_event
 from ray_app.task.device import describe
@@ -185,7 +185,7 @@ class StragglerDetector:
             if float(np.median(self._step_s)) > _GAINED * before_s:
                 self.shares, self._balances = shares, False
                 return
-        wanted = shares_by_speed(unit.tolist(), self._blocks[-1].stop)
+        wanted = blocks_by_speed(unit.tolist(), self._blocks[-1].stop)
         sizes = np.array([len(block) for block in wanted])
         self._better = self._better + 1 if (sizes * unit).max() < _WORTH * (self._sizes * unit).max() else 0
         if self._better >= _SETTLED and self._seen >= min(_LONGEST_PAUSE, 1 << self._moves):

@@ -18,8 +18,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.runlog.journal import MOST_SMALL
-from ray_app.runlog.node_metrics import Look, join_looks, put_look, together
+from ray_app.runlog.journal import MAX_SMALL_FILES
+from ray_app.runlog.node_metrics import NodeSample, join_samples, put_sample, summarize_nodes
 from ray_app.runlog.paths import RunPaths
 from ray_app.watch.node_probe import Probe
 
@@ -62,7 +62,7 @@ class NodeSampler:
         self._nodes: dict[str, _Node] = {}
         self._names: dict[str, str] = {}
         self._number = 0
-        self._unwritten: deque[Look] = deque(maxlen=_MOST_KEPT)
+        self._unwritten: deque[NodeSample] = deque(maxlen=_MOST_KEPT)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-sampler", daemon=True)
 
@@ -94,15 +94,15 @@ class NodeSampler:
         found = {self._names[self._here]: self._own.measure()} if self._here in self._names else {}
         found |= self._ask(answer_s)
         if found:
-            self._unwritten.append(Look(self.step, time.time(), together(found)))
+            self._unwritten.append(NodeSample(self.step, time.time(), summarize_nodes(found)))
         while self._unwritten:
-            put_look(self._paths, self._fence, self._number, self._unwritten[0])
+            put_sample(self._paths, self._fence, self._number, self._unwritten[0])
             self._unwritten.popleft()
             self._number += 1
         if not self._closed.is_set():
             self._follow_nodes()
-        if self._number % MOST_SMALL == 1:
-            join_looks(self._paths, self._fence)
+        if self._number % MAX_SMALL_FILES == 1:
+            join_samples(self._paths, self._fence)
 
     def _ask(self, answer_s: float) -> dict[str, dict[str, float]]:
         """What the other nodes say within a while; who has not answered yet is not asked again."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import Event, EventsReader, FirstRecords, StepRecord, put_event
-from ray_app.storage.files import poll_s
+from ray_app.storage.files import poll_interval_s
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Observers:
         self._tell("ended", status, summary)
 
     def _run(self, over: threading.Event) -> None:
-        while not over.wait(max(1.0, poll_s(self._job.paths.root))):
+        while not over.wait(max(1.0, poll_interval_s(self._job.paths.root))):
             self._look()
 
     def _look(self) -> None:

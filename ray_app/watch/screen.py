@@ -23,7 +23,7 @@ from ray_app.report.page import TONES
 from ray_app.report.tables import budgets, happenings, health, sizes_text, time_parts
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_s
+from ray_app.storage.files import poll_interval_s
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Looking:
 
     def __init__(self, runs: Sequence[RunPaths], every_s: float | None = None) -> None:
         self._readers = [FactsReader(paths) for paths in runs]
-        self._every_s = every_s or max(1.0, *(poll_s(paths.root) for paths in runs))
+        self._every_s = every_s or max(1.0, *(poll_interval_s(paths.root) for paths in runs))
         self._sights = [Sight(paths) for paths in runs]
         self._ended, self.changed = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="looking", daemon=True)

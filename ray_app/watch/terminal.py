@@ -37,7 +37,7 @@ from ray_app.runlog.history import count, disturbances, restarts
 from ray_app.runlog.journal import StepRecord, newest_record
 from ray_app.runlog.output import NewLines
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_s
+from ray_app.storage.files import poll_interval_s
 from ray_app.train.job import Job
 from ray_app.watch.prometheus import RunMetrics, Speed
 
@@ -309,7 +309,7 @@ class RunConsole:
         return True
 
     def _look_at_record(self, newest: StepRecord | None, waits: bool) -> None:
-        if time.monotonic() - self._looked_s < max(1.0, poll_s(self._job.paths.root)):
+        if time.monotonic() - self._looked_s < max(1.0, poll_interval_s(self._job.paths.root)):
             return
         self._looked_s = time.monotonic()
         if self._metrics is not None and newest is not None:

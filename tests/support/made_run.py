@@ -15,7 +15,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
 from ray_app.runlog.evaluations import Evaluation, put_evaluation
 from ray_app.runlog.journal import StepRecord
-from ray_app.runlog.lease import Holder, Record
+from ray_app.runlog.lease import LeaseHolder, LeaseRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json
 
@@ -127,7 +127,7 @@ class MadeRun:
     def hold(self) -> None:
         """The lease of a driver that lives."""
         now_s = self.began_s
-        put_json(self.paths.fence(1), asdict(Record(Holder.here(), now_s, now_s, 1e9)))
+        put_json(self.paths.fence(1), asdict(LeaseRecord(LeaseHolder.here(), now_s, now_s, 1e9)))
 
 
 def png(shade: int = 128) -> str:

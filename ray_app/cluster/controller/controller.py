@@ -41,7 +41,7 @@ from ray_app.cluster.controller.backend import ControllerContext, FailureBudget,
 from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy, StragglerEvictor
 from ray_app.cluster.controller.worker_group import ElasticGroup, actor_id_of
-from ray_app.process import put_back, variables
+from ray_app.process import restore_setting, set_variables
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class _Controller(TrainController):
             scaling.worker_limit,
         )
         # Ray's structured logging would take over the logging of this process and close all other log files.
-        with variables(**{_RAY_LOGGING_VARIABLE: "0"}):
+        with set_variables(**{_RAY_LOGGING_VARIABLE: "0"}):
             super().__init__(callbacks=[*callbacks, self._pending_workers], scaling_policy=scaling_policy, **arguments)
 
     async def _run_control_loop_iteration(self) -> None:
@@ -347,7 +347,7 @@ def _logged(name: str) -> Iterator[None]:
     def configuration() -> tuple[int, bool]:
         return ray_train_logger.level, ray_train_logger.propagate
 
-    with put_back(ray_train_logger.name, configuration, lambda before: configure(*before)):
+    with restore_setting(ray_train_logger.name, configuration, lambda before: configure(*before)):
         configure(logging.INFO, False)
         ray_train_logger.addHandler(handler)
         try:

@@ -12,8 +12,8 @@ from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, Repeat
 from ray_app.runlog.history import disturbances
 from ray_app.runlog.journal import Event, put_event, read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard_run, redact
-from ray_app.storage.files import location
+from ray_app.runlog.redaction import redact, register_run_secrets
+from ray_app.storage.files import to_location
 
 _DEATH = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
 _MAX_TASK_ERROR_CHARS, _MAX_ERROR_CHARS = 8000, 2000
@@ -46,7 +46,7 @@ class Budget:
     @property
     def paths(self) -> RunPaths:
         """The run directory."""
-        return RunPaths(location(self._run_root))
+        return RunPaths(to_location(self._run_root))
 
     def charge_failure(self, errors: dict[Any, BaseException], step: int, left: int) -> None:
         """Charges a failure of workers.
@@ -59,7 +59,7 @@ class Budget:
         Raises:
             RayAppError: The run has to end.
         """
-        guard_run(self.paths.config)
+        register_run_secrets(self.paths.config)
         reasons = {str(rank): _summary(e) for rank, e in errors.items()}
         if all(isinstance(e, PreemptedError) for e in errors.values()):
             return self.charge_preemption(len(errors), step, left)

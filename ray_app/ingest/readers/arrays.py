@@ -22,7 +22,7 @@ from ray_app.config.import_paths import require
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.storage.data_files import File, Place, files_in, find, is_folder, parsing
+from ray_app.storage.data_files import DataLocation, File, files_in, find_file, is_folder, parser_errors
 
 Header = tuple[np.dtype, tuple[int, ...]]
 
@@ -102,7 +102,10 @@ class _Stored:
 
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:
-        with parsing(self.where, "The file is damaged or of another format; make it again."), self._open() as file:
+        with (
+            parser_errors(self.where, "The file is damaged or of another format; make it again."),
+            self._open() as file,
+        ):
             yield file
 
     @contextmanager
@@ -169,12 +172,12 @@ class Numpy:
         piece_rows: Rows that one task reads; an archive is read by one.
     """
 
-    path: Place
+    path: DataLocation
     piece_rows: int
 
     def files(self) -> list[File]:
         """The files, sorted by name."""
-        one = find(self.path)
+        one = find_file(self.path)
         if not one and not is_folder(self.path):
             raise DataError(
                 f"{self.path}: no such file or folder; expected one .npz file or a folder with x.npy and y.npy."
@@ -236,7 +239,7 @@ def _arrays_in(file: File) -> dict[str, _Stored]:
     if file.name.endswith(".npy"):
         return {file.name[:-4]: _in_file(file, _npy_header)}
     advice = "Expected an .npz file as numpy.savez writes it. Make it again."
-    with parsing(file, advice), file.open() as packed, zipfile.ZipFile(packed) as archive:
+    with parser_errors(file, advice), file.open() as packed, zipfile.ZipFile(packed) as archive:
         members = [name for name in archive.namelist() if name.endswith(".npy")]
     if not members:
         raise DataError(
@@ -323,7 +326,7 @@ class Idx:
         piece_rows: Rows that one task reads; a gzipped file is read by one.
     """
 
-    root: Place
+    root: DataLocation
     piece_rows: int
 
     def files(self) -> Iterator[File]:
@@ -352,7 +355,11 @@ class Idx:
         pairs = {}
         for prefix in ("train", "t10k"):
             names = [f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"]
-            found = {name: file for name in names if (file := find(self.root / name) or find(self.root / f"{name}.gz"))}
+            found = {
+                name: file
+                for name in names
+                if (file := find_file(self.root / name) or find_file(self.root / f"{name}.gz"))
+            }
             if len(found) == 1:
                 missing = next(name for name in names if name not in found)
                 raise DataError(f"{self.root}: half a pair of IDX files: {missing}[.gz] is missing. Add it.")

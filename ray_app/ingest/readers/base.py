@@ -24,7 +24,16 @@ import pyarrow as pa
 
 from ray_app.data.arrays import Array, to_column
 from ray_app.errors import DataError
-from ray_app.storage.data_files import HEAD_BYTES, File, Place, files_in, find, is_folder, name_foreign_file, place_of
+from ray_app.storage.data_files import (
+    HEAD_BYTES,
+    DataLocation,
+    File,
+    files_in,
+    find_file,
+    is_folder,
+    locate_data,
+    name_foreign_file,
+)
 from ray_app.task.images import decode_image
 
 BLOCK_BYTES = 16 << 20
@@ -216,7 +225,7 @@ def match_files(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[
 
 
 def _of_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
-    place = place_of(name)
+    place = locate_data(name)
     if "*" in place.name:
         folder = place.parent
         return (
@@ -224,7 +233,7 @@ def _of_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
         )
     if is_folder(place):
         return [file for file in files_in(place) if is_one(file.place.name)]
-    if file := find(place):
+    if file := find_file(place):
         return [file]
     raise DataError(f"{name}: no such file or folder; expected {kind}s. Correct the name or the pattern.")
 
@@ -252,14 +261,14 @@ def sort_classes(where: str, found: set[str], skip: bool) -> tuple[str, ...]:
 _BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-def list_text_files(path: Place, suffixes: tuple[str, ...], kind: str) -> list[File]:
+def list_text_files(path: DataLocation, suffixes: tuple[str, ...], kind: str) -> list[File]:
     """One text file, or those in a folder, sorted by name.
 
     Raises:
         DataError: There is none.
     """
     allowed = " and ".join(suffixes)
-    if file := find(path):
+    if file := find_file(path):
         files = [file]
     elif is_folder(path):
         files = files_in(path)

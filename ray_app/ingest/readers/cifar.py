@@ -23,7 +23,7 @@ import pyarrow as pa
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.storage.data_files import File, Place, files_in, find, is_folder
+from ray_app.storage.data_files import DataLocation, File, files_in, find_file, is_folder
 
 _MARK, _EMPTY = object(), object()
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -292,7 +292,7 @@ class Cifar:
         root: The folder.
     """
 
-    root: Place
+    root: DataLocation
 
     def files(self) -> list[File]:
         """The files with images, the training data first, and that with the names of the classes."""
@@ -345,7 +345,7 @@ class Cifar:
     def _names(self, version: _Version) -> File | None:
         """The file with the names of the classes, if it is there."""
         [(first, second)] = version.meta.items()
-        return find(self.root / (second if version in _BINARY else first))
+        return find_file(self.root / (second if version in _BINARY else first))
 
     def _classes(self, version: _Version) -> tuple[str, ...] | None:
         """Names of the classes, if the file with them is there."""

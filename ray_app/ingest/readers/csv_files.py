@@ -23,7 +23,7 @@ from pyarrow import csv as arrow_csv
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
-from ray_app.storage.data_files import File, Place, parsing
+from ray_app.storage.data_files import DataLocation, File, parser_errors
 
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
 """What may stand between values without being named, and what it is called."""
@@ -76,7 +76,7 @@ def read_head(file: File) -> str:
     Raises:
         DataError: The file is damaged or in another encoding.
     """
-    with parsing(file, "The file is damaged; make it again."), open_text(file) as stream:
+    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
 
 
@@ -188,7 +188,7 @@ def find_open_quote(file: File, delimiter: str) -> str | None:
     pyarrow takes all that follows a quote which is not closed, line ends and delimiters too, for one value.
     """
     csv.field_size_limit(_MAX_FIELD)
-    with parsing(file, "The file is damaged; make it again."), open_text(file) as stream:
+    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         begins = 1
@@ -220,7 +220,7 @@ class Csv:
         column_names: Names of the columns of files without a header line.
     """
 
-    path: Place
+    path: DataLocation
     label: str | None
     skip: bool
     piece_bytes: int
@@ -407,7 +407,7 @@ def _string_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterat
         delimiter=form.delimiter, newlines_in_values=True, invalid_row_handler=None if bad is None else keep
     )
     try:
-        with parsing(file, form.advice(has_header)), open_text(file) as stream:
+        with parser_errors(file, form.advice(has_header)), open_text(file) as stream:
             reader = arrow_csv.open_csv(stream, read, parse, convert)
             names = reader.schema.names  # decoded here, where it is known of which file they are
             yield pa.RecordBatch.from_arrays([pa.array([], pa.string()) for _ in names], schema=reader.schema)

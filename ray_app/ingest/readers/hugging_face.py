@@ -26,7 +26,15 @@ from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.base import sort_classes
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.storage.data_files import File, Place, files_in, find, is_folder, parquet, parsing
+from ray_app.storage.data_files import (
+    DataLocation,
+    File,
+    files_in,
+    find_file,
+    is_folder,
+    open_parquet,
+    parser_errors,
+)
 from ray_app.storage.files import read_json
 
 _UNWRAPPED = (pa.UuidType, pa.JsonType)
@@ -224,7 +232,7 @@ class HuggingFace:
         piece_bytes: Most bytes of files that one task reads.
     """
 
-    root: Place
+    root: DataLocation
     label: str | None
     columns: list[str] | None
     ragged: list[str]
@@ -236,7 +244,7 @@ class HuggingFace:
         """The files, split by split, and what is said about them beside them."""
         rows = [file for files in self._splits.values() for file in files]
         folders = dict.fromkeys(file.place.parent for file in rows)
-        about = [find(folder / name) for folder in folders for name in ("state.json", "dataset_info.json")]
+        about = [find_file(folder / name) for folder in folders for name in ("state.json", "dataset_info.json")]
         return rows + [file for file in about if file]
 
     def parts(self, run: base.Run) -> list[base.Part]:
@@ -256,13 +264,13 @@ class HuggingFace:
 
     @cached_property
     def _splits(self) -> dict[str, list[File]]:
-        with parsing(self.root / "dataset_dict.json", _SAVE_AGAIN):
+        with parser_errors(self.root / "dataset_dict.json", _SAVE_AGAIN):
             saved = read_json(self.root / "dataset_dict.json") if is_folder(self.root) else None
             if saved is not None:
                 return {split: _saved(self.root / split) for split in saved["splits"]}
-        if find(self.root / "state.json"):
+        if find_file(self.root / "state.json"):
             return {"": _saved(self.root)}
-        one = find(self.root)
+        one = find_file(self.root)
         there = [one] if one else files_in(self.root) if is_folder(self.root) else []
         splits = _by_split(self.root, [file for file in there if file.place.name.endswith(SUFFIXES)])
         if not splits:
@@ -329,9 +337,9 @@ class HuggingFace:
         return Form(kept, shapes, label, tuple(names) if names else None, self.check)
 
 
-def _saved(folder: Place) -> list[File]:
+def _saved(folder: DataLocation) -> list[File]:
     """The files of a folder that `Dataset.save_to_disk` made, in their order."""
-    with parsing(folder / "state.json", _SAVE_AGAIN):
+    with parser_errors(folder / "state.json", _SAVE_AGAIN):
         state = read_json(folder / "state.json")
         if state is None:
             raise DataError(f"{folder}: no state.json; the folder of save_to_disk is not complete. Save it again.")
@@ -341,13 +349,13 @@ def _saved(folder: Place) -> list[File]:
                 f" again."
             )
         names = [entry["filename"] for entry in state["_data_files"]]
-        found = [find(folder / name) if PurePosixPath(name).name == name else None for name in names]
+        found = [find_file(folder / name) if PurePosixPath(name).name == name else None for name in names]
         if missing := [name for name, file in zip(names, found, strict=True) if file is None]:
             raise DataError(f"{folder}: state.json names {missing[0]!r}, which is not in this folder. Save it again.")
         return [file for file in found if file]
 
 
-def need_all_numbers(folder: Place | str, files: list[File]) -> None:
+def need_all_numbers(folder: DataLocation | str, files: list[File]) -> None:
     """Raises `DataError` where files that are numbered as parts of one are not there just once."""
     found: dict[str, dict[int, list[int]]] = {}
     for file in files:
@@ -367,7 +375,7 @@ def need_all_numbers(folder: Place | str, files: list[File]) -> None:
             raise DataError(f"{folder}: {lost} is missing, {len(numbers)} of {total} are there. Copy it again.")
 
 
-def _by_split(root: Place, files: list[File]) -> dict[str, list[File]]:
+def _by_split(root: DataLocation, files: list[File]) -> dict[str, list[File]]:
     """The files by the splits that their names tell; all under "" where no name tells one that is usual.
 
     Raises:
@@ -416,9 +424,9 @@ def _opened(
     Raises:
         DataError: It is damaged or of another format, or has two columns of one name.
     """
-    with parsing(file, "The file is damaged or not of Arrow's stream format; save it again."):
+    with parser_errors(file, "The file is damaged or not of Arrow's stream format; save it again."):
         if file.place.name.endswith(".parquet"):
-            opened = parquet(file.place)
+            opened = open_parquet(file.place)
             schema, names = _chosen(file, opened.schema_arrow, columns)
             yield schema, opened.iter_batches(batch_rows, columns=names, use_threads=False)
         else:
@@ -480,7 +488,7 @@ def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
     """What `datasets` says of the columns, by name: in the file, or in `dataset_info.json` beside it."""
     inside = (schema.metadata or {}).get(b"huggingface")
     beside = file.place.parent / "dataset_info.json"
-    with parsing(file if inside else beside, "What it says about the columns is damaged; save it again."):
+    with parser_errors(file if inside else beside, "What it says about the columns is damaged; save it again."):
         about = json.loads(inside)["info"] if inside else read_json(beside) or {}
         features = {
             name: feature for name, feature in (about.get("features") or {}).items() if isinstance(feature, dict)

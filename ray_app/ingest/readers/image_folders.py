@@ -18,8 +18,8 @@ from ray_app.ingest.readers import base
 from ray_app.storage.data_files import (
     CONNECTIONS,
     HEAD_BYTES,
+    DataLocation,
     File,
-    Place,
     entries_in,
     files_in,
     folders_in,
@@ -27,9 +27,9 @@ from ray_app.storage.data_files import (
     is_folder,
     name_other_format,
     open_data_file,
-    parsing,
-    relative,
-    text,
+    parser_errors,
+    printable_name,
+    relative_path,
 )
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp")
@@ -51,7 +51,7 @@ class Images:
         limits: Of a piece.
     """
 
-    root: Place
+    root: DataLocation
     check: bool
     limits: base.Limits
 
@@ -69,13 +69,13 @@ class Images:
         del run
         rows = [(file, label) for label, images in enumerate(self._classes.values()) for file in images]
         rows.sort(
-            key=lambda row: hashlib.blake2b(os.fsencode(relative(row[0].place, self.root)), key=b"order").digest()
+            key=lambda row: hashlib.blake2b(os.fsencode(relative_path(row[0].place, self.root)), key=b"order").digest()
         )
         pieces = [
             base.InputSplit(len(some), partial(_tables, self.root, self.check, some))
             for some in base.group_items(rows, lambda row: row[0].size, self.limits)
         ]
-        classes = tuple(text(folder.name) for folder in self._classes)
+        classes = tuple(printable_name(folder.name) for folder in self._classes)
         return [base.Part("", pieces, classes, self._left_out(), keeps_order=True)]
 
     def _left_out(self) -> tuple[tuple[str, str], ...]:
@@ -83,15 +83,15 @@ class Images:
         rows = {file.place for files in self._classes.values() for file in files}
         entries = (place for folder in [self.root, *self._classes] for place in entries_in(folder))
         left_out = [place for place in entries if place not in rows and place not in self._classes]
-        return tuple((text(relative(place, self.root)), self._why_left_out(place)) for place in left_out)
+        return tuple((printable_name(relative_path(place, self.root)), self._why_left_out(place)) for place in left_out)
 
     @cached_property
-    def _files(self) -> dict[Place, list[File]]:
+    def _files(self) -> dict[DataLocation, list[File]]:
         """The visible files of the folder itself and of each folder in it."""
         return {folder: files_in(folder) for folder in [self.root, *folders_in(self.root)]}
 
     @cached_property
-    def _heads(self) -> dict[Place, bytes]:
+    def _heads(self) -> dict[DataLocation, bytes]:
         """The first bytes of each file that is not called an image; in a bucket each is a request, many of which are
         under way.
         """
@@ -100,14 +100,14 @@ class Images:
             return dict(zip((file.place for file in files), pool.map(_head, files), strict=True))
 
     @cached_property
-    def _visible(self) -> dict[Place, File]:
+    def _visible(self) -> dict[DataLocation, File]:
         return {file.place: file for some in self._files.values() for file in some}
 
     def _is_row(self, file: File) -> bool:
         """Whether a file is an image by its name or, whatever it is called, by its first bytes."""
         return _is_called_image(file) or has_image_signature(self._heads[file.place])
 
-    def _why_left_out(self, place: Place) -> str:
+    def _why_left_out(self, place: DataLocation) -> str:
         """Why a file or folder is no row, as a text that is the same each time."""
         if place.name.startswith("."):
             return "left out: hidden, since its name begins with a dot"
@@ -122,7 +122,7 @@ class Images:
         )
 
     @cached_property
-    def _classes(self) -> dict[Place, list[File]]:
+    def _classes(self) -> dict[DataLocation, list[File]]:
         """Folder of each class, and the images in it."""
         expected = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
         if not is_folder(self.root):
@@ -157,20 +157,20 @@ def _is_called_image(file: File) -> bool:
 
 
 def _head(file: File) -> bytes:
-    with parsing(file, ""), open_data_file(file.place) as stream:
+    with parser_errors(file, ""), open_data_file(file.place) as stream:
         return stream.read(HEAD_BYTES)
 
 
-def _tables(root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
     for block in base.batch_rows(_read(root, check, rows, refuse), lambda row: len(row[1])):
         yield base.make_image_table(block)
 
 
 def _read(
-    root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
+    root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
 ) -> Iterator[tuple[str, bytes, int | None]]:
     for file, label in rows:
-        row_id = text(relative(file.place, root))
+        row_id = printable_name(relative_path(file.place, root))
         encoded = file.place.read_bytes()
         if check and (reason := base.explain_undecodable(encoded)):
             refuse(row_id, NOT_AN_IMAGE.format(reason))

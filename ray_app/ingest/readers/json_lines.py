@@ -21,7 +21,7 @@ import pyarrow.json as pj
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
-from ray_app.storage.data_files import File, Place, parsing
+from ray_app.storage.data_files import DataLocation, File, parser_errors
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32
@@ -50,7 +50,7 @@ class JsonLines:
         piece_bytes: Most bytes of files that one task reads.
     """
 
-    path: Place
+    path: DataLocation
     label: str | None
     columns: list[str] | None
     ragged: list[str]
@@ -283,7 +283,7 @@ def _blocks(files: list[File]) -> Iterator[_Block]:
 
 
 def _lines(file: File) -> Iterator[tuple[int, bytes]]:
-    with parsing(file, "The file is damaged; make it again."), open_text(file) as stream:
+    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         buffered = io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
         is_first = True
         for number, line in enumerate(iter(lambda: buffered.readline(MAX_LINE_BYTES + 1), b""), 1):

@@ -24,7 +24,7 @@ from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.hugging_face import need_all_numbers
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.storage.data_files import File, parsing
+from ray_app.storage.data_files import File, parser_errors
 
 MAX_RECORD_BYTES = 512 << 20
 _IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP", re.DOTALL)
@@ -105,7 +105,7 @@ class TFRecord:
         if first is None:
             raise DataError(f"{self.pattern}: no record in these files. Give files with records.")
         file, data = first
-        with parsing(file, "Its first record is no tf.train.Example; allowed are TFRecord files of these."):
+        with parser_errors(file, "Its first record is no tf.train.Example; allowed are TFRecord files of these."):
             values = _features(data)
         names = sorted(values)
         label = self.label or ("label" if "label" in values else None)
@@ -264,7 +264,7 @@ def _records(file: File) -> Iterator[tuple[int, bytes]]:
     """
     at = 0
     with (
-        parsing(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."),
+        parser_errors(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."),
         _opened(file) as stream,
     ):
         while head := stream.read(12):

@@ -22,7 +22,7 @@ from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.storage.data_files import File, parsing, text
+from ray_app.storage.data_files import File, parser_errors, printable_name
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 MAX_ROW_BYTES = 512 << 20
@@ -275,7 +275,7 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
         " tar)."
     )
     with (
-        parsing(file, advice),
+        parser_errors(file, advice),
         file.open_unpacked() as stream,
         tarfile.open(fileobj=cast(Any, stream), mode="r|", tarinfo=_Header) as archive,
     ):
@@ -347,4 +347,4 @@ def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, i
             continue  # hidden files, and what has no extension, belong to no row
         content = archive.extractfile(member)
         assert content is not None
-        yield text(str(path.parent / stem)), text(extension.lower()), member.size, content.read
+        yield printable_name(str(path.parent / stem)), printable_name(extension.lower()), member.size, content.read

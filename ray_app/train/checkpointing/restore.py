@@ -10,7 +10,7 @@ import torch
 from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.errors import CheckpointError
 from ray_app.runlog.journal import put_event, read_events
-from ray_app.runlog.redaction import redacted
+from ray_app.runlog.redaction import redact_value
 from ray_app.task import device as environment
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.step_log import StepLog
@@ -70,7 +70,7 @@ def record_fallback(job: Job, fallback: Fallback) -> None:
     """
     details = {"checkpoint": fallback.name, "reason": fallback.reason}
     try:
-        if any(event.details == redacted(details) for event in read_events(job.paths, "fallback")):
+        if any(event.details == redact_value(details) for event in read_events(job.paths, "fallback")):
             return
     except OSError as error:  # better twice than never
         logger.warning("The events could not be read: %s", error)

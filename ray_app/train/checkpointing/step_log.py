@@ -29,7 +29,7 @@ from ray_app.errors import DataError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, collective, gather
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
-from ray_app.storage.files import names, put_json
+from ray_app.storage.files import list_files, put_json
 from ray_app.task import device as environment
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.writer import CheckpointWriter
@@ -376,7 +376,7 @@ class BadRows:
                 self._put(position, reason)
             self._listed |= self._pending.keys()
             self._pending = {}
-            found = len(names(folder))
+            found = len(list_files(folder))
         except OSError as error:
             logger.warning("Bad rows could not be listed, will try again: %s", error)
             return

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ray_app.checkpoint.format import Snapshot, params_digest, writers
-from ray_app.checkpoint.store import CheckpointStore, Commit, Hold, skipped
+from ray_app.checkpoint.format import Snapshot, file_writers, params_digest
+from ray_app.checkpoint.store import CheckpointStore, Commit, Hold, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.runlog.evaluations import evaluated_steps
@@ -140,7 +140,7 @@ class CheckpointWriter:
         made = replace(commit, params_digest=params_digest(snapshot.model), time_s=time.time())
         if self._before_commit is not None:
             self._before_commit(made)
-        self._store.write(writers(snapshot), made)
+        self._store.write(file_writers(snapshot), made)
         duration_s = time.perf_counter() - began
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
         self._tidy(commit.fence)
@@ -159,7 +159,7 @@ class CheckpointWriter:
         """Records which of the checkpoints that are about to go nobody has evaluated; once, also if they go
         later only.
         """
-        for step, name in sorted(skipped(gone, holds, time.time()) - self._skipped, key=lambda one: one[0]):
+        for step, name in sorted(skipped_evaluations(gone, holds, time.time()) - self._skipped, key=lambda one: one[0]):
             if step not in evaluated_steps(self._paths, name):
                 details = {"step": step, "reason": "the evaluator lags too far behind"} | ({"by": name} if name else {})
                 self._untold.append(("evaluation_skipped", fence, details))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 
 _MOST_NAMED, _MOST_NEAR = 12, 3
 
@@ -213,7 +213,7 @@ def read_parameters(place: str, digest: str | None) -> dict[str, Tensor]:
         OSError: The storage does not answer.
     """
     try:
-        data = location(place).read_bytes()
+        data = to_location(place).read_bytes()
     except FileNotFoundError as error:
         raise unreadable_parameters_error(place, error) from error
     try:

@@ -31,7 +31,7 @@ from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec, load_class
 from ray_app.data.windows import MicroBatch
-from ray_app.plan.assignment import micro_batches
+from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, collective
 from ray_app.reduction.sharded import (
@@ -66,7 +66,7 @@ class ShardedStep(Step):
         super().__init__(*args)
         assert isinstance(self._reducer, FsdpReducer), "build_reducer made it"
         self._sharded = self._reducer
-        self._missing = micro_batches(self._world.size, self._world.logical_workers) - len(self._world.assigned)
+        self._missing = count_passes(self._world.size, self._world.logical_workers) - len(self._world.assigned)
         self._before: MicroBatch | None = None
         self._bad: set[int] = set()
 

@@ -41,7 +41,7 @@ from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
 from tests.support.drilled import ground
 from tests.support.places import ROOT
@@ -89,7 +89,7 @@ def trace(**fields: Any) -> Trace:
 def gone() -> dict[str, Any]:
     """What a proof says of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", "pass"])
-    ended = asdict(Holder.here()) | {"pid": process.pid, "pid_ticks": 1}
+    ended = asdict(LeaseHolder.here()) | {"pid": process.pid, "pid_ticks": 1}
     process.wait()
     return ended
 
@@ -129,7 +129,7 @@ def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPa
         "failed",
         "it did not happen: there is no proof 'killed-0'",
     )
-    outcome, reason = judge(disturbance, ended(paths, asdict(Holder.here())), trace())
+    outcome, reason = judge(disturbance, ended(paths, asdict(LeaseHolder.here())), trace())
     assert (outcome, reason) == (
         "failed",
         "it did not happen: the process of killed-0 still lives; the run has no record of a failure",
@@ -206,7 +206,7 @@ def test_a_fault_has_as_many_proofs_as_victims(tmp_path: Path) -> None:
     assert proofs.claim(["a", "b"], rank=2)
     assert not proofs.claim(["a", "b"], rank=3)
     assert {name: proof["rank"] for name, proof in proofs.all().items()} == {"a": 1, "b": 2}
-    assert proofs.all()["a"]["process"] == asdict(Holder.here())
+    assert proofs.all()["a"]["process"] == asdict(LeaseHolder.here())
     Kill(proofs, ["a", "b"], step=3, ranks=[0])(0, 3)  # both have happened, so nobody is killed
 
 

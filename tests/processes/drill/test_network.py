@@ -13,7 +13,7 @@ from ray_app.drill.faults import Evidence
 from ray_app.drill.network import Severed, Wire, half_open, partition, wires
 from ray_app.drill.scenario import Scenario
 from ray_app.runlog.journal import put_event
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from tests.support.drilled import SUMMARY, ended, ended_process, ground
 from tests.support.waiting import until
 
@@ -126,7 +126,7 @@ def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) 
     assert made.confirm(replace(run, proofs=proofs | {"went_on": {"workers": 2}})) == [
         "the others went on as 2 workers"
     ]
-    lone = {"connections": ["a"], "of_the_rendezvous": 1, "process": asdict(Holder.here())}
+    lone = {"connections": ["a"], "of_the_rendezvous": 1, "process": asdict(LeaseHolder.here())}
     assert made.confirm(
         replace(run, proofs=proofs | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})
     ) == [

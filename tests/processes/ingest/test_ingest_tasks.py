@@ -33,7 +33,7 @@ from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest, run_in_threads
 from ray_app.ingest.output_folder import RECORDS, RUNS
 from ray_app.ingest.splits import write_input_split
-from ray_app.storage.files import listing, names, put_atomic, read_all
+from ray_app.storage.files import list_files, list_tree, put_atomic, read_all
 from ray_app.storage.object_stores import S3Path
 from tests.support.ingest_inputs import RNG, read, write_cifar, write_idx, write_images, write_tar
 from tests.support.places import ROOT, SUPPORT
@@ -54,7 +54,7 @@ def options_for(folder: Path, out: Any, **more: Any) -> IngestOptions:
 
 def content(folder: Path | S3Path) -> dict[str, bytes]:
     """The bytes of every file by relative path, but of the one in which times and ETags of the others stand."""
-    found = {name: place for name, place in listing(folder).items() if not name.endswith(FOOTERS_FILE)}
+    found = {name: place for name, place in list_tree(folder).items() if not name.endswith(FOOTERS_FILE)}
     return dict(zip(found, read_all(found.values()), strict=True))
 
 
@@ -106,7 +106,7 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     kill_midway(folder, out)
     assert not out.exists()
     [left] = tmp_path.glob("out.partial-*")
-    assert len(names(left / RECORDS)) == 3
+    assert len(list_files(left / RECORDS)) == 3
     before = {path.name: path.stat().st_mtime_ns for path in (left / RUNS).iterdir()}
     assert sorted(before) == ["-00000-000.arrow", "-00001-000.arrow", "-00002-000.arrow"]
     (left / ".dataset.json.0123.tmp").write_bytes(b"half")  # as a kill while it is written leaves it
@@ -160,7 +160,7 @@ def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monk
 
     def run(work: Any, tasks: Any) -> Any:
         [left] = tmp_path.glob("out.partial-*")
-        begun.append(names(left / RECORDS))
+        begun.append(list_files(left / RECORDS))
         return run_in_threads(work, tasks)
 
     ingest(options_for(folder, out), run)
@@ -344,7 +344,7 @@ def test_what_is_finished_outlives_an_error_of_the_storage(
     with pytest.raises(StorageError, match=r"5\.csv.*Once that is mended, start the same again: it does what is left"):
         ingest(options, run)
     [left] = tmp_path.glob("out.partial-*") if target == "disk" else [out]
-    assert len(names(left / RECORDS)) == 5
+    assert len(list_files(left / RECORDS)) == 5
     s3_server.reset()
     ingest(options)
     reads = [len(s3_server.requests(rf"GET .*/in/{i}\.csv")) for i in range(6)]

@@ -27,7 +27,7 @@ from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import export
 from ray_app.models.export import write_export
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import listing, put_atomic
+from ray_app.storage.files import list_tree, put_atomic
 from ray_app.storage.object_stores import S3Path
 from ray_app.task.tabular import TabularClassification
 from tests.support.places import ROOT
@@ -153,7 +153,7 @@ def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
 ) -> None:
     run = trained[0] / "runs" / "run"
     there = s3_folder / "runs" / "run"
-    for name, file in listing(run).items():
+    for name, file in list_tree(run).items():
         put_atomic(there / name, file.read_bytes())
     commits = CheckpointStore(RunPaths(run)).commits()
     out = tmp_path / "out"

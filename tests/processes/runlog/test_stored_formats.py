@@ -28,7 +28,7 @@ from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.models.export import read_export
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.journal import MetricsReader
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from tests.support.local_world import Pool
@@ -114,7 +114,7 @@ def test_a_run_goes_on_to_the_same_bits(run: RunPaths, pool: Pool) -> None:
         shutil.rmtree(run.checkpoint(step, 1))
     prepared = prepare(load_config("digits.yaml"))
     assert prepared.resumes
-    with acquire(run) as lease:
+    with acquire_lease(run) as lease:
         job = claim(prepared, lease.fence).job
         pool.run_job(job, 3)
     again = CheckpointStore(run).commits()[-1]

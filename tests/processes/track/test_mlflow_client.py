@@ -22,7 +22,7 @@ from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names, read_evaluations
 from ray_app.runlog.journal import Event, put_event
-from ray_app.runlog.node_metrics import Look, put_look
+from ray_app.runlog.node_metrics import NodeSample, put_sample
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import put_json, read_json
 from ray_app.track.mlflow_client import OWN, Backlog, DataSet, Sent
@@ -178,15 +178,15 @@ def test_the_newest_evaluation_of_each_evaluator_is_an_artifact(run: Run) -> Non
 def test_looks_at_the_nodes_arrive_once_also_after_a_crash_and_a_resume(run: Run) -> None:
     run.record(1, 10)
     looks = [
-        Look(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}})
+        NodeSample(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}})
         for n in range(30)
     ]
     for n, look in enumerate(looks[:20]):
-        put_look(run.paths, 1, n, look)
+        put_sample(run.paths, 1, n, look)
     assert run.tracker().close("KILLED", 20)
     older = read_json(run.paths.tracking)
     for n, look in enumerate(looks[20:]):
-        put_look(run.paths, 2, n, look)
+        put_sample(run.paths, 2, n, look)
     assert run.tracker().close("KILLED", 20)
     put_json(run.paths.tracking, older | {"look": "000001-000000007.json"})
     assert run.tracker().close("FINISHED", 20)

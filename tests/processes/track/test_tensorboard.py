@@ -19,7 +19,7 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import listing
+from ray_app.storage.files import list_tree
 from ray_app.storage.object_stores import S3Path
 from ray_app.track.mlflow_client import Backlog, Sent
 from ray_app.track.tensorboard import Board
@@ -65,7 +65,7 @@ run_training(config, faults=Faults(train=Hooks(after_step=kill)))
 def full_files(paths: RunPaths) -> dict[str, bytes]:
     return {
         name: data
-        for name, data in ((name, file.read_bytes()) for name, file in listing(paths.tensorboard).items())
+        for name, data in ((name, file.read_bytes()) for name, file in list_tree(paths.tensorboard).items())
         if data
     }
 

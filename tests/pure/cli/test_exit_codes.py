@@ -31,7 +31,7 @@ from ray_app.cli.train import main as train
 from ray_app.data.dataset import open_dataset
 from ray_app.driver.signals import ending_at_sigterm
 from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError, StorageError
-from ray_app.runlog.redaction import guard, redact
+from ray_app.runlog.redaction import redact, register_secrets
 from tests.support.made_run import MadeRun
 from tests.support.places import ROOT
 
@@ -75,7 +75,7 @@ def wrapped() -> None:
 def test_what_comes_of_the_work_is_the_exit_code(
     work: Callable[[], None], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    guard({"task": {"init_args": {"api_key": SECRET}}})
+    register_secrets({"task": {"init_args": {"api_key": SECRET}}})
     assert exit_code(work, "It failed") == code
     assert capsys.readouterr().err == said
 
@@ -243,7 +243,7 @@ def test_ingest_says_what_the_storage_says(tmp_path: Path, capsys: pytest.Captur
 def test_what_is_refused_before_the_start_holds_no_secret(
     main: Callable[[list[str]], int], given: list[str], digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    guard({"task": {"init_args": {"api_key": SECRET}}})
+    register_secrets({"task": {"init_args": {"api_key": SECRET}}})
     data = ["--data.path", str(digits / "train"), "--data.eval_path", str(digits / "eval")]
     assert main(["--config", str(ROOT / "conf" / "digits.yaml"), *data, *given]) == 2
     said = capsys.readouterr().err

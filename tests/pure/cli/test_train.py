@@ -14,7 +14,7 @@ from ray_app.cluster.resources import workers_that_fit
 from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from tests.support.places import ROOT
 from tests.support.train_command import Ended, of_images, write_images
 
@@ -120,7 +120,7 @@ def test_a_run_name_of_another_configuration_is_refused(
     command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
 ) -> None:
     prepared = prepare(parse(command()))
-    with acquire(prepared.job.paths) as lease:
+    with acquire_lease(prepared.job.paths) as lease:
         claim(prepared, lease.fence)  # a run that got as far as its configuration
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
     ended = call(command("--seed=7"))

@@ -25,7 +25,7 @@ from ray_app.config.config import Config, from_yaml
 from ray_app.driver.run import idle_gpus
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.stored_config import read_config
 from ray_app.submit.on_cluster import inspect
 from tests.support.places import ROOT
@@ -206,7 +206,7 @@ def test_the_number_of_the_first_start_is_kept(digits: Path, tmp_path: Path, mon
     )
     assert from_yaml(config.to_yaml()).scaling.max_workers == "all"
     prepared = prepare(config)
-    with acquire(prepared.job.paths) as lease:
+    with acquire_lease(prepared.job.paths) as lease:
         claim(prepared, lease.fence)
     assert read_config(prepared.job.paths).scaling.max_workers == 4
     monkeypatch.setattr(os, "cpu_count", lambda: 8)

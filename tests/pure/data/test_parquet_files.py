@@ -36,7 +36,7 @@ from ray_app.data.probes import decode_first_row, infer_specs, probe
 from ray_app.data.reader import Reader, RowSource, Span, fetch_in_process, plan_all_reads, read_span
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import ColumnFacts
-from ray_app.storage.data_files import unusable
+from ray_app.storage.data_files import to_read_error
 from ray_app.task.base import Task
 from ray_app.task.fields import need_finite
 from ray_app.task.metrics import score
@@ -554,7 +554,7 @@ def test_few_of_many_files_are_open_at_a_time(tmp_path: Path) -> None:
 
 
 def test_too_many_open_files_names_the_limit() -> None:
-    error = unusable("a.parquet", OSError(errno.EMFILE, "Too many open files"), "Restore it.")
+    error = to_read_error("a.parquet", OSError(errno.EMFILE, "Too many open files"), "Restore it.")
     assert isinstance(error, StorageError)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert f"A process may have {limit} files open here (ulimit -n)" in str(error)

@@ -19,7 +19,7 @@ from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import Prepared
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
-from ray_app.runlog.evaluations import Evaluation, ranked
+from ray_app.runlog.evaluations import Evaluation, rank_evaluations
 from ray_app.runlog.history import goodput, recoveries, restarts, start, world_sizes
 from ray_app.runlog.journal import Event, StepRecord, put_event, read_events
 from ray_app.runlog.paths import RunPaths
@@ -138,9 +138,9 @@ def test_a_start_of_a_run_that_had_finished_is_no_restart_of_the_driver(
 def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
     values = [(8, 0.5), (16, float("nan")), (24, 0.9), (32, 0.9)]
     found = [Evaluation(step, 0, "", {"accuracy": value}, 10, 0.1, 0.0) for step, value in values]
-    assert [e.step for e in ranked(found, "accuracy", "max")] == [24, 32, 8]
-    assert [e.step for e in ranked(found, "accuracy", "min")] == [8, 24, 32]
-    assert ranked(found, "f1", "max") == []
+    assert [e.step for e in rank_evaluations(found, "accuracy", "max")] == [24, 32, 8]
+    assert [e.step for e in rank_evaluations(found, "accuracy", "min")] == [8, 24, 32]
+    assert rank_evaluations(found, "f1", "max") == []
 
 
 @pytest.mark.parametrize(

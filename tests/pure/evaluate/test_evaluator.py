@@ -27,7 +27,7 @@ from ray_app.evaluate.evaluator import Evaluator, deaths_in_a_row
 from ray_app.evaluate.job import EvaluationJob, pause_s, pending
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from ray_app.storage.files import put_json
 from ray_app.task import device as environment
 from ray_app.task.metrics import combine, score
@@ -250,7 +250,7 @@ def test_without_its_driver_it_finishes_and_has_the_run_closed(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    lease = acquire(job.paths)
+    lease = acquire_lease(job.paths)
     commit(job, 1)
     closed: list[str] = []
     with following(replace(job, fence=lease.fence), when_orphaned=closed.append):
@@ -265,15 +265,15 @@ def test_without_its_driver_it_finishes_and_has_the_run_closed(
 
 def test_when_a_later_start_has_taken_over_it_just_ends(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    acquire(job.paths).release()
-    with acquire(job.paths), following(replace(job, fence=1), when_orphaned=pytest.fail) as evaluator:
+    acquire_lease(job.paths).release()
+    with acquire_lease(job.paths), following(replace(job, fence=1), when_orphaned=pytest.fail) as evaluator:
         wait_until(evaluator._stopped.is_set, "it ends")
         assert evaluator.error() is None
 
 
 def test_one_that_gave_up_has_the_run_closed_all_the_same(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    lease = acquire(job.paths)
+    lease = acquire_lease(job.paths)
     commit(job, 1)
     closed: list[str] = []
 
@@ -293,7 +293,7 @@ def test_one_that_gave_up_has_the_run_closed_all_the_same(job: EvaluationJob, mo
 def test_a_driver_that_lives_after_all_is_followed_on(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease was overdue because the storage was away."""
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    lease = acquire(job.paths)
+    lease = acquire_lease(job.paths)
     asked: list[str] = []
 
     def renewed_and_held(root: str) -> None:
@@ -318,7 +318,7 @@ def test_a_driver_that_lives_after_all_is_followed_on(job: EvaluationJob, monkey
 
 def test_storage_that_is_away_at_the_end_is_asked_again(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    acquire(job.paths).release()
+    acquire_lease(job.paths).release()
     answers = iter([OSError("away"), None])
 
     def close(_: str) -> None:
@@ -334,14 +334,14 @@ def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    acquire(job.paths).release()
+    acquire_lease(job.paths).release()
     for step in (1, 2, 3):
         commit(job, step)
     seen: list[str] = []
 
     def meanwhile(found: Commit) -> None:
         if found.step == 1:
-            acquire(job.paths, closing=True).release()  # as `ray-app track --replay` does
+            acquire_lease(job.paths, closing=True).release()  # as `ray-app track --replay` does
         else:
             wait_until(lambda: evaluator._driver != "held", "the end of the driver is seen")
 

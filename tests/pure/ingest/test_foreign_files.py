@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from ray_app.data.dataset import open_dataset
-from ray_app.errors import ConfigError, DataError, without_addresses
+from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.runlog.redaction import redact
 from ray_app.task.user_code import describe_error, format_calls, row_error_reason
@@ -183,8 +183,8 @@ def test_errors_have_no_address_of_an_object_wherever_they_are_written() -> None
             describe_error(error),
             format_calls(error),
             redact(str(error)),
-            without_addresses(str(error)),
+            remove_addresses(str(error)),
         ]
     assert not any("0x" in text for text in texts)
     assert all("Thing object>" in text for text in texts)
-    assert without_addresses("marker 0xd9 at 0x1F") == "marker 0xd9 at 0x1F", "numbers of a format stay"
+    assert remove_addresses("marker 0xd9 at 0x1F") == "marker 0xd9 at 0x1F", "numbers of a format stay"

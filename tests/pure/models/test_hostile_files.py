@@ -37,7 +37,7 @@ from ray_app.plan.manifest import Manifest
 from ray_app.predict.actor import Model
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard
+from ray_app.runlog.redaction import register_secrets
 from ray_app.task.tabular import TabularClassification
 from tests.support.checkpoints import commit_of
 from tests.support.places import ROOT
@@ -91,7 +91,7 @@ def test_a_pickle_in_a_checkpoint_is_passed_over(tmp_path: Path, ran: Path, payl
 @pytest.mark.parametrize("name", ["../../outside.txt", "/etc/hostname", "a/../../../outside.txt"])
 def test_a_commit_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     """A `COMMIT.json` made by an attacker has a right digest; what it names is not read."""
-    from ray_app.checkpoint.store import sealed
+    from ray_app.checkpoint.store import seal
 
     paths = RunPaths(tmp_path / "run")
     (tmp_path / "outside.txt").write_text("secret")
@@ -100,7 +100,7 @@ def test_a_commit_that_names_files_elsewhere_is_refused(tmp_path: Path, name: st
     values = json.loads((folder / "COMMIT.json").read_text())
     values.pop("sha256")
     values["files"][name] = {"sha256": "0" * 64, "bytes": 6}
-    (folder / "COMMIT.json").write_text(json.dumps(sealed(values)))
+    (folder / "COMMIT.json").write_text(json.dumps(seal(values)))
     passed: list[Fallback] = []
     with pytest.raises(CheckpointError, match="names the file"):
         store.load_newest(passed.append)
@@ -324,7 +324,7 @@ def test_a_package_holds_no_secret(tmp_path: Path) -> None:
         num_classes=2,
         api_token="canary-token",
     )
-    guard({"task": {"init_args": {"api_token": "canary-token"}}})
+    register_secrets({"task": {"init_args": {"api_token": "canary-token"}}})
     rows = {"features": np.ones((2, 3), np.float32), "label": np.zeros(2, np.int64)}
     folder = make_package(task, task.build_model(), rows, tmp_path / "model").folder
     assert json.loads((folder / "data" / "model" / "package.json").read_text())["task"]["settings"] is None

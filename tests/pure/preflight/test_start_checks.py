@@ -23,7 +23,7 @@ from ray_app.config.sections import ClassSpec
 from ray_app.data.dataset import open_dataset
 from ray_app.data.reader import Reader, cut_reads
 from ray_app.errors import BadRowError, ConfigError, DataError
-from ray_app.plan.manifest import ColumnFacts, DataFacts, similar_names
+from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
 from ray_app.plan.order import Segment
 from ray_app.predict.predict import _refuse_missing
 from ray_app.preflight.prepare import Prepared, claim, prepare
@@ -184,7 +184,7 @@ def test_the_start_names_columns_that_are_not_used_and_why(tmp_path: Path) -> No
 def test_classes_that_differ_in_case_or_blanks_are_named(
     tmp_path: Path, names: list[str], alike: list[list[str]]
 ) -> None:
-    assert similar_names(names) == alike
+    assert find_similar_names(names) == alike
     doubts = tabular(labelled(tmp_path / "a", [i % len(names) for i in range(16)], names)).warnings
     assert len(doubts) == len(alike)
     assert all(repr(name) in doubt for doubt, group in zip(doubts, alike, strict=True) for name in group)

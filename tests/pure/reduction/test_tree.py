@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ray_app.plan.assignment import Node, logical_workers_of, middle, subtrees
+from ray_app.plan.assignment import Node, logical_workers_of, split_point, subtrees
 from ray_app.reduction.tree import TreeSum, tree_parents
 
 logical_counts = st.integers(1, 70)
@@ -27,7 +27,7 @@ def reference(values: list[Tensor], node: Node) -> Tensor:
     """The sum as the tree is defined, by recursion."""
     if node[1] - node[0] == 1:
         return values[node[0]]
-    return reference(values, (node[0], middle(node))) + reference(values, (middle(node), node[1]))
+    return reference(values, (node[0], split_point(node))) + reference(values, (split_point(node), node[1]))
 
 
 def added(nodes: list[tuple[Node, Tensor]], logical_workers: int) -> list[tuple[Node, Tensor]]:

@@ -86,7 +86,7 @@ from ray_app.retrain.rounds import (
     open_rounds,
 )
 from ray_app.retrain.situation import TriggerFacts, decide
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 from ray_app.task.metrics import Chunk, combine, resample, score
 from ray_app.task.tabular import TabularClassification, TabularRegression
 
@@ -426,7 +426,7 @@ def test_a_metric_that_is_no_number_makes_no_champion_and_is_none_to_compare_wit
     assert judge(lost, SECTION).promote
     assert not judge(replace(lost, challenger=value), SECTION).promote
     version = Version("m", "1", "run", "", {"ray_app.metric": "auroc", "ray_app.metric_value": str(value)})
-    assert Champion(version, RetrainPaths(location(str(tmp_path))), "").accepted("auroc") is None
+    assert Champion(version, RetrainPaths(to_location(str(tmp_path))), "").accepted("auroc") is None
 
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))

@@ -14,7 +14,7 @@ from ray_app.models.registry import champion_of, promote, rollback, rollbacks
 from ray_app.retrain import rounds
 from ray_app.retrain.champion import record_rollbacks, roll_back
 from ray_app.retrain.rounds import RetrainPaths, entries
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_all_json
 from ray_app.track.mlflow_client import connect
@@ -172,7 +172,7 @@ def test_a_rollback_does_not_wait_for_a_training(client: Any, tmp_path: Path) ->
     )
     model(client, "busy", 2, tmp_path)
     paths = RetrainPaths.of(config)
-    with acquire(RunPaths(paths.root)):  # of a retraining that goes on for hours
+    with acquire_lease(RunPaths(paths.root)):  # of a retraining that goes on for hours
         assert roll_back(config, "wrong on customer X").to == "1"
     assert champion_of(client, "busy") == "1"
     assert [entry["what"] for entry in entries(paths)] == ["rolled back"]

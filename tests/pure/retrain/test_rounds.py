@@ -28,9 +28,9 @@ from ray_app.retrain.options import RetrainSection
 from ray_app.retrain.retraining import Outcome, retrain
 from ray_app.retrain.rounds import RetrainPaths, delivered, entries, inputs_of
 from ray_app.retrain.situation import champion_now
-from ray_app.runlog.lease import Holder, Record, newest_fence
+from ray_app.runlog.lease import LeaseHolder, LeaseRecord, newest_fence
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import names, put_json
+from ray_app.storage.files import list_files, put_json
 from ray_app.track.mlflow_client import connect
 from tests.support.mlflow_server import database
 
@@ -135,7 +135,9 @@ class TakenOver(Watch):
     def __call__(self, stage: str) -> None:
         super().__call__(stage)
         if stage == self.stage:
-            other = Record(dataclasses.replace(Holder.here(), host="node-7", machine="node-7"), 0.0, time.time(), 30.0)
+            other = LeaseRecord(
+                dataclasses.replace(LeaseHolder.here(), host="node-7", machine="node-7"), 0.0, time.time(), 30.0
+            )
             put_json(RunPaths(self.paths.root).fence(2), dataclasses.asdict(other))
 
 
@@ -352,10 +354,12 @@ def test_of_starts_long_ago_no_file_is_left(config: Config, which: str) -> None:
     paths = RetrainPaths.of(config)
     lease = RunPaths(getattr(paths, which))
     for number in range(1, 151):
-        put_json(lease.fence(number), dataclasses.asdict(Record(Holder.here(), 0.0, 0.0, 30.0, released=True)))
+        put_json(
+            lease.fence(number), dataclasses.asdict(LeaseRecord(LeaseHolder.here(), 0.0, 0.0, 30.0, released=True))
+        )
     if which == "root":
         start(config, Watch(config))
     else:
         deciding(paths).release()
-    assert sorted(names(lease.fences)) == [f"{number:04d}.json" for number in range(51, 152)]
+    assert sorted(list_files(lease.fences)) == [f"{number:04d}.json" for number in range(51, 152)]
     assert newest_fence(lease) == 151

@@ -13,9 +13,9 @@ from ray_app.config.sections import EvaluateSection
 from ray_app.runlog.evaluations import (
     Evaluation,
     Verdict,
-    best_first,
     early_stop,
     put_evaluation,
+    rank_candidates,
     read_evaluations,
     read_scores,
 )
@@ -72,14 +72,14 @@ def test_with_patience_the_checkpoint_of_the_verdict_is_the_best(
 ) -> None:
     paths, section = RunPaths(tmp_path), EvaluateSection(patience=2)
     evaluated(paths, values)
-    assert [e.step for e in best_first(paths, section, "auroc", "max", planned)] == best
+    assert [e.step for e in rank_candidates(paths, section, "auroc", "max", planned)] == best
     if len(values) == 3 and best == [10]:
         assert early_stop(paths, section, "auroc", "max", planned) == Verdict(20, 10)
 
 
 def test_without_patience_none_is_the_best(tmp_path: Path) -> None:
     evaluated(RunPaths(tmp_path), [NAN, NAN])
-    assert best_first(RunPaths(tmp_path), replace(EvaluateSection(), patience=None), "auroc", "max", planned) == []
+    assert rank_candidates(RunPaths(tmp_path), replace(EvaluateSection(), patience=None), "auroc", "max", planned) == []
 
 
 @pytest.mark.parametrize(

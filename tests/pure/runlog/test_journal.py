@@ -23,13 +23,13 @@ from ray_app.runlog import journal as segments
 from ray_app.runlog.evaluations import Evaluation, early_stop, put_evaluation
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import (
-    MOST_SMALL,
+    MAX_SMALL_FILES,
     FirstRecords,
     MetricsReader,
     MetricsWriter,
     StepRecord,
-    in_order,
-    join,
+    join_segments,
+    list_segments,
     newest_record,
     put_segment,
 )
@@ -97,12 +97,12 @@ def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
 ) -> None:
     monkeypatch.setattr(segments, "MOST_SMALL", 8)
     written(paths, 35)
-    whole, before = seen(paths), {name: (paths.metrics / name).read_bytes() for name in in_order(paths)}
+    whole, before = seen(paths), {name: (paths.metrics / name).read_bytes() for name in list_segments(paths)}
     assert (len(whole[0]), len(whole[1]), len({(r.step, r.generation) for r in whole[1]})) == (35, 5, 5)
     stops = 0
     for after in (False, True):
         for effect in range(1, 1000):
-            for name in in_order(paths):
+            for name in list_segments(paths):
                 (paths.metrics / name).unlink()
             for name, data in before.items():
                 (paths.metrics / name).write_bytes(data)
@@ -111,16 +111,16 @@ def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
                 broken.setattr(segments, "put_atomic", stopping(segments.put_atomic, left, after))
                 broken.setattr(Path, "unlink", stopping(Path.unlink, left, after))
                 try:
-                    join(paths, 0, 5000)
+                    join_segments(paths, 0, 5000)
                 except Stopped:
                     stops += 1
             if left[0] > 0:
                 break
             assert seen(paths) == whole, effect
-            join(paths, 0, 5000)
+            join_segments(paths, 0, 5000)
             assert seen(paths) == whole, effect
     assert stops > 60
-    assert len(in_order(paths)) < 8
+    assert len(list_segments(paths)) < 8
 
 
 def test_two_join_at_once_while_others_read_and_write(paths: RunPaths) -> None:
@@ -135,7 +135,7 @@ def test_two_join_at_once_while_others_read_and_write(paths: RunPaths) -> None:
 
     def merge() -> None:
         for full_bytes in (700, 3000, 20000):
-            join(paths, 0, full_bytes)
+            join_segments(paths, 0, full_bytes)
 
     threads = [threading.Thread(target=merge) for _ in range(3)]
     looking = threading.Thread(target=look)
@@ -159,22 +159,22 @@ def test_a_writer_joins_by_itself_and_leaves_alone_what_was_just_written(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(paths)
-    count = len(in_order(paths))
-    assert join(paths) == 0
-    assert len(in_order(paths)) == count
-    monkeypatch.setattr(journal, "join", partial(join, settled_s=0))
+    count = len(list_segments(paths))
+    assert join_segments(paths) == 0
+    assert len(list_segments(paths)) == count
+    monkeypatch.setattr(journal, "join_segments", partial(join_segments, settled_s=0))
     writer = MetricsWriter(paths, 2, flush_s=0.01)
-    until(lambda: len(in_order(paths)) < MOST_SMALL, "nothing is joined")
+    until(lambda: len(list_segments(paths)) < MAX_SMALL_FILES, "nothing is joined")
     writer.close()
 
 
 def test_many_that_were_left_are_joined_in_several_goes(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MOST_JOINED", 70)
     written(paths, 150)
-    whole, counts = seen(paths), [len(in_order(paths))]
+    whole, counts = seen(paths), [len(list_segments(paths))]
     for _ in range(4):
-        assert join(paths, 0, 3000) <= 70
-        counts.append(len(in_order(paths)))
+        assert join_segments(paths, 0, 3000) <= 70
+        counts.append(len(list_segments(paths)))
         assert seen(paths) == whole
     assert counts[0] - counts[1] < 70
     assert counts[-1] < 64 + counts[0] // 4
@@ -182,13 +182,17 @@ def test_many_that_were_left_are_joined_in_several_goes(paths: RunPaths, monkeyp
 
 def test_a_damaged_segment_is_named_and_nothing_is_joined(paths: RunPaths) -> None:
     written(paths)
-    [*_, last] = in_order(paths)
+    [*_, last] = list_segments(paths)
     (paths.metrics / last).write_bytes(b"{")  # type: ignore[union-attr]
-    before = in_order(paths)
-    for read in (lambda: join(paths, 0, 10**9), lambda: MetricsReader(paths).poll(), lambda: read_steps(paths)):
+    before = list_segments(paths)
+    for read in (
+        lambda: join_segments(paths, 0, 10**9),
+        lambda: MetricsReader(paths).poll(),
+        lambda: read_steps(paths),
+    ):
         with pytest.raises(ConfigError, match=f"{last} is damaged"):
             read()
-    assert in_order(paths) == before
+    assert list_segments(paths) == before
 
 
 def test_files_and_memory_hardly_grow_with_the_steps(paths: RunPaths) -> None:
@@ -199,14 +203,14 @@ def test_files_and_memory_hardly_grow_with_the_steps(paths: RunPaths) -> None:
             put_segment(
                 paths, 1, [record_of(step, logical_workers=64) for step in range(first, min(first + 10, high + 1))]
             )
-            join(paths, 0, 1 << 19)
-        files.append(len(in_order(paths)))
+            join_segments(paths, 0, 1 << 19)
+        files.append(len(list_segments(paths)))
         tracemalloc.start()
         course = read_steps(paths)
         held.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         assert (len(course.records), course.rows[0]) == (high, sum(3 + step % 2 for step in range(1, high + 1)))
-    assert files[1] <= MOST_SMALL + 12
+    assert files[1] <= MAX_SMALL_FILES + 12
     assert held[1] - held[0] < 1400 * 140
 
 
@@ -243,7 +247,8 @@ def test_weights_and_metrics_of_some_steps_are_those_of_the_records(paths: RunPa
     assert [(r.weight, r.metrics) for r in found] == [(None, {}), (0.0, {"a": 0.5}), (7.5, {"b": -1.0})]
     assert [r.over for r in found] == [8, 0.0, 7.5]
     assert [
-        segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes()) for name in in_order(paths)
+        segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes())
+        for name in list_segments(paths)
     ] == [[record] for record in some]
 
 
@@ -309,7 +314,7 @@ def test_a_backlog_does_not_get_what_was_joined_again(paths: RunPaths) -> None:
             sent.add(point)
             first.append((point.step, json.dumps(point.metrics, sort_keys=True)))
         backlog.sent(sent)
-        join(paths, 0, 5000)
+        join_segments(paths, 0, 5000)
     assert [step for step, _ in first] == list(range(10, 101, 10))
     again = Backlog(paths, 10)
     again.read(Sent())
@@ -347,8 +352,8 @@ def test_the_point_of_an_evaluation_has_its_time_and_only_its_numbers() -> None:
 
 
 def test_joining_counts_the_files_that_it_replaced(paths: RunPaths) -> None:
-    for step in range(1, MOST_SMALL + 1):
+    for step in range(1, MAX_SMALL_FILES + 1):
         put_segment(paths, 1, [record_of(step)])
-    assert join(paths, 0, 10**6) == MOST_SMALL
-    assert len(in_order(paths)) == 1
-    assert join(paths, 0, 10**6) == 0
+    assert join_segments(paths, 0, 10**6) == MAX_SMALL_FILES
+    assert len(list_segments(paths)) == 1
+    assert join_segments(paths, 0, 10**6) == 0

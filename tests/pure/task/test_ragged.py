@@ -28,7 +28,7 @@ from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, RowSource, fetch_in_process
 from ray_app.data.windows import CachedWindows, MicroBatch, Windows
-from ray_app.plan.order import Cursor, Plan, by_length
+from ray_app.plan.order import Cursor, Plan, order_by_length
 from ray_app.task.ragged import Ragged, concat_ragged, to_batch
 from ray_app.task.transforms import drawing
 from tests.support.delivered import Place, assert_same, delivered
@@ -148,7 +148,7 @@ def test_grouped_by_length_little_is_padding(texts: Dataset) -> None:
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 9), st.integers(0, 2**40))
 def test_an_order_by_length_is_a_permutation_of_like_rows(lengths: list[int], micro_batch: int, base: int) -> None:
     given_lengths = np.array(lengths, np.int64)
-    order = by_length(given_lengths, micro_batch, base)
+    order = order_by_length(given_lengths, micro_batch, base)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     full = len(lengths) // micro_batch
     bounds = [given_lengths[order[i * micro_batch : (i + 1) * micro_batch]] for i in range(full)]

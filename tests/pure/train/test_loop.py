@@ -21,7 +21,7 @@ from ray_app.reduction.base import World
 from ray_app.runlog.evaluations import Evaluation, Verdict, put_evaluation
 from ray_app.runlog.history import recoveries
 from ray_app.runlog.journal import MetricsReader, StepRecord, put_event, read_events
-from ray_app.storage.files import Location, listing
+from ray_app.storage.files import Location, list_tree
 from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job
@@ -105,7 +105,7 @@ def test_a_newcomer_that_has_to_leave_before_it_begins_writes_no_checkpoint(
     job = new_job(train__strategy=strategy)
     with pytest.raises(PreemptedError, match="before it got a state"):
         train(job, ToldToLeave(), cached, CPU, Hooks())
-    assert listing(job.paths.root) == {}
+    assert list_tree(job.paths.root) == {}
 
 
 class Outage:
@@ -118,13 +118,13 @@ class Outage:
         if self.lasts:
             self.refused += 1
             raise OSError("503 Slow Down")
-        return listing(*args, **options)
+        return list_tree(*args, **options)
 
 
 @pytest.fixture
 def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
     outage = Outage()
-    monkeypatch.setattr(store_module, "listing", outage)
+    monkeypatch.setattr(store_module, "list_tree", outage)
     return outage
 
 

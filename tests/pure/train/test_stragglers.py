@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_app.plan.assignment import shares_by_speed
+from ray_app.plan.assignment import blocks_by_speed
 from ray_app.reduction.base import World
 from ray_app.train.step.timing import TimeBreakdown
 from ray_app.train.stragglers import Straggler, StragglerDetector
@@ -157,7 +157,7 @@ def test_moves_become_rare() -> None:
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(0, 10))
 def test_shares_are_the_quickest(seconds: list[float], more: int) -> None:
-    shares = shares_by_speed(seconds, len(seconds) + more)
+    shares = blocks_by_speed(seconds, len(seconds) + more)
     assert [v for block in shares for v in block] == list(range(len(seconds) + more))
     assert all(shares)
     ends = max(len(block) * each for block, each in zip(shares, seconds, strict=True))

@@ -19,7 +19,7 @@ import ray
 from ray_app.config.config import Config
 from ray_app.errors import unwrap_app_error
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard
+from ray_app.runlog.redaction import register_secrets
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus
@@ -136,7 +136,7 @@ class CoordinatorActor(Coordinator):
     """
 
     def __init__(self, job: Job, servers: list[str], keepers: list[Any], hooks: Hooks) -> None:
-        guard(job.config.to_dict())
+        register_secrets(job.config.to_dict())
         handles = tuple(map(ray.get_actor, servers))
         super().__init__(job, RayServers(handles), SnapshotSender(keepers), hooks)
         self._calls = {handle: (handle.well.remote(), time.monotonic()) for handle in handles}
