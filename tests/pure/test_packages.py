@@ -13,7 +13,7 @@ from docs.picture import PICTURE, svg
 from tests.support.places import ROOT
 
 KNOW_RAY = ("cluster", "submit")
-DOUBLES = {"Hold", "Pace", "Reader", "Start", "Step"}
+DOUBLES = {"Hold", "Reader"}
 """Names of two public classes each. The list only gets shorter: a word means one thing (docs/glossary.md)."""
 
 

@@ -292,7 +292,7 @@ def test_a_training_is_refused_only_for_what_stays_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for error, code in ((BAD_ROW, 2), (AWAY, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)):
-        monkeypatch.setattr(training, "opened", lambda *_, error=error, **__: raising(error)())
+        monkeypatch.setattr(training, "open_run", lambda *_, error=error, **__: raising(error)())
         assert train(["--config", str(ROOT / "conf" / "digits.yaml")]) == code, error
         assert capsys.readouterr().err.startswith(
             type(error).__name__ if code == 2 else f"The run failed: {type(error).__name__}"

@@ -290,7 +290,7 @@ def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(fields: di
         (
             {"scaling__gpus_per_worker": 1.0, "train__capture": True},
             {"failure__sdc_check_rate": 0.1},
-            "train.capture is set, and failure.rep",
+            "train.capture is set, and failure.sdc",
         ),
         ({"train__ema_decay": 0.999}, {"train__ema_decay": 1.0}, "train.ema_decay is 1.0"),
         ({"run__name": "a" * 128}, {"run__name": "a" * 129}, "run.name is 'aaa"),

@@ -1,6 +1,4 @@
-"""A task whose model `torch.export` refuses, because what it does depends on its outputs; it was used for the package
-in safetensors.
-"""
+"""A task whose model `torch.export` refuses, because what it does depends on its outputs; it was used for the package in safetensors."""
 
 from __future__ import annotations
 

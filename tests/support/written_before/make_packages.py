@@ -9,7 +9,7 @@ from doubtful import Doubtful
 from ray_app.pipeline.exporting import ExportOptions, export_run
 from ray_app.pipeline.registering import example_of
 from ray_app.pipeline.trained import chosen, load_model, trained_job
-from ray_app.runlog.paths import RunPaths
+from ray_app.record.paths import RunPaths
 from ray_app.track.package import make_package
 
 export_run(ExportOptions("runs/digits", "export", "newest"))

@@ -1,8 +1,7 @@
 """Loads a packaged model, for MLflow and for plain PyTorch; a copy of this file is the code of every package.
 
-It stands alone: it needs torch and NumPy, safetensors for a package with weights of its own, and neither Ray nor the
-rest of ray_app. Nothing is unpickled, and no expression of an archive is evaluated that does more than count rows; a
-package that asks for it is refused.
+It stands alone: it needs torch and NumPy, safetensors for a package with weights of its own, and neither Ray nor the rest of ray_app.
+Nothing is unpickled, and no expression of an archive is evaluated that does more than count rows; a package that asks for it is refused.
 """
 
 from __future__ import annotations
@@ -36,13 +35,9 @@ _OPERATOR = re.compile(
     r"torch\.ops\.(aten|prims|torchvision|higher_order)\.(?!(save|load|from_file)\b|__(?!and|or|xor|[lr]shift))\w+(\.(?!__)\w+)?|torch\.sym_\w+|math\.[a-z]\w*|"
     r"_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|and_|or_|not_|invert|xor|lshift|rshift|eq|ne|lt|le|gt|ge)"
 )
-"""Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, do what they are
-told.
-"""
+"""Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, do what they are told."""
 _CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
-"""What arguments and results may be nested in; for others, such as `collections.defaultdict`, torch imports a module
-named there.
-"""
+"""What arguments and results may be nested in; for others, such as `collections.defaultdict`, torch imports a module named there."""
 _FUNCTION, _SYMBOL = re.compile(r"[A-Z][A-Za-z]*|floor|ceiling"), re.compile(r"[a-z]+\d+")
 _SIZE_PARTS = (ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.keyword, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
 _SIZE_PARTS += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
@@ -80,8 +75,9 @@ class Predictor:
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
         """Predicts a batch.
 
-        Args: data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an
-            array in every cell. params: Not used.
+        Args:
+            data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an array in every cell.
+            params: Not used.
 
         Returns:
             The task's outputs as an array (rows, ...); a dictionary of arrays if there are several.
@@ -110,8 +106,8 @@ def load(folder: str | Path) -> nn.Module:
     Returns:
         A module whose arguments are the inputs that `package.json` names, in that order.
 
-    Raises: ValueError: The package holds pickled code, which is not run, or its code is another than what is imported
-        already.
+    Raises:
+        ValueError: The package holds pickled code, which is not run, or its code is another than what is imported already.
     """
     folder = Path(folder)
     if describe(folder)["format"] == "torch.export":
@@ -136,8 +132,7 @@ def named(outputs: Any) -> list[tuple[str, Tensor]]:
     if isinstance(outputs, (tuple, list)):
         pairs = [(f"output_{i}", values) for i, values in enumerate(outputs)]
     if not pairs or not all(isinstance(name, str) and isinstance(values, Tensor) for name, values in pairs):
-        raise ValueError(f"forward returned {type(outputs).__name__}; a packaged model returns a tensor, or a dict or"
-                         f" tuple of tensors.")
+        raise ValueError(f"forward returned {type(outputs).__name__}; a packaged model returns a tensor, or a dict or tuple of tensors.")
     return pairs
 
 
@@ -152,8 +147,7 @@ def load_exported(archive: Path) -> torch.export.ExportedProgram:
 
 
 def refuse_code(archive: Path) -> None:
-    """Refuses an archive of `torch.export.save` with anything in it that `torch.export.load` would unpickle or
-    evaluate.
+    """Refuses an archive of `torch.export.save` with anything in it that `torch.export.load` would unpickle or evaluate.
 
     Raises:
         ValueError: It holds such a thing; the message names it.
@@ -217,9 +211,7 @@ def _is_nesting(text: str) -> bool:
 
 
 def _is_size(text: str) -> bool:
-    """Whether a text is an expression of sizes, such as `Mul(Integer(2), Symbol('s0', positive=True))`, and nothing
-    else.
-    """
+    """Whether a text is an expression of sizes, such as `Mul(Integer(2), Symbol('s0', positive=True))`, and nothing else."""
     try:
         nodes = list(ast.walk(ast.parse(text, mode="eval")))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -244,8 +236,7 @@ def _restored(folder: Path) -> nn.Module:
         source = inspect.getsourcefile(importlib.import_module(name))
         if source is None or hashlib.sha256(Path(source).read_bytes()).hexdigest() != digest:
             raise ValueError(
-                f"{folder} needs the module {name} that it brings along, but another one of that name is imported"
-                f" ({source}). Load the"
+                f"{folder} needs the module {name} that it brings along, but another one of that name is imported ({source}). Load the"
                 " model in a process of its own."
             )
     for part in made["class"].split("."):
@@ -270,13 +261,10 @@ def _field(data: Any, spec: dict[str, Any], only: bool) -> Any:
 def _tensor(values: Any, spec: dict[str, Any]) -> Tensor:
     given = np.asarray(values)
     if given.dtype.kind not in "biufO":
-        raise ValueError(f"The input {spec['name']!r} is of {spec['dtype']}; the values given are of {given.dtype} and"
-                         f" do not fit.")
+        raise ValueError(f"The input {spec['name']!r} is of {spec['dtype']}; the values given are of {given.dtype} and do not fit.")
     array: npt.NDArray = np.array(given, dtype=np.dtype(spec["dtype"]), order="C", copy=True)
     if not np.can_cast(given.dtype, array.dtype, "same_kind") and not np.array_equal(array, given):
-        raise ValueError(f"The input {spec['name']!r} is of {array.dtype}; the values given are of {given.dtype} and do"
-                         f" not fit.")
+        raise ValueError(f"The input {spec['name']!r} is of {array.dtype}; the values given are of {given.dtype} and do not fit.")
     if list(array.shape[1:]) != spec["shape"]:
-        raise ValueError(f"The input {spec['name']!r} is of shape (rows, {str(spec['shape'])[1:-1]}); {array.shape} was"
-                         f" given.")
+        raise ValueError(f"The input {spec['name']!r} is of shape (rows, {str(spec['shape'])[1:-1]}); {array.shape} was given.")
     return torch.from_numpy(array)

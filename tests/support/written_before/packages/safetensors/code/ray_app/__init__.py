@@ -31,8 +31,7 @@ __all__ = [
     "start_training",
 ]
 
-# In a notebook Ray asks for ipywidgets, which nothing here needs
-logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in a notebook Ray asks for ipywidgets, which nothing here needs
 
 _PLACES = {
     "Comparison": "report.comparison",

@@ -1,5 +1,4 @@
-"""Encoded images: decoded by torchvision, after a look at the header, since a small file can say that it is enormous.
-"""
+"""Encoded images: decoded by torchvision, after a look at the header, since a small file can say that it is enormous."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def _pixels(encoded: bytes) -> int:
 
     try:
         with Image.open(io.BytesIO(encoded), formats=("JPEG", "PNG", "WEBP", "GIF")) as image:
-            # Of the others one is decoded
-            frames = getattr(image, "n_frames", 1) if image.format in ("WEBP", "GIF") else 1
+            frames = getattr(image, "n_frames", 1) if image.format in ("WEBP", "GIF") else 1  # of the others one is decoded
             return image.width * image.height * frames
     except Exception as error:  # Pillow's readers raise what they like
         raise ValueError(f"its header is refused: {error}") from error

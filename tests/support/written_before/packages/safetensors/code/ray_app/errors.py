@@ -119,16 +119,12 @@ class RunEndedError(RayAppError):
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether what was given is to blame and stays wrong: a command refuses it with exit code 2. A storage that is away
-    is a failure.
-    """
+    """Whether what was given is to blame and stays wrong: a command refuses it with exit code 2. A storage that is away is a failure."""
     return isinstance(error, ConfigError | DataError) and not isinstance(error, StorageError)
 
 
 def own_error(error: BaseException) -> BaseException:
-    """The application's error inside whatever wrapped it on its way (Ray tasks, Ray Train, exception chains), or the
-    error itself.
-    """
+    """The application's error inside whatever wrapped it on its way (Ray tasks, Ray Train, exception chains), or the error itself."""
     seen: list[BaseException] = []
     todo = [error]
     while todo:

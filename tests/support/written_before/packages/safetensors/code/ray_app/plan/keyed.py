@@ -1,5 +1,4 @@
-"""Keyed hashing of integers: the only source of randomness in the plan, fixed for ever and independent of any library's
-streams.
+"""Keyed hashing of integers: the only source of randomness in the plan, fixed for ever and independent of any library's streams.
 
 The mixer is SplitMix64's finalizer (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """

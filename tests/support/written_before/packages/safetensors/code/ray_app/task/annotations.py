@@ -1,7 +1,6 @@
 """Types of torchmetrics for annotations, without importing it, which takes seconds and which only evaluation needs.
 
-They are a module of their own because jsonargparse, which reads the annotations of a task, executes the `if
-TYPE_CHECKING` of its module.
+They are a module of their own because jsonargparse, which reads the annotations of a task, executes the `if TYPE_CHECKING` of its module.
 """
 
 from __future__ import annotations

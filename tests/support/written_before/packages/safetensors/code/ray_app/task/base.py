@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ray_app.errors import DataError
-from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.plan.hashing import hash_array, key
+from ray_app.plan.facts import ColumnFacts, DataFacts
+from ray_app.plan.keyed import hash_array, key
 from ray_app.task.annotations import MetricCollection
 
 _UNIT_VALUES = 100_000
@@ -47,9 +47,9 @@ class Mistake:
 class Task(ABC):
     """What is trained.
 
-    Instances are made from the configuration on the driver and pickled to the readers, the workers and the evaluator,
-    so they hold settings, not tensors. Everything random must come from torch's default generators or from the `keys`
-    given to `augment`: then the result does not depend on the number of workers.
+    Instances are made from the configuration on the driver and pickled to the readers, the workers and the evaluator, so they hold
+    settings, not tensors. Everything random must come from torch's default generators or from the `keys` given to `augment`: then
+    the result does not depend on the number of workers.
     """
 
     best_metric: ClassVar[str] = "loss"
@@ -60,7 +60,7 @@ class Task(ABC):
     """Names of the classes, in the order of their numbers; set by `prepare` of a classification."""
 
     @classmethod
-    def from_settings(cls, settings: dict[str, Any]) -> Self:
+    def of_settings(cls, settings: dict[str, Any]) -> Self:
         """Makes a prepared task again from what `vars` said of it."""
         task = cls.__new__(cls)
         vars(task).update(settings)
@@ -82,9 +82,7 @@ class Task(ABC):
         """Columns to read."""
 
     def targets(self) -> list[str]:
-        """Those of `columns` that only the loss and the metrics need; a prediction does not read them, and `decode`
-        gets zeros for them.
-        """
+        """Those of `columns` that only the loss and the metrics need; a prediction does not read them, and `decode` gets zeros for them."""
         return []
 
     @abstractmethod
@@ -104,22 +102,22 @@ class Task(ABC):
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
         """Changes a training batch on the device.
 
-        Args: batch: The decoded fields, each (rows, ...). keys: One 63-bit integer per row, a hash of (seed, epoch,
-            row), shape (rows,), on the CPU: the only source of randomness to
+        Args:
+            batch: The decoded fields, each (rows, ...).
+            keys: One 63-bit integer per row, a hash of (seed, epoch, row), shape (rows,), on the CPU: the only source of randomness to
                 use here, so that a row is augmented alike wherever it is processed.
         """
         del keys
         return batch
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        """The parts of a model whose parameters `train.strategy: fsdp` gathers together while they compute; the rest is
-        one more part.
+        """The parts of a model whose parameters `train.strategy: fsdp` gathers together while they compute; the rest is one more part.
 
-        Each must be called as a module, once or more, wherever its parameters are used. To be replaced where the blocks
-        of a model are not in an `nn.Sequential` or `nn.ModuleList`.
+        Each must be called as a module, once or more, wherever its parameters are used. To be replaced where the blocks of a model are not
+        in an `nn.Sequential` or `nn.ModuleList`.
 
-        Returns: Modules of the model: without a method of its own, what is in its sequences and has 100,000 parameters
-            or more.
+        Returns:
+            Modules of the model: without a method of its own, what is in its sequences and has 100,000 parameters or more.
         """
         found: list[nn.Module] = []
         for child in model.children():
@@ -140,19 +138,18 @@ class Task(ABC):
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of every row of a training batch, shape (rows,); backward of its weighted sum follows.
 
-        To be replaced where training is more than one `forward` and `loss`: several forward passes, penalties on
-        gradients, auxiliary losses. It is called once for each logical worker and step, with torch's generators seeded
-        for it, so what it draws from them does not depend on the number of workers.
+        To be replaced where training is more than one `forward` and `loss`: several forward passes, penalties on gradients, auxiliary
+        losses. It is called once for each logical worker and step, with torch's generators seeded for it, so what it draws from them does
+        not depend on the number of workers.
         """
         return self.loss(self.forward(model, batch), batch)
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Moves the parameters by the gradients in their `.grad`, which are those of the global batch, equal on all
-        workers.
+        """Moves the parameters by the gradients in their `.grad`, which are those of the global batch, equal on all workers.
 
-        To be replaced where an update is more than `optimizer.step()`: constraints on weights, other rules for some
-        parameters. All workers call it in the same state and must end in the same one; with `central_storage` rank 0
-        alone calls it, and with `local_sgd` each replica does, in its own state and with its own gradient.
+        To be replaced where an update is more than `optimizer.step()`: constraints on weights, other rules for some parameters. All
+        workers call it in the same state and must end in the same one; with `central_storage` rank 0 alone calls it, and with `local_sgd`
+        each replica does, in its own state and with its own gradient.
         """
         del model
         optimizer.step()
@@ -171,8 +168,8 @@ class Task(ABC):
         Args:
             outputs: From `forward`, on the CPU.
 
-        Returns: Numbers or text by column, each (rows, ...); not overridden: the outputs themselves, a single tensor as
-            `predicted`.
+        Returns:
+            Numbers or text by column, each (rows, ...); not overridden: the outputs themselves, a single tensor as `predicted`.
         """
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
         return {name: values.numpy() for name, values in named.items()}
@@ -217,8 +214,7 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) ->
     facts = data.columns.get(name)
     if facts is None:
         raise DataError(
-            f"{data.path} has no column {name!r} for the {use}; its columns are {', '.join(sorted(data.columns))}. Name"
-            f" another"
+            f"{data.path} has no column {name!r} for the {use}; its columns are {', '.join(sorted(data.columns))}. Name another"
             " column in task.init_args or ingest the data again."
         )
     if facts.kind not in kinds:
@@ -227,8 +223,7 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str) ->
             + f"; the {use} needs {' or '.join(kinds)}. Name another column in task.init_args or convert it."
         )
     if facts.nulls:
-        raise DataError(f"Column {name!r} of {data.path} has {facts.nulls} missing values; fill or drop them before"
-                        f" training.")
+        raise DataError(f"Column {name!r} of {data.path} has {facts.nulls} missing values; fill or drop them before training.")
     return facts
 
 
@@ -241,14 +236,12 @@ def count_classes(data: DataFacts, label: str, wanted: int | None) -> int:
     facts = need_column(data, label, ("integer",), "label")
     known = wanted or (len(data.classes) if data.classes else None)
     if known is None and facts.maximum is None:
-        raise DataError(f"{data.path} does not say how many classes column {label!r} has; set"
-                        f" task.init_args.num_classes.")
+        raise DataError(f"{data.path} does not say how many classes column {label!r} has; set task.init_args.num_classes.")
     count = known if known is not None else int(facts.maximum or 0) + 1
     low, high = facts.minimum, facts.maximum
     if (low is not None and low < 0) or (high is not None and high >= count):
         raise DataError(
-            f"Column {label!r} of {data.path} has labels from {low:g} to {high:g}; {count} classes allow 0 to"
-            f" {count - 1}. Correct the"
+            f"Column {label!r} of {data.path} has labels from {low:g} to {high:g}; {count} classes allow 0 to {count - 1}. Correct the"
             " labels or set task.init_args.num_classes."
         )
     return count

@@ -1,6 +1,4 @@
-"""What tasks that predict one of several classes share: weights, metrics, predictions, and the rows that they got
-wrong.
-"""
+"""What tasks that predict one of several classes share: weights, metrics, predictions, and the rows that they got wrong."""
 
 from __future__ import annotations
 
@@ -14,14 +12,12 @@ import torch
 from torch import Tensor
 
 from ray_app.errors import ConfigError
-from ray_app.plan.manifest import DataFacts
+from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake
 
 ClassWeights = list[float] | Literal["balanced"] | None
-"""How much a row of each class counts in the training loss: a number for each, or what makes all classes count the same
-in sum.
-"""
+"""How much a row of each class counts in the training loss: a number for each, or what makes all classes count the same in sum."""
 
 
 def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes: int) -> list[float] | None:
@@ -46,17 +42,14 @@ def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes:
         isinstance(weights, str) or len(weights) != classes or not any(weights) or not all(0 <= w < math.inf for w in weights)
     ):
         raise ConfigError(
-            f"task.init_args.class_weights is {weights}; it must be balanced, or a list of {classes} numbers of at"
-            f" least 0, one for each"
+            f"task.init_args.class_weights is {weights}; it must be balanced, or a list of {classes} numbers of at least 0, one for each"
             " class and not all 0."
         )
     return weights
 
 
 def weigh(batch: Batch, weights: list[float] | None) -> Batch:
-    """A training batch with the weight of each row's class as `class_weight`, shape (rows,); of a mixed target's
-    classes the mean.
-    """
+    """A training batch with the weight of each row's class as `class_weight`, shape (rows,); of a mixed target's classes the mean."""
     if weights is None:
         return batch
     of_class = torch.tensor(weights, device=batch["label"].device)
@@ -69,8 +62,8 @@ def weighted(losses: Tensor, batch: Batch) -> Tensor:
 
 
 def classification_metrics(classes: int) -> MetricCollection:
-    """Accuracy, F1 averaged over the classes, calibration error (Guo et al. 2017, 15 bins), and per class precision,
-    recall and F1, with the confusion matrix [true][predicted].
+    """Accuracy, F1 averaged over the classes, calibration error (Guo et al. 2017, 15 bins), and per class precision, recall and F1, with
+    the confusion matrix [true][predicted].
     """
     from torchmetrics import MetricCollection
     from torchmetrics import classification as known
@@ -107,8 +100,7 @@ def wrong_classes(scores: Tensor, labels: Tensor, classes: Sequence[str], most: 
 
 
 def class_predictions(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDArray]:
-    """The class with the highest score of every row by name (`predicted`) and number (`predicted_index`), and its
-    `confidence`, 0 to 1.
+    """The class with the highest score of every row by name (`predicted`) and number (`predicted_index`), and its `confidence`, 0 to 1.
 
     Args:
         scores: Shape (rows, classes).

@@ -14,11 +14,19 @@ from torch.nn import functional
 
 from ray_app.encoded import decoded
 from ray_app.errors import ConfigError, DataError
-from ray_app.plan.manifest import DataFacts
+from ray_app.plan.facts import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Mistake, Rows, Task, class_names, count_classes, need_column, uniform
-from ray_app.task.classification import ClassWeights, class_predictions, classification_metrics, resolve_weights, weigh, weighted, wrong_classes
-from ray_app.task.classification import mix, smooth_targets
+from ray_app.task.classification import (
+    ClassWeights,
+    class_predictions,
+    classification_metrics,
+    resolve_weights,
+    weigh,
+    weighted,
+    wrong_classes,
+)
+from ray_app.task.mixing import mix, smooth_targets
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 
@@ -26,21 +34,24 @@ _FLIP, _CROP_Y, _CROP_X = 1, 2, 3  # salts: what a row's random number is for
 class ImageClassification(Task):
     """Classifies images.
 
-    Args: model: `small_cnn`, or the name of a classifier in `torchvision.models` such as `resnet18`. model_args: More
-        keyword arguments of the model (`small_cnn`: `channels`, `dropout`). num_classes: Number of classes; not given:
-        read from the data. image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files
-        (JPEG, PNG, WebP, GIF). label: Column of class indices. size: Height and width of the decoded images in pixels;
-        needed for encoded files, which are resized and centre-cropped to it. pixel_max: Value of a white pixel. mean:
-        Mean to subtract after scaling to [0, 1], one per channel or one for all. std: Standard deviation to divide by,
-        likewise. flip: Whether training images are flipped left-right at random. crop_padding: Pixels by which training
-        images are shifted at random in both directions, the border repeated; 0: none. label_smoothing: Share of a
-        training image's truth that is spread evenly over all classes, 0 to 1. mixup: Parameter of the Beta distribution
-        by which training images are blended with another of their micro-batch, such as 0.2; 0:
+    Args:
+        model: `small_cnn`, or the name of a classifier in `torchvision.models` such as `resnet18`.
+        model_args: More keyword arguments of the model (`small_cnn`: `channels`, `dropout`).
+        num_classes: Number of classes; not given: read from the data.
+        image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files (JPEG, PNG, WebP, GIF).
+        label: Column of class indices.
+        size: Height and width of the decoded images in pixels; needed for encoded files, which are resized and centre-cropped to it.
+        pixel_max: Value of a white pixel.
+        mean: Mean to subtract after scaling to [0, 1], one per channel or one for all.
+        std: Standard deviation to divide by, likewise.
+        flip: Whether training images are flipped left-right at random.
+        crop_padding: Pixels by which training images are shifted at random in both directions, the border repeated; 0: none.
+        label_smoothing: Share of a training image's truth that is spread evenly over all classes, 0 to 1.
+        mixup: Parameter of the Beta distribution by which training images are blended with another of their micro-batch, such as 0.2; 0:
             none.
-        cutmix: The same for pasting a rectangle of the other image. With both, each image gets one of them, chosen at
-            random.
-        class_weights: How much the training loss of an image of each class counts: a number for each class, or
-            `balanced`, by which all classes count the same in sum. Evaluation does not use it.
+        cutmix: The same for pasting a rectangle of the other image. With both, each image gets one of them, chosen at random.
+        class_weights: How much the training loss of an image of each class counts: a number for each class, or `balanced`, by which all
+            classes count the same in sum. Evaluation does not use it.
     """
 
     best_metric: ClassVar[str] = "accuracy"
@@ -65,16 +76,14 @@ class ImageClassification(Task):
         class_weights: ClassWeights = None,
     ) -> None:
         if model != "small_cnn" and model not in _classifiers():
-            raise ConfigError(f"task.init_args.model is {model!r}; it must be one of small_cnn,"
-                              f" {', '.join(_classifiers())}.")
+            raise ConfigError(f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_classifiers())}.")
         self.model, self.model_args, self.num_classes = model, dict(model_args or {}), num_classes
         self.image, self.label, self.size = image, label, size
         self.pixel_max, self.mean, self.std = pixel_max, mean or [0.0], std or [1.0]
         self.flip, self.crop_padding = flip, crop_padding
         if not 0 <= label_smoothing < 1 or mixup < 0 or cutmix < 0:
             raise ConfigError(
-                f"task.init_args.label_smoothing is {label_smoothing}, mixup {mixup}, cutmix {cutmix}; label_smoothing"
-                f" must be at least 0"
+                f"task.init_args.label_smoothing is {label_smoothing}, mixup {mixup}, cutmix {cutmix}; label_smoothing must be at least 0"
                 " and below 1, the others at least 0."
             )
         self.label_smoothing, self.mixup, self.cutmix, self.class_weights = label_smoothing, mixup, cutmix, class_weights
@@ -89,13 +98,11 @@ class ImageClassification(Task):
         made.weights = resolve_weights(self.class_weights, data, self.label, made.num_classes)
         facts = need_column(data, self.image, ("array", "bytes"), "image")
         if facts.kind == "bytes" and self.size is None:
-            raise DataError(f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to"
-                            f" their size in pixels.")
+            raise DataError(f"Column {self.image!r} of {data.path} holds encoded images; set task.init_args.size to their size in pixels.")
         if facts.kind == "array":
             if len(facts.shape) not in (2, 3) or np.dtype(facts.dtype) != np.uint8:
                 raise DataError(
-                    f"Column {self.image!r} of {data.path} holds {facts.dtype} arrays of shape {facts.shape}; images"
-                    f" are uint8 of shape"
+                    f"Column {self.image!r} of {data.path} holds {facts.dtype} arrays of shape {facts.shape}; images are uint8 of shape"
                     " (height, width) or (height, width, channels)."
                 )
             made.channels = facts.shape[2] if len(facts.shape) == 3 else 1
@@ -114,8 +121,7 @@ class ImageClassification(Task):
         images = rows[self.image]
         if isinstance(images, list):
             pixels = np.empty((len(images), 3, self.size or 0, self.size or 0), np.uint8)
-            # One after the other, so that each reuses the memory of the last
-            for row, data in zip(pixels, images, strict=True):
+            for row, data in zip(pixels, images, strict=True):  # one after the other, so that each reuses the memory of the last
                 row[:] = self._decode_file(data)
         else:
             stacked = images if images.ndim == 4 else images[..., None]
@@ -141,8 +147,8 @@ class ImageClassification(Task):
         return torchvision.models.get_model(self.model, num_classes=self.num_classes, **self.model_args)
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Flips, shifts, mixes and weighs; see `Task.augment`. Where the truth is no longer one class it is added as
-        `target`, (rows, classes).
+        """Flips, shifts, mixes and weighs; see `Task.augment`. Where the truth is no longer one class it is added as `target`,
+        (rows, classes).
         """
         images = batch["image"]
         if self.flip:
@@ -164,8 +170,7 @@ class ImageClassification(Task):
         if self.mean != [0.0] or self.std != [1.0]:
             images = (images - images.new_tensor(self.mean)[:, None, None]) / images.new_tensor(self.std)[:, None, None]
         outputs = model(images)
-        # GoogLeNet and Inception return auxiliary scores in training
-        return outputs if isinstance(outputs, Tensor) else outputs.logits
+        return outputs if isinstance(outputs, Tensor) else outputs.logits  # GoogLeNet and Inception return auxiliary scores in training
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy of every row, shape (rows,)."""
@@ -219,9 +224,7 @@ def _shift(images: Tensor, keys: Tensor, padding: int) -> Tensor:
 
 
 class QuarterMeans(nn.Module):
-    """Means over the four quarters of each channel: `AdaptiveAvgPool2d(2)`, whose backward has no deterministic kernel
-    on GPUs.
-    """
+    """Means over the four quarters of each channel: `AdaptiveAvgPool2d(2)`, whose backward has no deterministic kernel on GPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (rows, channels, height, width) to (rows, channels, 2, 2); an odd last row or column does not count."""

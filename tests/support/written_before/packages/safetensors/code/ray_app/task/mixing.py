@@ -1,7 +1,7 @@
 """Truths that are no longer one class: label smoothing, mixup and cutmix, with random numbers keyed by the row.
 
-A row is mixed with the row before it in its micro-batch, which the plan has shuffled. So the result depends on the
-micro-batch, which is that of a logical worker, and not on the number of workers.
+A row is mixed with the row before it in its micro-batch, which the plan has shuffled. So the result depends on the micro-batch, which is
+that of a logical worker, and not on the number of workers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ _SHARE, _KIND, _ROW, _COLUMN = 21, 22, 23, 24  # salts: what a row's random numb
 
 
 def smooth_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
-    """One-hot truths with a share spread over all classes, see Szegedy et al., "Rethinking the Inception Architecture",
-    CVPR 2016.
+    """One-hot truths with a share spread over all classes, see Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016.
 
     Args:
         labels: Shape (rows,).
