@@ -23,7 +23,7 @@ from ray_app.config.config import Config
 from ray_app.drill.cluster import Nodes, local_nodes
 from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.driver.parsing import parse_more
-from ray_app.driver.signals import ending_at_sigterm
+from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import ConfigError, is_refusal, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.redaction import redact
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int
     """
     console, started = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150), False
     try:
-        with ending_at_sigterm():
+        with interrupt_at_sigterm():
             config, sections = parse_more(arguments, {"drill": DrillSection}, prog, description=_DESCRIPTION)
             section: DrillSection = sections["drill"]
             chosen(section)

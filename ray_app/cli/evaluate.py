@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.main import exit_code
-from ray_app.cluster.ray_private import labelled
+from ray_app.cluster.ray_private import nodes_with_labels
 from ray_app.cluster.resources import cluster
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config
@@ -170,7 +170,9 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
 
 
 def _refuse_if_it_never_fits(section: EvaluateSection) -> None:
-    nodes = [node["Resources"] for node in labelled(ray.nodes(), section.label_selector, "evaluate.label_selector")]
+    nodes = [
+        node["Resources"] for node in nodes_with_labels(ray.nodes(), section.label_selector, "evaluate.label_selector")
+    ]
     if not any(node.get("CPU", 0.0) >= section.num_cpus and node.get("GPU", 0.0) >= section.num_gpus for node in nodes):
         labels = f", labelled {section.label_selector}," if section.label_selector else ""
         raise ConfigError(

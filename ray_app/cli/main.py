@@ -133,11 +133,11 @@ def exit_code(work: Callable[[], object], failed: str) -> int:
         0 done, 2 refused, 75 interrupted, 1 failed.
     """
     # These import YAML and NumPy, which `--help` and `--version` do without.
-    from ray_app.driver.signals import ending_at_sigterm
+    from ray_app.driver.signals import interrupt_at_sigterm
     from ray_app.runlog.redaction import redact
 
     try:
-        with ending_at_sigterm():
+        with interrupt_at_sigterm():
             work()
     except KeyboardInterrupt:
         print("Interrupted; it can be started again.", file=sys.stderr)

@@ -12,7 +12,7 @@ import ray
 from rich.console import Console
 
 from ray_app.cli.main import exit_code
-from ray_app.cluster.ray_private import most_resources
+from ray_app.cluster.ray_private import max_resources
 from ray_app.cluster.resources import cluster, workers_that_fit
 from ray_app.config.config import Config
 from ray_app.data.ray_tasks import ActorPool, map_in_actors
@@ -65,7 +65,7 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
         asked |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
         room = config.replace(**asked)
         with cluster(room):
-            most = workers_that_fit(room, ray.cluster_resources(), ray.nodes(), most_resources())
+            most = workers_that_fit(room, ray.cluster_resources(), ray.nodes(), max_resources())
             if not put_json(out / MADE_FROM, prepared.made_from, if_absent=True):
                 refuse_other_prediction(prepared)  # another may have begun here meanwhile
             pool = ActorPool(PredictActor, (ray.put(job),), most, section.num_cpus, section.num_gpus)

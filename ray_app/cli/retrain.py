@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ray_app.config.config import Config
 from ray_app.driver.parsing import parse_more
-from ray_app.driver.signals import ending_at_sigterm
+from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.retrain.champion import roll_back
 from ray_app.retrain.options import RetrainSection, check_section
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> i
     )
     own.add_argument("--history", action="store_true", help="Shows the audit record; does nothing.")
     try:
-        with ending_at_sigterm():
+        with interrupt_at_sigterm():
             return _done(own, arguments, console)
     except (RunHeldError, LeaseLostError) as error:
         print(redact(f"Another scheduler is at it, start again later: {error}"), file=sys.stderr)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ray_app.driver.parsing import parse
 from ray_app.driver.run import open_run
-from ray_app.driver.signals import ending_at_sigterm
+from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import is_refusal
 from ray_app.runlog.redaction import redact
 
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int
     """
     console, started = Console(), False
     try:
-        with ending_at_sigterm():
+        with interrupt_at_sigterm():
             config = parse(arguments, prog)
             with open_run(config, console, since_s=psutil.Process().create_time()) as run:
                 started = True

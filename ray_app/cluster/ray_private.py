@@ -76,7 +76,7 @@ def require_token() -> None:
 
 
 @contextmanager
-def mode_put_back() -> Iterator[None]:
+def restore_auth_mode() -> Iterator[None]:
     """The time of a connection, after which `RAY_AUTH_MODE` is what it was, also for Ray, which keeps what it has read:
     on a cluster of the other mode every actor died before it ran.
     """
@@ -92,7 +92,7 @@ Node = dict[str, Any]
 """What `ray.nodes()` says about one."""
 
 
-def labelled(
+def nodes_with_labels(
     nodes: Iterable[Node], selector: dict[str, str] | None, field: str = "scaling.label_selector"
 ) -> list[Node]:
     """The nodes that live and carry the labels of a selector; without one all that live.
@@ -131,7 +131,7 @@ def known_labels(nodes: Iterable[Node]) -> str:
     return ", ".join(sorted(found)) or "none"
 
 
-def room_for(free: float, each: float) -> float:
+def count_fitting(free: float, each: float) -> float:
     """How many that need so much each fit into what is free, whole or infinite.
 
     5 of 0.2 fit into 1.0, which a division of floats rounds to 4.
@@ -139,15 +139,15 @@ def room_for(free: float, each: float) -> float:
     return (free + 1e-6) // each if math.isfinite(free) else free
 
 
-def room_on_gpus(free: float, each: float) -> float:
+def count_fitting_on_gpus(free: float, each: float) -> float:
     """Returns how many workers that need `each` of a GPU fit into `free` GPUs, whole or infinite.
 
     Ray places a part of a GPU on one GPU, so two GPUs have room for two workers of 0.6, not for three.
     """
     if each >= 1 or not math.isfinite(free):
-        return room_for(free, each)
+        return count_fitting(free, each)
     whole = math.floor(free + 1e-6)
-    return whole * room_for(1, each) + room_for(max(0.0, free - whole), each)
+    return whole * count_fitting(1, each) + count_fitting(max(0.0, free - whole), each)
 
 
 def has_evaluator(config: Config) -> bool:
@@ -222,7 +222,7 @@ logger = logging.getLogger(__name__)
 _OF_ONE_NODE = "node_"
 
 
-def most_resources() -> dict[str, float] | None:
+def max_resources() -> dict[str, float] | None:
     """The most of every resource that the connected cluster may grow to, by Ray's names; None without an autoscaler.
 
     Infinite where an autoscaler starts nodes and does not tell how many, as that of `ray up` and KubeRay.

@@ -26,16 +26,16 @@ from ray.util.client import ray as client
 
 from ray_app.cluster.ray_private import (
     Node,
+    count_fitting,
+    count_fitting_on_gpus,
     evaluator_gpus,
     has_evaluator,
     job_config,
     known_labels,
-    labelled,
-    mode_put_back,
-    most_resources,
+    max_resources,
+    nodes_with_labels,
     require_token,
-    room_for,
-    room_on_gpus,
+    restore_auth_mode,
     search_path,
 )
 from ray_app.config.config import Config
@@ -176,7 +176,7 @@ class _Shared:
 
     def _connect(self, connect: Callable[[], object]) -> None:
         with ExitStack() as stack:
-            stack.enter_context(mode_put_back())
+            stack.enter_context(restore_auth_mode())
             stack.enter_context(restore_handler(signal.SIGTERM))  # Ray puts its own in place
             stack.callback(ray.shutdown)
             with connection_errors():
@@ -236,7 +236,7 @@ def _wanted_cpus(config: Config, workers: int) -> float:
     return workers * each + reserved_cpus(config)
 
 
-def counted(config: Config, before: Config | None = None) -> Config:
+def resolve_max_workers(config: Config, before: Config | None = None) -> Config:
     """With a number of workers in place of `scaling.max_workers: all`: that of the run if it exists, else as many as
     the cluster that it would join has room for, or may grow to; on one of its own as many as this machine has cores, or
     GPUs.
@@ -256,7 +256,7 @@ def counted(config: Config, before: Config | None = None) -> Config:
     most = config.replace(scaling__max_workers=scaling.logical_workers or _ANY)
     if config.train.strategy == "single" or ray.is_initialized() or _address(config):
         with cluster(config):
-            there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
+            there = (ray.cluster_resources(), ray.nodes(), max_resources()) if ray.is_initialized() else ({}, [], None)
             found = workers_that_fit(most, *there)
             if found == _ANY:
                 raise ConfigError(
@@ -265,9 +265,9 @@ def counted(config: Config, before: Config | None = None) -> Config:
                 )
             return most.replace(scaling__max_workers=found)
     if scaling.gpus_per_worker:
-        fitting = room_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.gpus_per_worker)
+        fitting = count_fitting_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.gpus_per_worker)
     else:
-        fitting = room_for(os.cpu_count() or 1, scaling.cpus_per_worker)
+        fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
     return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(fitting), most.scaling.worker_limit)))
 
 
@@ -287,7 +287,7 @@ def _refuse_unlabelled(config: Config, nodes: list[Node]) -> None:
     if train.strategy == "parameter_server":
         needed.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
     for field, selector, cpus, gpus in needed:
-        carrying = labelled(nodes, selector, field) if selector else []
+        carrying = nodes_with_labels(nodes, selector, field) if selector else []
         if selector and not any(
             n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in carrying
         ):
@@ -305,14 +305,14 @@ def _workers_on(config: Config, nodes: list[Node]) -> int:
         ConfigError: No node carries them.
     """
     scaling = config.scaling
-    carrying = labelled(nodes, scaling.label_selector)
+    carrying = nodes_with_labels(nodes, scaling.label_selector)
     if not carrying:
         raise ConfigError(
             f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labelled so; its labels"
             f" are"
             f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
         )
-    needs = [("CPU", scaling.cpus_per_worker, room_for), ("GPU", scaling.gpus_per_worker, room_on_gpus)]
+    needs = [("CPU", scaling.cpus_per_worker, count_fitting), ("GPU", scaling.gpus_per_worker, count_fitting_on_gpus)]
     needs = [need for need in needs if need[1]]
     if not needs:
         return scaling.worker_limit
@@ -341,8 +341,8 @@ def workers_that_fit(
     free_cpus = cpus - reserved_cpus(config)
     free_gpus = gpus - evaluator_gpus(config)
     for free, each, fitting in (
-        (free_cpus, scaling.cpus_per_worker, room_for),
-        (free_gpus, scaling.gpus_per_worker, room_on_gpus),
+        (free_cpus, scaling.cpus_per_worker, count_fitting),
+        (free_gpus, scaling.gpus_per_worker, count_fitting_on_gpus),
     ):
         room.append(0 if free < 0 else fitting(free, each) if each else math.inf)
     workers = int(min(room))
@@ -389,7 +389,7 @@ def shared_bytes(job: Job) -> int:
     return trained + (_bytes_of(job.evaluation) if job.workers_evaluate and job.evaluation is not None else 0)
 
 
-def fits_object_stores(needed: int, nodes: list[Node]) -> str:
+def check_object_stores(needed: int, nodes: list[Node]) -> str:
     """Whether every node's object store holds the decoded data.
 
     Args:
@@ -414,7 +414,7 @@ def fits_object_stores(needed: int, nodes: list[Node]) -> str:
     return f"{megabytes(needed)} of decoded data fit into each node's object store (the smallest: {megabytes(least)})."
 
 
-def refuse_windows(job: Job, workers: int, nodes: list[Node]) -> None:
+def check_window_memory(job: Job, workers: int, nodes: list[Node]) -> None:
     """Refuses shuffle windows that a worker cannot hold, and warns of those that it could not with as few workers as
     there may be.
 
@@ -458,7 +458,7 @@ def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def import_ahead(module: str) -> None:
+def import_in_background(module: str) -> None:
     """Imports in a thread what is needed as soon as the cluster is there.
 
     Who imports it before that is done waits for the rest, and so does the end of the process: an import that it cuts

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.cluster.ray_private import most_resources
+from ray_app.cluster.ray_private import max_resources
 from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config, digest, flatten
 from ray_app.drill import process_scenarios
@@ -183,7 +183,7 @@ class Drill:
         self._config, self._seed, self._limit_s = config, seed, limit_s
         self._nodes, self._console, self._renew = nodes, console, renew
         self._out = to_location(config.run.storage_path)
-        self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), most_resources())
+        self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), max_resources())
         self._log = StringIO()
         job = prepare(config).job
         self._steps, self._per_epoch = job.total_steps, job.plan.steps_per_epoch

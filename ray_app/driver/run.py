@@ -24,12 +24,12 @@ import ray
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.cluster.ray_private import Node, evaluator_gpus, labelled, most_resources, ray_job
+from ray_app.cluster.ray_private import Node, evaluator_gpus, max_resources, nodes_with_labels, ray_job
 from ray_app.cluster.resources import (
+    check_object_stores,
+    check_window_memory,
     cluster,
-    fits_object_stores,
-    import_ahead,
-    refuse_windows,
+    import_in_background,
     shared_bytes,
     workers_that_fit,
 )
@@ -39,15 +39,15 @@ from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
 from ray_app.driver.services import (
     EvaluatorClient,
+    load_observers,
     make_board,
     make_metrics,
     make_observers,
     make_sampler,
     make_tracker,
-    observers_of,
 )
-from ray_app.driver.signals import stopping_at_signals
-from ray_app.driver.single import alone_in_front, train_in_front
+from ray_app.driver.signals import stop_at_signals
+from ray_app.driver.single import exclusive_process, train_single
 from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
 from ray_app.process import set_variables
@@ -156,14 +156,14 @@ def open_run(
         check_available(config)
     check_board(config)
     check_storage(config)
-    observers_of(config)
+    load_observers(config)
     prepared = prepare(config)
     phases.end("preparation")
     if config.train.strategy != "single":
-        import_ahead("ray_app.driver.run")
+        import_in_background("ray_app.driver.run")
     interrupted = threading.Event()
-    listening = nullcontext() if background else stopping_at_signals(interrupted)
-    alone = alone_in_front(config, background)
+    listening = nullcontext() if background else stop_at_signals(interrupted)
+    alone = exclusive_process(config, background)
     with (
         alone,
         set_variables(**dict.fromkeys(IMPATIENT)),
@@ -171,16 +171,16 @@ def open_run(
         listening,
     ):  # `ray.init` puts handlers of its own in place
         phases.end("cluster")
-        there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
+        there = (ray.cluster_resources(), ray.nodes(), max_resources()) if ray.is_initialized() else ({}, [], None)
         max_workers = workers_that_fit(config, *there)
-        refuse_windows(prepared.job, 1 if config.train.strategy == "single" else max_workers, there[1])
+        check_window_memory(prepared.job, 1 if config.train.strategy == "single" else max_workers, there[1])
         if needed := shared_bytes(prepared.job):
-            fits_object_stores(needed, there[1])
+            check_object_stores(needed, there[1])
         with acquire_lease(prepared.job.paths) as lease:
             prepared = claim(prepared, lease.fence)
             safe = SafeConsole(console)
             safe.report_to(partial(_put_console_failed, prepared.job))
-            announce(safe, prepared, max_workers)
+            print_start(safe, prepared, max_workers)
             if prepared.changed_data:
                 put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
             if prepared.changed:
@@ -245,7 +245,7 @@ class Run:
                 )
                 if not self._is_over_and_intact() and not self._interrupted.is_set():
                     if self._config.train.strategy == "single":
-                        train_in_front(
+                        train_single(
                             job, self._stops, self._sampler, self._progress, following.waiting, self._faults.train
                         )
                     else:
@@ -294,7 +294,7 @@ class Run:
         observers.ended(status, summary)
         tracking_uri = redact(default_tracking_uri(self._config)) if tracker is not None else None
         with self._console.guarded():
-            say_changed_environment(self._console, job)
+            warn_of_changed_environment(self._console, job)
             print_end(self._console, job, summary, facts, tracking_uri)
         if self._error is not None:
             raise self._error
@@ -343,7 +343,7 @@ class Run:
             job, self._config.scaling.worker_limit, self._progress, following.waiting, make_metrics(job)
         )
         with console as shown, TrainThread(start, self._max_workers) as fitting:
-            told, looked_s, bounds = False, time.monotonic(), Bounds(job.total_steps)
+            told, looked_s, bounds = False, time.monotonic(), WaitLimits(job.total_steps)
             while fitting.is_alive():
                 if time.monotonic() - looked_s > poll_interval_s(job.paths.root):
                     looked_s = time.monotonic()
@@ -425,10 +425,10 @@ def _patiently(work: Callable[[], T]) -> T:
             time.sleep(_END_PAUSE_S)
 
 
-STOP_S, END_S = 15.0, 60.0
+STOP_LIMIT_S, END_LIMIT_S = 15.0, 60.0
 
 
-class Bounds:
+class WaitLimits:
     """Says when it is no use to wait any longer for workers that are to end, or for the controller after they have.
 
     A worker that computes, writes a checkpoint or exchanges gradients is not given up here: the step watchdog looks
@@ -464,16 +464,16 @@ class Bounds:
             is_done = seen is not None and seen.step >= self._total_steps and not seen.live and not seen.leaving
             return (
                 "all steps are done, all workers have left, and Ray Train's controller has not ended" if is_done else ""
-            ), END_S
+            ), END_LIMIT_S
         if seen is None:
-            return "the rendezvous has not answered", STOP_S
+            return "the rendezvous has not answered", STOP_LIMIT_S
         if "data" in phases:
-            return "a worker has waited for data", STOP_S
+            return "a worker has waited for data", STOP_LIMIT_S
         if not seen.live and not seen.leaving:
-            return "there has been no worker, and the controller has not ended", STOP_S
+            return "there has been no worker, and the controller has not ended", STOP_LIMIT_S
         if not phases:
-            return "the workers have formed no group", STOP_S
-        return "", STOP_S
+            return "the workers have formed no group", STOP_LIMIT_S
+        return "", STOP_LIMIT_S
 
 
 _MIX = (
@@ -482,7 +482,7 @@ _MIX = (
 )
 
 
-def announce(console: SafeConsole, prepared: Prepared, max_workers: int) -> None:
+def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> None:
     """Says what is about to run, and where.
 
     Args:
@@ -554,7 +554,7 @@ def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
     none.
     """
     scaling = config.scaling
-    has = sum(node["Resources"].get("GPU", 0.0) for node in labelled(nodes, scaling.label_selector))
+    has = sum(node["Resources"].get("GPU", 0.0) for node in nodes_with_labels(nodes, scaling.label_selector))
     idle = int(has - (workers + scaling.standby_workers) * scaling.gpus_per_worker - evaluator_gpus(config))
     if idle < 1:
         return None
@@ -564,7 +564,7 @@ def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
     return f"{idle} of the {has:g} GPUs of the cluster are not used by this run. {advice}"
 
 
-def say_changed_environment(console: SafeConsole, job: Job) -> None:
+def warn_of_changed_environment(console: SafeConsole, job: Job) -> None:
     """Warns of every change of the environment during this start."""
     for event in read_events(job.paths, "environment_changed"):
         if event.fence == job.fence:

@@ -62,10 +62,10 @@ def make_metrics(job: Job) -> RunMetrics:
 
 def make_observers(job: Job) -> Observers:
     """Who is told what happens, to be entered."""
-    return Observers(job, observers_of(job.config))
+    return Observers(job, load_observers(job.config))
 
 
-def observers_of(config: Config) -> list[Observer]:
+def load_observers(config: Config) -> list[Observer]:
     """Makes the observers that a configuration names.
 
     Raises:
@@ -115,7 +115,7 @@ class EvaluatorClient:
         self._job, self._metrics = job, RunMetrics(job.paths.name) if job is not None else None
         self._actor: Any = None
         if job is not None:
-            from ray_app.evaluate.evaluator import start_evaluator  # with it Ray Data, see `import_ahead`
+            from ray_app.evaluate.evaluator import start_evaluator  # with it Ray Data, see `import_in_background`
 
             self._actor = start_evaluator(job, before, close_orphan if outlives else None)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
+def stop_at_signals(interrupted: threading.Event) -> Iterator[None]:
     """Turns SIGINT and SIGTERM into a stop at the next step boundary; a second SIGINT raises `KeyboardInterrupt`.
 
     To be entered after `ray.init`, which puts a handler of its own in place, and left when the run is closed: a run
@@ -28,7 +28,7 @@ def stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
-def ending_at_sigterm() -> Iterator[None]:
+def interrupt_at_sigterm() -> Iterator[None]:
     """Lets SIGTERM raise `KeyboardInterrupt`, as SIGINT does; also after `ray.init`, whose own handler raises
     `SystemExit(SIGTERM)`.
     """

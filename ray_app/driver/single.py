@@ -31,7 +31,7 @@ from ray_app.watch.node_sampler import NodeSampler
 from ray_app.watch.terminal import RunConsole, SafeConsole
 
 
-def train_here(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> None:
+def train_in_process(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> None:
     """Trains in this process; blocks until the run ends or is to stop. An error ends it: nobody starts it again.
 
     Args:
@@ -64,7 +64,7 @@ _here = threading.Lock()
 
 
 @contextmanager
-def alone_in_front(config: Config, background: bool) -> Iterator[None]:
+def exclusive_process(config: Config, background: bool) -> Iterator[None]:
     """The time of a run, if it trains in this process: nothing else may draw from torch's generators meanwhile, which
     are the process's.
 
@@ -97,7 +97,7 @@ def alone_in_front(config: Config, background: bool) -> Iterator[None]:
         _here.release()
 
 
-def train_in_front(
+def train_single(
     job: Job,
     stops: Callable[[bool], bool],
     sampler: NodeSampler | None,
@@ -134,7 +134,7 @@ def train_in_front(
     watcher = threading.Thread(target=watch, name="console", daemon=True)
     watcher.start()
     try:
-        train_here(job, alone, hooks)
+        train_in_process(job, alone, hooks)
     finally:
         ended.set()
         watcher.join()

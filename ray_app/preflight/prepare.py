@@ -25,7 +25,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-from ray_app.cluster.resources import counted
+from ray_app.cluster.resources import resolve_max_workers
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, check_same_config, digest, flatten, result_fields
 from ray_app.config.import_paths import TASK_OPTIMIZER, load_class
@@ -346,7 +346,7 @@ def prepare(config: Config) -> Prepared:
     paths = RunPaths(to_location(config.run.storage_path) / str(config.run.name))
     before = stored_config(paths)
     if config.scaling.max_workers == "all":
-        config = counted(config, before)
+        config = resolve_max_workers(config, before)
         check_config(config)
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)

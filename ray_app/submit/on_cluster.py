@@ -29,8 +29,15 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.cluster.ray_private import most_resources
-from ray_app.cluster.resources import cluster, counted, fits_object_stores, megabytes, shared_bytes, workers_that_fit
+from ray_app.cluster.ray_private import max_resources
+from ray_app.cluster.resources import (
+    check_object_stores,
+    cluster,
+    megabytes,
+    resolve_max_workers,
+    shared_bytes,
+    workers_that_fit,
+)
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import ScalingSection
 from ray_app.data.dataset import open_dataset
@@ -300,7 +307,7 @@ def versions() -> dict[str, str]:
 def inspect(config: Config) -> Report:
     """Looks at everything that a run of this configuration needs, on the connected cluster."""
     try:
-        config = counted(
+        config = resolve_max_workers(
             config,
             stored_config(RunPaths(to_location(config.run.storage_path) / config.run.name))
             if config.run.name
@@ -323,7 +330,7 @@ def inspect(config: Config) -> Report:
     made: list[Figures] = []
     found.append(look("run", partial(_figures, config, made)))
     if made and made[0].shared_bytes:
-        found.append(look("object store", partial(fits_object_stores, made[0].shared_bytes, ray.nodes())))
+        found.append(look("object store", partial(check_object_stores, made[0].shared_bytes, ray.nodes())))
     return Report(found, versions(), made[0] if made else None)
 
 
@@ -333,7 +340,7 @@ def _data(path: str) -> str:
 
 
 def _resources(config: Config) -> str | Finding:
-    most = most_resources()
+    most = max_resources()
     workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), most)
     if most is None:
         _refuse_small_nodes(config.scaling)
@@ -402,7 +409,7 @@ def _trouble_at(url: str) -> str | None:
 
 def _figures(config: Config, made: list[Figures]) -> str:
     prepared = prepare(config)
-    there = ray.cluster_resources(), ray.nodes(), most_resources()
+    there = ray.cluster_resources(), ray.nodes(), max_resources()
     made.append(figures(prepared, workers_that_fit(config.replace(scaling__min_workers=0), *there)))
     verb = "continues" if prepared.resumes else "starts"
     return f"{prepared.job.paths.name} loads on the cluster and {verb}; one row went through the model and the loss."

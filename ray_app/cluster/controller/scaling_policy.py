@@ -23,7 +23,7 @@ from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScali
 
 from ray_app.cluster.controller.backend import ControllerContext, reply
 from ray_app.cluster.controller.pending_workers import PendingWorkers, Slot
-from ray_app.cluster.ray_private import Node, evaluator_gpus, labelled, room_for, room_on_gpus
+from ray_app.cluster.ray_private import Node, count_fitting, count_fitting_on_gpus, evaluator_gpus, nodes_with_labels
 from ray_app.errors import RayAppError
 
 logger = logging.getLogger(__name__)
@@ -216,10 +216,10 @@ class ElasticPolicy(ElasticScalingPolicy):
         gpus = sum(node["Resources"].get("GPU", 0.0) for node in nodes)
         counts = [self.scaling_config.max_workers]
         if scaling.cpus_per_worker:
-            counts.append(int(room_for(cpus - self.context.reading_cpus, scaling.cpus_per_worker)))
+            counts.append(int(count_fitting(cpus - self.context.reading_cpus, scaling.cpus_per_worker)))
         if scaling.gpus_per_worker:
             free_gpus = max(0.0, gpus - evaluator_gpus(self.context.config))
-            counts.append(int(room_on_gpus(free_gpus, scaling.gpus_per_worker)))
+            counts.append(int(count_fitting_on_gpus(free_gpus, scaling.gpus_per_worker)))
         return min(counts)
 
     def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
@@ -232,7 +232,7 @@ class ElasticPolicy(ElasticScalingPolicy):
 
         def usable(name: str, free: float) -> float:
             if name == "GPU" and gpus_per_worker:
-                free = room_on_gpus(free, gpus_per_worker) * gpus_per_worker
+                free = count_fitting_on_gpus(free, gpus_per_worker) * gpus_per_worker
             return 1e-6 + free
 
         nodes = {
@@ -282,7 +282,7 @@ class ElasticPolicy(ElasticScalingPolicy):
     def _free_workers_on(self, nodes: list[Node]) -> int:
         """Returns how many more workers fit into the free resources of those of these nodes that have the labels."""
         free = ray._private.state.available_resources_per_node()
-        allowed = labelled(nodes, self.context.config.scaling.label_selector)
+        allowed = nodes_with_labels(nodes, self.context.config.scaling.label_selector)
         return self._count_possible_workers({node["NodeID"]: free.get(node["NodeID"], {}) for node in allowed})
 
     def _is_reachable(self, node: dict[str, Any]) -> bool:

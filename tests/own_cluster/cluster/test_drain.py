@@ -14,7 +14,7 @@ import pytest
 
 from ray_app.config.config import Config
 from ray_app.driver.finalize import newest_commit
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
@@ -56,7 +56,7 @@ with local_nodes(2, evaluates=False) as nodes:
 @pytest.mark.guarantee
 def test_a_drained_node_is_left_in_place_and_nothing_is_lost(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
-    train_here(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())
+    train_in_process(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())
     config = short_run(scaling__min_workers=1, scaling__max_workers=2)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {

@@ -39,7 +39,7 @@ def short_drill(digits: Path, tmp_path: Path) -> Config:
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0}, nodes=list))
-    monkeypatch.setattr(session, "most_resources", lambda: None)
+    monkeypatch.setattr(session, "max_resources", lambda: None)
     monkeypatch.setattr(session, "facts", dict)
     monkeypatch.setattr(
         session.Drill, "_undisturbed", lambda self: (Trace("d", 8, {1: (1.0, [1, 1], [5, 6])}), RunStart(1.0, 2))
@@ -170,11 +170,11 @@ def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(
 @pytest.mark.usefixtures("no_ray")
 def test_a_cluster_that_scales_from_zero_is_waited_for(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list))
-    monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 8.0})
+    monkeypatch.setattr(session, "max_resources", lambda: {"CPU": 8.0})
     assert (
         session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)._workers
         == 2
     )
-    monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(session, "max_resources", lambda: {"CPU": 2.0})
     with pytest.raises(ConfigError, match="the cluster grows to at most 2 CPU"):
         session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
@@ -412,8 +412,8 @@ def test_alone_on_a_gpu_it_takes_the_first_one(data: Path, tmp_path: Path) -> No
     fields = {"train__strategy": "single", "scaling__gpus_per_worker": 1, "train__max_steps": 1}
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **fields)
     if torch.cuda.is_available():
-        train_here(job, SingleProcessMembership(1, lambda: False), Hooks())
+        train_in_process(job, SingleProcessMembership(1, lambda: False), Hooks())
         assert result_of(job).commit.environment["device"].startswith("cuda")
     else:
         with pytest.raises((RuntimeError, AssertionError), match=r"NVIDIA driver|not compiled with CUDA"):
-            train_here(job, SingleProcessMembership(1, lambda: False), Hooks())
+            train_in_process(job, SingleProcessMembership(1, lambda: False), Hooks())

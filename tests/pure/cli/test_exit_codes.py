@@ -29,7 +29,7 @@ from ray_app.cli.retrain import main as retrain
 from ray_app.cli.submit import main as submit
 from ray_app.cli.train import main as train
 from ray_app.data.dataset import open_dataset
-from ray_app.driver.signals import ending_at_sigterm
+from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError, StorageError
 from ray_app.runlog.redaction import redact, register_secrets
 from tests.support.made_run import MadeRun
@@ -95,7 +95,7 @@ def test_sigterm_interrupts_also_after_ray_put_its_own_handler_in_place(after_ra
 
 
 def test_another_exit_is_left_alone() -> None:
-    with pytest.raises(SystemExit, match="3"), ending_at_sigterm():
+    with pytest.raises(SystemExit, match="3"), interrupt_at_sigterm():
         sys.exit(3)
 
 

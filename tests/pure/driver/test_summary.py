@@ -14,7 +14,7 @@ from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config
 from ray_app.config.sections import FailureSection
 from ray_app.driver.finalize import summarize
-from ray_app.driver.run import announce
+from ray_app.driver.run import print_start
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import Prepared
 from ray_app.report.facts import read_facts
@@ -185,7 +185,7 @@ def test_epochs_are_those_of_the_configuration(
     assert summarize(job, "finished")["checkpoints"]["committed"] == 1
     assert f"in {begun} epochs begun" in render(read_facts(job.paths))
     console = Console(record=True, width=300, file=StringIO())
-    announce(SafeConsole(console), Prepared(job, None, False), 1)
+    print_start(SafeConsole(console), Prepared(job, None, False), 1)
     assert said in console.export_text()
 
 

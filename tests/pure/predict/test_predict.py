@@ -143,7 +143,7 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
     for name, fake in {
         "ray": there,
         "cluster": nullcontext,
-        "most_resources": lambda: grows_to,
+        "max_resources": lambda: grows_to,
         "through": through,
     }.items():
         monkeypatch.setattr(command, name, fake)
@@ -187,7 +187,7 @@ def test_of_two_that_begin_at_once_in_a_folder_one_is_refused(
         yield
 
     there = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0}, nodes=list, put=lambda value: value)
-    for name, fake in {"ray": there, "cluster": meanwhile, "most_resources": dict}.items():
+    for name, fake in {"ray": there, "cluster": meanwhile, "max_resources": dict}.items():
         monkeypatch.setattr(command, name, fake)
     with pytest.raises(ConfigError, match="batch_size: 8, now 16"):
         command.predict(second, run.config, sections[1], Console(quiet=True))

@@ -17,7 +17,7 @@ from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import create_package
 
 from ray_app import load_config
-from ray_app.cluster.resources import fits_object_stores
+from ray_app.cluster.resources import check_object_stores
 from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError
 from ray_app.submit import server
@@ -225,9 +225,9 @@ def test_a_cache_must_fit_into_each_object_store() -> None:
         {"NodeManagerAddress": name, "Alive": True, "Resources": {"object_store_memory": size}}
         for name, size in (("a", 3e9), ("b", 1e9))
     ]
-    assert "1,000.0 MB" in fits_object_stores(10**8, nodes)
+    assert "1,000.0 MB" in check_object_stores(10**8, nodes)
     with pytest.raises(ConfigError, match=r"needs 2,000\.0 MB .* b has 1,000\.0 MB\. Set data\.cache to disk"):
-        fits_object_stores(2 * 10**9, nodes)
+        check_object_stores(2 * 10**9, nodes)
 
 
 def test_a_storage_inside_the_job_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ray_app.config.config import Config
 from ray_app.driver.finalize import newest_commit
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
@@ -62,7 +62,7 @@ with local_nodes(3, evaluates=False) as nodes:
 
 def test_nodes_with_a_worker_and_with_a_server_go_away(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
-    train_here(alone, SingleProcessMembership(4, lambda: False), Hooks())
+    train_in_process(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
     config = short_run(
         train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5, scaling__max_workers=2

@@ -15,7 +15,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
 from ray_app.drill.faults import Several
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.runlog.journal import read_events
 from ray_app.task.image import ImageClassification
@@ -68,8 +68,8 @@ def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Pa
 def test_the_digits_are_learnt_in_the_calling_process(digits: Path, tmp_path: Path) -> None:
     job = digits_job(tmp_path, digits, {"train__strategy": "single"})
     with pytest.raises(KilledError):
-        train_here(job, SingleProcessMembership(4, lambda: False), Hooks(after_step=DieAfter(160)))
-    train_here(job, SingleProcessMembership(4, lambda: False), Hooks())
+        train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks(after_step=DieAfter(160)))
+    train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks())
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]
     assert accuracy_of(job, digits) >= 0.97
 
