@@ -141,7 +141,7 @@ def assert_intact(paths: RunPaths) -> None:
     assert list_tree(paths.checkpoint(20, 1), temporary=True) == {}, "parts stay"
 
 
-def test_one_that_gives_up_just_before_the_other_commits_leaves_no_commit_without_files(
+def test_a_writer_that_gives_up_before_the_other_commits_leaves_no_empty_commit(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, files = CheckpointStore(paths), pack(snapshot_of(20))

@@ -195,7 +195,7 @@ def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: Pool, da
     assert [(e.snapshot.step, (e.snapshot.schedule or {})["last_epoch"]) for e in (before, after)] == [(3, 3), (6, 6)]
 
 
-def test_more_bad_rows_than_allowed_end_the_run_which_then_goes_on_with_a_higher_limit(
+def test_too_many_bad_rows_end_the_run_which_resumes_with_a_higher_limit(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     refused = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1, train__epochs=1)

@@ -39,7 +39,7 @@ over.set()
 """
 
 
-def test_the_wall_clock_of_a_process_jumps_for_all_of_its_code_and_other_clocks_do_not() -> None:
+def test_the_wall_clock_of_a_process_jumps_for_all_its_code_and_others_do_not() -> None:
     if reason := process_scenarios.why_not():
         print(reason)
         pytest.skip(reason)
@@ -47,7 +47,7 @@ def test_the_wall_clock_of_a_process_jumps_for_all_of_its_code_and_other_clocks_
     assert done.returncode == 0, done.stderr
 
 
-def test_the_record_must_have_been_written_by_the_wrong_clock_and_is_measured_by_the_right_one(tmp_path: Path) -> None:
+def test_records_written_by_a_wrong_clock_are_measured_by_the_right_one(tmp_path: Path) -> None:
     hour = 3600
     proofs = {
         f"clock-{i}": {"time_s": 100.5 + n, "step": n, "clock_s": off}

@@ -49,7 +49,7 @@ def test_a_line_is_shown_once_and_then_changed_in_place(shown: CapturingDisplayP
     assert third["data"]["text/plain"] == "step 2 of <2>"
 
 
-def test_the_first_interrupt_asks_the_second_insists_and_the_handlers_of_before_come_back() -> None:
+def test_the_second_interrupt_ends_the_run_and_handlers_are_restored() -> None:
     interrupted, calls = threading.Event(), []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append("kernel"))
     mine = signal.getsignal(signal.SIGINT)

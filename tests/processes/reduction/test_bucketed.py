@@ -108,7 +108,7 @@ def test_gradients_that_come_in_parts_are_refused_on_any_number_of_workers(pool:
             assert "use_reentrant=False" in str(outcome.error)
 
 
-def test_layers_that_are_checkpointed_and_shared_have_the_same_bits_on_any_number_of_workers(pool: Pool) -> None:
+def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(pool: Pool) -> None:
     [alone] = pool.run(1, exchange_shared, 1, False)
     for found in pool.run(2, exchange_shared, 2, False):
         assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))

@@ -66,7 +66,7 @@ def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-3) -> 
 
 
 @pytest.mark.rest
-def test_overlapped_it_has_nearly_the_values_of_ddp_for_every_number_of_workers_and_across_a_resume(
+def test_overlapped_values_are_close_to_ddp_on_any_workers_and_after_a_resume(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     fields = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}

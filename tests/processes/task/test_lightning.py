@@ -46,7 +46,7 @@ def job_of(folder: Path, data: Path, task: LightningTask, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **(OWN | {"train__epochs": 2} | fields))
 
 
-def test_workers_do_not_change_the_bits_a_killed_one_costs_none_and_a_run_goes_on_in_mid_epoch(
+def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "one", data, task_of(), checkpoint__every_epochs=None, checkpoint__every_steps=3)

@@ -70,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["SGD", "Adam"]
 )
-def test_a_weight_that_lies_as_its_transpose_is_trained_as_any_other_and_across_a_resume(
+def test_a_transposed_weight_is_trained_as_any_other_and_after_a_resume(
     pool: Pool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     def run(name: str, is_turned: bool, dies: int | None = None) -> Any:

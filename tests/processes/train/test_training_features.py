@@ -347,7 +347,7 @@ def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix
 
 @pytest.mark.rest
 @pytest.mark.rest  # compiling takes half a minute
-def test_a_compiled_model_gives_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {"task": ImageClassification(**CNN), "train__max_steps": 9, "checkpoint__every_steps": 4}

@@ -788,7 +788,7 @@ def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [1, 2]
 
 
-def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_what_another_one_misses_as_its_own(
+def test_checkpoints_deleted_before_an_evaluator_starts_are_recorded_as_skipped(
     paths: RunPaths,
 ) -> None:
     store = CheckpointStore(paths)
@@ -808,7 +808,7 @@ def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_
     assert len(found) == 3
 
 
-def test_an_evaluation_is_read_once_and_one_of_another_version_or_damaged_ends_nothing(
+def test_an_evaluation_is_read_once_and_an_unreadable_one_ends_nothing(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read: list[str] = []

@@ -111,7 +111,7 @@ def test_overrides_from_python_and_their_refusal() -> None:
             load_config(DIGITS, **{field: value})
 
 
-def test_a_class_below_a_task_is_the_same_with_its_defaults_with_none_and_without_arguments(tmp_path: Path) -> None:
+def test_a_nested_class_is_the_same_with_defaults_none_or_no_arguments(tmp_path: Path) -> None:
     flip = "{class_path: torchvision.transforms.v2.RandomHorizontalFlip}"
     text = (ROOT / "conf" / "detection.yaml").read_text()
     assert flip in text
@@ -149,7 +149,7 @@ def test_a_configuration_in_the_docs_loads(block: str, tmp_path: Path, monkeypat
         assert {name: getattr(getattr(config, section), name) for name in said[section]} == said[section]
 
 
-def test_the_page_for_those_who_know_tf_distribute_has_a_configuration_for_each_of_its_strategies() -> None:
+def test_the_tf_distribute_page_has_a_configuration_for_each_strategy() -> None:
     page = (ROOT / "docs" / "from-tf-distribute.md").read_text()
     theirs = re.findall(
         r"```python\n.*?tf\.distribute\.(?:experimental\.)?(\w+Strategy)\(.*?```\n\n```yaml\n(.*?)```", page, re.DOTALL

@@ -359,7 +359,7 @@ def test_it_computes_as_the_workers_do(job: EvaluationJob, exact: bool) -> None:
         assert torch.get_num_threads() == job.section.threads
 
 
-def test_its_device_is_the_current_one_where_it_makes_the_model_and_where_it_evaluates(
+def test_the_device_is_current_where_the_model_is_made_and_where_it_evaluates(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The current GPU belongs to a thread, and a new thread begins with the first one."""

@@ -211,7 +211,7 @@ def pooled(tmp_path: Path, last: str, **fields: Any) -> None:
     dry_run(job, row, None)
 
 
-def test_what_no_device_has_a_deterministic_kernel_for_is_refused_and_the_mode_of_the_process_stays(
+def test_operations_without_a_deterministic_kernel_are_refused_and_the_mode_stays(
     tmp_path: Path,
 ) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
@@ -236,7 +236,7 @@ def test_what_a_gpu_has_kernels_for_is_not(tmp_path: Path, last: str) -> None:
     pooled(tmp_path, last, scaling__gpus_per_worker=1)
 
 
-def test_classes_of_pixels_and_tokens_have_kernels_where_their_losses_are_not_reduced() -> None:
+def test_unreduced_losses_of_pixels_and_tokens_have_kernels() -> None:
     """As in aten/src/ATen/native/cuda/NLLLoss2d.cu, whose alert comes with `reduction != Reduction::None` alone."""
     for shape in ((2, 3, 4, 4), (2, 3, 5)):
         scores, labels = torch.randn(shape, requires_grad=True), torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
@@ -307,9 +307,7 @@ class Kept(TinyImages):
         ("passing", "the buffer mean, which is registered with persistent=False, so no checkpoint has it"),
     ],
 )
-def test_what_a_model_keeps_where_no_checkpoint_and_no_other_worker_has_it_is_refused(
-    tmp_path: Path, how: str, said: str
-) -> None:
+def test_state_of_a_model_outside_of_checkpoints_is_refused(tmp_path: Path, how: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         trial(tmp_path, Kept(how))
 

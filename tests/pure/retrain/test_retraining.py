@@ -130,7 +130,7 @@ def test_each_reason_to_train_with_its_figures(facts: TriggerFacts, trigger: str
     assert re.search(reason, decision.reason), decision.reason
 
 
-def test_the_first_of_several_reasons_counts_and_what_was_judged_is_not_trained_again() -> None:
+def test_the_first_of_several_reasons_counts_and_judged_data_is_not_trained_again() -> None:
     facts = replace(QUIET, new_rows=40, now=0.1, drift={"a": 9.0}, age_days=99.0)
     order = []
     for calmer in ({}, {"new_rows": 0}, {"now": 0.9}, {"drift": {}}, {"age_days": 0.0}):
@@ -448,7 +448,7 @@ def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, bef
 
 @pytest.mark.parametrize("checkpoints", [6, 30])
 @pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.search)])
-def test_the_best_of_several_checkpoints_is_promoted_by_chance_no_more_often_than_one(
+def test_the_best_of_several_checkpoints_is_promoted_by_chance_as_rarely_as_one(
     checkpoints: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All models are equally good: at most 3 % pass the gate, beyond doubt more where it judges on the rows that chose

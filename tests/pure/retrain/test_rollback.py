@@ -115,9 +115,7 @@ def test_a_rollback_goes_to_no_version_that_was_left_until_it_is_promoted_again(
     assert rollback(client, "fro", "no", "me").to == "2"
 
 
-def test_a_rollback_that_was_stopped_is_none_either_when_another_version_was_promoted(
-    client: Any, tmp_path: Path
-) -> None:
+def test_a_stopped_rollback_does_not_count_after_another_promotion(client: Any, tmp_path: Path) -> None:
     model(client, "passed", 2, tmp_path)
     with pytest.raises(Stopped):
         rollback(StoppingClient(client, 4), "passed", "bad", "me")

@@ -85,7 +85,7 @@ def start(config: Config, watch: Watch) -> Outcome:
     return retrain(config, SECTION, Console(quiet=True), watch)
 
 
-def test_data_that_is_refused_ends_before_training_and_each_stage_is_recorded_after_its_effects(
+def test_refused_data_ends_before_training_and_stages_are_recorded_after_effects(
     config: Config, tmp_path: Path
 ) -> None:
     connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}").create_registered_model("m")

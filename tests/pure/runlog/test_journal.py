@@ -329,7 +329,7 @@ def test_a_backlog_forgets_what_was_sent(paths: RunPaths) -> None:
     assert [point.step for point in backlog.points(Sent(), finished=True)] == [20]
 
 
-def test_the_point_of_a_block_has_the_time_of_its_last_step_and_the_failures_until_then() -> None:
+def test_a_metrics_block_has_the_time_of_its_last_step_and_the_failures_so_far() -> None:
     steps = [
         replace(record_of(step), time_s=1e9 + step, step_ms=250.0, data_wait_ms=2.0 * step, lr=0.1 * step)
         for step in (1, 2, 3)

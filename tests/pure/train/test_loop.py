@@ -128,7 +128,7 @@ def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
     return outage
 
 
-def test_a_checkpoint_that_was_due_is_made_by_who_goes_on_from_a_snapshot_of_that_step(
+def test_a_checkpoint_that_was_due_is_made_after_a_restore_from_a_snapshot(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All workers are lost behind the last step, before its checkpoint is committed."""
@@ -252,7 +252,7 @@ def test_who_waits_for_the_storage_says_so(new_job: Callable[..., Job]) -> None:
     assert membership.phases[-1] == "done"
 
 
-def test_a_checkpoint_that_could_not_be_written_does_not_keep_training_from_stopping_early(
+def test_early_stopping_works_although_a_checkpoint_could_not_be_written(
     new_job: Callable[..., Job],
 ) -> None:
     job = new_job(evaluate__patience=1, checkpoint__every_steps=2, data__eval_path="somewhere")

@@ -111,7 +111,7 @@ def test_the_champion_predicts_every_row_once_in_order(
     assert set(after) - kept == {"part-00001.parquet", "part-00003.parquet", "part-00005.parquet"}
 
 
-def test_a_run_predicts_what_has_no_labels_and_an_export_with_the_same_bits_on_a_cluster_and_without(
+def test_predictions_without_labels_are_bit_identical_with_and_without_a_cluster(
     ray_cluster: None, run: Finished, digits: Path, tmp_path: Path
 ) -> None:
     table = pq.read_table(digits / "eval" / "part-00000.parquet")

@@ -128,7 +128,7 @@ def bad_job(folder: Path, data: Path, where: list[tuple[int, int]], value: float
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0], ids="loss {}".format)
-def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_optimizer_moves(
+def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_update(
     pool: Pool, data: Path, tmp_path: Path, size: int, value: float
 ) -> None:
     """A loss of 0 stands for a finite loss with a gradient that is not."""

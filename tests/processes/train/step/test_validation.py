@@ -84,7 +84,7 @@ def rows_evaluated(job: Job) -> int:
     return sum(map(int, Path(job.task.notes).read_text().split()))
 
 
-def test_every_planned_checkpoint_is_evaluated_whoever_is_there_and_however_often_it_stops(
+def test_every_planned_checkpoint_is_evaluated_whatever_the_workers_and_stops(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     one, stopped = (evaluated_job(tmp_path / name, data) for name in ("one", "stopped"))

@@ -275,7 +275,7 @@ class Died(ray.exceptions.RayActorError):
 
 @pytest.mark.parametrize("raised", [Died(), ray.exceptions.RayTaskError("run", "wrong", ValueError("wrong"))])
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_a_worker_lost_while_the_group_starts_is_a_failure_after_which_it_starts_again(
+def test_a_worker_lost_while_the_group_starts_is_a_failure_and_it_starts_again(
     control: FailureBudget, monkeypatch: pytest.MonkeyPatch, raised: Exception, has_begun: bool
 ) -> None:
     """Ray launches the training outside of where it looks for lost workers; before that it names no cause."""
@@ -317,7 +317,7 @@ def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(
         group._init_train_context_on_workers(workers, None, {})
 
 
-def test_the_actor_for_collectives_that_nobody_calls_is_ended_before_workers_are_waited_for(
+def test_the_unused_collectives_actor_is_ended_before_the_workers_are_awaited(
     control: FailureBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take a worker's time to import what it needs."""

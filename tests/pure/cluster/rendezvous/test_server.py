@@ -66,7 +66,7 @@ def test_a_generation_costs_each_worker_the_same() -> None:
     assert costs[1] < 1.05 * costs[0]
 
 
-def test_all_are_called_once_when_a_generation_breaks_and_once_when_the_next_has_formed() -> None:
+def test_observers_are_called_once_when_a_generation_breaks_and_when_one_forms() -> None:
     crowd = Crowd(1000)
     crowd.join(1)
     for i in range(1000):
@@ -97,7 +97,7 @@ def test_the_more_there_are_the_rarer_is_a_sign_of_life_of_each(workers: int, pe
     assert crowd.beat(0).period_s == period_s
 
 
-def test_who_is_told_more_between_two_signs_of_life_has_the_longest_time_that_it_was_told() -> None:
+def test_the_longest_interval_between_two_heartbeats_counts() -> None:
     """It may not have heard of a shorter one; from its next sign of life on that counts."""
     crowd = Crowd(10)
     crowd.beat(0)

@@ -417,7 +417,7 @@ def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_what_was_done_for_a_coordinator_that_died_with_all_servers_counts_for_nothing(
+def test_work_for_a_coordinator_that_died_with_all_servers_counts_for_nothing(
     pool: Pool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
     """Ray sends what a worker said to the former coordinator again to the new one; the gradients are gone with the

@@ -32,7 +32,7 @@ def test_the_load_is_even_but_for_one_part(shapes: list[tuple[int, ...]], server
     assert max(load) - min(load) <= max(strip_bytes(p, shapes, 4) for part in parts for p in part)
 
 
-def test_a_variable_is_split_along_its_first_dimension_into_parts_that_are_large_enough() -> None:
+def test_a_variable_is_split_along_its_first_dimension_into_large_enough_parts() -> None:
     assert split_variable(0, (1000, 64), 4, 4, 1) == [
         Strip(0, 0, 250),
         Strip(0, 250, 500),
