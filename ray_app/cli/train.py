@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int
             config = parse(arguments, prog)
             with open_run(config, console, since_s=psutil.Process().create_time()) as run:
                 started = True
-                result = run.go()
+                result = run.run()
     except KeyboardInterrupt:
         print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
         return EXIT_CODES["interrupted"]

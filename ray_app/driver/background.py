@@ -216,7 +216,7 @@ class Training:
         try:
             with self._opened:
                 try:
-                    self._result = self._run.go()
+                    self._result = self._run.run()
                 finally:
                     with self._asking:  # whoever asked a cluster that is being left would start another one
                         self._over = True

@@ -75,7 +75,7 @@ def test_a_run_that_has_ended_is_past_the_steps_that_it_made(tmp_path: Path) -> 
         def __init__(self) -> None:
             self.job = job
 
-        def go(self) -> Result:
+        def run(self) -> Result:
             return Result(tmp_path, {"status": "finished", "steps": 690}, job.task)
 
     training = Training(cast(Run, Ended()), ExitStack(), StringIO(), tmp_path / "slowed")

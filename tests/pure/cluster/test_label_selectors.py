@@ -54,7 +54,7 @@ def test_only_labelled_nodes_count_when_the_run_must_fit() -> None:
     assert fit(scaling__label_selector={"zone": "in(a,b)"}) == 3
     with pytest.raises(
         ConfigError,
-        match=r"labelled \{'zone': 'a'\} .* have room for 2 workers of 2 CPU .* below scaling.min_workers = 3",
+        match=r"labelled \{'zone': 'a'\} .* have capacity for 2 workers of 2 CPU .* below scaling.min_workers = 3",
     ):
         fit(scaling__label_selector={"zone": "a"}, scaling__min_workers=3)
     with pytest.raises(

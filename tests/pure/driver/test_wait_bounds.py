@@ -17,8 +17,8 @@ def status(step: int = 5, live: set[str] = LIVE) -> RendezvousStatus:
 
 
 def after(bounds: WaitLimits, seconds: float, seen: RendezvousStatus | None, phases: Any) -> str | None:
-    bounds.look(100.0, seen, phases)
-    return bounds.look(100.0 + seconds, seen, phases)
+    bounds.check(100.0, seen, phases)
+    return bounds.check(100.0 + seconds, seen, phases)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_a_worker_that_gets_on_is_not_given_up(phase: str) -> None:
 
 def test_a_step_that_is_finished_begins_the_time_anew() -> None:
     bounds = WaitLimits(9)
-    bounds.look(0.0, status(5), ["data"])
-    assert bounds.look(STOP_LIMIT_S, status(6), ["data"]) is None
-    assert bounds.look(2 * STOP_LIMIT_S, status(6), ["data"])
+    bounds.check(0.0, status(5), ["data"])
+    assert bounds.check(STOP_LIMIT_S, status(6), ["data"]) is None
+    assert bounds.check(2 * STOP_LIMIT_S, status(6), ["data"])
 
 
 def test_a_controller_that_does_not_end_after_the_last_step_is_given_up() -> None:
