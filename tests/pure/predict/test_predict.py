@@ -135,7 +135,7 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
 ) -> None:
     asked: list[int] = []
 
-    def through(pool: ActorPool, *_: object) -> None:
+    def map_in_actors(pool: ActorPool, *_: object) -> None:
         asked.append(pool.most)
         raise ReachedError
 
@@ -144,7 +144,7 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
         "ray": there,
         "cluster": nullcontext,
         "max_resources": lambda: grows_to,
-        "through": through,
+        "map_in_actors": map_in_actors,
     }.items():
         monkeypatch.setattr(command, name, fake)
     section = PredictSection(
