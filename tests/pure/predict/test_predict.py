@@ -160,7 +160,7 @@ def test_a_folder_that_another_code_began_is_refused(
 ) -> None:
     section = PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root))
     code = tmp_path / "task.py"
-    monkeypatch.setattr(predict, "files_of", lambda path: {"task": code})
+    monkeypatch.setattr(predict, "source_files", lambda path: {"task": code})
     code.write_text("scale = 1")
     put_json(tmp_path / "out" / MADE_FROM, prepare_prediction(run.config, section).made_from)
     prepare_prediction(run.config, section)

@@ -160,7 +160,7 @@ def test_what_lists_are_padded_with_does_not_count(
 ) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
     sums = sum_losses(
-        None, Losses.of(compute_row_losses(spec, outputs, target, there=THERE, accuracy=name != "MSELoss"))
+        None, Losses.of(compute_row_losses(spec, outputs, target, is_value=THERE, accuracy=name != "MSELoss"))
     )
     tensors = {
         key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
@@ -180,7 +180,7 @@ def test_one_value_of_a_padded_list_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\), which are padded"
     ):
-        compute_row_losses({"class_path": f"{__name__}.OfRow"}, OF_LISTS, LISTS, there=THERE)
+        compute_row_losses({"class_path": f"{__name__}.OfRow"}, OF_LISTS, LISTS, is_value=THERE)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
