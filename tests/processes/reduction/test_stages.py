@@ -83,7 +83,7 @@ def summed_on(
     ):
         for name in (SEND, GATHER, "all_reduce"):
             patch.setattr(dist, name, noting(name))
-        patch.setattr(transport, "sending", noting_peer)
+        patch.setattr(transport, "start_send", noting_peer)
         model = torch.nn.Sequential(torch.nn.Linear(33, 7), torch.nn.Linear(7, 5))
         reducer = BucketedReducer(model, world, train.reduction, 1e-4, train.gradient_compression)
         values = {}

@@ -118,7 +118,7 @@ class Checkpoints(RuleBasedStateMachine):
 
         before = followed_by(store_module.refuse_if_lost, acting("before the commit"))
         after = followed_by(store_module.put_json, acting("after the commit"))
-        with patch.object(store_module, "refuse_if_lost", before), patch.object(store_module, "put_json", after):
+        with patch.object(store_module, "check_lease", before), patch.object(store_module, "put_json", after):
             try:
                 self.store.write({**files, TRAINING: interrupted}, commit)
                 written = True

@@ -95,7 +95,7 @@ def stopping(real: Callable[..., Any], left: list[int], after: bool) -> Callable
 def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "MOST_SMALL", 8)
+    monkeypatch.setattr(segments, "MAX_SMALL_FILES", 8)
     written(paths, 35)
     whole, before = seen(paths), {name: (paths.metrics / name).read_bytes() for name in list_segments(paths)}
     assert (len(whole[0]), len(whole[1]), len({(r.step, r.generation) for r in whole[1]})) == (35, 5, 5)

@@ -43,7 +43,7 @@ class Stopped(Exception):
 def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_metrics, "MOST_SMALL", 8)
+    monkeypatch.setattr(node_metrics, "MAX_SMALL_FILES", 8)
     put(paths, 1, range(7))
     put(paths, 2, range(6))
     whole, before = (
