@@ -122,7 +122,7 @@ def _find_odd_values(dataset: Dataset, names: list[str]) -> dict[str, str]:
     """
     if not names or not dataset.manifest.num_rows:
         return {}
-    path, _, _ = dataset.manifest.place_of(0)
+    path, _, _ = dataset.manifest.locate(0)
     with (
         suppress(DataError, OSError, pa.ArrowException),
         open_parquet(locate_data(dataset.root) / path) as file,

@@ -175,7 +175,7 @@ def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], man
                 reason = f"{name!r} is NaN or infinite, and so is its loss; correct the value or drop the row"
                 if manifest is None:
                     raise DataError(f"Row {position} of the data: {reason}.")
-                raise BadRowError(*manifest.place_of(position), reason)
+                raise BadRowError(*manifest.locate(position), reason)
 
 
 def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:

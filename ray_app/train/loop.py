@@ -123,7 +123,7 @@ class _Worker:
                 logger.warning("Generation broken at step %d, forming another: %s", self._done, error)
                 continue
             except TaskError as error:
-                rows = self._job.plan.manifest.named(error.positions) if error.positions else ""
+                rows = self._job.plan.manifest.describe_rows(error.positions) if error.positions else ""
                 raise error.met(f"rank {self._rank} after step {self._done}", rows) from error.__cause__
             except LeavingError:
                 pass

@@ -388,6 +388,6 @@ class BadRows:
             )
 
     def _put(self, position: int, reason: str) -> None:
-        path, row_group, row = self._job.plan.manifest.place_of(position)
+        path, row_group, row = self._job.plan.manifest.locate(position)
         entry = {"position": position, "path": path, "row_group": row_group, "row": row, "reason": reason}
         put_json(self._job.paths.bad_rows / f"{position:012d}.json", entry)

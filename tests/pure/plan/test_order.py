@@ -105,7 +105,7 @@ def test_every_logical_worker_is_played_once(case: tuple[int, int]) -> None:
 
 
 def test_a_world_larger_than_the_logical_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot play"):
+    with pytest.raises(ValueError, match="cannot run"):
         assignment.logical_workers_of(0, 5, 4)
 
 
