@@ -221,7 +221,7 @@ class Manifest:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rows)[:-1]]) if len(self.rows) else self.rows
 
     def locate(self, position: int) -> tuple[str, int, int]:
-        """Returns the path of the file with the row at a manifest position, its row group there, and its row in that."""
+        """Returns the file path, the index of the row group and the row in it of a manifest position."""
         group = int(np.searchsorted(self.first_row, position, side="right")) - 1
         return (
             self.paths[int(self.file_of[group])],
@@ -230,7 +230,7 @@ class Manifest:
         )
 
     def describe_rows(self, positions: Sequence[int], max_rows: int = 12) -> str:
-        """Returns a text that names rows by their files: `3 rows: part-0.parquet, row group 2, rows 3, 17, 20`."""
+        """Returns a text that names rows by their files: `2 rows: part-0.parquet, row group 2, rows 3, 17`."""
         groups: dict[tuple[str, int], list[str]] = {}
         for path, row_group, row in map(self.locate, positions[:max_rows]):
             groups.setdefault((path, row_group), []).append(str(row))

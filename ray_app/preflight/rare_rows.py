@@ -212,7 +212,7 @@ class RareRows:
         except TaskError as error:
             if isinstance(self.task, ModuleTask) and (why := attempt.too_long(rows, evaluates)) is not None:
                 raise ConfigError(f"{self.name}: {why} What was raised: {error}") from error
-            raise error.met(f"the longest row of {self.name} ({numbers} numbers)") from error
+            raise error.with_context(f"the longest row of {self.name} ({numbers} numbers)") from error
 
 
 def _read_longest(reader: Reader, dataset: Dataset) -> Arrays | None:

@@ -238,7 +238,7 @@ def _was_raised_in_distributed(error: BaseException | None) -> bool:
 
 def _message_of(error: Exception) -> str:
     """Returns the message of an error without gloo's guesses at its cause."""
-    message = error.said if isinstance(error, TaskError) else str(error)
+    message = error.message if isinstance(error, TaskError) else str(error)
     return message.partition(" This is typically")[0]
 
 

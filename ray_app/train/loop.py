@@ -124,7 +124,7 @@ class _Worker:
                 continue
             except TaskError as error:
                 rows = self._job.plan.manifest.describe_rows(error.positions) if error.positions else ""
-                raise error.met(f"rank {self._rank} after step {self._done}", rows) from error.__cause__
+                raise error.with_context(f"rank {self._rank} after step {self._done}", rows) from error.__cause__
             except LeavingError:
                 pass
             if self._membership.is_leaving():

@@ -217,7 +217,7 @@ def test_a_device_without_memory_is_no_lost_peer(pool: Pool, tmp_path: Path) -> 
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=TinyImages())
     first, second = pool.train(job, 2, Hooks(at=FullAt(0, 5)), backend=BACKEND)
     assert isinstance(first.error, TaskError), first.trace
-    assert first.error.said.startswith("OutOfMemoryError: ")
+    assert first.error.message.startswith("OutOfMemoryError: ")
     assert OUT_OF_MEMORY in str(first.error)
     assert isinstance(second.error, PeerLostError), second.trace
 

@@ -187,7 +187,7 @@ def test_a_checkpoint_that_there_is_no_room_for_is_not_condemned(
 
     with monkeypatch.context() as small:
         small.setattr(reader, fails)
-        with pytest.raises(MemoryError, match="No room for"):
+        with pytest.raises(MemoryError, match="Not enough memory for"):
             load(store)
     assert not (paths.checkpoint(3, 1) / "BAD.json").exists()
     assert load(store) == (3, [])

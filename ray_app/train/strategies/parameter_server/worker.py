@@ -123,7 +123,7 @@ class ParameterWorker:
             row = self._step.play(cursor, batch, self._job.plan.global_rows(cursor.step))
         except TaskError as error:
             rows = self._job.plan.manifest.describe_rows(error.positions)
-            raise error.met(f"rank {self._rank} after step {unit.step}", rows) from error.__cause__
+            raise error.with_context(f"rank {self._rank} after step {unit.step}", rows) from error.__cause__
         buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None
         sent = enumerate(self._layout.gradients() if self._step.moves(row) else [None] * len(self._layout.parts))
         self._enter("exchange")
