@@ -291,7 +291,7 @@ def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
     sha = hashlib.sha256()
     for file in reader.files():
         sha.update(
-            f"{_name_in(file.place, options)}\0{file.size}\0{file.changed_ns}\n".encode(errors="surrogateescape")
+            f"{_name_in(file.location, options)}\0{file.size}\0{file.changed_ns}\n".encode(errors="surrogateescape")
         )
     return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 

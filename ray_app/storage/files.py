@@ -29,11 +29,12 @@ _READERS = 16
 
 
 def to_location(text: str) -> Location:
-    """The place that a path or URI names, `~` being the home folder; `location(str(place))` is the same place, in any
-    process.
+    """Returns the location that a path or a URI names; `~` is the home folder.
+
+    `to_location(str(x))` is the same location as `x`, in every process.
 
     Raises:
-        ConfigError: It is neither a path nor an S3 URI.
+        ConfigError: The text is neither a path nor an S3 URI.
     """
     scheme, is_uri, _ = text.partition("://")
     if not is_uri:
@@ -126,7 +127,7 @@ def replace_nan(value: Any) -> Any:
 
 
 def restore_nan(value: Any) -> Any:
-    """A value of numbers as it was before `without_nan`, with NaN for each that was not finite."""
+    """Reverses `replace_nan` for a value of numbers: returns it with NaN for each None."""
     if isinstance(value, dict):
         return {name: restore_nan(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -57,7 +57,7 @@ class _Stored:
     @property
     def is_packed(self) -> bool:
         """Whether reading can only begin at the first row."""
-        return self.member is not None or self.file.place.name.endswith(".gz")
+        return self.member is not None or self.file.location.name.endswith(".gz")
 
     def as_vector(self) -> _Stored:
         """The same array, of shape (rows,) where it is stored with the shape (rows, 1)."""

@@ -229,10 +229,12 @@ def _of_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
     if "*" in place.name:
         folder = place.parent
         return (
-            [file for file in files_in(folder) if fnmatchcase(file.place.name, place.name)] if is_folder(folder) else []
+            [file for file in files_in(folder) if fnmatchcase(file.location.name, place.name)]
+            if is_folder(folder)
+            else []
         )
     if is_folder(place):
-        return [file for file in files_in(place) if is_one(file.place.name)]
+        return [file for file in files_in(place) if is_one(file.location.name)]
     if file := find_file(place):
         return [file]
     raise DataError(f"{name}: no such file or folder; expected {kind}s. Correct the name or the pattern.")
@@ -274,7 +276,7 @@ def list_text_files(path: DataLocation, suffixes: tuple[str, ...], kind: str) ->
         files = files_in(path)
     else:
         raise DataError(f"{path}: no such file or folder; expected one {kind} file ({allowed}) or a folder of them.")
-    files = [file for file in files if file.place.name.endswith(suffixes)]
+    files = [file for file in files if file.location.name.endswith(suffixes)]
     if not files:
         raise DataError(f"{path}: no {kind} file; allowed are {allowed}. Rename the file or give another input.")
     return files

@@ -359,7 +359,7 @@ class Cifar:
                 raise DataError(f"{file}: no list `{key}` of the names of the classes. Download it again.")
             return tuple(_text(name) for name in names)
         try:
-            return tuple(file.place.read_text().split())
+            return tuple(file.location.read_text().split())
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{file}: {error}; expected the names of the classes, one a line. Download it again."

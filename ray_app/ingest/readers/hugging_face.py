@@ -243,7 +243,7 @@ class HuggingFace:
     def files(self) -> list[File]:
         """The files, split by split, and what is said about them beside them."""
         rows = [file for files in self._splits.values() for file in files]
-        folders = dict.fromkeys(file.place.parent for file in rows)
+        folders = dict.fromkeys(file.location.parent for file in rows)
         about = [find_file(folder / name) for folder in folders for name in ("state.json", "dataset_info.json")]
         return rows + [file for file in about if file]
 
@@ -272,7 +272,7 @@ class HuggingFace:
             return {"": _saved(self.root)}
         one = find_file(self.root)
         there = [one] if one else files_in(self.root) if is_folder(self.root) else []
-        splits = _by_split(self.root, [file for file in there if file.place.name.endswith(SUFFIXES)])
+        splits = _by_split(self.root, [file for file in there if file.location.name.endswith(SUFFIXES)])
         if not splits:
             raise DataError(
                 f"{self.root}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or"
@@ -425,12 +425,16 @@ def _opened(
         DataError: It is damaged or of another format, or has two columns of one name.
     """
     with parser_errors(file, "The file is damaged or not of Arrow's stream format; save it again."):
-        if file.place.name.endswith(".parquet"):
-            opened = open_parquet(file.place)
+        if file.location.name.endswith(".parquet"):
+            opened = open_parquet(file.location)
             schema, names = _chosen(file, opened.schema_arrow, columns)
             yield schema, opened.iter_batches(batch_rows, columns=names, use_threads=False)
         else:
-            source = pa.memory_map(str(file.place)) if isinstance(file.place, Path) else pa.PythonFile(file.open(), "r")
+            source = (
+                pa.memory_map(str(file.location))
+                if isinstance(file.location, Path)
+                else pa.PythonFile(file.open(), "r")
+            )
             reader = pa.ipc.open_stream(source)
             schema, names = _chosen(file, reader.schema, columns)
             yield schema, (batch.select(names) for batch in _to_the_end(reader, source))
@@ -487,7 +491,7 @@ def _to_the_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> It
 def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
     """What `datasets` says of the columns, by name: in the file, or in `dataset_info.json` beside it."""
     inside = (schema.metadata or {}).get(b"huggingface")
-    beside = file.place.parent / "dataset_info.json"
+    beside = file.location.parent / "dataset_info.json"
     with parser_errors(file if inside else beside, "What it says about the columns is damaged; save it again."):
         about = json.loads(inside)["info"] if inside else read_json(beside) or {}
         features = {

@@ -69,7 +69,9 @@ class Images:
         del run
         rows = [(file, label) for label, images in enumerate(self._classes.values()) for file in images]
         rows.sort(
-            key=lambda row: hashlib.blake2b(os.fsencode(relative_path(row[0].place, self.root)), key=b"order").digest()
+            key=lambda row: hashlib.blake2b(
+                os.fsencode(relative_path(row[0].location, self.root)), key=b"order"
+            ).digest()
         )
         pieces = [
             base.InputSplit(len(some), partial(_tables, self.root, self.check, some))
@@ -80,7 +82,7 @@ class Images:
 
     def _left_out(self) -> tuple[tuple[str, str], ...]:
         """Each file that is no row, by its path below the folder, and why."""
-        rows = {file.place for files in self._classes.values() for file in files}
+        rows = {file.location for files in self._classes.values() for file in files}
         entries = (place for folder in [self.root, *self._classes] for place in entries_in(folder))
         left_out = [place for place in entries if place not in rows and place not in self._classes]
         return tuple((printable_name(relative_path(place, self.root)), self._why_left_out(place)) for place in left_out)
@@ -97,15 +99,15 @@ class Images:
         """
         files = [file for some in self._files.values() for file in some if not _is_called_image(file)]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            return dict(zip((file.place for file in files), pool.map(_head, files), strict=True))
+            return dict(zip((file.location for file in files), pool.map(_head, files), strict=True))
 
     @cached_property
     def _visible(self) -> dict[DataLocation, File]:
-        return {file.place: file for some in self._files.values() for file in some}
+        return {file.location: file for some in self._files.values() for file in some}
 
     def _is_row(self, file: File) -> bool:
         """Whether a file is an image by its name or, whatever it is called, by its first bytes."""
-        return _is_called_image(file) or has_image_signature(self._heads[file.place])
+        return _is_called_image(file) or has_image_signature(self._heads[file.location])
 
     def _why_left_out(self, place: DataLocation) -> str:
         """Why a file or folder is no row, as a text that is the same each time."""
@@ -141,7 +143,7 @@ class Images:
             if not images:
                 others = self._files[folder]
                 first = (
-                    f" (of {len(others)} files the first is {others[0].name}: {self._why_left_out(others[0].place)})"
+                    f" (of {len(others)} files the first is {others[0].name}: {self._why_left_out(others[0].location)})"
                     if others
                     else ""
                 )
@@ -153,11 +155,11 @@ class Images:
 
 
 def _is_called_image(file: File) -> bool:
-    return file.place.name.lower().endswith(IMAGE_SUFFIXES)
+    return file.location.name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _head(file: File) -> bytes:
-    with parser_errors(file, ""), open_data_file(file.place) as stream:
+    with parser_errors(file, ""), open_data_file(file.location) as stream:
         return stream.read(HEAD_BYTES)
 
 
@@ -170,8 +172,8 @@ def _read(
     root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
 ) -> Iterator[tuple[str, bytes, int | None]]:
     for file, label in rows:
-        row_id = printable_name(relative_path(file.place, root))
-        encoded = file.place.read_bytes()
+        row_id = printable_name(relative_path(file.location, root))
+        encoded = file.location.read_bytes()
         if check and (reason := base.explain_undecodable(encoded)):
             refuse(row_id, NOT_AN_IMAGE.format(reason))
         else:

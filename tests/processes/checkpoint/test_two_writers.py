@@ -167,7 +167,7 @@ def test_who_finds_the_other_one_done_leaves_its_commit_alone(
     """The other has told of it, and what is older may be gone by then; neither a listing that fails nor one that lacks
     a file undoes it.
     """
-    folder, real = paths.checkpoint(20, 1), store_module.names
+    folder, real = paths.checkpoint(20, 1), store_module.list_files
     asked: list[Location] = []
 
     def overtaken(place: Location, value: Any, **options: Any) -> bool:

@@ -116,7 +116,7 @@ class Checkpoints(RuleBasedStateMachine):
             assert callable(inner)
             inner(file)
 
-        before = followed_by(store_module.refuse_if_lost, acting("before the commit"))
+        before = followed_by(store_module.check_lease, acting("before the commit"))
         after = followed_by(store_module.put_json, acting("after the commit"))
         with patch.object(store_module, "check_lease", before), patch.object(store_module, "put_json", after):
             try:
