@@ -16,7 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.data._internal.stats import STATS_ACTOR_NAME, STATS_ACTOR_NAMESPACE
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_app.data.ray_tasks import anchor_here
+from ray_app.data.ray_tasks import start_shared_actors
 from ray_app.cluster.ray_private import require_token
 
 require_token()
@@ -25,9 +25,9 @@ other = cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address)
 here = ray.get_runtime_context().get_node_id()
 assert other.node_id != here
-anchor_here()
+start_shared_actors()
 there = NodeAffinitySchedulingStrategy(other.node_id, soft=False)
-ray.get(ray.remote(num_cpus=0)(anchor_here).options(scheduling_strategy=there).remote())  # as a worker that reads
+ray.get(ray.remote(num_cpus=0)(start_shared_actors).options(scheduling_strategy=there).remote())  # as a worker that reads
 for name, namespace in ((STATS_ACTOR_NAME, STATS_ACTOR_NAMESPACE), ("AutoscalingCoordinator", "AutoscalingCoordinator")):
     actor = ray.get_actor(name, namespace=namespace)
     assert ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())) == here, name

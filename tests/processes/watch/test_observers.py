@@ -138,7 +138,7 @@ def test_the_page_posts_to_a_webhook(data: Path, tmp_path: Path) -> None:
     ("observers", "said"),
     [
         ([{"class_path": f"{__name__}.Nobody"}], "which cannot be made"),
-        ([{"class_path": "collections.Counter"}], "no subclass of ray_app.Observer"),
+        ([{"class_path": "collections.Counter"}], "not a subclass of ray_app.Observer"),
         ([{"init_args": {}}], "one has no class_path"),
     ],
 )
