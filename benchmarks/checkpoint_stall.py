@@ -89,10 +89,14 @@ class Alone:
 class Cost:
     """What one run found.
 
-    Args: step_ms: Median step. throughput: That of the periods with a checkpoint, by that of the periods after them
-        without; median of the pairs. cpu: CPU of the whole process, likewise. stall_ms: Median stall of a checkpoint; 0
-        without. call_ms: Of it, inside the call that makes it. write_ms: Median time that the writing took behind the
-        training.
+    Args:
+        step_ms: Median step.
+        throughput: That of the periods with a checkpoint, by that of the periods after them without; median of the
+            pairs.
+        cpu: CPU of the whole process, likewise.
+        stall_ms: Median stall of a checkpoint; 0 without.
+        call_ms: Of it, inside the call that makes it.
+        write_ms: Median time that the writing took behind the training.
     """
 
     step_ms: float

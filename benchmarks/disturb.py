@@ -31,9 +31,9 @@ Kind = Literal["kill", "wipe", "lose", "grow", "drain"]
 class Scenario:
     """One way to disturb a run.
 
-    Args: kind: `kill`: SIGKILL of one worker. `wipe`: of all. `lose`: a node is gone. `grow`: a node is added. `drain`:
-        a node says that it
-            will go, and goes after `deadline_s`.
+    Args:
+        kind: `kill`: SIGKILL of one worker. `wipe`: of all. `lose`: a node is gone. `grow`: a node is added. `drain`: a
+            node says that it will go, and goes after `deadline_s`.
         workers: Fewest and most workers.
         before: Workers before the disturbance.
         settled_s: Seconds that all workers must have stepped before it.
@@ -125,11 +125,14 @@ class Steps:
 class Disturbance:
     """One disturbance and what came of it.
 
-    Args: at_s: When. pids: The processes that stepped before. victims: Those of them that were ended, as far as they
-        are known. next_s: Seconds to the next finished step. caught_up_s: Seconds to the first finished step that
-        nobody had finished before. redone: Finished steps that were done again; a step counts as finished if a worker
-        that survives has finished it, without
-            survivors if any has.
+    Args:
+        at_s: When.
+        pids: The processes that stepped before.
+        victims: Those of them that were ended, as far as they are known.
+        next_s: Seconds to the next finished step.
+        caught_up_s: Seconds to the first finished step that nobody had finished before.
+        redone: Finished steps that were done again; a step counts as finished if a worker that survives has finished
+            it, without survivors if any has.
     """
 
     at_s: float

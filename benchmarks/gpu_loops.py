@@ -25,8 +25,10 @@ class Clock:
     """A hook for `Hooks.after_step`: rank 0 notes when each step has ended, and at the last one what its device held at
     most.
 
-    Args: file: Where it is written, as JSON: `at_s`, the seconds of all steps from `WARM_UP` on, and `peak_bytes`, 0
-        without a device. last: The last step.
+    Args:
+        file: Where it is written, as JSON: `at_s`, the seconds of all steps from `WARM_UP` on, and `peak_bytes`, 0
+            without a device.
+        last: The last step.
     """
 
     file: str

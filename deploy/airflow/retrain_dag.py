@@ -28,8 +28,10 @@ class Retrain(BashOperator):
     def execute(self, context):
         """Runs the command in `cwd`.
 
-        Raises: AirflowException: It ended with 75; Airflow tries again. AirflowFailException: It ended with another
-            code, 2 where the data or the configuration is refused; no further try.
+        Raises:
+            AirflowException: It ended with 75; Airflow tries again.
+            AirflowFailException: It ended with another code, 2 where the data or the configuration is refused; no
+                further try.
         """
         result = self.subprocess_hook.run_command(
             command=["bash", "-c", self.bash_command], env=self.get_env(context), cwd=self.cwd

@@ -41,11 +41,12 @@ _SELECTORS = ("scaling__label_selector", "evaluate__label_selector", "train__ser
 class DrillSection:
     """What the drill does.
 
-    Args: scenarios: Names of scenarios, separated by commas; not given: all of them. Names: kill, kill_twice, kill_two,
-        kill_all,
-            kill_exchange, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator, freeze, slow,
-            slow_storage, storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node, node_rank0,
-            grow (or resize), shrink (or preempt), head, mlflow, damage, torn_write, driver, evaluator_and_driver.
+    Args:
+        scenarios: Names of scenarios, separated by commas; not given: all of them. Names: kill, kill_twice, kill_two,
+            kill_all, kill_exchange, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator,
+            freeze, slow, slow_storage, storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node,
+            node_rank0, grow (or resize), shrink (or preempt), head, mlflow, damage, torn_write, driver,
+            evaluator_and_driver.
         max_steps: Most optimizer steps of every drilled run.
         seed: Chooses the steps and the workers that are struck.
         out: New folder for the runs and the certificate, which every node sees under the same path; not given: a folder
@@ -172,7 +173,8 @@ def _connected(config: Config, own: bool) -> Iterator[Nodes | None]:
 def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int:
     """The command `ray-app drill`.
 
-    Returns: Exit code: 0 every scenario happened and ended with equal parameters, 1 one did not or the drill was not
+    Returns:
+        Exit code: 0 every scenario happened and ended with equal parameters, 1 one did not or the drill was not
         completed, 2 refused before anything started.
     """
     console, started = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150), False

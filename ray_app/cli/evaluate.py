@@ -46,9 +46,10 @@ _NAME_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
 class EvaluateOptions:
     """What the command evaluates.
 
-    Args: run: Directory of the run, or its s3:// URI. name: Of this evaluator: its evaluations stand beside the run's
-        own, and its metrics in MLflow are called `eval_<name>_<metric>`.
-            Not given: it does the work of the run's own evaluator.
+    Args:
+        run: Directory of the run, or its s3:// URI.
+        name: Of this evaluator: its evaluations stand beside the run's own, and its metrics in MLflow are called
+            `eval_<name>_<metric>`. Not given: it does the work of the run's own evaluator.
         data: Folder (or file) of Parquet to evaluate on; needs a name. Not given: the run's `data.eval_path`.
         follow: Goes on until the run has ended; otherwise it ends with what is committed now.
         every: See `evaluate.every`; not given: as the run has it.

@@ -176,8 +176,9 @@ def _summary(result: dict[str, Any], out: Location) -> list[str]:
 def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> int:
     """The command.
 
-    Returns: See `exit_code`; a prediction that was interrupted, or failed, goes on with the parts that are missing when
-        it is started again.
+    Returns:
+        See `exit_code`; a prediction that was interrupted, or failed, goes on with the parts that are missing when it
+        is started again.
     """
 
     def work() -> None:

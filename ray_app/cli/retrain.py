@@ -64,8 +64,9 @@ def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Co
 def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> int:
     """The command `ray-app retrain`.
 
-    Returns: Exit code: 0 done or nothing to do, 2 the data or the configuration is refused, 75 another scheduler is at
-        it or interrupted (start again later), 1 failed (start again to go on).
+    Returns:
+        Exit code: 0 done or nothing to do, 2 the data or the configuration is refused, 75 another scheduler is at it or
+        interrupted (start again later), 1 failed (start again to go on).
     """
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
     own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)

@@ -141,8 +141,9 @@ def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
 def main(arguments: list[str] | None = None, prog: str = "ray-app submit") -> int:
     """The command `ray-app submit`.
 
-    Returns: Exit code: that of the run's driver (0 done, 1 failed, 2 refused, 75 interrupted and resumable), 2 also if
-        the preflight refuses, 1 if the cluster does not answer any more, 130 after Ctrl-C, which leaves the job alone.
+    Returns:
+        Exit code: that of the run's driver (0 done, 1 failed, 2 refused, 75 interrupted and resumable), 2 also if the
+        preflight refuses, 1 if the cluster does not answer any more, 130 after Ctrl-C, which leaves the job alone.
     """
     try:
         return _submit(arguments, prog, Console(file=sys.stdout))

@@ -23,9 +23,12 @@ Array = npt.NDArray[np.generic]
 class ArraySpec:
     """What one row of a column holds.
 
-    Args: dtype: NumPy name. shape: Without the row axis, and where rows have different lengths without that axis, too.
+    Args:
+        dtype: NumPy name.
+        shape: Without the row axis, and where rows have different lengths without that axis, too.
         padding: Where rows have different lengths: what they are padded with, and what a padded length is a multiple
-        of. length: Then, of the rows that were looked at, on an average.
+            of.
+        length: Then, of the rows that were looked at, on an average.
     """
 
     dtype: str

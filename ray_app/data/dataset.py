@@ -45,8 +45,11 @@ _SETTLED_NS = 5_000_000_000
 def hash_files(root: DataLocation, paths: Iterable[str], memory: Location | None = None) -> dict[str, str]:
     """SHA-256 of files below a folder, by their relative path.
 
-    Args: root: The folder. paths: The files. memory: A file that keeps the digests: what was not changed since then is
-        not read again. Not given: all are read.
+    Args:
+        root: The folder.
+        paths: The files.
+        memory: A file that keeps the digests: what was not changed since then is not read again. Not given: all are
+            read.
 
     Raises:
         OSError: One cannot be read.
@@ -101,8 +104,9 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
         manifest: The rows.
         column: Its name.
 
-    Returns: The distinct values in ascending order; and for each row, in manifest order, which of them it has, in as
-        few bytes as will do.
+    Returns:
+        The distinct values in ascending order; and for each row, in manifest order, which of them it has, in as few
+        bytes as will do.
 
     Raises:
         DataError: There is no such column, it holds something else, or it has missing values.

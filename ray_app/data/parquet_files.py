@@ -344,10 +344,11 @@ class Range:
 class Footers:
     """What is kept of the footers of a data set.
 
-    Args: schema: The columns of all files. table: A row for each file: `path`, `version` (see `_version`), `rows` of
-        its row groups, and for each column of numbers
-            `range.NAME`: least and greatest value, missing values, and the sum over the rows of how many values are
-            from the least to the greatest in their row group, which is NaN where one does not say.
+    Args:
+        schema: The columns of all files.
+        table: A row for each file: `path`, `version` (see `_version`), `rows` of its row groups, and for each column of
+            numbers `range.NAME`: least and greatest value, missing values, and the sum over the rows of how many values
+            are from the least to the greatest in their row group, which is NaN where one does not say.
     """
 
     schema: pa.Schema

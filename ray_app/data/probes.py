@@ -130,8 +130,9 @@ def sample_ragged_rows(
 def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_rows: int) -> Arrays | None:
     """Decodes rows from all over the first and the last row group of a data set: a file may be sorted by class.
 
-    Returns: At most so many rows, each field of shape (rows, ...), all of the data set if it has no more; None: a row
-        cannot be decoded, which is said where it is read.
+    Returns:
+        At most so many rows, each field of shape (rows, ...), all of the data set if it has no more; None: a row cannot
+        be decoded, which is said where it is read.
     """
     manifest = dataset.manifest
     groups = [group for group, rows in enumerate(manifest.rows) if rows]
@@ -176,8 +177,9 @@ def find_longest_row(dataset: Dataset, columns: list[str], most: int, within_s: 
         most: Longer rows than this are passed over.
         within_s: Seconds after which no more is read.
 
-    Returns: The place of the row, of those of the first batch at least; None if no column has lists, or nothing could
-        be read. What cannot be read is told when it is trained on.
+    Returns:
+        The place of the row, of those of the first batch at least; None if no column has lists, or nothing could be
+        read. What cannot be read is told when it is trained on.
     """
     columns = [name for name in columns if name in dataset.facts.columns and dataset.facts.columns[name].kind == "list"]
     manifest, found, longest, told = dataset.manifest, None, -1, False

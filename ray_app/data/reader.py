@@ -175,10 +175,13 @@ _SMALL_TASKS = 4
 class Reader:
     """Reads and decodes rows of a data set; small, pickled to every read task.
 
-    Args: root: Folder (path or URI) that paths are relative to. columns: Columns to read. decode: Turns rows as read
-        into arrays, see `Task.decode`. fields: What a decoded row looks like, see `probe`. skips: Whether rows that
-        cannot be decoded are put as zeros, with the reason in a column of its own; otherwise such a row is an
-            error.
+    Args:
+        root: Folder (path or URI) that paths are relative to.
+        columns: Columns to read.
+        decode: Turns rows as read into arrays, see `Task.decode`.
+        fields: What a decoded row looks like, see `probe`.
+        skips: Whether rows that cannot be decoded are put as zeros, with the reason in a column of its own; otherwise
+            such a row is an error.
         keyed: Whether `decode` takes keys of the rows, too, in `rows[KEYS]`: it makes something else of a row in every
             epoch.
         partitions: The columns that are in the names of folders, see `Manifest.partitions`.

@@ -33,11 +33,16 @@ kept keeps all.
 class MicroBatch(NamedTuple):
     """The rows of one logical worker in one step.
 
-    Args: logical_worker: Whose rows. rows: How many; may be 0 in the last step of an epoch, or where all are bad.
-        fields: Decoded fields, each (rows, ...). keys: Hash of (seed, epoch, row, which use of it in the epoch) per row
-        for `Task.augment`, shape (rows,). row_hash: Sum of the rows' 64-bit hashes, modulo 2**64. positions: Manifest
-        positions of the rows, shape (rows,). bad: Rows that were planned here and cannot be decoded: why, by manifest
-        position. They are in nothing of the above. num_skipped: How many they are, repetitions counted.
+    Args:
+        logical_worker: Whose rows.
+        rows: How many; may be 0 in the last step of an epoch, or where all are bad.
+        fields: Decoded fields, each (rows, ...).
+        keys: Hash of (seed, epoch, row, which use of it in the epoch) per row for `Task.augment`, shape (rows,).
+        row_hash: Sum of the rows' 64-bit hashes, modulo 2**64.
+        positions: Manifest positions of the rows, shape (rows,).
+        bad: Rows that were planned here and cannot be decoded: why, by manifest position. They are in nothing of the
+            above.
+        num_skipped: How many they are, repetitions counted.
     """
 
     logical_worker: int

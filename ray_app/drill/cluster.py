@@ -30,9 +30,11 @@ class Nodes:
     """The nodes of the drill's own cluster. The head has room for the evaluator only, so every worker is on a node that
     can be lost.
 
-    Args: workers: Workers that the cluster has room for at first. evaluates: Whether there is an evaluator. storage:
-        Folder in which the head's GCS, the process that knows the nodes and the actors, keeps what it knows; None:
-        nowhere.
+    Args:
+        workers: Workers that the cluster has room for at first.
+        evaluates: Whether there is an evaluator.
+        storage: Folder in which the head's GCS, the process that knows the nodes and the actors, keeps what it knows;
+            None: nowhere.
     """
 
     def __init__(self, workers: int, evaluates: bool, storage: str | None = None) -> None:

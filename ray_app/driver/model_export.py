@@ -49,9 +49,12 @@ REGISTRABLE = ("finished", "stopped_early")
 class RegisterOptions:
     """What the command registers.
 
-    Args: run: Directory of a finished run. name: Name of the model; not given: the run's `tracking.registered_model`.
+    Args:
+        run: Directory of a finished run.
+        name: Name of the model; not given: the run's `tracking.registered_model`.
         promote: Makes the version the champion for this reason; not given: it is the challenger, or the champion if it
-        is the first. uri: MLflow tracking URI; not given: where the run was tracked.
+            is the first.
+        uri: MLflow tracking URI; not given: where the run was tracked.
     """
 
     run: str
@@ -227,10 +230,11 @@ def _parent(root: Location) -> Location:
 class ExportOptions:
     """What the command exports.
 
-    Args: run: Directory of a run, or its s3:// URI; it may still train. out: Folder that the model becomes, on this
-        machine. checkpoint: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, such as
-        `step-00000120-0003` or
-            `step-120`.
+    Args:
+        run: Directory of a run, or its s3:// URI; it may still train.
+        out: Folder that the model becomes, on this machine.
+        checkpoint: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, such as
+            `step-00000120-0003` or `step-120`.
         overwrite: Replace `out` if it is an export.
     """
 

@@ -143,12 +143,13 @@ class Result:
     def predict(self, data: str | npt.ArrayLike | dict[str, Any], which: str = "best") -> dict[str, Field]:
         """Predicts rows in this process; needs no Ray, and the rows no targets.
 
-        Args: data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes; where the task
-            reads one column besides
-                its targets also the array alone. Or the folder (or file) of a data set.
+        Args:
+            data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes; where the task reads
+                one column besides its targets also the array alone. Or the folder (or file) of a data set.
             which: See `ExportOptions.checkpoint`.
 
-        Returns: What `Task.predictions` gives, by name, each (rows, ...) or `Ragged`: of a classification `predicted`,
+        Returns:
+            What `Task.predictions` gives, by name, each (rows, ...) or `Ragged`: of a classification `predicted`,
             `predicted_index` and `confidence`.
 
         Raises:

@@ -74,8 +74,10 @@ def training_data(paths: RunPaths, config: Config) -> Dataset:
 def chosen(job: Job, which: str) -> Commit:
     """The checkpoint of a run that is meant.
 
-    Args: job: The run. which: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, as
-        `step-00000120-0003` or `step-120`.
+    Args:
+        job: The run.
+        which: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, as
+            `step-00000120-0003` or `step-120`.
 
     Raises:
         ConfigError: There is none of this name.

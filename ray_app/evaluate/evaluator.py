@@ -52,10 +52,12 @@ _LOOKS_PER_LEASE = 10
 class Evaluator:
     """Follows the checkpoints of one run until it is stopped. An actor, see `start_evaluator`.
 
-    Args: job: What to evaluate on, and how. fetch: How read tasks run. before_evaluation: For fault tests: called
-        before each evaluation. when_orphaned: Called with the run's directory when the driver is gone and everything is
-        evaluated, and again if it raises
-            RunHeldError or OSError; not given: the driver is not watched, and the evaluator ends with it.
+    Args:
+        job: What to evaluate on, and how.
+        fetch: How read tasks run.
+        before_evaluation: For fault tests: called before each evaluation.
+        when_orphaned: Called with the run's directory when the driver is gone and everything is evaluated, and again if
+            it raises RunHeldError or OSError; not given: the driver is not watched, and the evaluator ends with it.
     """
 
     def __init__(
@@ -286,8 +288,11 @@ class Evaluator:
 def deaths_in_a_row(lives: Sequence[Mapping[str, Any]], done_step: int, alive: Collection[str]) -> int:
     """How many processes of an evaluator died since its last evaluation, on nodes that still live.
 
-    Args: lives: `node` and `after_step`, the step that was evaluated last, of each process that has ended, in their
-        order. done_step: The step that was evaluated last. alive: Ids of the nodes that live.
+    Args:
+        lives: `node` and `after_step`, the step that was evaluated last, of each process that has ended, in their
+            order.
+        done_step: The step that was evaluated last.
+        alive: Ids of the nodes that live.
     """
     deaths = 0
     for life in reversed(lives):

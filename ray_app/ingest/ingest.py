@@ -423,12 +423,14 @@ def ingest_arrays(
     The same call with the same arrays returns what is there. For a moment the arrays are also in files of the temporary
     folder.
 
-    Args: folder: What to create, on a disk or on s3://; it holds the data set, or the data sets `train` and `eval`,
-        also `test`. eval_fraction: See `IngestOptions.eval_fraction`. seed: See `IngestOptions.seed`. **arrays: Of
-        shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the column `label`
-        (integers) or
-            `target`, others keep their names. With `x_train`, `y_train`, `x_test`, `y_test` the data sets are `train`,
-            `eval` and `test`.
+    Args:
+        folder: What to create, on a disk or on s3://; it holds the data set, or the data sets `train` and `eval`, also
+            `test`.
+        eval_fraction: See `IngestOptions.eval_fraction`.
+        seed: See `IngestOptions.seed`.
+        **arrays: Of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the column
+            `label` (integers) or `target`, others keep their names. With `x_train`, `y_train`, `x_test`, `y_test` the
+            data sets are `train`, `eval` and `test`.
 
     Raises:
         ConfigError: The folder holds something else.

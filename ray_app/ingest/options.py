@@ -20,14 +20,15 @@ _EVAL_FRACTION: dict[str, float] = {"digits": 0.2, "idx": 0.1, "cifar": 0.1, "nu
 class IngestOptions:
     """What to read and how to write it; checked by `ingest`.
 
-    Args: source: Raw format. images: a folder with one sub-folder a class. csv: a .csv, .tsv or .gz file, or a folder
-        of them. jsonl: the
-            same with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder with x.npy and
-            y.npy, or with x_train, y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with MNIST-format
-            files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar files, as a
-            folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of `tf.train.Example`, likewise.
-            hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or .parquet files. parquet: nothing
-            to do; it is checked and described. digits: scikit-learn's bundled 8x8 images.
+    Args:
+        source: Raw format. images: a folder with one sub-folder a class. csv: a .csv, .tsv or .gz file, or a folder of
+            them. jsonl: the same with one JSON object a line (.jsonl, .ndjson, .gz). numpy: an .npz file or a folder
+            with x.npy and y.npy, or with x_train, y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with
+            MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar
+            files, as a folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of
+            `tf.train.Example`, likewise. hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or
+            .parquet files. parquet: nothing to do; it is checked and described. digits: scikit-learn's bundled 8x8
+            images.
         out: Folder to create, on a disk or on s3://. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or on s3://; not for digits.

@@ -263,8 +263,10 @@ def _run_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Paramet
     """Takes two rows through training and evaluation, as workers and evaluator will; returns the parameters that get no
     gradient.
 
-    Raises: TaskError: Something of it fails. ConfigError: The losses are not one for each row, a GPU would refuse an
-        operation, or no metric is the one that decides.
+    Raises:
+        TaskError: Something of it fails.
+        ConfigError: The losses are not one for each row, a GPU would refuse an operation, or no metric is the one that
+            decides.
     """
     task, state, count, config = job.task, attempt.state, len(next(iter(rows.values()))), job.config
     unused = dict[str, nn.Parameter]()

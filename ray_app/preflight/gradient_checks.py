@@ -97,7 +97,8 @@ def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Para
         losses: What a backward would begin with.
         parameters: The model's by name.
 
-    Returns: Names in the order of the model; none where the graph does not show what it depends on (a checkpoint with
+    Returns:
+        Names in the order of the model; none where the graph does not show what it depends on (a checkpoint with
         `use_reentrant=True`).
     """
     reached, seen, pending = set[int](), set[object](), [losses.grad_fn]
@@ -257,7 +258,8 @@ def count_norm_values(model: nn.Module, rows: int) -> Iterator[dict[str, int]]:
         model: The model.
         rows: Rows of the batch that is run through it meanwhile.
 
-    Yields: By the name of a layer, in the order of the model, the least number of values of one statistic: of batch
+    Yields:
+        By the name of a layer, in the order of the model, the least number of values of one statistic: of batch
         normalization those that one row gives a channel, of others all.
     """
     found: dict[str, int] = {}

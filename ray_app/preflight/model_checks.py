@@ -46,9 +46,10 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
         model: What is trained.
         in_turns: Whether several optimizers take turns, each of which decides what is trained.
 
-    Raises: ConfigError: It has given the model another tensor for a parameter or a buffer, has changed a parameter, or
-        a buffer that is not
-            persistent, or what is trained, or has left gradients; or see `_check_tensors_and_layers`.
+    Raises:
+        ConfigError: The forward has given the model another tensor for a parameter or a buffer, has changed a
+            parameter, a buffer that is not persistent or which parameters are trained, or has left gradients; or see
+            `_check_tensors_and_layers`.
     """
     _check_tensors_and_layers(model)
     saved = model.state_dict(keep_vars=True)
@@ -112,8 +113,9 @@ def _trained_flags(model: nn.Module) -> dict[str, bool]:
 def _check_state_dict(model: nn.Module, saved: dict[str, object]) -> None:
     """Refuses what no checkpoint would hold.
 
-    Raises: ConfigError: The model's state is not of tensors alone, or of such as files have no type for, or lacks a
-        parameter that is trained.
+    Raises:
+        ConfigError: The model's state is not of tensors alone, or of such as files have no type for, or lacks a
+            parameter that is trained.
     """
     for name, value in saved.items():
         if not isinstance(value, Tensor):
@@ -142,9 +144,9 @@ def _check_state_dict(model: nn.Module, saved: dict[str, object]) -> None:
 def _check_tensors_and_layers(model: nn.Module) -> None:
     """Refuses what cannot be exchanged or written into.
 
-    Raises: ConfigError: A layer writes its weights in forward, has a sparse gradient, or counts over processes; or a
-        tensor has no size yet, is
-            sparse, or shares memory.
+    Raises:
+        ConfigError: A layer writes its weights in forward, has a sparse gradient, or counts over processes; or a tensor
+            has no size yet, is sparse, or shares memory.
     """
     for name, layer in model.named_modules():
         called = name or type(layer).__name__

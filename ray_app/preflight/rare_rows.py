@@ -36,10 +36,11 @@ def check_value_ranges(
 ) -> None:
     """Trains, or evaluates, on rows that have the least and the greatest numbers of the columns, without a step.
 
-    Args: attempt: The task and its model; only a model by configuration is tried. rows: Decoded rows with which that
-        works; short ones, since it is done several times. evaluated: The least and the greatest number of the columns
-        of the data to evaluate on, if it is that: there must be metrics of its
-            classes, too. What training has tried already is left out.
+    Args:
+        attempt: The task and its model; only a model by configuration is tried.
+        rows: Decoded rows with which that works; short ones, since it is done several times.
+        evaluated: The least and the greatest number of the columns of the data to evaluate on, if it is that: there
+            must be metrics of its classes, too. What training has tried already is left out.
         where: What a message begins with.
 
     Raises:

@@ -69,8 +69,10 @@ class Sandbox:
     def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[CallResult]:
         """Runs all of them at the same time.
 
-        Args: calls: Functions with their arguments, which any process can import, or a class of a notebook's that goes
-            along. limit_s: Seconds after which those that go on are ended, and all processes with them.
+        Args:
+            calls: Functions with their arguments, which any process can import, or a class of a notebook's that goes
+                along.
+            limit_s: Seconds after which those that go on are ended, and all processes with them.
         """
         numbers = range(self._made, self._made + len(calls))
         self._made += len(calls)

@@ -344,9 +344,12 @@ _LANE, _NEAR = 24, 3.0
 class Line:
     """One curve.
 
-    Args: name: What it is, for the legend and the hover text. tone: Its colour. points: In the order of x, finite.
+    Args:
+        name: What it is, for the legend and the hover text.
+        tone: Its colour.
+        points: In the order of x, finite.
         kind: `line`; `faint` for what lies behind another; `steps` for a filled step curve; `dots` for few points,
-        connected.
+            connected.
     """
 
     name: str

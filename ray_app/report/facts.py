@@ -199,13 +199,22 @@ class Earlier:
 class Facts:
     """Everything that a report shows.
 
-    Args: paths: The run. config: Its configuration. status: `running`, `finished`, `stopped early`, `interrupted`,
-        `failed`, or `vanished`: no driver lives, and none said how it ended. course: Its steps. events: In the order of
-        time. evaluations: Those of the run's own evaluator, by step. others: Those of other evaluators, by their name.
-        newest: The newest checkpoint. summary: `summary.json` of a run whose newest start has ended, otherwise empty.
-        metric: Metric that decides which checkpoint is best. mode: Whether more (`max`) or less (`min`) of it is
-        better. bad_rows: Those that cannot be decoded. earlier: What it is compared with. made_s: When this was read,
-        seconds since 1970 (UTC).
+    Args:
+        paths: The run.
+        config: Its configuration.
+        status: `running`, `finished`, `stopped early`, `interrupted`, `failed`, or `vanished`: no driver lives, and
+            none said how it ended.
+        course: Its steps.
+        events: In the order of time.
+        evaluations: Those of the run's own evaluator, by step.
+        others: Those of other evaluators, by their name.
+        newest: The newest checkpoint.
+        summary: `summary.json` of a run whose newest start has ended, otherwise empty.
+        metric: Metric that decides which checkpoint is best.
+        mode: Whether more (`max`) or less (`min`) of it is better.
+        bad_rows: Those that cannot be decoded.
+        earlier: What it is compared with.
+        made_s: When this was read, seconds since 1970 (UTC).
     """
 
     paths: RunPaths

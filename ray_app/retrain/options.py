@@ -21,13 +21,14 @@ def _judging(default: Any) -> Any:
 class RetrainSection:
     """When to train again, on what, and what makes the result the champion.
 
-    Args: force: Reason to train now, whatever the triggers say; the data and the new model are judged as always.
+    Args:
+        force: Reason to train now, whatever the triggers say; the data and the new model are judged as always.
         dry_run: Only says what would be decided and whether the data is sound; nothing is trained or recorded.
         min_new_rows: Training rows in files that the champion was not trained on that are a reason to train.
         max_age_days: Days since the champion's promotion after which it is trained again, if that can give another
-        result; not given: any. max_drop: Fall of the champion's metric on the evaluation data as it is now against its
-        value when it was promoted that is a reason
-            to train, in the metric's own unit; not given: none is.
+            result; not given: any.
+        max_drop: Fall of the champion's metric on the evaluation data as it is now against its value when it was
+            promoted that is a reason to train, in the metric's own unit; not given: none is.
         max_psi: Population stability index of an input column, against the champion's training data, above which its
             drift is a reason to train; not given: none is.
         data: `all` trains on the whole of `data.path`; `new_and_sample` on the files that the champion was not trained

@@ -62,9 +62,13 @@ class Column:
 class Profile:
     """A data set.
 
-    Args: rows: How many. schema: Type of every column that the task reads. nulls: Share of missing values of each.
-        classes: Rows of each class, by its number as text; empty if the task has no classes. columns: Distribution of
-        every column of numbers, and of the mean and the standard deviation of every row of an array column.
+    Args:
+        rows: How many.
+        schema: Type of every column that the task reads.
+        nulls: Share of missing values of each.
+        classes: Rows of each class, by its number as text; empty if the task has no classes.
+        columns: Distribution of every column of numbers, and of the mean and the standard deviation of every row of an
+            array column.
     """
 
     rows: int
@@ -86,8 +90,11 @@ class Profile:
 def profile(dataset: Dataset, columns: list[str], label: str | None) -> tuple[Profile, Sample]:
     """Reads a data set once, a row group at a time.
 
-    Args: dataset: Where it is. columns: The columns that the task reads. label: The column of class numbers, if the
-        task has classes; its balance is looked at instead of its distribution.
+    Args:
+        dataset: Where it is.
+        columns: The columns that the task reads.
+        label: The column of class numbers, if the task has classes; its balance is looked at instead of its
+            distribution.
 
     Returns:
         The profile, and the sample of each column that it was made from, to be held against other profiles with `psi`.
@@ -235,9 +242,11 @@ class Agreement:
 class Known:
     """What a delivery is held against.
 
-    Args: train: Profile of the training data of the champion; None: there is none that is known, as before the first
-        champion. evaluation: Profile of its evaluation data. gate: Profile of the gate's own data that it was promoted
-        on.
+    Args:
+        train: Profile of the training data of the champion; None: there is none that is known, as before the first
+            champion.
+        evaluation: Profile of its evaluation data.
+        gate: Profile of the gate's own data that it was promoted on.
     """
 
     train: Profile | None = None
@@ -249,8 +258,10 @@ class Known:
 class Gate:
     """The rows that the gate judges on.
 
-    Args: rows: How many. own: Their profile, if they are a data set of its own (`retrain.gate_path`); None: they are a
-        part of the evaluation data.
+    Args:
+        rows: How many.
+        own: Their profile, if they are a data set of its own (`retrain.gate_path`); None: they are a part of the
+            evaluation data.
     """
 
     rows: int

@@ -260,8 +260,11 @@ EXIT_CODES: dict[What, int] = {
 class Outcome:
     """What came of a start.
 
-    Args: what: `nothing` was to be done, `would train` (of a dry run), `promoted`, `gate refused`, `data refused`, or
-        `interrupted`. reason: Why, with figures. version: The version that was made.
+    Args:
+        what: `nothing` was to be done, `would train` (of a dry run), `promoted`, `gate refused`, `data refused`, or
+            `interrupted`.
+        reason: Why, with figures.
+        version: The version that was made.
     """
 
     what: What
@@ -278,10 +281,12 @@ def retrain(
     """Decides whether to train, and if so trains, compares and promotes or refuses; starting again after a crash goes
     on.
 
-    Args: config: The configuration of the runs. section: How to retrain. console: Where to say how it gets on; not
-        given: standard output. at: For fault tests: called with the name of each stage when its effects are done and
-        not recorded, and with `training` a few times
-            a second while that goes on.
+    Args:
+        config: The configuration of the runs.
+        section: How to retrain.
+        console: Where to say how it gets on; not given: standard output.
+        at: For fault tests: called with the name of each stage when its effects are done and not recorded, and with
+            `training` a few times a second while that goes on.
 
     Raises:
         ConfigError: The configuration is refused.

@@ -153,11 +153,15 @@ class Delivery:
 class Inputs:
     """What a round is about.
 
-    Args: data: Digest of the delivery. config: Digest of the fields that decide the result, and of how retraining
-        chooses rows and parameters to begin with. code: Digest of the source files of the task, the optimizer, the
-        schedule and classes in their arguments, and of ray_app. judging: Digest of what decides whether data or a model
-        is accepted: the settings, and the gate's data if it has its own. champion: What of the champion the training
-        depends on; empty if it depends on nothing of it.
+    Args:
+        data: Digest of the delivery.
+        config: Digest of the fields that decide the result, and of how retraining chooses rows and parameters to begin
+            with.
+        code: Digest of the source files of the task, the optimizer, the schedule and classes in their arguments, and of
+            ray_app.
+        judging: Digest of what decides whether data or a model is accepted: the settings, and the gate's data if it has
+            its own.
+        champion: What of the champion the training depends on; empty if it depends on nothing of it.
     """
 
     data: str

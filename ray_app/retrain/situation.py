@@ -34,10 +34,13 @@ from ray_app.train.job import Job
 class DataLook:
     """What was found.
 
-    Args: train: Profile of the training data. evaluation: Profile of the evaluation data. gate: What the gate judges
-        on. drift: Population stability index of each column against the champion's training data; 0 if not significant.
+    Args:
+        train: Profile of the training data.
+        evaluation: Profile of the evaluation data.
+        gate: What the gate judges on.
+        drift: Population stability index of each column against the champion's training data; 0 if not significant.
         agreement: How far the champion agrees with the labels; None if there is none, or its value of then is not
-        known.
+            known.
     """
 
     train: Profile
@@ -146,10 +149,11 @@ Trigger = Literal["none", "forced", "first", "new data", "drop", "drift", "age"]
 class TriggerFacts:
     """What the decision depends on.
 
-    Args: champion: Version of the champion; None: there is none. age_days: Days since its promotion; None: not known.
+    Args:
+        champion: Version of the champion; None: there is none.
+        age_days: Days since its promotion; None: not known.
         same_data: Whether the files are those that it was trained and promoted with; None: not known, since it was not
-        made by a
-            retraining.
+            made by a retraining.
         new_rows: Training rows in files that it was not trained on.
         rows: Training rows.
         metric: The metric that decides.

@@ -64,14 +64,21 @@ _FULL = "-full"
 class StepRecord:
     """What rank 0 knows of one finished step.
 
-    Args: step: Finished steps of the run, this one included. epoch: Epoch of the step, from 0. time_s: When it
-        finished, seconds since 1970 (UTC). loss: Mean loss over the global batch. lr: Learning rate that the step used.
-        grad_norm: L2 norm of the global gradient, before clipping. step_ms: Milliseconds since the previous step
-        finished. data_wait_ms: Of these, milliseconds of waiting for data. workers: World size. rows: Rows of every
-        logical worker. row_hash: For every logical worker, the sum of its rows' 64-bit hashes, modulo 2**64.
+    Args:
+        step: Finished steps of the run, this one included.
+        epoch: Epoch of the step, from 0.
+        time_s: When it finished, seconds since 1970 (UTC).
+        loss: Mean loss over the global batch.
+        lr: Learning rate that the step used.
+        grad_norm: L2 norm of the global gradient, before clipping.
+        step_ms: Milliseconds since the previous step finished.
+        data_wait_ms: Of these, milliseconds of waiting for data.
+        workers: World size.
+        rows: Rows of every logical worker.
+        row_hash: For every logical worker, the sum of its rows' 64-bit hashes, modulo 2**64.
         generation: Which set of workers did it: number of the driver's start, a dot, number of the generation. When
-        rank 0 is lost
-            another rank may write the same execution of a step; it is told by this from one that was done again.
+            rank 0 is lost another rank may write the same execution of a step; it is told by this from one that was
+            done again.
         skipped: Rows that were planned for the step and cannot be decoded; the planned rows are these and `rows`.
         weight: What the means are over, if not over `rows`: the sum of the rows' weights.
         metrics: The task's own metrics of the step, means as the loss.

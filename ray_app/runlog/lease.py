@@ -215,9 +215,10 @@ class LeaseWatch:
     def look(self) -> Literal["held", "unclear", "over", "superseded"]:
         """Looks once; to be called several times in the life of a lease.
 
-        Returns: `unclear`: the holder is on another machine, or lives and is overdue, and has not been seen to renew
-            its lease yet; within a life of it that becomes `held` or `over`. `superseded`: a later start has taken the
-            run over.
+        Returns:
+            `unclear`: the holder is on another machine, or lives and is overdue, and has not been seen to renew its
+            lease yet; within a life of it that becomes `held` or `over`. `superseded`: a later start has taken the run
+            over.
 
         Raises:
             OSError: The storage does not answer.

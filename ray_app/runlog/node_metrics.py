@@ -22,9 +22,11 @@ _FULL = "-full.json"
 class NodeSample:
     """What one look found.
 
-    Args: step: Finished steps of the run at that time. time_s: When, seconds since 1970 (UTC). nodes: For each node
-        that answered, the values by name: `cpu_percent`, `memory_percent`, `memory_gb`, `gpu0_percent`,
-            `gpu0_memory_gb`, ...; of more than 16 nodes see `together`.
+    Args:
+        step: Finished steps of the run at that time.
+        time_s: When, seconds since 1970 (UTC).
+        nodes: For each node that answered, the values by name: `cpu_percent`, `memory_percent`, `memory_gb`,
+            `gpu0_percent`, `gpu0_memory_gb`, ...; of more than 16 nodes see `together`.
     """
 
     step: int

@@ -167,13 +167,23 @@ _STATES = 4  # parameters, gradients, and two values per parameter of the optimi
 class Figures:
     """A run as it would start now.
 
-    Args: workers: W, those that the cluster has room for. max_workers: Most that were asked for. logical_workers: L.
-        rows: Rows of the training data. step_rows: Rows of one optimizer step. steps_per_epoch: Steps of one epoch.
-        total_steps: Steps of the run. from_step: Finished steps that it continues from. state_bytes: Parameters,
-        buffers, gradients and optimizer of one worker, with two values of the optimizer per parameter. shared_bytes:
-        Decoded data in the object store of each node. snapshot_bytes: Two snapshots in the memory of the driver's node
-        and one other; 0 without `checkpoint.snapshot_every_steps`. run_directory: Where the run is recorded. report:
-        Its page. tracking: Where MLflow's record is; None without tracking.
+    Args:
+        workers: W, those that the cluster has room for.
+        max_workers: Most that were asked for.
+        logical_workers: L.
+        rows: Rows of the training data.
+        step_rows: Rows of one optimizer step.
+        steps_per_epoch: Steps of one epoch.
+        total_steps: Steps of the run.
+        from_step: Finished steps that it continues from.
+        state_bytes: Parameters, buffers, gradients and optimizer of one worker, with two values of the optimizer per
+            parameter.
+        shared_bytes: Decoded data in the object store of each node.
+        snapshot_bytes: Two snapshots in the memory of the driver's node and one other; 0 without
+            `checkpoint.snapshot_every_steps`.
+        run_directory: Where the run is recorded.
+        report: Its page.
+        tracking: Where MLflow's record is; None without tracking.
     """
 
     workers: int

@@ -23,9 +23,9 @@ _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 class SubmitSection:
     """How the run is submitted as a Ray job.
 
-    Args: address: Of the cluster's job server, `http://HEAD:8265`. Not given: `RAY_API_SERVER_ADDRESS`, `RAY_ADDRESS`,
-        or the cluster of this
-            machine, as `ray job submit` has it.
+    Args:
+        address: Of the cluster's job server, `http://HEAD:8265`. Not given: `RAY_API_SERVER_ADDRESS`, `RAY_ADDRESS`, or
+            the cluster of this machine, as `ray job submit` has it.
         working_dir: Folder that is uploaded and in which the job runs; modules of your own are found from there.
         ray_app: How the nodes get this application: `send`: the one that is used here goes along with the job;
             `installed`: they have the same version, for instance in their image; anything else is what pip installs on
@@ -168,9 +168,12 @@ _FINAL_ERRORS = {"RUNTIME_ENV_SETUP_FAILURE": 2}
 class EndedJob:
     """How a job ended.
 
-    Args: status: `SUCCEEDED`, `FAILED` or `STOPPED`, as Ray calls it, or `UNKNOWN`: the cluster does not know the job
-        any more. exit_code: Of the driver; negative: minus the signal that ended it; None: it was not seen to end.
-        message: What Ray says about it. error_type: Ray's name for the kind of failure.
+    Args:
+        status: `SUCCEEDED`, `FAILED` or `STOPPED`, as Ray calls it, or `UNKNOWN`: the cluster does not know the job any
+            more.
+        exit_code: Of the driver; negative: minus the signal that ended it; None: it was not seen to end.
+        message: What Ray says about it.
+        error_type: Ray's name for the kind of failure.
     """
 
     status: str

@@ -219,13 +219,7 @@ class LightningTask(BatchTask):
     `optimizer`, and for predictions `forward` with all of the batch but the target. docs/lightning.md lists what is
     refused.
 
-    Args: module: The module, or a function that returns one. batch: Columns of the tuple that a step gets, or by the
-        names in the dictionary that it gets; `COLUMN.mask` as in `ModuleTask`. target: Column that a prediction lacks;
-        not given: it has all of them. transforms: See `ModuleTask`. evaluate_transforms: See `ModuleTask`. mean: See
-        `ModuleTask`. std: See `ModuleTask`. pad_with: See `ModuleTask`. pad_to: See `ModuleTask`. max_length: See
-        `ModuleTask`. best_metric: What `validation_step` logs that decides which checkpoint is best, or `loss`, which
-        it returns. best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
-        exif_orientation: See `ModuleTask`.
+    Args:
     """
 
     def validate_config(self, config: Config) -> list[str]:

@@ -46,9 +46,13 @@ OWN = ""
 class Point:
     """Metrics of one step.
 
-    Args: step: Finished steps. time_ms: When it was recorded, milliseconds since 1970 (UTC). metrics: Value by name;
-        NaN and infinity are left as they are. evaluator: Which evaluator found them, see `OWN`; None: none did. look:
-        Name of the look at the nodes that they come from; None: they do not. With neither they are of a block of steps.
+    Args:
+        step: Finished steps.
+        time_ms: When it was recorded, milliseconds since 1970 (UTC).
+        metrics: Value by name; NaN and infinity are left as they are.
+        evaluator: Which evaluator found them, see `OWN`; None: none did.
+        look: Name of the look at the nodes that they come from; None: they do not. With neither they are of a block of
+            steps.
     """
 
     step: int

@@ -92,8 +92,10 @@ class Tracker:
 
         Call it when nobody writes the record any more. It can be called again and then returns the same.
 
-        Args: status: How the run ended. `FINISHED` also sends a last block that is not full; otherwise a resume will
-            fill it. timeout_s: Seconds to wait for MLflow.
+        Args:
+            status: How the run ended. `FINISHED` also sends a last block that is not full; otherwise a resume will fill
+                it.
+            timeout_s: Seconds to wait for MLflow.
 
         Returns:
             Whether MLflow has everything. If not, a warning says what is missing; the next start of the run sends it.
@@ -220,8 +222,9 @@ class Tracker:
 def check_available(config: Config) -> None:
     """Refuses tracking that cannot work, without importing MLflow or connecting to it.
 
-    Raises: ConfigError: MLflow is not installed, or `tracking.uri` is not one that points can be sent to twice without
-        doubling them.
+    Raises:
+        ConfigError: MLflow is not installed, or `tracking.uri` is not one that points can be sent to twice without
+            doubling them.
     """
     if not config.tracking.enabled:
         return

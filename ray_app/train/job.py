@@ -180,10 +180,12 @@ OpenWindows = Callable[[Job, Cursor, range], Windows]
 class Hooks:
     """Called in every worker.
 
-    Args: after_step: With (rank, finished steps) after each step. before_commit: With the checkpoint before each
-        commit, in the saver's thread. built: With the model when it has been made. at: With (phase, rank, finished
-        steps) whenever a worker begins something else: `forming`, `data`, `compute`, `exchange`,
-            `evaluate`, `done`.
+    Args:
+        after_step: With (rank, finished steps) after each step.
+        before_commit: With the checkpoint before each commit, in the saver's thread.
+        built: With the model when it has been made.
+        at: With (phase, rank, finished steps) whenever a worker begins something else: `forming`, `data`, `compute`,
+            `exchange`, `evaluate`, `done`.
     """
 
     after_step: Callable[[int, int], None] | None = None

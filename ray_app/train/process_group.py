@@ -217,8 +217,13 @@ class ProcessGroup:
 def init_default_group(name: str, device: torch.device, store: Any, rank: int, size: int) -> None:
     """Makes torch's default process group; blocks until all are there.
 
-    Args: name: See `backend_name`. device: Of this rank. NCCL connects it now, not in the first backward; not told, it
-        would take one by the number of the rank. store: Where they meet. rank: This one. size: How many they are.
+    Args:
+        name: See `backend_name`.
+        device: Of this rank. NCCL connects it now, not in the first backward; not told, it would take one by the number
+            of the rank.
+        store: Where they meet.
+        rank: This one.
+        size: How many they are.
     """
     if name == _NCCL:
         for variable, value in _NCCL_SETTINGS.items():

@@ -81,8 +81,11 @@ Level = Literal["ok", "warning", "refused", "failed"]
 class Finding:
     """One line of it.
 
-    Args: level: `refused`: the run would not work, and nothing is started. `failed`: it would start, and not keep what
-        is promised. topic: What was looked at, in a word or two. text: What was found, and what to do about it.
+    Args:
+        level: `refused`: the run would not work, and nothing is started. `failed`: it would start, and not keep what is
+            promised.
+        topic: What was looked at, in a word or two.
+        text: What was found, and what to do about it.
     """
 
     level: Level

@@ -43,10 +43,13 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 class JsonLines:
     """One file of JSON lines or a folder of them.
 
-    Args: path: The file or folder. label: Key that becomes `label`. columns: Keys to keep; None: all. ragged: Those of
-        lists of any length. skip: Whether lines that are no JSON object, have lists of another shape or no label may be
-        left out. A value of another type than
-            in other lines is refused in any case: nothing says which of them is the wrong one.
+    Args:
+        path: The file or folder.
+        label: Key that becomes `label`.
+        columns: Keys to keep; None: all.
+        ragged: Those of lists of any length.
+        skip: Whether lines that are no JSON object, have lists of another shape or no label may be left out. A value of
+            another type than in other lines is refused in any case: nothing says which of them is the wrong one.
         piece_bytes: Most bytes of files that one task reads.
     """
 

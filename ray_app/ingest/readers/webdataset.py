@@ -41,10 +41,13 @@ Members = dict[str, bytes]
 class WebDataset:
     """Tar files.
 
-    Args: pattern: A folder with them, one of them, or a pattern with `*` in its last part, or with `{000..012}` or
-        `{a,b}`. label: Key in each row's .json of the integer that becomes `label`; None: the member .cls does, if
-        there is one. columns: Columns to keep, `label` besides; None: those of all members. check: Whether to decode
-        every image. piece_bytes: Most bytes of files that one task reads.
+    Args:
+        pattern: A folder with them, one of them, or a pattern with `*` in its last part, or with `{000..012}` or
+            `{a,b}`.
+        label: Key in each row's .json of the integer that becomes `label`; None: the member .cls does, if there is one.
+        columns: Columns to keep, `label` besides; None: those of all members.
+        check: Whether to decode every image.
+        piece_bytes: Most bytes of files that one task reads.
     """
 
     pattern: str

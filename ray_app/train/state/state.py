@@ -433,8 +433,9 @@ class TrainingState:
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         """Copies the state to memory of its own.
 
-        Args: into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times
-            the copying.
+        Args:
+            into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times
+                the copying.
         """
         return Snapshot(**copy_to_host(vars(self._live()), vars(into) if into is not None else None))
 
@@ -477,8 +478,11 @@ class TrainingState:
         """Gives the ranks that lack it the state of the highest step; a collective of all ranks, after which all states
         are equal.
 
-        Args: world: The workers of now. restore: Gives rank 0 a state; called if nobody has one. was_broken: Whether
-            the generation before broke for this rank; then those who claim the highest step compare what they have.
+        Args:
+            world: The workers of now.
+            restore: Gives rank 0 a state; called if nobody has one.
+            was_broken: Whether the generation before broke for this rank; then those who claim the highest step compare
+                what they have.
 
         Returns:
             The ranks whose state was not that of most others of their step, and has been replaced.

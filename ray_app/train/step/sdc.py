@@ -230,8 +230,9 @@ class RecomputedShares:
     def compute(self, compute: Compute) -> None:
         """Computes what this rank has to compute again.
 
-        Args: compute: Leaves the gradient of a micro-batch in `.grad`, and no other trace; returns the bits of the
-            buffers that come of it.
+        Args:
+            compute: Leaves the gradient of a micro-batch in `.grad`, and no other trace; returns the bits of the
+                buffers that come of it.
         """
         self._compute = compute
         self._bits = {batch.logical_worker: self._bits_of(batch) for batch in self._theirs}

@@ -125,10 +125,12 @@ class Step:
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Does one step.
 
-        Args: cursor: Which. batches: One micro-batch per logical worker of this rank, in their order. global_rows: Rows
-            that the plan has for the step over all logical workers. Losses and gradients are means over the weight of
-                those of them that can be decoded, which is known only after the exchange: they are made with this
-                number and then corrected. A row's weight is 1 unless its task says otherwise.
+        Args:
+            cursor: Which.
+            batches: One micro-batch per logical worker of this rank, in their order.
+            global_rows: Rows that the plan has for the step over all logical workers. Losses and gradients are means
+                over the weight of those of them that can be decoded, which is known only after the exchange: they are
+                made with this number and then corrected. A row's weight is 1 unless its task says otherwise.
             flags: What this rank has to say to all.
 
         Raises:

@@ -58,12 +58,18 @@ class ReplicaStats(NamedTuple):
 class StepResult(NamedTuple):
     """What all ranks know after a step.
 
-    Args: loss: Mean loss of the global batch. grad_norm: L2 norm of the global gradient before clipping. rows: Rows of
-        every logical worker. row_hash: Sum of row hashes of every logical worker, modulo 2**64. flags: Every flag that
-        any rank set. skipped: Planned rows of every logical worker that cannot be decoded. weights: The sum of the
-        rows' weights of every logical worker; a row's weight is 1 unless its task says otherwise. metrics: Mean of each
-        metric of the task's own over the global batch. spent: For every logical worker, the time of its rank, see
-        `TimeBreakdown`. replayed: Shares that were computed twice, with the same bits.
+    Args:
+        loss: Mean loss of the global batch.
+        grad_norm: L2 norm of the global gradient before clipping.
+        rows: Rows of every logical worker.
+        row_hash: Sum of row hashes of every logical worker, modulo 2**64.
+        flags: Every flag that any rank set.
+        skipped: Planned rows of every logical worker that cannot be decoded.
+        weights: The sum of the rows' weights of every logical worker; a row's weight is 1 unless its task says
+            otherwise.
+        metrics: Mean of each metric of the task's own over the global batch.
+        spent: For every logical worker, the time of its rank, see `TimeBreakdown`.
+        replayed: Shares that were computed twice, with the same bits.
     """
 
     loss: float

@@ -23,10 +23,12 @@ from ray_app.train.job import Job
 class TimeBreakdown(NamedTuple):
     """Seconds of one worker.
 
-    Args: compute_s: Of forward and backward, for each logical worker that it plays. data_s: That it waited for data
-        before the step. other_s: Of anything else since it had the gradient of the step before: the update, what is
-        recorded and kept, hooks. step_s: From the beginning of the step before to that of this one; 0 where there was
-        none.
+    Args:
+        compute_s: Of forward and backward, for each logical worker that it plays.
+        data_s: That it waited for data before the step.
+        other_s: Of anything else since it had the gradient of the step before: the update, what is recorded and kept,
+            hooks.
+        step_s: From the beginning of the step before to that of this one; 0 where there was none.
     """
 
     compute_s: float

@@ -81,8 +81,9 @@ class ParameterServer:
             gradient: That of this server's parameters; None: it had no rows.
             buffers: What the buffers became in this step, if this server keeps them.
 
-        Returns: The learning rate that it is used with and, unless synchronous, what the next unit needs: nothing waits
-            for others before that.
+        Returns:
+            The learning rate that it is used with and, unless synchronous, what the next unit needs: nothing waits for
+            others before that.
         """
         if era != self._era:
             return None
