@@ -44,7 +44,7 @@ class Ragged:
         multiple: int = 1,
         row_shape: tuple[int, ...] = (),
     ) -> Ragged:
-        """Makes a ragged field of rows, each of shape (length, *row_shape)."""
+        """Makes a ragged field of rows, each of shape `(length, *row_shape)`."""
         arrays = [np.asarray(row, dtype).reshape(-1, *row_shape) for row in rows]
         offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
         return cls(np.concatenate([*arrays, np.empty((0, *row_shape), dtype)]), offsets, fill, multiple)
