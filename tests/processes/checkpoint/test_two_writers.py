@@ -152,7 +152,7 @@ def test_a_writer_that_gives_up_before_the_other_commits_leaves_no_empty_commit(
         return put_json(place, value, **options)
 
     monkeypatch.setattr(store_module, "put_json", overtaken)
-    with pytest.raises(OSError, match=r"Somebody has removed \['model.safetensors'\]"):
+    with pytest.raises(OSError, match=r"Another process has removed \['model.safetensors'\]"):
         store.write(files, commit_of(20))
     assert store.commits() == []
     monkeypatch.undo()
