@@ -296,7 +296,7 @@ def test_many_histories(machine: type[RuleBasedStateMachine]) -> None:
 
 @pytest.mark.search
 @pytest.mark.parametrize(
-    ("name", "broken"), [("removable", ignoring_holds), ("_refuse_if_gone", lambda folder, wanted: None)]
+    ("name", "broken"), [("removable_steps", ignoring_holds), ("_check_files_exist", lambda folder, wanted: None)]
 )
 def test_a_store_without_one_of_its_rules_would_be_found(
     name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
