@@ -60,7 +60,7 @@ class ShardedStep(Step):
     rows that it had before, with weights of zero and without a trace in the buffers.
     """
 
-    unknown_culprit = "gradients of finite losses, which are sharded, so whose is not known"
+    non_finite_source = "gradients of finite losses, which are sharded, so whose is not known"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -86,10 +86,10 @@ class ShardedStep(Step):
                 self._pass_idly(cursor)
         return sums
 
-    def _lines(
+    def _replica_stats(
         self, batches: list[MicroBatch], told: list[LossSums], global_rows: int, flags: Flags
     ) -> list[ReplicaStats]:
-        lines = super()._lines(batches, told, global_rows, flags)
+        lines = super()._replica_stats(batches, told, global_rows, flags)
         self._bad = {row.logical_worker for row in lines if not math.isfinite(row.loss)}
         return lines
 
@@ -125,7 +125,7 @@ class ShardedStep(Step):
         """Known from the pass itself: another one would have to be one of all ranks."""
         return batch.logical_worker not in self._bad
 
-    def _rows_to_blame(self, cursor: Cursor, batch: MicroBatch) -> list[int]:
+    def _non_finite_rows(self, cursor: Cursor, batch: MicroBatch) -> list[int]:
         """All of the micro-batch: to look at each by itself would be a pass of all ranks."""
         del cursor
         return batch.positions.tolist()

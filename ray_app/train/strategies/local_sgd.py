@@ -205,21 +205,21 @@ class LocalStep(Step):
             found.append(sums_there)
             norms.append(norms_there)
         if self._timer is not None:
-            self._timer.computed()
+            self._timer.mark_computed()
         told, numbers = read_sums(self._task, found, [norm for each in norms for norm in each])
         mine, own, rest = [], list[float](), iter(numbers)
-        spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else NO_TIME
+        spent = self._timer.breakdown(len(batches), self.data_wait_s) if self._timer is not None else NO_TIME
         for batch, sums, each in zip(batches, told, norms, strict=True):
             norm, share = total_norm(islice(rest, len(each))), sums.weight / global_rows
             own.append(norm)
             loss, square = (sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0)
             mine.append(make_replica_stats(batch, sums, loss, flags, spent, square))
         self._enter("exchange")
-        result = self._check_and_rescale(cursor, self._table.exchange(mine), global_rows)
+        result = self._check_and_rescale(cursor, self._stats.gather(mine), global_rows)
         if self._timer is not None:
-            self._timer.met()
+            self._timer.mark_reduced()
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            self._refuse(cursor, batches, global_rows, result)
+            self._raise_non_finite(cursor, batches, global_rows, result)
         for batch, norm in zip(batches, own, strict=True):
             replica = self._replicas[batch.logical_worker]
             if has_rows := result.weights[batch.logical_worker] > 0:
@@ -261,7 +261,7 @@ class LocalStep(Step):
         weight = sums.values[1]
         return torch.where(weight > 0, 1 / weight, 0.0).float().expand(sums.rows)
 
-    def _trained_by(self, batch: MicroBatch) -> nn.Module:
+    def _trained_model(self, batch: MicroBatch) -> nn.Module:
         return self._replicas[batch.logical_worker].model
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:

@@ -31,7 +31,7 @@ def _tables(rank: int, store: Path, size: int) -> tuple[StepResult, StepResult]:
     with LocalMembership(World(rank, size, 2 * size), store).generation(0, False) as (world, _):
         for most in (1, 16):
             transport.MAX_RING_RANKS = most
-            found.append(StepStats(world).exchange(_rows(world)))
+            found.append(StepStats(world).gather(_rows(world)))
     return found[0], found[1]
 
 
@@ -47,10 +47,10 @@ def _leave(rank: int, store: Path, size: int) -> str:
     try:
         with LocalMembership(World(rank, size, size), store).generation(0, False) as (world, _):
             table = StepStats(world)
-            table.exchange(_rows(world))
+            table.gather(_rows(world))
             if rank == 1:
                 raise InterruptedError
-            table.exchange(_rows(world))
+            table.gather(_rows(world))
         return "went on"
     except (PeerLostError, InterruptedError) as error:
         return type(error).__name__

@@ -45,7 +45,7 @@ class Steps:
 
     @property
     def told(self) -> list[tuple[str, int, str]]:
-        return [(slow.what, slow.rank, slow.cause) for _, slow in self.found]
+        return [(slow.event, slow.rank, slow.cause) for _, slow in self.found]
 
 
 def noisy(
@@ -167,6 +167,6 @@ def test_shares_are_the_quickest(seconds: list[float], more: int) -> None:
 
 def test_where_the_time_went() -> None:
     steps = Steps(2, 2, lambda step, rank: (0.02 + 0.02 * rank, 0.01 * (1 - rank))).go(100)
-    first, second = steps.pace.spent()
+    first, second = steps.pace.time_fractions()
     assert first == pytest.approx({"compute": 20 / 42, "data": 10 / 42, "other": 0.0, "waits": 12 / 42}, abs=0.01)
     assert second["waits"] == pytest.approx(2 / 42, abs=0.01)

@@ -382,7 +382,7 @@ class Coordinator:
                 grad_norm=self._apply(cursor, step, planned / result.weight if result.weight else 0.0)
             )
         wait_s = sum(part.wait_s for part in parts) / max(1, self._workers)
-        self._recorder.finished(cursor, step + 1, result, parts[0].lr, wait_s, max(1, self._workers))
+        self._recorder.record_step(cursor, step + 1, result, parts[0].lr, wait_s, max(1, self._workers))
         if step + 1 == self._end:
             self._cut()
 

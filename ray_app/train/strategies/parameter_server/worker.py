@@ -208,7 +208,7 @@ class _UnitStep(Step):
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = math.sqrt(math.fsum(n * n for n in torch.stack(torch._foreach_norm(gradients)).tolist())) / share
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._refuse(cursor, [batch], global_rows, StepResult(loss, norm, [], [], Flags(0), [], []))
+            self._raise_non_finite(cursor, [batch], global_rows, StepResult(loss, norm, [], [], Flags(0), [], []))
         most = self._config.train.grad_clip_norm
         if self._config.train.staleness and most is not None and norm > most:
             torch._foreach_mul_(gradients, most / norm)

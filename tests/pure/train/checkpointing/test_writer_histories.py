@@ -189,7 +189,7 @@ class Saving(RuleBasedStateMachine):
     def listen(self) -> None:
         self.is_deaf = False
         if self.fence:
-            self.saver.tell()
+            self.saver.put_pending_events()
 
     @invariant()
     def what_could_be_written_and_is_needed_is_there(self) -> None:
