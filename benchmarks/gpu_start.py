@@ -109,7 +109,7 @@ def opened_twice(rank: int, store: Path, port: int, device: str, variables: dict
         _exchange(group, place)
         if number == 1:
             group.abort()
-            for abort in group._aborts.values():
+            for abort in group._abort_threads.values():
                 abort.join()
             group_state.clear_group(group)  # otherwise the exchange would be refused before the backend is asked
             try:

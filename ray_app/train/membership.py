@@ -56,7 +56,7 @@ class Heartbeat:
         step: Finished steps; -1 without a state.
         phase: Phase that the worker is in.
         record: Record of the newest finished step; only from rank 0.
-        recorded: Last step whose record is on storage; only from rank 0.
+        recorded: Last step with its record on storage; only from rank 0.
         moves: How often the worker has reported progress other than finished steps.
         waits: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
         lost: Whether the worker's last generation broke, so that the others must be called together.
@@ -89,7 +89,7 @@ class HeartbeatReply:
         leave: Whether the worker must end when its generation does.
         dump: Whether the worker should record the stacks of its threads.
         exit: Whether the worker must end its process now, because it is evicted or declared lost.
-        recorded: Last step whose record is on storage.
+        recorded: Last step with its record on storage.
         waits: Whether the heartbeat came from a worker that waits for a generation; earlier replies to it may be void.
         formed: The generation that the worker waited for.
         period_s: Seconds until the next heartbeat is due.
@@ -197,7 +197,7 @@ class SingleProcessMembership:
         self.newest, self._recorded = record or self.newest, recorded
 
     def recorded(self) -> int:
-        """Returns the last step whose record is on storage, see `Membership.recorded`."""
+        """Returns the last step with its record on storage, see `Membership.recorded`."""
         return self._recorded
 
 
@@ -247,12 +247,12 @@ class Membership(Protocol):
         Args:
             step: Finished steps.
             record: Record of the newest finished step; only from rank 0.
-            recorded: Last step whose record is on storage; only from rank 0.
+            recorded: Last step with its record on storage; only from rank 0.
         """
         ...
 
     def recorded(self) -> int:
-        """Returns the last step whose record is on storage, as far as this worker knows."""
+        """Returns the last step with its record on storage, as far as this worker knows."""
         ...
 
 

@@ -255,7 +255,7 @@ def median_of_others(values: Seconds) -> Seconds:
 class StragglerReporter:
     """Runs the `StragglerDetector` of a generation and records its events.
 
-    It does nothing for a single worker, nor with `fsdp`, whose workers wait for each other while they compute.
+    It does nothing for a single worker, nor with `fsdp`, where workers wait for each other while they compute.
 
     Args:
         job: The run.

@@ -47,7 +47,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags, GenerationInfo, Phase
-from ray_app.train.process_group import _shut_down, _sockets, open_stage_groups
+from ray_app.train.process_group import _list_sockets, _shut_down, open_stage_groups
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -228,7 +228,7 @@ class LocalMembership:
         if self._world.size == 1:
             yield self._world, formed
             return
-        before = set(_sockets())
+        before = set(_list_sockets())
         with collective():
             store = dist.FileStore(str(self._store), self._world.size)  # type: ignore[attr-defined]
             timeout = timedelta(seconds=_EXCHANGE_S)
@@ -238,7 +238,7 @@ class LocalMembership:
             )
             groups = open_stage_groups(self._world.rank, self._hosts, timeout, self._backend != "gloo")
             dist.barrier()  # nobody leaves while another still connects
-        mine = set(_sockets()) - before
+        mine = set(_list_sockets()) - before
         state = _DeviceState(dist.group.WORLD)
         try:
             # Only a group that behaves like one of a device has this method.

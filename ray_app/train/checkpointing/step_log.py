@@ -358,12 +358,12 @@ def step_spans(steps: Iterable[int]) -> StepSpans:
 
 
 def steps_to_send(spans_of_ranks: Sequence[StepSpans]) -> dict[int, list[int]]:
-    """Returns the steps whose records each rank has to send to the others.
+    """Returns the steps of the records that each rank has to send to the others.
 
     These are the steps that at least one rank lacks, each from the first rank that has it.
 
     Args:
-        spans_of_ranks: For each rank the spans of the steps whose records it has.
+        spans_of_ranks: For each rank the spans of the steps of its records.
     """
     # Most ranks have the same steps, so only the first rank with each kind of spans is looked at.
     first_rank: dict[StepSpans, int] = {}

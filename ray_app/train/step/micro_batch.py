@@ -130,7 +130,7 @@ def restore_modes(modes: ModuleModes) -> None:
 
 
 def replaced_tensor_error(name: str) -> ConfigError:
-    """Returns the error for a model whose forward replaced the tensor of a parameter or a buffer."""
+    """Returns the error for a forward that replaced the tensor of a parameter or a buffer."""
     return ConfigError(
         f"Training gives the model another tensor for {name} (self.{name.rpartition('.')[2]} = ...), which the other"
         " workers, the optimizer and a step that is undone do not see. Write into the one that it has:"

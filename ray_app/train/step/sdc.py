@@ -55,7 +55,7 @@ def draw_recomputed_shares(
         seed: Seed of the run.
         rate: Fraction of all shares to recompute, 0 to 1.
         blocks: The logical workers of every rank.
-        groups: Groups of ranks whose results can be compared; shares of a rank alone in its group are not recomputed.
+        groups: Groups of ranks with comparable results; shares of a rank alone in its group are not recomputed.
     """
     max_block = max(map(len, blocks))
     shares, rounds = list[RecomputedShare](), rate * max_block
@@ -122,7 +122,7 @@ class WorkerDevice:
 
 @dataclass(frozen=True)
 class SdcFinding:
-    """A worker whose result was wrong.
+    """A wrong result of a worker.
 
     Args:
         rank: Rank of the corrupt worker.

@@ -442,7 +442,7 @@ class TurnStep(Step):
         super().__init__(config, task, state, self._reducers[turn], world, device, enter)
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
-        """Does the step of the optimizer whose turn it is, see `Step.run`."""
+        """Does the step of the optimizer in turn, see `Step.run`."""
         turn = self._turn = self._turns.begin(self._state.step)
         self._reducer = self._reducers[turn]
         self._stats = self._stats_by_turn[turn]

@@ -44,11 +44,11 @@ class CentralState(PartitionedState):
         self._gradients: dict[Tensor, Tensor] = {}
         super().__init__(config, task, device, total_steps)
 
-    def _master_of(self, model: nn.Module) -> nn.Module:
+    def _make_master(self, model: nn.Module) -> nn.Module:
         try:
             master = copy.deepcopy(model).cpu()
         except Exception:  # it has what cannot be copied: a lock, a tensor that was computed (weight_norm, pruning)
-            frozen, master = self._frozen, self._made().cpu()
+            frozen, master = self._frozen, self._build_model().cpu()
             self._frozen = frozen
             with torch.no_grad():
                 for mine, computed in zip(_tensors(master), _tensors(model), strict=True):

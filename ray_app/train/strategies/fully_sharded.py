@@ -276,7 +276,7 @@ class ShardedState(PartitionedState):
         super().__init__(config, task, _CPU, total_steps)  # a device need not have room for all of it
         self._units, self._mesh_device = task.shard_units, device
 
-    def _optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
+    def _build_optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
         """One of plain shards if it treats each value on its own, otherwise of sharded parameters, which know what a
         whole is.
         """
@@ -284,7 +284,7 @@ class ShardedState(PartitionedState):
             [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in ELEMENTWISE_OPTIMIZERS else []
         )
         self._shards = StateShards(sharded)
-        optimizer = super()._optimizer(spec, {name: self._shards.of.get(p, p) for name, p in named.items()})
+        optimizer = super()._build_optimizer(spec, {name: self._shards.of.get(p, p) for name, p in named.items()})
         self._shards.follow(optimizer)
         return optimizer
 
@@ -335,10 +335,10 @@ class ShardedState(PartitionedState):
 
     def _take(self, whole: Snapshot) -> None:
         self._drop()
-        self.model = self.master = self._made()
+        self.model = self.master = self._build_model()
         with collective():
             shard_model(self.model, self._units, self._config.train, self._mesh_device, self._world)
-        self._equip()
+        self._build_optimizers()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         trained = self._shards.in_order(self.optimizer)
         moved = {

@@ -47,8 +47,8 @@ from ray_app.train.step.timing import NO_TIME
 class LocalState(TrainingState):
     """What all hold at an average, with the outer optimizer that moves it."""
 
-    def _equip(self) -> None:
-        super()._equip()
+    def _build_optimizers(self) -> None:
+        super()._build_optimizers()
         train = self._config.train
         trained = [p for p in self.model.parameters() if p.requires_grad]
         remove_compiler_hooks(torch.optim.SGD)

@@ -161,7 +161,7 @@ def test_parameters_that_are_not_the_models_are_refused_by_name(given: Config, t
     with pytest.raises(ConfigError, match=r"first.safetensors' cannot be read: .*Name a safetensors file"):
         prepare(config)
     place.write_bytes(b"pickle")
-    with pytest.raises(ConfigError, match="is no safetensors file"):
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
         prepare(config)
     state = parameters(prepare(given).job.task, place)
     state["extra"] = torch.zeros(1)

@@ -20,7 +20,7 @@ from ray_app.errors import ConfigError, PeerLostError
 from ray_app.reduction.base import World, collective
 from ray_app.reduction.bucketed import BucketedReducer, _split_into_buckets, build_reducer
 from ray_app.train.membership import GenerationInfo
-from ray_app.train.process_group import ProcessGroup, _sockets
+from ray_app.train.process_group import ProcessGroup, _list_sockets
 from tests.support.local_world import LocalMembership, Pool, TinyImages, make_job, write_images
 from tests.support.waiting import until
 
@@ -119,7 +119,7 @@ def sent_by_this_process() -> int:
     tcp_info`.
     """
     total = 0
-    for number, _ in _sockets():
+    for number, _ in _list_sockets():
         with suppress(OSError), socket.socket(fileno=socket.dup(number)) as found:
             if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
                 total += struct.unpack_from("Q", found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 120)[0]
@@ -213,7 +213,7 @@ def bystanders_of_an_abort(rank: int, store: Path, port: int) -> list[bytes]:
 
     opening = threading.Thread(target=opens)
     opening.start()
-    until(lambda: any(group._is_store(number) for number, _ in _sockets()), "it has not begun to open")
+    until(lambda: any(group._is_store(number) for number, _ in _list_sockets()), "it has not begun to open")
     pairs.append(connection())
     until(lambda: group.abort() or not opening.is_alive(), "the abort does not break it")
     assert isinstance(failed[0], dist.DistError), failed
@@ -242,7 +242,7 @@ def bystander_of_a_group(
     meeting.wait([f"made-{before}" for before in range(rank)])
     opening.start()
     until(
-        lambda: any(group._is_store(number) for number, _ in _sockets()) or not opening.is_alive(),
+        lambda: any(group._is_store(number) for number, _ in _list_sockets()) or not opening.is_alive(),
         "it has not begun to open",
     )
     assert group._sockets is None or rank == size - 1, "it opened without the others"

@@ -394,7 +394,7 @@ def stuck(rank: int, store: Path, port: int) -> list[bool]:
         seen.append(group.is_stuck)
         opening = threading.Thread(target=open_given_up, args=(group, GenerationInfo(1, rank, 1, "127.0.0.1", port)))
         opening.start()
-        until(lambda: group._forms, "it has not begun to form")
+        until(lambda: group._is_forming, "it has not begun to form")
         seen.append(group.is_stuck)
         group.abort()
         until(lambda: group.is_stuck, "it is not known to be stuck")
@@ -424,7 +424,7 @@ def launched(rank: int, store: Path, port: int) -> list[str]:
     try:
         with world.launch_guard():
             group.abort()
-            until(lambda: bool(group._aborts), "nobody has begun to abort")
+            until(lambda: bool(group._abort_threads), "nobody has begun to abort")
             happened.append("launch")
         with pytest.raises(PeerLostError, match="given up"), world.launch_guard():
             happened.append("another launch")

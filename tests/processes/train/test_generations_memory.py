@@ -88,13 +88,13 @@ def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
     del rank, store
     state = build_state(job.config, job.task, CPU, job.total_steps)
     assert isinstance(state, ShardedState)
-    shards, left, make = list[Any](), list[int](), state._made
+    shards, left, make = list[Any](), list[int](), state._build_model
 
     def made() -> nn.Module:
         left.append(sum(each() is not None for each in shards))
         return make()
 
-    state._made = made  # type: ignore[method-assign]
+    state._build_model = made  # type: ignore[method-assign]
     for breaks_now in (breaks, False):
         try:
             with state.bind(World(0, 1, 2)) as world:

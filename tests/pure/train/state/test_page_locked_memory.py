@@ -24,7 +24,7 @@ class Driver:
         self.locked: dict[int, int] = {}
         self.error = 0
         patch.setattr(transfer, "cuda", self)
-        patch.setattr(transfer, "_spare", [])
+        patch.setattr(transfer, "_free_blocks", [])
         patch.setattr(transfer, "_is_refused", False)
 
     def cudart(self) -> Driver:
