@@ -135,7 +135,9 @@ class Job:
 
     def best_first(self) -> list[Evaluation]:
         """Returns the evaluations of `ray_app.runlog.evaluations.rank_candidates` for this run."""
-        return rank_candidates(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
+        return rank_candidates(
+            self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations
+        )
 
     @property
     def workers_evaluate(self) -> bool:

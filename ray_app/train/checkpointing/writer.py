@@ -166,7 +166,9 @@ class CheckpointWriter:
 
         Each is recorded once, even if it is removed only later.
         """
-        for step, name in sorted(skipped_evaluations(removed_steps, holds, time.time()) - self._skipped, key=lambda one: one[0]):
+        for step, name in sorted(
+            skipped_evaluations(removed_steps, holds, time.time()) - self._skipped, key=lambda one: one[0]
+        ):
             if step not in evaluated_steps(self._paths, name):
                 details = {"step": step, "reason": "the evaluator lags too far behind"} | ({"by": name} if name else {})
                 self._pending_events.append(("evaluation_skipped", fence, details))
