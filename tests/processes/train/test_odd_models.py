@@ -315,14 +315,14 @@ def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
     job = job_of(tmp_path / "run", data, Averaging(), **CENTRAL)
     state = CentralState(job.config, job.task, torch.device("cpu"), job.total_steps)
     state.initialize(None)
-    state._take(state._own())
+    state._load_part(state._local_copy())
     plain = job.task.build_model()
     plain.load_state_dict(state.master.state_dict())
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
     for step in range(4):
         if again and step == again:
             state._whole = None
-            state._take(state.snapshot())
+            state._load_part(state.snapshot())
         state.refresh()
         torch.manual_seed(step)
         images = torch.rand(6, 1, 8, 8)

@@ -283,10 +283,10 @@ def test_only_the_memory_of_the_rank_that_moves_the_parameters_is_page_locked(
     )
     before = params_digest(state.master.state_dict())
     state._lock_pages()
-    state._device, state._holds = torch.device("cuda", 0), False
+    state._device, state._has_master = torch.device("cuda", 0), False
     state._lock_pages()
     assert not pieces, "neither on a CPU nor on a rank that computes alone"
-    state._holds = True
+    state._has_master = True
     for _ in range(2):
         state._lock_pages()
     numbers = [p.numel() for p in state.master.parameters()]
