@@ -129,7 +129,7 @@ class ProcessGroup:
 
     @property
     def check_device_errors(self) -> Callable[[], None] | None:
-        """The function for `World.check_device_errors`; None with gloo, whose waits raise by themselves."""
+        """The function for `World.check_device_errors`; None with gloo, where waits raise by themselves."""
         return self._check_device_errors if self._is_asynchronous else None
 
     def _check_device_errors(self) -> None:
@@ -177,8 +177,8 @@ class ProcessGroup:
         are aborted at once, since the abort of one may wait for the device's work for another.
 
         While the group forms, only the connection to the store is shut down: of the other new connections it is not
-        known whether they belong to the group, and gloo ends a process whose listening socket is shut down. So NCCL may
-        wait for ever, see `is_stuck`.
+        known whether they belong to the group, and gloo ends a process if its listening socket is shut down. So NCCL
+        may wait for ever, see `is_stuck`.
         """
         self._aborted_s = self._aborted_s or time.monotonic()
         # Set before any wait ends: what an aborted collective leaves behind is garbage.

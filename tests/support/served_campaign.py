@@ -89,7 +89,7 @@ class ServedCampaign(World):
                 answer = self.coordinator.ask(*arguments)
                 break
             except _LostError:
-                self.coordinator._recorder.close()
+                self.coordinator._step_log.close()
                 self.coordinator = Coordinator(self.job, self.servers)
         if answer.unit is not None:
             self._met("answered")

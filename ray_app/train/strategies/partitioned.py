@@ -224,17 +224,17 @@ class PeerReplicas:
         ]
         offers = gather((step, local_versions), world)
         # For each step and number of parts: the first rank that keeps each owner's part, and the part's sizes.
-        keepers: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = {}
+        ranks_with_part: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = {}
         for rank, (_, versions) in enumerate(offers):
             for version_step, owners, parts in versions:
                 for owner, sizes in parts.items():
-                    keepers.setdefault((version_step, owners), {}).setdefault(owner, (rank, sizes))
+                    ranks_with_part.setdefault((version_step, owners), {}).setdefault(owner, (rank, sizes))
         max_step = max(rank_step for rank_step, _ in offers)
-        complete = [key for key, by_owner in keepers.items() if len(by_owner) == key[1] and key[0] > max_step]
+        complete = [key for key, by_owner in ranks_with_part.items() if len(by_owner) == key[1] and key[0] > max_step]
         if not complete:
             return None
         newest_step, owners = max(complete)
-        by_owner = keepers[newest_step, owners]
+        by_owner = ranks_with_part[newest_step, owners]
         target = by_owner[0][0]
         local_parts = next((parts for at, _, parts in self._versions if at == newest_step), {})
         assembled = []

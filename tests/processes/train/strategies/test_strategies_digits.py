@@ -57,7 +57,7 @@ def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Pa
     world.kill("0")
     while world.coordinator._units.complete < 160:
         world.run(turns=1)
-    world.coordinator._recorder.close()
+    world.coordinator._step_log.close()
     job = dataclasses.replace(digits_job(tmp_path, digits, fields | {"train__servers": 1}), fence=2)
     World(job, 3).run()
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]

@@ -46,6 +46,6 @@ def test_what_is_held_is_even_and_every_unit_is_done_once_whoever_comes_and_goes
             if (found := units.take(worker, 10**6)) is not None:
                 assert found not in asked.values()
                 asked[worker] = found
-        held = [units.held_by(worker) for worker in units.workers]
+        held = [units.assigned_to(worker) for worker in units.workers]
         assert sorted(v for each in held for v in each) == sorted(set().union(*held))
         assert units.complete == min(max((s for s, v in done if v == w), default=-1) + 1 for w in range(logical))
