@@ -134,7 +134,9 @@ class _Worker:
                 continue
             except TaskError as error:
                 rows = self._job.plan.manifest.describe_rows(error.positions) if error.positions else ""
-                raise error.with_context(f"rank {self._rank} after step {self._finished_steps}", rows) from error.__cause__
+                raise error.with_context(
+                    f"rank {self._rank} after step {self._finished_steps}", rows
+                ) from error.__cause__
             except LeavingError:
                 pass
             if self._membership.is_leaving():

@@ -66,7 +66,7 @@ class ProcessGroup:
         self._is_forming = False
         self._aborted_s = 0.0
         self.groups: tuple[Any, ...] = (None,)
-        """See `World.groups`."""
+        """The process groups of this rank, see `World.groups`."""
 
     def open(self, generation: GenerationInfo, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
         """Forms the group of a generation; blocks until all members have connected.

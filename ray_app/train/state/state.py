@@ -54,10 +54,10 @@ class Trainable(Protocol):
     """The part of a task that a training state needs."""
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
+        """Returns the model, see `Task.build_model`."""
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """See `Task.apply_gradients`."""
+        """Updates the parameters, see `Task.apply_gradients`."""
 
 
 class TrainingState:
