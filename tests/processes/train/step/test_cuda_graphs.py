@@ -52,9 +52,9 @@ def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_ki
     """Trains with the stand-in; returns how many captures and replays there were."""
     graphs = RecordedGraphs()
     with (
-        patch("ray_app.train.step.step.graphs_of", lambda device: graphs),
-        patch.object(cuda_graphs, "_MOST_KINDS", most_kinds),
-        patch.object(cuda_graphs, "_EVERY", 5),
+        patch("ray_app.train.step.step.make_graph_backend", lambda device: graphs),
+        patch.object(cuda_graphs, "_MAX_GRAPHS", most_kinds),
+        patch.object(cuda_graphs, "_CHECK_EVERY_USES", 5),
     ):
         _train(rank, store, job, size, hooks, cached, {})
     return graphs.captures, graphs.replays
@@ -235,16 +235,16 @@ def test_a_cut_out_of_a_field_is_captured_in_its_layout() -> None:
     for _ in range(3):
         sums = small.run({"x": cut}, torch.ones(2))
         assert sums.values == small._compute({"x": cut}, torch.ones(2)).values
-        small._forget()
-    [kind] = small._kinds.values()
+        small._drop_gradients()
+    [kind] = small._graphs.values()
     assert kind.fields["x"].stride() == cut.stride()
 
 
 def test_a_graph_is_looked_at_after_1_2_4_uses_and_every_so_many() -> None:
     small, looked = _small(RecordedGraphs()), list[int]()
     with (
-        patch.object(cuda_graphs, "_EVERY", 6),
-        patch.object(small, "_hold_against_eager", lambda kind, *_: looked.append(kind.uses)),
+        patch.object(cuda_graphs, "_CHECK_EVERY_USES", 6),
+        patch.object(small, "_run_and_compare", lambda kind, *_: looked.append(kind.uses)),
     ):
         for _ in range(20):
             small.run({"x": torch.ones(2, 3)}, torch.ones(2))
@@ -274,7 +274,7 @@ def test_what_a_graph_reads_is_kept_alive_and_what_it_makes_is_not() -> None:
 def test_a_closed_step_keeps_no_graph(data: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **CAPTURE)
     state = build_state(job.config, job.task, CPU, 1)
-    with patch("ray_app.train.step.step.graphs_of", lambda device: RecordedGraphs()):
+    with patch("ray_app.train.step.step.make_graph_backend", lambda device: RecordedGraphs()):
         step = build_step(job, state, World(0, 1, 1), CPU, lambda phase: None)
     step.close()
     gone, captured = weakref.ref(step), step._captured

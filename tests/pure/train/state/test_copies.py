@@ -32,7 +32,7 @@ def test_a_device_is_given_all_copies_before_one_is_waited_for(monkeypatch: pyte
     streams = Streams(monkeypatch)
     monkeypatch.setattr(transfer, "cuda", streams)
     monkeypatch.setattr(
-        transfer, "views_like", lambda values: [streams.note("page-locked", torch.empty(v.shape)) for v in values]
+        transfer, "page_locked_like", lambda values: [streams.note("page-locked", torch.empty(v.shape)) for v in values]
     )
     monkeypatch.setattr(
         Tensor,

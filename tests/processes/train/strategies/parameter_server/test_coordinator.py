@@ -340,7 +340,7 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
 ) -> None:
     world, killed = World(job_of(tmp_path / "run", data), 1), list[Any]()
-    monkeypatch.setattr(CoordinatorActor, "_watch", lambda self, look: None)
+    monkeypatch.setattr(CoordinatorActor, "_repeat", lambda self, monitor: None)
     actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {
         world.job.rendezvous: Handle(None)
     }
@@ -352,7 +352,7 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
 
     def call(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
         coordinator._calls = {server: (None, time.monotonic() - 100) for server in coordinator._calls}
-        coordinator._look_after_servers(RendezvousStatus({"0"}, set(), {}, 1, 0, None, None, False, 60.0))
+        coordinator._monitor_servers(RendezvousStatus({"0"}, set(), {}, 1, 0, None, None, False, 60.0))
         waited.setdefault(method, []).append(len(killed))
         killed.clear()
         return world.servers.call(method, arguments)
