@@ -85,7 +85,7 @@ def _write(paths: RunPaths, steps: int, logical_workers: int) -> int:
             writer.flush()
             if step // _FLUSH_STEPS % MAX_SMALL_FILES == 0:
                 most = max(most, len(os.listdir(str(paths.metrics))) + len(os.listdir(str(paths.system))))
-                join_segments(paths, settled_s=0)
+                join_segments(paths, min_age_s=0)
     writer.close()
     return most
 

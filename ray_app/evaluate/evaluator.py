@@ -179,7 +179,7 @@ class Evaluator:
         job, observer = self._job, LeaseWatch(self._job.paths, self._job.fence)
         while not self._stopped.wait(LIFE_S / _LOOKS_PER_LEASE):
             try:
-                seen = observer.look()
+                seen = observer.poll()
                 if seen == "superseded" and not is_taken_over(job.paths, job.fence):
                     seen = "over"
             except OSError as error:

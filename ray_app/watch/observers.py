@@ -84,7 +84,7 @@ class Observers:
             return
         self._began = time.time()
         with suppress(Exception):  # then what is older than this counts as known
-            self._events.unread()  # what was there before this start is no news
+            self._events.read_new()  # what was there before this start is no news
             self._knows_before = True
         self._tell("begun", str(self._job.paths.root))
         over = threading.Event()
@@ -109,7 +109,7 @@ class Observers:
         """Tells what is new; what cannot be read now is told later."""
         try:
             steps = list(self._records.poll())
-            events = [event for event in self._events.unread() if self._knows_before or event.time_s > self._began]
+            events = [event for event in self._events.read_new() if self._knows_before or event.time_s > self._began]
         except Exception as error:
             logger.warning("The record could not be read for observers, will try again: %s", error)
             return

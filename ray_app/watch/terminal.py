@@ -302,7 +302,7 @@ class RunConsole:
 
     def _show_printed(self) -> None:
         """Shows what workers and evaluator have printed."""
-        for line in self._printed.look():
+        for line in self._printed.poll():
             self._console.print(line)
 
     def _is_line_due(self) -> bool:

@@ -609,7 +609,7 @@ def test_the_command_refuses_what_is_no_finished_run(digits: Path, tmp_path: Pat
     run = Finished(tmp_path, digits, store, name="unfinished")
     put_json(run.job.paths.summary, {"status": "interrupted"})
     for arguments, message in (
-        (["--run", str(tmp_path / "none")], "is no run: it has no config.yaml"),
+        (["--run", str(tmp_path / "none")], "is not a run: it has no config.yaml"),
         (["--run", str(run.job.paths.root), "--promote", " "], "--promote needs a reason"),
         (["--run", str(run.job.paths.root)], "has no tracking.registered_model; say with --name"),
         (["--run", str(run.job.paths.root), "--name", "x"], "'unfinished' is interrupted"),

@@ -244,7 +244,7 @@ def test_who_could_not_renew_while_nobody_could_look_is_watched_again(
     life_s = 0.4
     put_json(paths.fence(1), asdict(LeaseRecord(holder, 0.0, time.time(), life_s)))
     observer = LeaseWatch(paths, 1)
-    assert observer.look() in ("held", "unclear")
+    assert observer.poll() in ("held", "unclear")
     ends_s = time.monotonic() + 3 * life_s
 
     def fail(*_: Any) -> None:
@@ -254,18 +254,18 @@ def test_who_could_not_renew_while_nobody_could_look_is_watched_again(
         broken.setattr(lease_module, "list_files", fail)
         while time.monotonic() < ends_s:
             with pytest.raises(OSError, match="503"):
-                observer.look()
-    assert observer.look() == "unclear", "it had no time to renew"
+                observer.poll()
+    assert observer.poll() == "unclear", "it had no time to renew"
     put_json(paths.fence(1), asdict(LeaseRecord(holder, 0.0, time.time(), 60.0)))
-    assert observer.look() == "held"
+    assert observer.poll() == "held"
 
 
 def test_a_driver_that_lives_is_watched_before_its_lease_counts_as_lost(paths: RunPaths) -> None:
     """Its clock was set, or its machine slept."""
     put_json(paths.fence(1), asdict(LeaseRecord(HERE, 0.0, time.time() - 40.0, 0.5)))
     observer, began_s = LeaseWatch(paths, 1), time.monotonic()
-    assert observer.look() == "unclear"
-    until(lambda: observer.look() == "over", "it is never followed")
+    assert observer.poll() == "unclear"
+    until(lambda: observer.poll() == "over", "it is never followed")
     assert time.monotonic() - began_s >= 0.5
 
 

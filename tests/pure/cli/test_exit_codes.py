@@ -101,7 +101,7 @@ def test_another_exit_is_left_alone() -> None:
 
 @pytest.mark.parametrize("command", OF_A_RUN)
 @pytest.mark.parametrize(
-    ("written", "said"), [("task: [", "is no configuration of this version"), (None, "no config.yaml")]
+    ("written", "said"), [("task: [", "is not a configuration of this version"), (None, "no config.yaml")]
 )
 def test_a_run_without_a_readable_configuration_is_refused_alike(
     tmp_path: Path,

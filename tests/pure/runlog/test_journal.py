@@ -162,14 +162,14 @@ def test_a_writer_joins_by_itself_and_leaves_alone_what_was_just_written(
     count = len(list_segments(paths))
     assert join_segments(paths) == 0
     assert len(list_segments(paths)) == count
-    monkeypatch.setattr(journal, "join_segments", partial(join_segments, settled_s=0))
+    monkeypatch.setattr(journal, "join_segments", partial(join_segments, min_age_s=0))
     writer = MetricsWriter(paths, 2, flush_s=0.01)
     until(lambda: len(list_segments(paths)) < MAX_SMALL_FILES, "nothing is joined")
     writer.close()
 
 
 def test_many_that_were_left_are_joined_in_several_goes(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_MOST_JOINED", 70)
+    monkeypatch.setattr(segments, "_MAX_JOINED", 70)
     written(paths, 150)
     whole, counts = seen(paths), [len(list_segments(paths))]
     for _ in range(4):

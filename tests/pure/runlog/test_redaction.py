@@ -31,7 +31,7 @@ from ray_app.submit.options import refuse_secrets
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_guarded", set())
+    monkeypatch.setattr(module, "_registered", set())
     monkeypatch.setattr(module, "_guarded_runs", set())
     for name in [name for name in os.environ if is_secret_name(name)]:
         monkeypatch.delenv(name)
@@ -132,7 +132,7 @@ SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size
 )
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_no_secret_is_left_however_it_is_quoted(secrets: list[str], around: str, form: str) -> None:
-    module._guarded.clear()
+    module._registered.clear()
     register_secrets({"nested": [{"init_args": {"passwords": secrets}}]})
     quoted = {
         "raw": str,
