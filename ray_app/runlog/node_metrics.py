@@ -39,7 +39,7 @@ MAX_NODES = 16
 
 
 def summarize_nodes(nodes: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Returns the minimum (`least`), mean and maximum (`most`) of each value; up to `MAX_NODES` nodes stay as they are."""
+    """Returns the minimum (`least`), mean and maximum (`most`) of each value; few nodes stay as they are."""
     if len(nodes) <= MAX_NODES:
         return nodes
     columns: dict[str, list[float]] = {}

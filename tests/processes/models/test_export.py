@@ -177,7 +177,7 @@ def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
             ["--run", str(run), "--out", str(tmp_path / "taken"), "--overwrite", "true"],
             "is no export, and is not replaced",
         ),
-        (["--run", str(tmp_path), "--out", str(tmp_path / "new")], "is no run: it has no config.yaml"),
+        (["--run", str(tmp_path), "--out", str(tmp_path / "new")], "is not a run: it has no config.yaml"),
         (["--run", str(run), "--out", str(s3_folder / "new")], "in a folder of this machine"),
     ):
         assert main(wrong) == 2
