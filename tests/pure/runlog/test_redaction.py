@@ -32,7 +32,7 @@ from ray_app.submit.options import refuse_secrets
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_registered", set())
-    monkeypatch.setattr(module, "_guarded_runs", set())
+    monkeypatch.setattr(module, "_registered_runs", set())
     for name in [name for name in os.environ if is_secret_name(name)]:
         monkeypatch.delenv(name)
 
