@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from ray_app.cli.main import exit_code
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.preflight.check import check_task
 from ray_app.watch.terminal import show
 
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app check") -> int
     failed: list[bool] = []
 
     def work() -> None:
-        config, _ = parse_more(arguments, {}, prog, description=_DESCRIPTION)
+        config, _ = parse_with_sections(arguments, {}, prog, description=_DESCRIPTION)
         check = check_task(config)
         show(Console(), list(check.findings))
         failed.append(not check.ok)

@@ -22,7 +22,7 @@ from ray_app.cluster.resources import cluster, reconnect
 from ray_app.config.config import Config
 from ray_app.drill.cluster import Nodes, local_nodes
 from ray_app.drill.session import SCENARIOS, Drill
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import ConfigError, is_refusal, unwrap_app_error
 from ray_app.preflight.prepare import prepare
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int
     console, started = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150), False
     try:
         with interrupt_at_sigterm():
-            config, sections = parse_more(arguments, {"drill": DrillSection}, prog, description=_DESCRIPTION)
+            config, sections = parse_with_sections(arguments, {"drill": DrillSection}, prog, description=_DESCRIPTION)
             section: DrillSection = sections["drill"]
             chosen(section)
             own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))

@@ -21,11 +21,11 @@ from ray_app.config.checks import check_config
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec, EvaluateSection
 from ray_app.driver.finalize import newest_start, report_end
-from ray_app.driver.parsing import Parser, importable_from_here
-from ray_app.driver.trained_run import replay, training_data
+from ray_app.driver.parsing import Parser, add_current_folder_to_path
+from ray_app.driver.trained_run import open_training_data, send_to_mlflow
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.evaluator import start_evaluator
-from ray_app.evaluate.job import EvaluationJob, pending
+from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.prepare import check_evaluation_data, make_task, open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence
@@ -132,7 +132,7 @@ def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -
 
 
 def _job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
-    ready = prepare_task(make_task(config), training_data(paths, config).facts)
+    ready = prepare_task(make_task(config), open_training_data(paths, config).facts)
     data = open_evaluation_source(ready, str(config.data.eval_path), config.data.read_task_mb)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)
@@ -145,7 +145,7 @@ def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) 
     shown: set[int] = {e.step for e in read_evaluations(job.paths, job.name)}
     asked, waits = evaluator.error.remote(), False
     while True:
-        is_last_look = not (follow and is_held(job.paths)) and not pending(job)
+        is_last_look = not (follow and is_held(job.paths)) and not pending_commits(job)
         for found in read_evaluations(job.paths, job.name):
             if found.step not in shown:
                 shown.add(found.step)
@@ -187,7 +187,7 @@ def _tell(paths: RunPaths, config: Config) -> None:
     """Brings what others read of a run that has ended up to date."""
     if config.tracking.enabled:
         try:
-            replay(str(paths.root))
+            send_to_mlflow(str(paths.root))
         except (RayAppError, OSError) as error:
             command = shlex.join(["ray-app", "track", "--replay", str(paths.root)])
             logger.warning("MLflow was not told, %s does it later: %s", command, redact(str(error)))
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app evaluate") -> 
     Returns:
         Exit code: see `exit_code`; starting it again goes on.
     """
-    importable_from_here()
+    add_current_folder_to_path()
     parser = Parser(
         prog=prog, description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False
     )

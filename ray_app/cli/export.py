@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import ExportOptions, export_run
-from ray_app.driver.parsing import importable_from_here
+from ray_app.driver.parsing import add_current_folder_to_path
 from ray_app.runlog.redaction import redact
 
 
@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app export") -> in
     Returns:
         Exit code: see `exit_code`.
     """
-    importable_from_here()
+    add_current_folder_to_path()
     parser = ArgumentParser(
         prog=prog, description="Writes the model of a run to a folder, for machines without Ray and MLflow."
     )

@@ -17,7 +17,7 @@ from ray_app.cluster.resources import cluster, workers_that_fit
 from ray_app.config.config import Config
 from ray_app.data.ray_tasks import ActorPool, map_in_actors
 from ray_app.data.reader import ReadSpec
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import DataError
 from ray_app.predict.actor import PredictActor, part_facts
 from ray_app.predict.predict import (
@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> i
 
     def work() -> None:
         console = Console(file=sys.stdout)
-        config, sections = parse_more(arguments, {"predict": PredictSection}, prog, description=_DESCRIPTION)
+        config, sections = parse_with_sections(arguments, {"predict": PredictSection}, prog, description=_DESCRIPTION)
         section: PredictSection = sections["predict"]
         prepared = prepare_prediction(config, section)
         result = predict(prepared, config, section, console)

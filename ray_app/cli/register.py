@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import RegisterOptions, register_run
-from ray_app.driver.parsing import importable_from_here
+from ray_app.driver.parsing import add_current_folder_to_path
 from ray_app.watch.terminal import model_line
 
 
@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> 
     Returns:
         Exit code: see `exit_code`; doing it again is safe.
     """
-    importable_from_here()
+    add_current_folder_to_path()
     parser = ArgumentParser(
         prog=prog, description="Makes the best checkpoint of a run a version of a model in MLflow's registry."
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.finalize import close_orphan
-from ray_app.driver.parsing import importable_from_here
+from ray_app.driver.parsing import add_current_folder_to_path
 from ray_app.errors import RayAppError
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def _is_closed(paths: RunPaths) -> bool:
     """Says what became of a run whose driver is gone, if that can be done here."""
-    importable_from_here()
+    add_current_folder_to_path()
     try:
         return close_orphan(str(paths.root))
     except (RayAppError, OSError) as error:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ray_app.config.config import Config
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.retrain.champion import roll_back
@@ -40,7 +40,7 @@ def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Co
     asked, rest = own.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(rest):
         own.print_help()
-    config, sections = parse_more(rest, {"retrain": RetrainSection}, own.prog, description=_DESCRIPTION)
+    config, sections = parse_with_sections(rest, {"retrain": RetrainSection}, own.prog, description=_DESCRIPTION)
     section: RetrainSection = sections["retrain"]
     check_section(config, section)
     register_secrets(config.to_dict())

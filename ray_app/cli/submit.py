@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ray_app.config.config import Config
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, DataError, is_refusal
 from ray_app.preflight.prepare import make_run_name
 from ray_app.runlog.paths import RunPaths
@@ -118,7 +118,7 @@ def _describe(console: Console, config: Config, found: Preflight) -> None:
 
 
 def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
-    config, sections = parse_more(arguments, {"submit": SubmitSection}, prog, description=_DESCRIPTION)
+    config, sections = parse_with_sections(arguments, {"submit": SubmitSection}, prog, description=_DESCRIPTION)
     section: SubmitSection = sections["submit"]
     section.check()
     config = config if config.run.name else config.replace(run__name=make_run_name())

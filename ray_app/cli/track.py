@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ray_app.cli.main import exit_code
-from ray_app.driver.parsing import importable_from_here
-from ray_app.driver.trained_run import replay
+from ray_app.driver.parsing import add_current_folder_to_path
+from ray_app.driver.trained_run import send_to_mlflow
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int:
@@ -26,10 +26,10 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int
         "--experiment", help="Experiment for a run that MLflow does not know yet; not given: the run's own."
     )
     options = parser.parse_args(arguments)
-    importable_from_here()
+    add_current_folder_to_path()
 
     def work() -> None:
-        sent = replay(options.replay, options.uri, options.experiment)
+        sent = send_to_mlflow(options.replay, options.uri, options.experiment)
         print(
             f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id}"
             f" ({sent.status}) at {sent.uri}"

@@ -31,7 +31,7 @@ from ray_app.cluster.resources import (
     workers_that_fit,
 )
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.driver.finalize import Status, mlflow_status, newest_commit, report_end, summarize
+from ray_app.driver.finalize import RunStatus, newest_commit, report_end, summarize, to_mlflow_status
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
 from ray_app.driver.services import (
@@ -331,9 +331,9 @@ class Run:
         logger.info("Run %s has ended at step %s: %s.", job.paths.name, summary.get("steps"), status)
         facts = report_end(job.paths)
         if board is not None:
-            board.close(mlflow_status(status) == "FINISHED", _TRACKING_STOP_S)
+            board.close(to_mlflow_status(status) == "FINISHED", _TRACKING_STOP_S)
         if tracker is not None:
-            tracker.close(mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
+            tracker.close(to_mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:
                 try_to_register(job)
             # Only now the ids of the run and its model in MLflow are known, so the summary is written again.
@@ -350,13 +350,13 @@ class Run:
             raise self._error
         return Result(job.paths.root, summary, job.task)
 
-    def _put_end(self, status: Status) -> None:
+    def _put_end(self, status: RunStatus) -> None:
         # The event `failed` is a failure of workers, after which the run may go on.
         kind = "run_failed" if status == "failed" else status
         if not put_event(self.job.paths, kind, self.job.fence, reason=str(self._error) if self._error else None):
             raise OSError(f"the end of the run could not be recorded in {self.job.paths.root}")
 
-    def _put_summary(self, status: Status) -> dict[str, Any]:
+    def _put_summary(self, status: RunStatus) -> dict[str, Any]:
         summary = summarize(self.job, status)
         put_summary(self.job.paths, summary)
         return summary
@@ -442,7 +442,7 @@ class Run:
         """
         return self._interrupted.is_set() or (self._is_over() if reads_evaluations else self._stops_early)
 
-    def _status(self) -> Status:
+    def _status(self) -> RunStatus:
         if self._error is not None:
             return "failed"
         if self._is_over():

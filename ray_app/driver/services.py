@@ -19,7 +19,7 @@ from ray_app.config.config import Config
 from ray_app.config.import_paths import load_class
 from ray_app.driver.finalize import close_orphan, newest_commit
 from ray_app.errors import ConfigError, DataError, EvaluationError
-from ray_app.evaluate.job import EvaluationJob, pending
+from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.changes import fill_defaults
 from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import DataSet
@@ -140,7 +140,7 @@ class EvaluatorClient:
         """
         if self._job is None or self._metrics is None:
             return []
-        waiting = pending(self._job)
+        waiting = pending_commits(self._job)
         self._metrics.set("evaluator_lag_seconds", max(0.0, time.time() - waiting[0].time_s) if waiting else 0.0)
         return waiting
 

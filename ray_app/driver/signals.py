@@ -28,8 +28,8 @@ def stop_at_signals(interrupted: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def interrupt_at_sigterm() -> Iterator[None]:
-    """Has SIGTERM raise `KeyboardInterrupt`, as SIGINT does, also after `ray.init`, whose handler raises
-    `SystemExit(SIGTERM)`.
+    """Has SIGTERM raise `KeyboardInterrupt`, as SIGINT does, also after `ray.init`, which installs a
+    handler that raises `SystemExit(SIGTERM)`.
     """
     with _handled((signal.SIGTERM,), signal.default_int_handler):
         try:

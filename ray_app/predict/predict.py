@@ -23,7 +23,7 @@ from ray_app.data.dataset import Dataset, hash_files, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, ReadSpec, cut_reads, rows_per_task
-from ray_app.driver.trained_run import chosen, trained_job
+from ray_app.driver.trained_run import choose_checkpoint, load_trained_job
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import fetch_package, is_export, read_export
 from ray_app.models.package import class_path
@@ -92,8 +92,8 @@ def model_of_run(config: Config, run: str) -> ModelSource:
             f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has"
             f" {asdict(config.task)}."
         )
-    job = trained_job(paths)
-    commit = chosen(job, "best")
+    job = load_trained_job(paths)
+    commit = choose_checkpoint(job, "best")
     source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
     return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []
 

@@ -17,7 +17,7 @@ from typing import Any
 import safetensors.torch
 
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.driver.model_export import user
+from ray_app.driver.model_export import user_name
 from ray_app.models.loader import DESCRIPTION
 from ray_app.models.registry import Rollback, Version, download_version, load_parameters, rollback, rollbacks
 from ray_app.retrain.gate import Files, files_of
@@ -116,7 +116,7 @@ def roll_back(config: Config, reason: str) -> Rollback:
     with deciding(paths):
         client = connect(default_tracking_uri(config))
         record_rollbacks(paths, client, name)
-        made = rollback(client, name, reason, user())
+        made = rollback(client, name, reason, user_name())
         record_rollbacks(paths, client, name)
     return made
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
-from ray_app.driver.model_export import register_best, user
+from ray_app.driver.model_export import register_best, user_name
 from ray_app.driver.run import run_training
 from ray_app.errors import DataError, RegistryError, StorageError
 from ray_app.models.registry import (
@@ -181,7 +181,7 @@ class Stages:
             }
             tag_version(now.client, challenger, tags | {"ray_app.data_digest": self._round.inputs.data})
         if decision.promote:
-            promote(now.client, now.model, challenger.version, f"retraining: {decision.reason}", user())
+            promote(now.client, now.model, challenger.version, f"retraining: {decision.reason}", user_name())
         return {"outcome": outcome, "reason": decision.reason, "version": challenger.version, "before": before}
 
     @property

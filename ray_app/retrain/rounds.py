@@ -19,7 +19,7 @@ from typing import Any
 
 from ray_app.config.config import Config, result_fields
 from ray_app.data.dataset import hash_files, sha256
-from ray_app.driver.model_export import user
+from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
 from ray_app.preflight.changes import iter_import_paths, source_files
 from ray_app.preflight.initial_parameters import load_initial_parameters
@@ -337,7 +337,7 @@ def entries(paths: RetrainPaths) -> list[dict[str, Any]]:
 
 def who() -> str:
     """Who decides: the user, the machine and the process."""
-    return f"{user()}@{platform.node()} (process {os.getpid()})"
+    return f"{user_name()}@{platform.node()} (process {os.getpid()})"
 
 
 def now() -> str:

@@ -52,6 +52,7 @@ def restore_state(
         state.load(snapshot)
         step_log.add_restored(records)
         put_event(job.paths, "resumed", job.fence, step=state.step, source="snapshot")
+        logger.info("The state is restored from the snapshot in memory of step %d.", state.step)
         return
     if checkpoint is None:
         state.initialize(job.read_initial())
@@ -59,6 +60,7 @@ def restore_state(
     commit, snapshot = checkpoint
     state.load(snapshot)
     put_event(job.paths, "resumed", job.fence, step=state.step, source="checkpoint", checkpoint_fence=commit.fence)
+    logger.info("The state is restored from the checkpoint of step %d, fence %d.", commit.step, commit.fence)
     now = environment.describe(device)
     if now != commit.environment:
         put_event(job.paths, "environment_changed", job.fence, step=state.step, before=commit.environment, now=now)

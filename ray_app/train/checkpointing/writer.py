@@ -148,7 +148,8 @@ class CheckpointWriter:
         self._store.write(file_writers(snapshot), commit)
         duration_s = time.perf_counter() - began
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
-        self._remove_old(commit.fence)
+        logger.info("The checkpoint of step %d is committed (%s), after %.1f s.", commit.step, commit.why, duration_s)
+        self._tidy(commit.fence)
 
     def put_pending_events(self) -> None:
         """Writes the events of failed writes and skipped evaluations, as soon as the storage accepts them.

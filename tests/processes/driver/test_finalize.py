@@ -150,7 +150,7 @@ def test_evaluations_that_come_after_somebody_closed_the_run(config: Config, pat
 def test_without_mlflow_it_ends_in_time_and_a_start_waits_for_it(
     config: Config, paths: RunPaths, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finalize, "_TRACKING_S", 2.0)
+    monkeypatch.setattr(finalize, "_TRACKING_TIMEOUT_S", 2.0)
     caplog.set_level(logging.INFO)
     orphan(config, last=20)
     moved = config.replace(tracking__uri=Server(tmp_path).uri)

@@ -27,7 +27,7 @@ from torch import nn
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.register import main
-from ray_app.driver.model_export import example_of, register_best, try_to_register
+from ray_app.driver.model_export import input_example, register_best, try_to_register
 from ray_app.errors import ConfigError, RegistryError, RunExistsError
 from ray_app.models import loader
 from ray_app.models import registry as upload_module
@@ -205,7 +205,7 @@ def check_what_mlflow_says(uri: str, run: Finished) -> None:
     assert (inputs.type, inputs.shape, inputs.name) == (np.dtype("uint8"), (-1, 1, 8, 8), None)
     assert (outputs.type, outputs.shape) == (np.dtype("float32"), (-1, 10))
     loaded = mlflow.pyfunc.load_model("models:/digits@champion")
-    assert np.array_equal(loaded.input_example, example_of(run.job)["image"])
+    assert np.array_equal(loaded.input_example, input_example(run.job)["image"])
     assert len(loaded.input_example) == 2
     with pytest.raises(Exception, match="uint8"):
         loaded.predict(IMAGES.astype(np.float32) / 3)

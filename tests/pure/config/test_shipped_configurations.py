@@ -17,7 +17,7 @@ from ray_app import load_config
 from ray_app.config.config import SECTIONS, Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.config.sections import ClassSpec
-from ray_app.driver.parsing import parse, parse_more
+from ray_app.driver.parsing import parse, parse_with_sections
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.preflight.prepare import make_run_name, make_task, prepare
@@ -66,7 +66,7 @@ PARAMETERS |= {
 
 
 def config_of(file: Path) -> Config:
-    return parse_more(["--config", str(file)], MORE, "any job", exit_on_error=False)[0]
+    return parse_with_sections(["--config", str(file)], MORE, "any job", exit_on_error=False)[0]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)

@@ -23,8 +23,8 @@ from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import evaluator as actor
-from ray_app.evaluate.evaluator import Evaluator, deaths_in_a_row
-from ray_app.evaluate.job import EvaluationJob, pause_s, pending
+from ray_app.evaluate.evaluator import Evaluator, count_deaths_in_a_row
+from ray_app.evaluate.job import EvaluationJob, pause_s, pending_commits
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.lease import acquire_lease
@@ -94,7 +94,7 @@ def test_what_waits_is_held_however_long_an_evaluation_takes(
         )
         assert CheckpointStore(job.paths).retain(1, []) == []
         go.set()
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
     assert CheckpointStore(job.paths).retain(1, []) == [1, 2]
 
@@ -116,7 +116,7 @@ def test_a_clock_that_is_a_quarter_of_an_hour_behind_loses_no_checkpoint(
         assert CheckpointStore(job.paths).holds()[0].expires_s < now() + actor.HOLD_S - 800, "its clock is right"
         assert CheckpointStore(job.paths).retain(1, []) == []
         go.set()
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_marked_and_passed_over_and_one_that_went_is_not
             folder.rmdir()
 
     with following(job, remove):
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     assert [e.step for e in read_evaluations(job.paths)] == [3]
     [skipped] = read_events(job.paths, "evaluation_skipped")
     assert skipped.details["step"] == 1
@@ -153,7 +153,7 @@ def test_storage_that_fails_for_a_while_is_asked_again(job: EvaluationJob) -> No
             raise OSError("storage does not answer")
 
     with following(job, failing) as evaluator:
-        wait_until(lambda: not pending(job), "evaluated at last")
+        wait_until(lambda: not pending_commits(job), "evaluated at last")
         assert evaluator.error() is None
     assert calls == [1, 1, 1]
     assert [e.step for e in read_evaluations(job.paths)] == [1]
@@ -209,7 +209,7 @@ def test_how_far_it_is_behind_is_recorded(job: EvaluationJob) -> None:
     for step in (1, 2, 3):
         commit(job, step)
     with following(job):
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     evaluations = read_evaluations(job.paths)
     assert [e.behind for e in evaluations] == [2, 1, 0]
     committed = {c.step: c.time_s for c in CheckpointStore(job.paths).commits()}
@@ -242,7 +242,7 @@ def test_the_budget_holds_the_next_evaluation_back_until_somebody_waits_for_it(j
         assert not threading.Event().wait(0.5), "as long as many evaluations take"
         assert begun == [1]
         evaluator.hurry()
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     assert begun == [1, 2]
 
 
@@ -254,7 +254,7 @@ def test_without_its_driver_it_finishes_and_has_the_run_closed(
     commit(job, 1)
     closed: list[str] = []
     with following(replace(job, fence=lease.fence), when_orphaned=closed.append):
-        wait_until(lambda: not pending(job), "the first evaluation")
+        wait_until(lambda: not pending_commits(job), "the first evaluation")
         assert closed == []
         commit(job, 2)
         lease.release()
@@ -308,7 +308,7 @@ def test_a_driver_that_lives_after_all_is_followed_on(job: EvaluationJob, monkey
         wait_until(lambda: bool(asked), "it seems to be gone")
         wait_until(lambda: evaluator._driver == "held", "it is seen to live")
         commit(job, 1)
-        wait_until(lambda: not pending(job), "what comes then is evaluated")
+        wait_until(lambda: not pending_commits(job), "what comes then is evaluated")
         assert evaluator.error() is None
         assert not evaluator._hurry.is_set()
         lease.release()
@@ -367,7 +367,7 @@ def test_the_device_is_current_where_the_model_is_made_and_where_it_evaluates(
     monkeypatch.setattr(environment, "use_device", lambda device: threads.append(threading.current_thread().name))
     commit(job, 1)
     with following(job):
-        wait_until(lambda: not pending(job), "evaluated")
+        wait_until(lambda: not pending_commits(job), "evaluated")
     assert threads == [threading.current_thread().name, "_follow"]
 
 
@@ -380,16 +380,16 @@ def test_only_a_process_that_has_something_to_evaluate_counts(
     noted, looks = list[int](), list[list[Commit]]()
 
     def look(job: EvaluationJob) -> list[Commit]:
-        looks.append(pending(job))
+        looks.append(pending_commits(job))
         return looks[-1]
 
-    monkeypatch.setattr(actor, "pending", look)
-    monkeypatch.setattr(Evaluator, "_note_life", lambda self, commit=None: noted.append(commit and commit.step))
+    monkeypatch.setattr(actor, "pending_commits", look)
+    monkeypatch.setattr(Evaluator, "_record_start", lambda self, commit=None: noted.append(commit and commit.step))
     with following(job):
         wait_until(lambda: len(looks) > 1, "looked twice")
         assert not noted
         commit(job, 3)
-        wait_until(lambda: not pending(job), "evaluated")
+        wait_until(lambda: not pending_commits(job), "evaluated")
     assert noted == [3]
 
 
@@ -406,4 +406,4 @@ def test_only_a_process_that_has_something_to_evaluate_counts(
 )
 def test_processes_count_that_died_since_the_last_evaluation(lives: list[tuple[str, int]], deaths: int) -> None:
     ended = [{"node": node, "after_step": step} for node, step in lives]
-    assert deaths_in_a_row(ended, 8, {"a"}) == deaths
+    assert count_deaths_in_a_row(ended, 8, {"a"}) == deaths

@@ -246,7 +246,7 @@ import json, os, signal, sys
 from pathlib import Path
 import mlflow, ray, torch
 from ray_app.errors import RunHeldError
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.retrain.retraining import EXIT_CODES, retrain
 from ray_app.retrain.options import RetrainSection
 
@@ -257,7 +257,7 @@ def child(arguments, stage):
     def at(reached):
         if reached == stage:
             os.kill(os.getpid(), signal.SIGKILL)
-    config, sections = parse_more(arguments, {"retrain": RetrainSection}, "retrain.py")
+    config, sections = parse_with_sections(arguments, {"retrain": RetrainSection}, "retrain.py")
     try:
         code = EXIT_CODES[retrain(config, sections["retrain"], at=at).what]
     except RunHeldError as error:
