@@ -1,4 +1,4 @@
-"""What runs in the actors of a batch prediction: the model, and from one table of decoded rows to one part file."""
+"""The actors of a batch prediction: they load the model, and turn one table of decoded rows into one part file."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ from ray_app.task.ragged import Field, Ragged, concat_fields, to_batch
 from ray_app.task.roi_align import use_eager_roi_align
 
 MADE_FROM = b"ray_app.made_from"
+"""Key of the digest in the metadata of a part."""
 Predict = Callable[[Batch], Any]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to predict with.
+    """A model to predict with, not yet loaded.
 
     Args:
         task: The prepared task.
         weights: Content of a `model.pt2`, or of a `model.safetensors`.
         inputs: Decoded fields in the order of the arguments of a `model.pt2`; None: the weights are those of
             `task.build_model()`.
-        params_digest: Digest of the parameters and persistent buffers that it must have.
+        params_digest: Expected digest of the parameters and persistent buffers.
     """
 
     task: Task
@@ -57,17 +58,18 @@ class Model:
     params_digest: str
 
     def load(self, device: torch.device) -> Predict:
-        """Loads it without unpickling anything.
+        """Loads the model without unpickling anything.
 
         Returns:
             A function from a batch of decoded fields on the device to the task's outputs.
 
         Raises:
-            ConfigError: The weights are refused, or have another digest.
+            ConfigError: The weights cannot be loaded safely, or have another digest.
         """
         try:
             state, predict = self._exported(device) if self.inputs is not None else self._built(device)
-        except Exception as error:  # whatever a library says of a file that is not what it should be
+        except Exception as error:
+            # Libraries raise errors of any type for damaged files.
             raise ConfigError(f"The model is refused, and nothing of it was executed: {error}") from error
         if params_digest(state) != self.params_digest:
             raise ConfigError(
@@ -99,17 +101,17 @@ class Model:
 
 @dataclass(frozen=True)
 class PredictJob:
-    """What an actor needs to know.
+    """The settings of a prediction that every actor gets.
 
     Args:
-        model: See there.
+        model: The model to predict with.
         root: Folder that the data set's paths are relative to.
-        fields: What a decoded row looks like.
-        columns: Columns of the data set that are carried through.
-        partitions: Those of the data set that are in the names of folders.
-        parts: For each part, by the position of its first row: its file's name, and what it is made of.
+        fields: Types and shapes of a decoded row.
+        columns: Columns of the data set that are copied to the parts.
+        partitions: Columns of the data set that are in the names of folders.
+        parts: File name and rows of each part, by the position of its first row.
         out: Folder of the parts.
-        made_from: Digest of everything that decides their content.
+        made_from: Digest of everything that decides the content of the parts.
         batch_size: Rows of one forward pass.
         threads: CPU threads of the computation.
         device: `cpu` or `cuda`.
@@ -129,10 +131,10 @@ class PredictJob:
 
 
 class PredictActor:
-    """Predicts and writes parts. An actor of a pool.
+    """Predicts and writes parts, as an actor of a pool.
 
     Args:
-        job: A reference to the `PredictJob`, so that the model travels once to each node.
+        job: A reference to the `PredictJob`, so that Ray transfers the model to each node once.
     """
 
     def __init__(self, job: ray.ObjectRef) -> None:
@@ -147,12 +149,13 @@ class PredictActor:
         self._predict = self._job.model.load(self._device)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Writes the part that the decoded rows are; returns one row of facts about it.
+        """Predicts the decoded rows of a part and writes it; returns one row with its name and facts.
 
         Raises:
             DataError: The rows are not those of a part, or a prediction is not finite.
         """
-        environment.use_device(self._device)  # Ray Data may call from another thread than the one of the constructor
+        # Ray Data may call from another thread than that of the constructor.
+        environment.use_device(self._device)
         position = int(fixed_array(table.column(POSITION), ArraySpec("<i8", ()))[0])
         name, spec = self._job.parts[position]
         rows = sum(span.rows for span in spec)
@@ -166,13 +169,13 @@ class PredictActor:
         return pa.table({"name": [name], "facts": [json.dumps(part_facts(data))]})
 
     def _outputs(self, table: pa.Table, spec: ReadSpec) -> dict[str, Field]:
-        """What the task makes of the rows of a part, by column.
+        """Computes the predictions for the rows of a part, by column.
 
         Raises:
-            DataError: A row, or what is predicted of it, is NaN or infinite.
+            DataError: A row or its prediction has a NaN or infinite value.
         """
         arrays = {name: from_column(table.column(name), spec) for name, spec in self._job.fields.items()}
-        found = []
+        predictions = []
         for low in range(0, table.num_rows, self._job.batch_size):
             some = to_batch(arrays, np.arange(low, min(low + self._job.batch_size, table.num_rows)))
             batch = {name: values.to(self._device) for name, values in some.items()}
@@ -182,8 +185,8 @@ class PredictActor:
             rows = {name: values[low : low + self._job.batch_size] for name, values in arrays.items()}
             if (bad := _find_bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
                 raise _bad_row(spec, low + bad[0], f"{bad[1]!r} is NaN or infinite, and so is what the model gives")
-            found.append(self._job.model.task.predictions(on_cpu, batch))
-        whole = {name: concat_fields([one[name] for one in found]) for name in found[0]}
+            predictions.append(self._job.model.task.predictions(on_cpu, batch))
+        whole = {name: concat_fields([one[name] for one in predictions]) for name in predictions[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:
                 raise DataError(
@@ -196,7 +199,7 @@ class PredictActor:
 
 
 def _bad_row(spec: ReadSpec, row: int, reason: str) -> BadRowError:
-    """The error that names a row of a part by its file."""
+    """Returns the error that names a row of a part by its file."""
     for span in spec:
         if row < span.rows:
             return BadRowError(span.path, span.row_group, span.first + row, f"{reason}; correct the row or drop it")
@@ -205,9 +208,7 @@ def _bad_row(spec: ReadSpec, row: int, reason: str) -> BadRowError:
 
 
 def _find_bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tuple[int, str] | None:
-    """The first row, and its field, with a number that is NaN or infinite, in the decoded row and in what the model
-    gives for it.
-    """
+    """Returns the first row with a NaN or infinite value in both the decoded row and the outputs, and its field."""
     bad = np.zeros(count, np.bool_)
     for values in _tensors(outputs):
         if values.is_floating_point() and values.shape[:1] == (count,):
@@ -220,7 +221,7 @@ def _find_bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tup
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """All tensors in a task's outputs."""
+    """Yields all tensors in a task's outputs."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, dict | list | tuple):
@@ -229,7 +230,7 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 def _find_non_finite_row(values: Field) -> int | None:
-    """The first row with a number that is NaN or infinite."""
+    """Returns the first row with a NaN or infinite value, None if there is none."""
     numbers = values.values if isinstance(values, Ragged) else values
     if numbers.dtype.kind != "f" or (finite := np.isfinite(numbers).all(tuple(range(1, numbers.ndim)))).all():
         return None
@@ -238,7 +239,7 @@ def _find_non_finite_row(values: Field) -> int | None:
 
 
 def _to_cpu(outputs: Any) -> Any:
-    """A task's outputs as tensors that NumPy takes."""
+    """Copies a task's outputs to the CPU, in types that NumPy supports."""
     if isinstance(outputs, Tensor):
         return outputs.float().cpu() if outputs.dtype == torch.bfloat16 else outputs.cpu()
     if isinstance(outputs, dict):
@@ -247,7 +248,7 @@ def _to_cpu(outputs: Any) -> Any:
 
 
 def _read_carried_columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
-    """The columns that are carried through of a part, as they are in the data set; None if none is asked for."""
+    """Reads the columns of a part that are copied from the data set; returns None if there are none."""
     parts = []
     for span in spec if job.columns else ():
         with DataFile(job.root, span.path, job.partitions) as file:
@@ -256,12 +257,12 @@ def _read_carried_columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
 
 
 def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -> bytes:
-    """The content of a part: Parquet with a checksum on every page, the same bytes for the same values.
+    """Encodes a part as Parquet with a checksum on every page; the same values give the same bytes.
 
     Args:
-        carried: What comes before the predictions.
+        carried: The columns before the predictions.
         outputs: The predictions by column, each (rows, ...), or ragged, which become lists.
-        made_from: Digest of everything that decides the content, kept in the file.
+        made_from: Digest of everything that decides the content, stored in the file.
     """
     for name, values in outputs.items():
         if isinstance(values, np.ndarray) and values.ndim > 1:
@@ -276,15 +277,15 @@ def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str)
 
 
 def part_facts(data: bytes) -> dict[str, Any]:
-    """What there is to know of the content of a part.
+    """Returns facts about the content of a part.
 
     Returns:
-        `rows`, `bytes`, `sha256`, what it was `made_from`, the `counts` of its predicted texts, and the `sums` of its
+        `rows`, `bytes`, `sha256`, the digest `made_from`, the `counts` of its predicted texts, and the `sums` of its
         predicted numbers.
 
     Raises:
-        OSError: It is damaged.
-        ValueError: Likewise.
+        OSError: The part is damaged.
+        ValueError: The part is damaged.
     """
     table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True, use_threads=False)
     counts: dict[str, int] = {}
