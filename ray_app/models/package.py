@@ -290,7 +290,7 @@ class _RecordingBatch(dict[str, Tensor]):
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """See `dict.get`."""
+        """Returns the field or the default, see `dict.get`."""
         self.read.add(name)
         return super().get(name, default)
 

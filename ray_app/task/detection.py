@@ -89,11 +89,11 @@ class ObjectDetection(Task):
         return self
 
     def columns(self) -> list[str]:
-        """See `Task.columns`."""
+        """Returns the columns to read, see `Task.columns`."""
         return [self.image, self.boxes, self.labels]
 
     def targets(self) -> list[str]:
-        """See `Task.targets`."""
+        """Returns the target columns, see `Task.targets`."""
         return [self.boxes, self.labels]
 
     @property
@@ -162,7 +162,7 @@ class ObjectDetection(Task):
         return boxes, labels
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
+        """Builds the model, see `Task.build_model`."""
         model = instantiate(self.detector, "task.init_args.detector")
         if not isinstance(model, nn.Module):
             raise ConfigError(
@@ -207,7 +207,7 @@ class ObjectDetection(Task):
         return MetricCollection({"map": _average_precision()})
 
     def update(self, metrics: MetricCollection, outputs: dict[str, Tensor], batch: Batch) -> None:
-        """See `Task.update`."""
+        """Updates the metrics with a batch, see `Task.update`."""
         detections = [
             {name: outputs[name][i, :n] for name in _OBJECT_FIELDS} for i, n in enumerate(outputs["found"].tolist())
         ]

@@ -138,11 +138,11 @@ class ImageClassification(Task):
         return prepared
 
     def columns(self) -> list[str]:
-        """See `Task.columns`."""
+        """Returns the columns to read, see `Task.columns`."""
         return [self.image, self.label]
 
     def targets(self) -> list[str]:
-        """See `Task.targets`."""
+        """Returns the target columns, see `Task.targets`."""
         return [self.label]
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
@@ -171,7 +171,7 @@ class ImageClassification(Task):
         return transforms.center_crop(transforms.resize(pixels, [self.size], antialias=True), [self.size]).numpy()
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
+        """Builds the model, see `Task.build_model`."""
         assert self.num_classes is not None, "prepare() comes first"
         if self.model == "small_cnn":
             return small_cnn(self.channels, self.num_classes, **self.model_args)
@@ -215,7 +215,7 @@ class ImageClassification(Task):
         )
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """See `Task.training_loss`."""
+        """Returns the loss of every row, with the accuracy if it is recorded, see `Task.training_loss`."""
         outputs = self.forward(model, batch)
         losses = self.loss(outputs, batch)
         return (
@@ -223,25 +223,25 @@ class ImageClassification(Task):
         )
 
     def metrics(self) -> MetricCollection:
-        """See `classification_metrics`."""
+        """Makes the metrics of a classification, see `classification_metrics`."""
         assert self.num_classes is not None, "prepare() comes first"
         return classification_metrics(self.num_classes)
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
-        """See `Task.update`."""
+        """Updates the metrics with a batch, see `Task.update`."""
         metrics.update(outputs.float().softmax(-1), batch["label"])
 
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
-        """See `class_predictions`."""
+        """Returns the predicted class of every row, see `predict_classes`."""
         del batch
         return predict_classes(outputs, self.classes)
 
     def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
-        """See `Task.mistakes`."""
+        """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
         return find_mistakes(outputs, batch["label"], self.classes, max_rows)
 
     def picture(self, batch: Batch, row: int) -> bytes | None:
-        """See `Task.picture`."""
+        """Returns the image of a row as PNG, see `Task.picture`."""
         from PIL import Image
 
         image = batch["image"][row].cpu()
@@ -329,7 +329,7 @@ class TutorialCnn(ImageClassification):
         return prepared
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
+        """Builds the model, see `Task.build_model`."""
         assert self.num_classes is not None, "prepare() comes first"
         return nn.Sequential(
             nn.Conv2d(self.channels, 32, 3),

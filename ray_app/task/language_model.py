@@ -143,7 +143,7 @@ class CausalLanguageModel(Task):
         return MetricCollection({"perplexity": Perplexity()})
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """See `Task.update`."""
+        """Updates the metrics with a batch, see `Task.update`."""
         del batch
         metrics.update(outputs["losses"], outputs["tokens"])
 

@@ -230,11 +230,11 @@ class ModuleTask(Task):
         return list(dict.fromkeys(name.removesuffix(_MASK_SUFFIX) for name in self._input_names()))
 
     def columns(self) -> list[str]:
-        """See `Task.columns`."""
+        """Returns the columns to read, see `Task.columns`."""
         return list(dict.fromkeys([*self._columns_of_model(), self.target]))
 
     def targets(self) -> list[str]:
-        """See `Task.targets`."""
+        """Returns the target columns, see `Task.targets`."""
         return [] if self.target in self._columns_of_model() else [self.target]
 
     @property
@@ -275,7 +275,7 @@ class ModuleTask(Task):
         return cut.padded_with(self.pad_with, self.pad_to)
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
+        """Builds the model, see `Task.build_model`."""
         model = instantiate(self.model, "task.init_args.model")
         if not isinstance(model, nn.Module):
             raise ConfigError(
@@ -422,5 +422,5 @@ class ModuleTask(Task):
         return super().predictions(outputs, batch)
 
     def mistakes(self, outputs: Any, batch: Batch, max_rows: int) -> list[Mistake]:
-        """See `Task.mistakes`."""
+        """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
         return find_mistakes(outputs, batch[self.target], self.classes, max_rows) if self._classifies(outputs) else []

@@ -74,12 +74,12 @@ class _Tabular(Task):
         return prepared
 
     def columns(self) -> list[str]:
-        """See `Task.columns`."""
+        """Returns the columns to read, see `Task.columns`."""
         assert self.features is not None, "prepare() comes first"
         return [*self.features, self.label]
 
     def targets(self) -> list[str]:
-        """See `Task.targets`."""
+        """Returns the target columns, see `Task.targets`."""
         return [self.label]
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
@@ -107,7 +107,7 @@ class _Tabular(Task):
         raise NotImplementedError
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
+        """Builds the model, see `Task.build_model`."""
         layers: list[nn.Module] = []
         width = self.inputs
         for units in self.hidden:
@@ -186,7 +186,7 @@ class TabularClassification(_Tabular):
         return apply_class_weights(functional.cross_entropy(outputs, batch["label"], reduction="none"), batch)
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """See `Task.training_loss`."""
+        """Returns the loss of every row, with the accuracy if it is recorded, see `Task.training_loss`."""
         outputs = self.forward(model, batch)
         losses = self.loss(outputs, batch)
         return (
@@ -194,20 +194,20 @@ class TabularClassification(_Tabular):
         )
 
     def metrics(self) -> MetricCollection:
-        """See `classification_metrics`."""
+        """Makes the metrics of a classification, see `classification_metrics`."""
         return classification_metrics(self._outputs())
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
-        """See `Task.update`."""
+        """Updates the metrics with a batch, see `Task.update`."""
         metrics.update(outputs.float().softmax(-1), batch["label"])
 
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
-        """See `class_predictions`."""
+        """Returns the predicted class of every row, see `predict_classes`."""
         del batch
         return predict_classes(outputs, self.classes)
 
     def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
-        """See `Task.mistakes`."""
+        """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
         return find_mistakes(outputs, batch["label"], self.classes, max_rows)
 
 
@@ -258,7 +258,7 @@ class TabularRegression(_Tabular):
         return MetricCollection({"mae": MeanAbsoluteError(), "rmse": MeanSquaredError(squared=False), "r2": R2Score()})
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
-        """See `Task.update`."""
+        """Updates the metrics with a batch, see `Task.update`."""
         metrics.update(outputs[:, 0].to(torch.float32), batch["label"])
 
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:

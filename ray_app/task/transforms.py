@@ -67,7 +67,7 @@ class drawing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """See `TorchFunctionMode`."""
+        """Calls a function, with the generator of the context if it draws, see `TorchFunctionMode`."""
         if func not in _DRAWING_FUNCTIONS and func not in _LIKE_FUNCTIONS:
             return func(*args, **kwargs) if kwargs else func(*args)
         named = dict(kwargs or {})

@@ -108,7 +108,7 @@ class BatchTask(ModuleTask):
 
     @abstractmethod
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """See `Task.eval_outputs`."""
+        """Computes the results of user code for an evaluated batch, see `Task.eval_outputs`."""
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
         """Returns the mean loss of an evaluated batch for each of its rows, with an equal share of the batch's weight.
@@ -136,7 +136,7 @@ class BatchTask(ModuleTask):
         return MetricCollection({"logged": Logged()})
 
     def update(self, metrics: MetricCollection, outputs: Evaluated, batch: Batch) -> None:
-        """See `Task.update`."""
+        """Updates the metrics with a batch, see `Task.update`."""
         metrics["logged"].update(outputs.logged, count_rows(batch), outputs.metrics)
 
     def fields(self, batch: Batch) -> dict[Any, Tensor]:
