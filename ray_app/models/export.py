@@ -58,7 +58,9 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
             f"{folder} is there already. Give another folder, or --overwrite true if it is an export to be replaced."
         )
     if not (folder / EXPORT).is_file():
-        raise ConfigError(f"{folder} holds no {EXPORT}, so it is no export, and is not replaced. Give another folder.")
+        raise ConfigError(
+            f"{folder} holds no {EXPORT}, so it is not an export, and is not replaced. Give another folder."
+        )
 
 
 def write_export(
@@ -212,8 +214,8 @@ def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
     data = folder / "data" / "model"
     if not (data / loader.DESCRIPTION).is_file():
         raise ConfigError(
-            f"{folder} holds no data/model/{loader.DESCRIPTION}: it is no exported model. ray-app export makes one of a"
-            " run."
+            f"{folder} holds no data/model/{loader.DESCRIPTION}: it is not an exported model. ray-app export makes one"
+            " of a run."
         )
     origin = read_origin(folder)
     if origin is not None:

@@ -179,7 +179,7 @@ def refuse_code(archive: Path) -> None:
     try:
         file = zipfile.ZipFile(archive)
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{archive} is refused: it is no archive of torch.export.save.") from error
+        raise ValueError(f"{archive} is refused: it is not an archive of torch.export.save.") from error
     with file:
         for member in file.infolist():
             if re.fullmatch(r"[^/]+/data/sample_inputs/\w+\.pt", member.filename) and not member.file_size:

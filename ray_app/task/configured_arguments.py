@@ -159,8 +159,8 @@ def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec
     if resolved is None:
         names = f" The metrics are {', '.join(['loss', *metrics])}." if metrics and not spec else ""
         raise ConfigError(
-            f"{_INIT_ARGS}.best_metric is {metric!r}, and nothing says whether less or more of it is better.{names} Set"
-            f" {_INIT_ARGS}.best_mode to min or max."
+            f"{_INIT_ARGS}.best_metric is {metric!r}, and nothing defines whether less or more of it is better.{names}"
+            f" Set {_INIT_ARGS}.best_mode to min or max."
         )
     return resolved
 

@@ -81,7 +81,7 @@ class ObjectDetection(Task):
         require("torchvision", "Object detection")
         if not is_image_column(need_column(data, self.image, ("bytes", "array"), "detector")):
             raise DataError(
-                f"Column {self.image!r} of {data.path} holds arrays that are no images; images are files, or uint8 of"
+                f"Column {self.image!r} of {data.path} holds arrays that are not images; images are files, or uint8 of"
                 " shape (height, width) or (height, width, channels). Name another column in task.init_args.image."
             )
         for name in self.targets():
@@ -151,8 +151,8 @@ class ObjectDetection(Task):
         is_valid &= (left < right) & (top < bottom)
         if not is_valid.all():
             raise ValueError(
-                f"the box {boxes[~is_valid][0].tolist()} is none in an image {width} wide and {height} high; give left,"
-                " top, right and bottom in pixels"
+                f"the box {boxes[~is_valid][0].tolist()} is not a box in an image {width} wide and {height} high; give"
+                " left, top, right and bottom in pixels"
             )
         num_classes = (self.detector.get("init_args") or {}).get("num_classes", np.inf)
         if wrong := labels[(labels < 1) | (labels >= num_classes)].tolist():

@@ -101,8 +101,8 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     with _explain_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(
-                f"it is a {image.format} of mode {image.mode}, which is no mask; a mask is a PNG of one channel, or of"
-                " a palette, whose values are the numbers of classes"
+                f"it is a {image.format} of mode {image.mode}, which is not a mask; a mask is a PNG of one channel, or"
+                " of a palette, whose values are the numbers of classes"
             )
         _load(image, encoded)
         values = np.array(image).astype(np.int32 if image.mode.startswith("I") else np.uint8)

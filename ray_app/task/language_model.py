@@ -70,7 +70,7 @@ class CausalLanguageModel(Task):
         if isinstance(values, np.ndarray):
             values = Ragged.of(values, values.dtype)
         if not isinstance(values, Ragged) or values.values.dtype.kind not in "iu" or values.row_shape:
-            raise ValueError("tokens are no integers, or one is missing")
+            raise ValueError("tokens are not integers, or one is missing")
         return {self.tokens: values if self.max_length is None else values.cut(self.max_length)}
 
     def build_model(self) -> nn.Module:

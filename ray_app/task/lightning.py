@@ -233,7 +233,7 @@ class LightningTask(BatchTask):
             )
         if config.train.compile:
             problems.append(
-                "train.compile compiles calls of the module, and training_step is none; compile parts of it in its"
+                "train.compile compiles calls of the module, and training_step is not one; compile parts of it in its"
                 " __init__."
             )
         if config.train.capture:

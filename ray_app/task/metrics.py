@@ -302,8 +302,9 @@ def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None
     metrics = dict(make_metrics(task).items(keep_base=True, copy_state=False))
     if (resolved := mode_of(metric, metrics.get(metric))) is None:
         raise ConfigError(
-            f"evaluate.metric is {metric!r}, and nothing says whether less or more of it is better. The task's metrics"
-            f" are {', '.join(['loss', *map(str, metrics)])}. Name one of them, or set evaluate.mode to min or max."
+            f"evaluate.metric is {metric!r}, and nothing defines whether less or more of it is better. The task's"
+            f" metrics are {', '.join(['loss', *map(str, metrics)])}. Name one of them, or set evaluate.mode to min or"
+            " max."
         )
     return resolved
 
@@ -329,7 +330,7 @@ def resample(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray
     metrics = metrics_with_states(task, chunks)
     if name not in metrics:
         raise ConfigError(
-            f"{name!r} is no metric of its own of the task, so it cannot be resampled; there are"
+            f"{name!r} is not a single metric of the task, so it cannot be resampled; there are"
             f" {', '.join(map(str, metrics))}."
         )
     metric = metrics[name]

@@ -123,8 +123,8 @@ def instantiate(spec: Any, called: str) -> Any:
         raise ConfigError(f"{called}.class_path {spec['class_path']!r} cannot be imported: {error}.") from error
     if not callable(factory):
         raise ConfigError(
-            f"{called}.class_path is {spec['class_path']!r}, which is nothing that can be made. Name a class or a"
-            " function by its import path, such as torchvision.models.resnet18."
+            f"{called}.class_path is {spec['class_path']!r}, which cannot be called. Name a class or a function by its"
+            " import path, such as torchvision.models.resnet18."
         )
     arguments = {name: instantiate(value, called) for name, value in (spec.get("init_args") or {}).items()}
     try:

@@ -175,7 +175,7 @@ def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
         ),
         (
             ["--run", str(run), "--out", str(tmp_path / "taken"), "--overwrite", "true"],
-            "is no export, and is not replaced",
+            "is not an export, and is not replaced",
         ),
         (["--run", str(tmp_path), "--out", str(tmp_path / "new")], "is not a run: it has no config.yaml"),
         (["--run", str(run), "--out", str(s3_folder / "new")], "in a folder of this machine"),
@@ -232,7 +232,7 @@ def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(
     weights.unlink()
     with pytest.raises(RegistryError, match=r"model.pt2 is not"):
         load_for_training(out)
-    with pytest.raises(ConfigError, match="it is no exported model"):
+    with pytest.raises(ConfigError, match="it is not an exported model"):
         load_model(tmp_path)
 
 

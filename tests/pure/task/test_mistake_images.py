@@ -86,7 +86,7 @@ def test_the_numbers_of_a_mask_are_those_that_are_stored(mode: str) -> None:
 
 @pytest.mark.parametrize(("mode", "kind"), [("RGB", "png"), ("L", "jpeg"), ("RGB", "webp")])
 def test_what_is_no_mask_is_refused(mode: str, kind: str) -> None:
-    with pytest.raises(ValueError, match="which is no mask"):
+    with pytest.raises(ValueError, match="which is not a mask"):
         decode_mask(encoded(Image.new(mode, (4, 4)), kind))
 
 

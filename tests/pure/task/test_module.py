@@ -110,7 +110,7 @@ def test_the_metric_says_whether_more_is_better(
         (
             module(best_metric="acc"),
             {},
-            "task.init_args.best_metric is 'acc', and nothing says whether less or more of it is better. The",
+            "task.init_args.best_metric is 'acc', and nothing defines whether less or more of it is better. The",
         ),
         (
             module(best_metric="mae"),
@@ -120,7 +120,7 @@ def test_the_metric_says_whether_more_is_better(
         (
             module(),
             {"evaluate__metric": "mae"},
-            "evaluate.metric is 'mae', and nothing says whether less or more of it is better.",
+            "evaluate.metric is 'mae', and nothing defines whether less or more of it is better.",
         ),
         (
             module(),
@@ -130,7 +130,7 @@ def test_the_metric_says_whether_more_is_better(
         (
             lightning(best_metric="accuracy"),
             {},
-            "best_metric is 'accuracy', and nothing says whether less or more of it is better. Set",
+            "best_metric is 'accuracy', and nothing defines whether less or more of it is better. Set",
         ),
     ],
 )

@@ -83,7 +83,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             LIGHTNING,
             {"train__compile": True, "optimizer": ADAM},
-            "train.compile compiles calls of the module, and training_step is none",
+            "train.compile compiles calls of the module, and training_step is not one",
         ),
     ],
 )
