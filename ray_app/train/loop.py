@@ -206,8 +206,8 @@ class _Worker:
             step.use_sdc_checker(sdc_checker)
             if finished_steps < job.total_steps:
                 self._enter("data")
-                feed.play(cursor, world.assigned)
-            while finished_steps < job.total_steps:
+                feed.seek(cursor, world.assigned)
+            while done < job.total_steps:
                 self._enter("data")
                 wait_before_s, lr = feed.wait_s, step.lr
                 batches = feed.next()

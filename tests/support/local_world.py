@@ -191,7 +191,7 @@ def disk_cached(job: Job, cursor: Cursor, played: range) -> Windows:
 def feed_of(plan: Plan, cursor: Cursor, played: range, windows: Windows) -> Feed:
     """A feed that plays windows which are open already."""
     feed = Feed(plan, lambda _cursor, _played: windows, CPU)
-    feed.play(cursor, played)
+    feed.seek(cursor, played)
     return feed
 
 

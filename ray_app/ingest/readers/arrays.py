@@ -123,7 +123,7 @@ def _in_file(file: File, header: Callable[[IO[bytes]], Header]) -> _Stored:
     return _Stored(str(file), file, header)
 
 
-def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefix: str = "") -> base.Part:
+def _array_part(name: str, arrays: dict[str, _Stored], split_rows: int, id_prefix: str = "") -> base.Part:
     """One part of arrays that have one row each per row, read side by side.
 
     Raises:
@@ -139,9 +139,9 @@ def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefi
         )
     rows = next(iter(counts.values()))
     if any(array.is_packed for array in arrays.values()):
-        piece_rows = max(rows, 1)
-    starts = range(0, rows, piece_rows)
-    pieces = [(start, min(start + piece_rows, rows)) for start in starts]
+        split_rows = max(rows, 1)
+    starts = range(0, rows, split_rows)
+    pieces = [(start, min(start + split_rows, rows)) for start in starts]
     return base.Part(
         name,
         [
@@ -169,11 +169,11 @@ class Numpy:
 
     Args:
         path: The file or folder.
-        piece_rows: Rows that one task reads; an archive is read by one.
+        split_rows: Rows that one task reads; an archive is read by one.
     """
 
     path: DataLocation
-    piece_rows: int
+    split_rows: int
 
     def files(self) -> list[File]:
         """The files, sorted by name."""
@@ -231,7 +231,7 @@ class Numpy:
         # An array that is called `target` is meant as one, an array `y` may hold classes.
         y = columns.get("target")
         note = _note_on_classes(y) if y and y.name.startswith("y") else None
-        return replace(_array_part(name, columns, self.piece_rows, id_prefix), notes=(note,) if note else ())
+        return replace(_array_part(name, columns, self.split_rows, id_prefix), notes=(note,) if note else ())
 
 
 def _arrays_in(file: File) -> dict[str, _Stored]:
@@ -323,11 +323,11 @@ class Idx:
 
     Args:
         root: The folder.
-        piece_rows: Rows that one task reads; a gzipped file is read by one.
+        split_rows: Rows that one task reads; a gzipped file is read by one.
     """
 
     root: DataLocation
-    piece_rows: int
+    split_rows: int
 
     def files(self) -> Iterator[File]:
         """The files of each pair: images, labels."""
@@ -343,7 +343,7 @@ class Idx:
                 "image": _in_file(images, partial(_idx_header, 3)),
                 "label": _in_file(labels, partial(_idx_header, 1)),
             }
-            parts.append(_array_part("train" if prefix == "train" else "test", arrays, self.piece_rows, f"{prefix}:"))
+            parts.append(_array_part("train" if prefix == "train" else "test", arrays, self.split_rows, f"{prefix}:"))
         return parts
 
     def _pairs(self) -> dict[str, list[File]]:

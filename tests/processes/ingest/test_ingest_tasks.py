@@ -341,7 +341,7 @@ def test_what_is_finished_outlives_an_error_of_the_storage(
             s3_server.fail(r"GET .*/in/5\.csv", status=403)
         return run_in_threads(function, items, threads=1)
 
-    with pytest.raises(StorageError, match=r"5\.csv.*Once that is mended, start the same again: it does what is left"):
+    with pytest.raises(StorageError, match=r"5\.csv.*Once that is fixed, start the same again: it does what is left"):
         ingest(options, run)
     [left] = tmp_path.glob("out.partial-*") if target == "disk" else [out]
     assert len(list_files(left / RECORDS)) == 5

@@ -168,7 +168,7 @@ def after_a_step(rank: int, store: Path, job: Job, size: int, device: torch.devi
         state.share(world, lambda: state.initialize(None))
         step = build_step(job, state, world, device, lambda phase: None)
         feed = Feed(job.plan, lambda cursor, played: cached(job, cursor, played), device)
-        feed.play(Cursor(), world.assigned)
+        feed.seek(Cursor(), world.assigned)
         step.run(Cursor.at(0, 9), feed.next(), 12, Flags(0))
         yield state
 

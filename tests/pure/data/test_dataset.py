@@ -168,7 +168,7 @@ def test_what_is_kept_of_footers_may_be_damaged(
 def test_footers_are_let_go_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path, 100)
     seen, most = list[weakref.ref[object]](), 0
-    keep_of, one_at_a_time = parquet_files._kept_of, threading.Lock()
+    keep_of, one_at_a_time = parquet_files._file_facts, threading.Lock()
 
     def counted(footer: pq.FileMetaData, places: list[int | None]) -> object:
         nonlocal most
@@ -177,6 +177,6 @@ def test_footers_are_let_go_while_others_are_read(tmp_path: Path, monkeypatch: p
             most = max(most, sum(there() is not None for there in seen))
         return keep_of(footer, places)
 
-    monkeypatch.setattr(parquet_files, "_kept_of", counted)
+    monkeypatch.setattr(parquet_files, "_file_facts", counted)
     assert open_dataset(str(tmp_path)).manifest.num_rows == 400
     assert 1 <= most <= 2 * parquet_files._DISK_THREADS + 2

@@ -254,7 +254,7 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset, window=window)
     expected = deliver(dataset, plan, streamed, 1)
-    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     submitted: list[int] = []
     gather = feed_module._gather
@@ -275,7 +275,7 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     cursor = Cursor()
     while cursor < Cursor(EPOCHS, 0):
         for played in (range(4), range(4), range(2)):
-            feed.play(cursor, played)
+            feed.seek(cursor, played)
             found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
         cursor = cursor.next(plan.steps_per_epoch)
     feed.close()
@@ -283,12 +283,12 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
 
 
 def test_a_closed_feed_leaves_no_thread(datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     before = set(threading.enumerate())
     plan = plan_of(datasets["prime and ragged"], window=1000)
     feed = Feed(plan, lambda cursor, played: streamed(datasets["prime and ragged"], plan, cursor, played), CPU)
-    feed.play(Cursor(), range(4))
+    feed.seek(Cursor(), range(4))
     for _ in range(3):
         feed.next()
     assert set(threading.enumerate()) - before, "no thread has gathered"
@@ -299,9 +299,9 @@ def test_a_closed_feed_leaves_no_thread(datasets: dict[str, Dataset], monkeypatc
 def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(
     datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_module, "_AT_ONCE_BYTES", 1)
+    monkeypatch.setattr(feed_module, "_MAX_LARGE_BLOCK_BYTES", 1)
     monkeypatch.setattr(feed_module, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     blocks: list[int] = []
     gather = feed_module._gather
@@ -331,7 +331,7 @@ def test_going_to_a_window_that_does_not_come_next(
     found: dict[Place, MicroBatch] = {}
     places = [Cursor.at(step, plan.steps_per_epoch) for step in range(EPOCHS * plan.steps_per_epoch)]
     for first in range(0, len(places) - steps, every):
-        feed.play(places[first], range(4))
+        feed.seek(places[first], range(4))
         for cursor in places[first : first + steps]:
             found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
     feed.close()

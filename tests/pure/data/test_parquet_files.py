@@ -217,7 +217,7 @@ def test_the_first_row_to_look_at_is_one_without_missing_values(tmp_path: Path) 
     dataset = open_dataset(str(tmp_path))
     with pytest.raises(BadRowError, match=r"row 0: column 'x' has no value"):
         decode_first_row(dataset, ["row", "x"], as_rows)
-    assert decode_first_row(dataset, ["row", "x"], as_rows, most_bad=1)["row"].tolist() == [1]
+    assert decode_first_row(dataset, ["row", "x"], as_rows, max_bad=1)["row"].tolist() == [1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
@@ -321,7 +321,7 @@ def test_a_page_with_another_checksum_is_named_to_the_column(tmp_path: Path, fet
 def test_a_slice_of_a_row_group_compares_checksums_too(tmp_path: Path) -> None:
     with_a_turned_bit(tmp_path / "t.parquet", write_page_checksum=True)
     reader, source = reader_of(tmp_path, ["row", "x"])
-    specs = [tuple(Span("t.parquet", 1, first, 1, 4 + first, of=4) for first in range(4))]
+    specs = [tuple(Span("t.parquet", 1, first, 1, 4 + first, group_rows=4) for first in range(4))]
     with pytest.raises(DataError, match=r"t.parquet, row group 1, column 'x': .*CRC"):
         list(fetch_in_process(reader, specs))
     assert source.manifest.num_rows == 8
@@ -481,7 +481,8 @@ def test_a_task_trains_on_a_column_of_folder_names(tmp_path: Path) -> None:
         assert decoded.arrays["label"].tolist() == [0, 0, 1, 1]
     assert read_labels(dataset.root, dataset.manifest, "k")[1].tolist() == [0, 0, 1, 1]
     specs = [
-        (Span(path, 0, 1, 1, position, of=2),) for path, position in zip(dataset.manifest.paths, (1, 3), strict=True)
+        (Span(path, 0, 1, 1, position, group_rows=2),)
+        for path, position in zip(dataset.manifest.paths, (1, 3), strict=True)
     ]
     sliced = pa.concat_tables(list(fetch_in_process(reader, specs)))
     assert fixed_array(sliced.column("label"), ArraySpec("<i8", ())).tolist() == [0, 1]

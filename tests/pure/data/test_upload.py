@@ -31,7 +31,7 @@ def test_a_batch_is_copied_beside_what_computes_and_waited_for_by_the_device_alo
     sent = upload.send([batch_of(3)])
     assert streams.calls == ["side: pin", "side: copy", "side: pin", "side: copy", "side: mark"]
     streams.calls.clear()
-    upload.arrive(sent)
+    upload.make_available(sent)
     [found] = sent
     assert streams.calls == ["computing: wait for mark", "computing: used by computing", "computing: used by computing"]
     assert {name: (value.device, tuple(value.shape)) for name, value in found.fields.items()} == {
@@ -95,10 +95,10 @@ def test_two_steps_are_on_their_way_while_one_is_computed(monkeypatch: pytest.Mo
     streams = Streams(monkeypatch)
     rows = job.plan.manifest.num_rows
     feed = Feed(job.plan, lambda cursor, played: CachedWindows(Decoded({"id": np.arange(rows)}, {})), DEVICE)
-    feed.play(Cursor(), range(1))
+    feed.seek(Cursor(), range(1))
     feed.next()
-    assert feed._ahead is not None
-    feed._ahead.result()
+    assert feed._pending is not None
+    feed._pending.result()
     copies = [call for call in streams.calls if "copy" in call]
     assert copies == ["side: copy"] * 3, "that of this step, and of two more"
     assert [call for call in streams.calls if "wait" in call] == ["computing: wait for mark"]

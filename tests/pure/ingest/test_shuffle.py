@@ -74,7 +74,7 @@ def read_and_needed(dataset: Dataset, monkeypatch: pytest.MonkeyPatch, task_rows
         for spec in plan_reads(dataset.manifest, order.window_segments(0, window), task_rows, plan.window_rows):
             for span in spec:
                 group = int(np.searchsorted(dataset.manifest.first_row, span.position, side="right")) - 1
-                if span.of:
+                if span.group_rows:
                     assert sliced.take(span).num_rows == span.rows
                 else:
                     read += int(dataset.manifest.rows[group])
@@ -138,8 +138,8 @@ def test_slices_are_the_rows_whoever_takes_them_in_which_order(tmp_path: Path) -
     pq.write_table(pa.table({"a": np.arange(5000)}), tmp_path / "a.parquet", row_group_size=5000)
     taken = SliceReader(str(tmp_path), ["a"], {})
     for first, rows in [(0, 700), (2000, 1), (700, 1300), (2000, 1), (2001, 2999), (2001, 10), (4990, 10), (2011, 5)]:
-        span = Span("a.parquet", 0, first, rows, first, of=5000)
+        span = Span("a.parquet", 0, first, rows, first, group_rows=5000)
         assert taken.take(span)["a"].to_pylist() == list(range(first, first + rows))
     taken.close()
     with pytest.raises(DataError, match="ended 1 rows too early"):
-        taken.take(Span("a.parquet", 0, 4990, 11, 4990, of=5001))
+        taken.take(Span("a.parquet", 0, 4990, 11, 4990, group_rows=5001))

@@ -136,7 +136,7 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
     asked: list[int] = []
 
     def map_in_actors(pool: ActorPool, *_: object) -> None:
-        asked.append(pool.most)
+        asked.append(pool.max_actors)
         raise ReachedError
 
     there = SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list, put=lambda value: value)

@@ -494,7 +494,7 @@ def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: 
     source = RowSource(
         Reader(dataset.root, ["x"], lambda rows: {"x": rows["x"]}, {"x": ArraySpec("<f8", ())}), dataset.manifest, 64
     )
-    monkeypatch.setattr(comparison, "fetch_at_once", fetch_in_process)
+    monkeypatch.setattr(comparison, "fetch_auto", fetch_in_process)
     scored = comparison._arrays(comparison.Request(source, sample(dataset.manifest, 500), {}, chosen=judges))
     assert np.array_equal(scored["x"], x(tmp_path / "eval")[judges])
     (tmp_path / "eval" / "b" / "c.parquet").rename(tmp_path / "eval" / "c.parquet")
@@ -686,7 +686,7 @@ def test_what_was_not_changed_since_the_last_look_is_not_read_again(
     read: list[str] = []
     real = contents_module.sha256
     monkeypatch.setattr(contents_module, "sha256", lambda file: read.append(file.name) or real(file))
-    monkeypatch.setattr(contents_module, "_SETTLED_NS", -1)
+    monkeypatch.setattr(contents_module, "_MIN_AGE_NS", -1)
     for name in ("a", "b"):
         write(tmp_path / "data" / f"{name}.parquet", 100, seed=ord(name))
     config = CONFIG.replace(data__path=str(tmp_path / "data"), data__eval_path=str(tmp_path / "data" / "a.parquet"))

@@ -39,7 +39,7 @@ def test_slices_are_decoded_in_tasks_and_come_in_order(tmp_path: Path) -> None:
     for i, rows in enumerate((500, 3, 300)):
         pq.write_table(pa.table({"a": np.arange(rows)}), tmp_path / f"{i}.parquet", row_group_size=rows)
     dataset = open_dataset(str(tmp_path))
-    assert any(span.of for spec in plan_all_reads(dataset.manifest, 20) for span in spec)
+    assert any(span.group_rows for spec in plan_all_reads(dataset.manifest, 20) for span in spec)
     table = read(dataset, decoded, 20)
     columns = {name: np.frombuffer(table[name].combine_chunks().buffers()[1], "<i8") for name in ("a", "pid", POSITION)}
     assert columns["a"].tolist() == [*range(500), *range(3), *range(300)]

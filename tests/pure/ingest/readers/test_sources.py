@@ -107,7 +107,7 @@ def test_what_parquet_cannot_hold_is_no_error_of_the_storage(tmp_path: Path) -> 
     write_tar(tmp_path / "in" / "x.tar", {"0.npy": npy(np.ones((2, 0)))})
     message = refusal(tmp_path, "webdataset", tmp_path / "in")
     assert "the columns ['row_id', 'array'] cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0" in message
-    assert "Once that is mended" not in message
+    assert "Once that is fixed" not in message
 
 
 def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

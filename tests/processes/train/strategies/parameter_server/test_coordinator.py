@@ -253,7 +253,7 @@ def test_large_rows_are_gathered_ahead_also_after_going_back(
 ) -> None:
     fields: dict[str, Any] = {"data__shuffle_window_rows": 16, "train__max_steps": 8}
     undisturbed = trained(job_of(tmp_path / "undisturbed", data, **fields), 1)
-    monkeypatch.setattr("ray_app.data.feed._WORTH_A_THREAD", 0)
+    monkeypatch.setattr("ray_app.data.feed._MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     world = World(job_of(tmp_path / "run", data, **fields), 2, streamed)
     assert world.job.plan.steps_per_window > 1
