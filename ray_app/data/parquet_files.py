@@ -159,9 +159,7 @@ class DataFile:
         return list(stored)
 
     def _with_partitions(self, table: pa.Table, columns: Sequence[str], index: int, first: int) -> pa.Table:
-        """Returns the table with the partition columns among `columns`; raises BadRowError if the file stores such a
-        column itself, with another value.
-        """
+        """Returns the table with the partition columns among `columns`; raises BadRowError for another stored value."""
         for name in columns:
             if name not in self._values:
                 continue
@@ -232,8 +230,7 @@ class _FooterChecker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def first_fatal(self, tails: Sequence[bytes]) -> tuple[int, str] | None:
-        """Returns the index of the first footer that ends the process, and the message of the process; None if it
-        survives all.
+        """Returns the index of the first footer that ends the process, and its message; None if it survives all.
 
         Another process may also have ended it, so a footer is fatal only if two processes die of it.
 
@@ -291,11 +288,8 @@ atexit.register(_footer_checker.close)
 
 
 def check_footers(files: Sequence[DataLocation], tails: Sequence[bytes]) -> None:
-    """Refuses footers that make the Parquet library abort its process; `tails` has the end of each file from its footer
-    on.
-
-    Raises:
-        DataError: A file has encrypted columns, or its footer contradicts itself.
+    """Raises DataError for a footer that makes the Parquet library abort its process: its columns are encrypted, or it
+    contradicts itself. `tails` has the end of each file from its footer on.
     """
     fatal = _footer_checker.first_fatal(tails)
     if fatal is None:
