@@ -29,7 +29,7 @@ from ray_app.runlog.journal import MAX_SMALL_FILES, MetricsWriter, StepRecord, j
 from ray_app.runlog.node_metrics import NodeSample, join_samples, put_sample
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
-from ray_app.track.mlflow_client import Backlog, Sent
+from ray_app.track.mlflow_client import Backlog, SentState
 
 _FLUSH_STEPS, _LOOK_STEPS = 50, 10
 _MASK = 2**64 - 1
@@ -100,7 +100,7 @@ def _read(paths: RunPaths, what: str, steps: int) -> None:
         goodput(course.records, course.repeated)
         recoveries(events, course.in_time)
     elif what == "tracker":
-        Backlog(paths, 10).read(Sent(sent_step=steps))
+        Backlog(paths, 10).read(SentState(sent_step=steps))
     elif what == "report":
         render(read_facts(paths))
     print(

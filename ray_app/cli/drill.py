@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ray_app.cluster.resources import cluster, reconnect
 from ray_app.config.config import Config
-from ray_app.drill.cluster import Nodes, local_nodes
+from ray_app.drill.cluster import DrillCluster, open_drill_cluster
 from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.driver.signals import interrupt_at_sigterm
@@ -160,10 +160,10 @@ def _out(config: Config, section: DrillSection) -> Location:
 
 
 @contextmanager
-def _connected(config: Config, own: bool) -> Iterator[Nodes | None]:
+def _connected(config: Config, own: bool) -> Iterator[DrillCluster | None]:
     """The cluster to drill on, and its nodes if they are the drill's to lose."""
     if own and not config.scaling.gpus_per_worker:
-        with local_nodes(config.scaling.worker_limit, config.data.eval_path is not None) as nodes:
+        with open_drill_cluster(config.scaling.worker_limit, config.data.eval_path is not None) as nodes:
             yield nodes
     else:
         with cluster(config):
@@ -186,10 +186,10 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int
             own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
             made = drilled(config, section, own)
             with redirect_stdout(StringIO()), _connected(made, own) as nodes:
-                renew = nodes.renew if nodes is not None else partial(reconnect, made)
+                renew = nodes.restart if nodes is not None else partial(reconnect, made)
                 session = Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console, renew)
                 started = True
-                return session.go()
+                return session.run()
     except KeyboardInterrupt:
         print("Interrupted; the certificate says how far the drill came.", file=sys.stderr)
         return 1

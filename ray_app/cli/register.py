@@ -7,8 +7,8 @@ from rich.console import Console
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import RegisterOptions, register_run
-from ray_app.driver.parsing import add_current_folder_to_path
-from ray_app.watch.terminal import model_line
+from ray_app.driver.parsing import importable_from_here
+from ray_app.watch.terminal import describe_model
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> int:
@@ -27,6 +27,6 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> 
     def work() -> None:
         done = register_run(options)
         shown = {"name": done.name, "version": done.version, "aliases": done.aliases}
-        Console().print(model_line(shown), markup=False, highlight=False, soft_wrap=True)
+        Console().print(describe_model(shown), markup=False, highlight=False, soft_wrap=True)
 
     return exit_code(work, "The model was not registered")

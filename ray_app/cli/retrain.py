@@ -15,7 +15,7 @@ from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldEr
 from ray_app.retrain.champion import roll_back
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain
-from ray_app.retrain.rounds import RetrainPaths, entries
+from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
 from ray_app.runlog.redaction import redact, register_secrets
 
 _DESCRIPTION = (
@@ -29,7 +29,7 @@ def history(config: Config) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("when (UTC)", "what", "version", "why", "who"):
         shown.add_column(column, overflow="fold")
-    for entry in entries(RetrainPaths.of(config)):
+    for entry in read_audit_entries(RetrainPaths.of(config)):
         version, who = entry.get("version"), entry.get("by") or entry["who"]
         shown.add_row(entry["when"][:19], entry["what"], str(version or "-"), redact(entry["why"]), who)
     return shown
@@ -58,7 +58,7 @@ def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Co
             highlight=False,
         )
         return 0
-    return EXIT_CODES[retrain(config, section, console).what]
+    return EXIT_CODES[retrain(config, section, console).kind]
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> int:

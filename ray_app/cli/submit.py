@@ -18,7 +18,7 @@ from ray_app.storage.files import to_location
 from ray_app.submit.options import SubmitSection, judge, wait_s
 from ray_app.submit.preflight import Preflight, preflight
 from ray_app.submit.server import JobServer, LostContactError
-from ray_app.watch.terminal import refused, show
+from ray_app.watch.terminal import has_refusal, print_findings
 
 _DESCRIPTION = "Submits a run to a Ray cluster as a job, after checks that find what would stop it there."
 _INTERRUPTED = 130
@@ -123,8 +123,8 @@ def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
     section.check()
     config = config if config.run.name else config.replace(run__name=make_run_name())
     found = preflight(config, section, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
-    show(console, found.findings)
-    if refused(found.findings):
+    print_findings(console, found.findings)
+    if has_refusal(found.findings):
         print("Refused; nothing was started.", file=sys.stderr)
         return 2
     if section.dry_run:

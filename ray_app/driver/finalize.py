@@ -35,7 +35,7 @@ from ray_app.runlog.stored_config import read_config, read_manifest
 from ray_app.storage.files import list_files, read_json, replace_nan, to_location
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tracker import Status as MlflowStatus
-from ray_app.track.tracker import Tracker, check_available, run_tags
+from ray_app.track.tracker import Tracker, check_available, make_run_tags
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ def make_late_tracker(job: Job, config: Config) -> Tracker:
         config = config.replace(tracking__uri=uri)
     data = DataSet("training", config.data.path, manifest.digest, manifest.num_rows)
     return Tracker(
-        job.paths, config, run_tags(config, manifest.digest), config.tracking.every_steps, [data], is_over=True
+        job.paths, config, make_run_tags(config, manifest.digest), config.tracking.every_steps, [data], is_over=True
     )
 
 

@@ -53,8 +53,8 @@ from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
-from ray_app.track.mlflow_client import IMPATIENT
-from ray_app.track.tensorboard import Board, check_board
+from ray_app.track.mlflow_client import SHORT_TIMEOUTS
+from ray_app.track.tensorboard import EventFileWriter, check_board
 from ray_app.track.tracker import Tracker, check_available
 from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.job import Hooks, Job
@@ -179,7 +179,7 @@ def open_run(
     # The signal handlers come last, because `ray.init` installs its own.
     with (
         exclusive_process(config, background),
-        set_variables(**dict.fromkeys(IMPATIENT)),
+        set_variables(**dict.fromkeys(SHORT_TIMEOUTS)),
         cluster(config) as is_own_cluster,
         signals,
     ):
@@ -312,7 +312,7 @@ class Run:
             raise
         return self._end(tracker, board, observers)
 
-    def _end(self, tracker: Tracker | None, board: Board | None, observers: Observers) -> Result:
+    def _end(self, tracker: Tracker | None, board: EventFileWriter | None, observers: Observers) -> Result:
         """Records how the run ended, in all places; nothing is written if it belongs to another driver by now."""
         job = self.job
         self._error = self._lease.lost or self._error

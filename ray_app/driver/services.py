@@ -23,8 +23,8 @@ from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.preflight.changes import fill_defaults
 from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import DataSet
-from ray_app.track.tensorboard import Board
-from ray_app.track.tracker import Tracker, run_tags
+from ray_app.track.tensorboard import EventFileWriter
+from ray_app.track.tracker import Tracker, make_run_tags
 from ray_app.train.job import Job
 from ray_app.watch.node_sampler import NodeSampler
 from ray_app.watch.observers import Observer, Observers
@@ -49,16 +49,16 @@ def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
     if job.evaluation is not None:
         evaluated = job.evaluation.manifest
         datasets.append(DataSet("evaluation", str(config.data.eval_path), evaluated.digest, evaluated.num_rows))
-    tags, submission = run_tags(config, manifest.digest), ray_job()
+    tags, submission = make_run_tags(config, manifest.digest), ray_job()
     if submission is None or submission["page"] is None:
         return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets)
     tags["ray_app.ray_job"] = submission["page"]
     return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets, say=console.print)
 
 
-def make_board(job: Job) -> Board | None:
+def make_board(job: Job) -> EventFileWriter | None:
     """Returns the writer of TensorBoard's event files, which the caller starts; None if it is not configured."""
-    return Board(job.paths, job.config) if job.config.tracking.tensorboard else None
+    return EventFileWriter(job.paths, job.config) if job.config.tracking.tensorboard else None
 
 
 def make_metrics(job: Job) -> RunMetrics:

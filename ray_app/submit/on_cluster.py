@@ -54,7 +54,7 @@ from ray_app.track.tensorboard import check_board
 from ray_app.track.tracker import check_available
 from ray_app.train.state.state import TrainingState
 from ray_app.version import __version__
-from ray_app.watch.terminal import Finding, look
+from ray_app.watch.terminal import Finding, run_check
 
 logger = logging.getLogger(__name__)
 
@@ -327,20 +327,20 @@ def inspect(config: Config) -> Report:
         return Report([Finding("refused", "resources", str(error))], versions(), None)
     data = [path for path in (config.data.path, config.data.eval_path) if path]
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
-    found = [look(topic, partial(_data, path)) for topic, path in topics if path]
+    found = [run_check(topic, partial(_data, path)) for topic, path in topics if path]
     readable = all(one.level == "ok" for one in found)
     shared = [str(locate_data(path)) for path in data] if readable else []
-    found.append(look("storage", partial(storage, config.run.storage_path, shared)))
-    found.append(look("resources", partial(_resources, config)))
-    found.append(look("MLflow", partial(_mlflow, config)))
+    found.append(run_check("storage", partial(storage, config.run.storage_path, shared)))
+    found.append(run_check("resources", partial(_resources, config)))
+    found.append(run_check("MLflow", partial(_mlflow, config)))
     if config.tracking.tensorboard:
-        found.append(look("TensorBoard", partial(_board, config)))
+        found.append(run_check("TensorBoard", partial(_board, config)))
     if not readable:
         return Report(found, versions(), None)
     made: list[Figures] = []
-    found.append(look("run", partial(_figures, config, made)))
+    found.append(run_check("run", partial(_figures, config, made)))
     if made and made[0].shared_bytes:
-        found.append(look("object store", partial(check_object_stores, made[0].shared_bytes, ray.nodes())))
+        found.append(run_check("object store", partial(check_object_stores, made[0].shared_bytes, ray.nodes())))
     return Report(found, versions(), made[0] if made else None)
 
 

@@ -16,7 +16,7 @@ from ray_app.submit.on_cluster import Report, versions
 from ray_app.submit.options import SubmitSection, refuse_secrets, split
 from ray_app.submit.package import data_in, packed, size_of
 from ray_app.submit.server import JobServer, LostContactError
-from ray_app.watch.terminal import Finding, look, refused
+from ray_app.watch.terminal import Finding, has_refusal, run_check
 
 _MUST_AGREE = ("python", "ray", "ray_app")
 _SHOWN_LINES = 15
@@ -48,16 +48,19 @@ def preflight(config: Config, section: SubmitSection, tell: Callable[[str], None
         tell: Takes what it is doing.
     """
     package = packed(config, section)
-    found = [look("configuration", partial(_loads, config)), look("package", partial(size_of, package, section))]
+    found = [
+        run_check("configuration", partial(_loads, config)),
+        run_check("package", partial(size_of, package, section)),
+    ]
     runtime_env: dict[str, Any] = {
         "working_dir": str(package.folder),
         "excludes": package.excludes,
     } | section.runtime_env()
     found += _environment(section, runtime_env)
-    can_ask = not refused(found)
+    can_ask = not has_refusal(found)
     found += [*data_in(package, config), *absolute_storage(config)]
     server: list[JobServer] = []
-    found.append(look("cluster", partial(_connect, section, server)))
+    found.append(run_check("cluster", partial(_connect, section, server)))
     if not can_ask or not server:
         found.append(
             Finding("warning", "the rest", "was not looked at from the cluster, because of what is refused above.")
@@ -85,7 +88,7 @@ def _environment(section: SubmitSection, runtime_env: dict[str, Any]) -> list[Fi
         runtime_env["env_vars"] = section.environment(dict(os.environ))
         return f"{', '.join(names)} will be set as here."
 
-    found = look("environment", made)
+    found = run_check("environment", made)
     secret = [name for name in names if is_secret_name(name)]
     if found.level == "ok" and secret:
         text = (

@@ -84,6 +84,8 @@ PHRASES = {
 }
 EXCEPTIONS: dict[str, str] = {
     "ray_app/checkpoint/store.py: most": "a key of the stored files of holds",
+    "ray_app/drill/process_scenarios.py: kill_exchange": "the name of a scenario, on the command line",
+    "ray_app/retrain/gate.py: least_drop": "a key of the audit record",
 }
 """What is allowed, as `FILE: NAME` or `FILE: PHRASE`, and why."""
 

@@ -29,7 +29,7 @@ import ray, sys
 from pathlib import Path
 from ray_app import run_training
 from ray_app.config.config import from_yaml
-from ray_app.drill.cluster import local_nodes
+from ray_app.drill.cluster import open_drill_cluster
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
 from tests.support.injector import Linger
@@ -44,9 +44,9 @@ class Drain:
         beats = ray.get(ray.get_actor(job.rendezvous).workers.remote()) if self.node is None else []
         if len(beats) == 2:
             self.node = beats[1].node
-            nodes.drain(self.node, 60)
+            nodes.drain_node(self.node, 60)
 
-with local_nodes(2, evaluates=False) as nodes:
+with open_drill_cluster(2, evaluates=False) as nodes:
     drain = Drain()
     run_training(config, faults=Faults(train=Hooks(after_step=Linger(run, "preempted", {}, after=3, each_s=3))), observe=drain)
     assert drain.node is not None

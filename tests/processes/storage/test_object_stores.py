@@ -27,9 +27,9 @@ from ray_app.data import dataset as contents
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import decode_first_row
 from ray_app.errors import CheckpointError, ConfigError
-from ray_app.retrain.gate import put_together
-from ray_app.retrain.profile import profile
-from ray_app.retrain.rounds import delivered
+from ray_app.retrain.gate import write_dataset
+from ray_app.retrain.profile import profile_dataset
+from ray_app.retrain.rounds import read_delivery
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import acquire_lease
@@ -422,13 +422,15 @@ def test_retraining_reads_its_data_on_s3(s3_folder: S3Path, tmp_path: Path, monk
     found = []
     for place in (tmp_path, s3_folder):
         config = Config().replace(data__path=str(place / "train"), data__eval_path=str(place / "eval"))
-        files = delivered(config, tmp_path / "memory" / str(len(found)))
+        files = read_delivery(config, tmp_path / "memory" / str(len(found)))
         dataset = open_dataset(config.data.path)
         old = {path for path in files.train if path.endswith("a.parquet")}
-        out = put_together(dataset, ["x", "label"], files.train, old, 0.3, tmp_path / f"out-{len(found)}")
-        found.append((files, profile(dataset, ["x", "label"], "label")[0], open_dataset(str(out)).manifest.digest))
+        out = write_dataset(dataset, ["x", "label"], files.train, old, 0.3, tmp_path / f"out-{len(found)}")
+        found.append(
+            (files, profile_dataset(dataset, ["x", "label"], "label")[0], open_dataset(str(out)).manifest.digest)
+        )
     assert found[0] == found[1]
     read: list[str] = []
     monkeypatch.setattr(contents, "sha256", lambda file: read.append(str(file)))
-    assert delivered(config, tmp_path / "memory" / "1") == found[0][0]
+    assert read_delivery(config, tmp_path / "memory" / "1") == found[0][0]
     assert not read, "nothing was changed"

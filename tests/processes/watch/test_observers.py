@@ -190,8 +190,8 @@ def test_what_a_slower_clock_wrote_later_is_told_and_each_thing_once(tmp_path: P
     observers = Observers(made, [Noted()])
     with observers.watching():
         put("checkpointed", now + 5, step=10)
-        observers._look()
+        observers._process_news()
         put("failed", now - 5, errors="rank 1 died", left=1)
-        observers._look()
+        observers._process_news()
     told = [facts for facts in TOLD if facts[0] != "begun"]
     assert told == [("failed", "{'0': 'made up'}"), ("checkpointed", 10), ("failed", "rank 1 died")]

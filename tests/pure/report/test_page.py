@@ -37,7 +37,7 @@ from ray_app.runlog.journal import Event, StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import Course
 from ray_app.storage.files import put_json
-from ray_app.watch.terminal import loss_curve
+from ray_app.watch.terminal import format_loss_curve
 from tests.support.made_run import BEGAN_S, MadeRun, full_run, png
 from tests.support.places import ROOT
 
@@ -460,8 +460,8 @@ def test_a_small_curve_for_the_console(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.steps(1, 100, 0.0)
     facts = read_facts(run.paths)
-    assert re.fullmatch(r"2\.3009 [▁▂▃▄▅▆▇█]{40} 1\.0196", loss_curve(facts, "utf-8"))
-    assert loss_curve(facts, "ascii").isascii()
+    assert re.fullmatch(r"2\.3009 [▁▂▃▄▅▆▇█]{40} 1\.0196", format_loss_curve(facts, "utf-8"))
+    assert format_loss_curve(facts, "ascii").isascii()
     assert Console().encoding
 
 

@@ -13,7 +13,7 @@ from ray_app.models import registry
 from ray_app.models.registry import champion_of, promote, rollback, rollbacks
 from ray_app.retrain import rounds
 from ray_app.retrain.champion import record_rollbacks, roll_back
-from ray_app.retrain.rounds import RetrainPaths, entries
+from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
 from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_all_json
@@ -157,7 +157,7 @@ def test_a_rollback_whose_answer_was_lost_is_done_again_as_the_same(
     for _ in range(2):
         again = roll_back(config, "wrong on customer X")
         assert (again.version, again.to, champion_of(client, "lost")) == ("4", "3", "3")
-    assert [entry["what"] for entry in entries(RetrainPaths.of(config))] == ["rolled back"]
+    assert [entry["what"] for entry in read_audit_entries(RetrainPaths.of(config))] == ["rolled back"]
     assert roll_back(config, "wrong on customer Y").to == "2"
     monkeypatch.setattr(registry, "_now", lambda: "2999-01-01T00:00:00+00:00")
     promote(client, "lost", "3", "right after all", "me")
@@ -173,7 +173,7 @@ def test_a_rollback_does_not_wait_for_a_training(client: Any, tmp_path: Path) ->
     with acquire_lease(RunPaths(paths.root)):  # of a retraining that goes on for hours
         assert roll_back(config, "wrong on customer X").to == "1"
     assert champion_of(client, "busy") == "1"
-    assert [entry["what"] for entry in entries(paths)] == ["rolled back"]
+    assert [entry["what"] for entry in read_audit_entries(paths)] == ["rolled back"]
 
 
 def test_the_audit_record_is_read_once_for_all_rollbacks_that_are_in_it(
@@ -192,4 +192,4 @@ def test_the_audit_record_is_read_once_for_all_rollbacks_that_are_in_it(
     monkeypatch.setattr(rounds, "read_all_json", reading)
     record_rollbacks(paths, client, "many")
     assert len(read) == 1
-    assert sorted(entry["why"] for entry in entries(paths)) == ["a", "b", "c", "d"]
+    assert sorted(entry["why"] for entry in read_audit_entries(paths)) == ["a", "b", "c", "d"]

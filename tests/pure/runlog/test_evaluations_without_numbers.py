@@ -21,7 +21,7 @@ from ray_app.runlog.evaluations import (
 )
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json, to_json
-from ray_app.watch.terminal import best_line
+from ray_app.watch.terminal import describe_best
 
 NAN = math.nan
 
@@ -96,5 +96,5 @@ def test_without_patience_none_is_the_best(tmp_path: Path) -> None:
     ],
 )
 def test_the_end_says_that_no_checkpoint_is_known_to_be_best(best: object, done: int, said: str | None) -> None:
-    found = best_line({"best": best, "evaluation": {"done": done}}, "auroc")
+    found = describe_best({"best": best, "evaluation": {"done": done}}, "auroc")
     assert found is None if said is None else found is not None and found.startswith(said)

@@ -36,7 +36,7 @@ from ray_app.runlog.journal import (
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
 from ray_app.task.base import STEP_METRICS
-from ray_app.track.mlflow_client import OWN, Backlog, Point, Sent, evaluation_point, step_point
+from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, Point, SentState, make_evaluation_point, make_step_point
 from tests.support.waiting import until
 
 
@@ -259,8 +259,8 @@ def test_means_are_over_what_each_step_was_over() -> None:
     ]
     assert means(steps) == {"loss": (8 + 64) / 24, "right": (4 + 16) / 24}
     assert means([record_of(3), *steps])["right"] == (4 + 16) / 24, "of the steps that have it"
-    assert "imbalance" not in step_point(steps, []).metrics, "of one worker"
-    known = step_point([steps[0], replace(steps[1], imbalance=1.25)], []).metrics
+    assert "imbalance" not in make_step_point(steps, []).metrics, "of one worker"
+    known = make_step_point([steps[0], replace(steps[1], imbalance=1.25)], []).metrics
     assert known.keys() == STEP_METRICS | {"right"}, "what a metric of a task's own may not be called"
     assert known["imbalance"] == 1.25
 
@@ -292,13 +292,13 @@ def test_the_tracker_reads_an_evaluation_once_and_remembers_those_of_few_folders
     backlog = Backlog(paths, 10)
     for step in (10, 20, 30):
         evaluate(paths, step, 0.5)
-        backlog.read(Sent())
-    assert [point.step for point in backlog.unsent_evaluations(Sent())] == [10, 20, 30]
+        backlog.read(SentState())
+    assert [point.step for point in backlog.unsent_evaluations(SentState())] == [10, 20, 30]
     assert len(read) == 3
     for number in range(40):
         other = RunPaths(Path(str(paths.root)).with_name(f"run{number}"))
         evaluate(other, 1, 0.5)
-        Backlog(other, 10).read(Sent())
+        Backlog(other, 10).read(SentState())
     from ray_app.runlog import evaluations
 
     assert len(evaluations._scores) <= 16
@@ -306,7 +306,7 @@ def test_the_tracker_reads_an_evaluation_once_and_remembers_those_of_few_folders
 
 def test_a_backlog_does_not_get_what_was_joined_again(paths: RunPaths) -> None:
     written(paths)
-    backlog, sent = Backlog(paths, 10), Sent()
+    backlog, sent = Backlog(paths, 10), SentState()
     first = []
     for _ in range(3):
         backlog.read(sent)
@@ -317,16 +317,16 @@ def test_a_backlog_does_not_get_what_was_joined_again(paths: RunPaths) -> None:
         join_segments(paths, 0, 5000)
     assert [step for step, _ in first] == list(range(10, 101, 10))
     again = Backlog(paths, 10)
-    again.read(Sent())
-    assert [(p.step, json.dumps(p.metrics, sort_keys=True)) for p in again.points(Sent(), finished=True)] == first
+    again.read(SentState())
+    assert [(p.step, json.dumps(p.metrics, sort_keys=True)) for p in again.points(SentState(), finished=True)] == first
 
 
 def test_a_backlog_forgets_what_was_sent(paths: RunPaths) -> None:
     put_segment(paths, 1, [record_of(step) for step in range(1, 21)])
     backlog = Backlog(paths, 10)
-    backlog.read(Sent())
-    backlog.sent(Sent(10))
-    assert [point.step for point in backlog.points(Sent(), finished=True)] == [20]
+    backlog.read(SentState())
+    backlog.sent(SentState(10))
+    assert [point.step for point in backlog.points(SentState(), finished=True)] == [20]
 
 
 def test_a_metrics_block_has_the_time_of_its_last_step_and_the_failures_so_far() -> None:
@@ -334,7 +334,7 @@ def test_a_metrics_block_has_the_time_of_its_last_step_and_the_failures_so_far()
         replace(record_of(step), time_s=1e9 + step, step_ms=250.0, data_wait_ms=2.0 * step, lr=0.1 * step)
         for step in (1, 2, 3)
     ]
-    point = step_point(steps, [1e9 + 2.5, 1e9 + 3, 1e9 + 3.5])
+    point = make_step_point(steps, [1e9 + 2.5, 1e9 + 3, 1e9 + 3.5])
     assert (point.step, point.time_ms) == (3, 1_000_000_003_000)
     assert point.metrics["restarts"] == 2.0
     assert point.metrics["rows_per_s"] == pytest.approx(sum(sum(step.rows) for step in steps) / 0.75)
@@ -347,8 +347,8 @@ def test_a_metrics_block_has_the_time_of_its_last_step_and_the_failures_so_far()
 
 def test_the_point_of_an_evaluation_has_its_time_and_only_its_numbers() -> None:
     evaluation = Evaluation(7, 0, "", {"accuracy": 0.5, "words": "none"}, 10, 0.1, 2.5)
-    assert evaluation_point(evaluation) == Point(7, 2500, {"eval_accuracy": 0.5}, OWN)
-    assert evaluation_point(evaluation, "other").metrics == {"eval_other_accuracy": 0.5}
+    assert make_evaluation_point(evaluation) == Point(7, 2500, {"eval_accuracy": 0.5}, RUN_EVALUATOR)
+    assert make_evaluation_point(evaluation, "other").metrics == {"eval_other_accuracy": 0.5}
 
 
 def test_joining_counts_the_files_that_it_replaced(paths: RunPaths) -> None:

@@ -21,7 +21,7 @@ from ray_app.runlog.journal import MAX_SMALL_FILES
 from ray_app.runlog.node_metrics import NodeSample, join_samples, put_sample, read_samples, summarize_nodes
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, list_files
-from ray_app.track.mlflow_client import Backlog, Sent
+from ray_app.track.mlflow_client import Backlog, SentState
 from ray_app.watch.node_sampler import NodeSampler
 
 
@@ -118,7 +118,7 @@ def test_joined_while_they_are_written_and_read(paths: RunPaths) -> None:
     threads = [threading.Thread(target=write), threading.Thread(target=merge)]
     for thread in threads:
         thread.start()
-    backlog, sent, told = Backlog(paths, 10), Sent(), list[str]()
+    backlog, sent, told = Backlog(paths, 10), SentState(), list[str]()
     while True:
         last = over.is_set()
         backlog.read(sent)

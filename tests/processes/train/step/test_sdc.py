@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ray_app.checkpoint.store import SUSPECT, CheckpointStore
 from ray_app.drill.faults import Evidence
-from ray_app.drill.memory_faults import Flip, What
+from ray_app.drill.memory_faults import Flip, FlipTarget
 from ray_app.errors import ConfigError, IrreproducibleError, WrongResultError
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.step_records import read_steps
@@ -47,7 +47,7 @@ def undisturbed(pool: Pool, tmp_path: Path) -> str:
     return pool.trained(job_in(tmp_path, "undisturbed"), 2, cached).commit.params_digest
 
 
-def hooks(folder: Path, what: What, rank: int, step: int) -> Hooks:
+def hooks(folder: Path, what: FlipTarget, rank: int, step: int) -> Hooks:
     flip = Flip(Evidence(str(folder / "proofs")), "flip", what, rank, step)
     return Hooks(after_step=flip, built=flip.built)
 
@@ -60,7 +60,7 @@ def hooks(folder: Path, what: What, rank: int, step: int) -> Hooks:
     ],
 )
 def test_a_flipped_bit_is_found_and_nothing_of_it_stays(
-    pool: Pool, tmp_path: Path, undisturbed: str, what: What, rank: int
+    pool: Pool, tmp_path: Path, undisturbed: str, what: FlipTarget, rank: int
 ) -> None:
     job = job_in(tmp_path, "flipped", **ALL)
     others = [each for each in range(3) if each != rank]
@@ -96,7 +96,7 @@ def test_checkpoints_since_it_was_right_are_marked(pool: Pool, tmp_path: Path) -
 
 @pytest.mark.parametrize("what", ["gradient", "activation"])
 def test_of_two_workers_the_one_that_erred_once_is_found(
-    pool: Pool, tmp_path: Path, undisturbed: str, what: What
+    pool: Pool, tmp_path: Path, undisturbed: str, what: FlipTarget
 ) -> None:
     job = job_in(tmp_path, "flipped", **ALL)
     outcomes = train_shifting(pool, job, [[0, 1], [1]], [], hooks(tmp_path, what, 0, 2))

@@ -14,7 +14,7 @@ from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.local_readers import load_all
 from ray_app.data.reader import fetch_in_process
-from ray_app.drill.faults import Several
+from ray_app.drill.faults import HookChain
 from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.runlog.journal import read_events
@@ -40,7 +40,7 @@ def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, fields:
     job = digits_job(tmp_path, digits, fields)
     kill = KillOnce(tmp_path / "killed", step=60, rank=0)
     stop = DieAfter(160)
-    train_shifting(pool, job, [[0, 1], [1]], [], Hooks(after_step=Several((kill, stop))))
+    train_shifting(pool, job, [[0, 1], [1]], [], Hooks(after_step=HookChain((kill, stop))))
     assert kill.proof.exists()
     assert CheckpointStore(job.paths).commits()[-1].step == 6 * job.plan.steps_per_epoch == 138
     pool.run_job(job, 3, cached)
