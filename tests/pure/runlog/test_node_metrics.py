@@ -189,7 +189,7 @@ def test_the_sampler_joins_what_it_writes(paths: RunPaths, monkeypatch: pytest.M
     put(paths, 1, range(10))  # of a driver that was killed
     sampler = NodeSampler(paths, 2, 1.0)
     for _ in range(300):
-        sampler._look(0.0)
+        sampler._record_load(0.0)
     assert len(list_files(paths.system)) <= MAX_SMALL_FILES + 1
     assert len(read_samples(paths, "")) == 309, "the first look only finds out which nodes there are"
 
