@@ -58,7 +58,7 @@ import numpy as np, pyarrow as pa, pyarrow.parquet as pq, ray
 from ray_app.data.bad_rows import REASON
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import open_dataset
-from ray_app.data.reader import Reader, whole
+from ray_app.data.reader import Reader, plan_all_reads
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.errors import BadRowError
 from ray_app.cluster.ray_private import require_token
@@ -80,7 +80,7 @@ def decode(rows):
 
 def read(skips):
     reader = Reader(dataset.root, ["x"], decode, {"pid": ArraySpec("<i8", (1,))}, skips)
-    return pa.concat_tables(fetch_ray(reader, whole(dataset.manifest, 1)))
+    return pa.concat_tables(fetch_ray(reader, plan_all_reads(dataset.manifest, 1)))
 
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 try:

@@ -48,10 +48,10 @@ def paths(request: pytest.FixtureRequest, tmp_path: Path) -> RunPaths:
 
 HOLDER = """
 import sys, time
-from ray_app.storage.files import location
-from ray_app.runlog.lease import acquire
+from ray_app.storage.files import to_location
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
-with acquire(RunPaths(location(sys.argv[1])), float(sys.argv[2])) as lease:
+with acquire_lease(RunPaths(to_location(sys.argv[1])), float(sys.argv[2])) as lease:
     print(lease.fence, flush=True)
     while lease.lost is None:
         time.sleep(0.02)

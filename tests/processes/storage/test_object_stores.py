@@ -344,13 +344,12 @@ WRITER = """
 import sys
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.storage import object_stores
-from ray_app.storage.files import location
-from ray_app.runlog.lease import acquire
+from ray_app.storage.files import to_location
 from ray_app.runlog.paths import RunPaths
 from tests.support.checkpoints import commit_of, snapshot_of
 from ray_app.checkpoint.format import pack
 object_stores.PART_BYTES = 5 << 20
-CheckpointStore(RunPaths(location(sys.argv[1]))).write(pack(snapshot_of(4, 3 << 20)), commit_of(4))
+CheckpointStore(RunPaths(to_location(sys.argv[1]))).write(pack(snapshot_of(4, 3 << 20)), commit_of(4))
 """
 
 
