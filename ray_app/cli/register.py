@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import RegisterOptions, register_run
-from ray_app.driver.parsing import importable_from_here
+from ray_app.driver.parsing import add_current_folder_to_path
 from ray_app.watch.terminal import describe_model
 
 

@@ -188,7 +188,7 @@ class Evaluator:
         job, observer = self._job, LeaseWatch(self._job.paths, self._job.fence)
         while not self._stopped.wait(LIFE_S / _CHECKS_PER_LEASE):
             try:
-                lease_state = observer.look()
+                lease_state = observer.poll()
                 if lease_state == "superseded" and not is_taken_over(job.paths, job.fence):
                     lease_state = "over"
             except OSError as error:

@@ -233,8 +233,8 @@ def model_of_run(config: Config, run: str) -> ModelSource:
             f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has"
             f" {asdict(config.task)}."
         )
-    job = trained_job(paths)
-    commit = chosen(job, "best")
+    job = load_trained_job(paths)
+    commit = choose_checkpoint(job, "best")
     source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
     return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []
 

@@ -401,7 +401,7 @@ def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, befor
         other = RunPaths(storage / end.run)
         try:
             summary = read_json(other.summary)
-            if RunEnd.of(end.run, summary) == end:
+            if RunEnd.from_summary(end.run, summary) == end:
                 differs = _differing_fields(read_config(other, with_defaults=True), config)
                 return Earlier(end.run, end.value, int(summary["best"]["step"]), summary, differs, len(near))
         except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:

@@ -116,7 +116,7 @@ def roll_back(config: Config, reason: str) -> Rollback:
     with acquire_alias_lease(paths):
         client = connect(default_tracking_uri(config))
         record_rollbacks(paths, client, name)
-        result = rollback(client, name, reason, user())
+        result = rollback(client, name, reason, user_name())
         record_rollbacks(paths, client, name)
     return result
 

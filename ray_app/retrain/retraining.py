@@ -204,7 +204,8 @@ class Stages:
             }
             tag_version(situation.client, challenger, tags | {"ray_app.data_digest": self._round.inputs.data})
         if decision.promote:
-            promote(situation.client, situation.model, challenger.version, f"retraining: {decision.reason}", user())
+            why = f"retraining: {decision.reason}"
+            promote(situation.client, situation.model, challenger.version, why, user_name())
         return {
             "outcome": outcome,
             "reason": decision.reason,

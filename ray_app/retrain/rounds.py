@@ -339,7 +339,7 @@ def read_audit_entries(paths: RetrainPaths) -> list[dict[str, Any]]:
 
 def describe_user() -> str:
     """Returns the user, the machine and the process of a decision, as text."""
-    return f"{user()}@{platform.node()} (process {os.getpid()})"
+    return f"{user_name()}@{platform.node()} (process {os.getpid()})"
 
 
 def current_time() -> str:

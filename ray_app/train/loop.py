@@ -207,7 +207,7 @@ class _Worker:
             if finished_steps < job.total_steps:
                 self._enter("data")
                 feed.seek(cursor, world.assigned)
-            while done < job.total_steps:
+            while finished_steps < job.total_steps:
                 self._enter("data")
                 wait_before_s, lr = feed.wait_s, step.lr
                 batches = feed.next()

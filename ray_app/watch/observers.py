@@ -81,7 +81,7 @@ class Observers:
         self._began_s = time.time()
         # Events of earlier starts are skipped. If they cannot be read now, events are skipped by their time later.
         with suppress(Exception):
-            self._events.unread()
+            self._events.read_new()
             self._has_skipped_old = True
         self._notify("begun", str(self._job.paths.root))
         over = threading.Event()
@@ -106,7 +106,9 @@ class Observers:
         """Calls the observers with the new records and events; what cannot be read now is read the next time."""
         try:
             records = list(self._records.poll())
-            events = [event for event in self._events.unread() if self._has_skipped_old or event.time_s > self._began_s]
+            events = self._events.read_new()
+            if not self._has_skipped_old:
+                events = [event for event in events if event.time_s > self._began_s]
         except Exception as error:
             logger.warning("The record could not be read for observers, will try again: %s", error)
             return

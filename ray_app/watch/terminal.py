@@ -300,7 +300,7 @@ class RunConsole:
 
     def _show_printed(self) -> None:
         """Shows the new output of workers and evaluator."""
-        for line in self._worker_output.look():
+        for line in self._worker_output.poll():
             self._console.print(line)
 
     def _is_line_due(self) -> bool:

@@ -149,7 +149,7 @@ class CheckpointWriter:
         duration_s = time.perf_counter() - began
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
         logger.info("The checkpoint of step %d is committed (%s), after %.1f s.", commit.step, commit.why, duration_s)
-        self._tidy(commit.fence)
+        self._remove_old(commit.fence)
 
     def put_pending_events(self) -> None:
         """Writes the events of failed writes and skipped evaluations, as soon as the storage accepts them.

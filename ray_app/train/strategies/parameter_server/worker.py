@@ -172,7 +172,7 @@ class ParameterWorker:
         stream = self._streams[v]
         if stream.step != unit.step:
             stream.feed.seek(cursor, range(v, v + 1))
-        waited = stream.feed.wait_s
+        wait_before_s = stream.feed.wait_s
         [batch] = stream.feed.next()
         stream.step = unit.step + 1
         return batch, stream.feed.wait_s - wait_before_s
