@@ -1,4 +1,4 @@
-"""The command `ray-app check`: a task on some rows, in seconds and without a cluster."""
+"""The command `ray-app check`: checks a task on some rows, in seconds and without a cluster."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DESCRIPTION = (
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app check") -> int:
-    """The command `ray-app check`.
+    """Runs the command `ray-app check`.
 
     Returns:
-        Exit code: 0 all is well, 1 a check failed, 2 the configuration or the data is refused.
+        Exit code: 0 if no check failed, 1 if one failed, 2 if the configuration or the data is refused.
     """
     failed: list[bool] = []
 

@@ -19,8 +19,8 @@ from ray_app.storage.files import put_atomic, to_location
 logger = logging.getLogger(__name__)
 
 
-def _is_closed(paths: RunPaths) -> bool:
-    """Says what became of a run whose driver is gone, if that can be done here."""
+def _close(paths: RunPaths) -> bool:
+    """Closes a run that has lost its driver; returns whether that was possible on this machine."""
     add_current_folder_to_path()
     try:
         return close_orphan(str(paths.root))
@@ -30,7 +30,7 @@ def _is_closed(paths: RunPaths) -> bool:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> int:
-    """The command `ray-app report`.
+    """Runs the command `ray-app report`.
 
     Returns:
         Exit code: see `exit_code`.
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> in
     def work() -> None:
         paths = RunPaths(to_location(options.run))
         facts = read_facts(paths)
-        if facts.status == "vanished" and facts.events and _is_closed(paths):
+        if facts.status == "vanished" and facts.events and _close(paths):
             facts = read_facts(paths)
         out = Path(options.out).expanduser().resolve() if options.out else paths.report
         put_atomic(out, render(facts).encode())

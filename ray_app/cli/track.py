@@ -1,4 +1,4 @@
-"""The command `ray-app track`: sends what MLflow lacks of a run that has ended."""
+"""The command `ray-app track`: sends the record of a run that has ended to MLflow, as far as it is missing there."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ray_app.driver.trained_run import send_to_mlflow
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int:
-    """Parses the command line and replays.
+    """Runs the command `ray-app track`.
 
     Returns:
-        Exit code: see `exit_code`; what MLflow took is not sent again.
+        Exit code: see `exit_code`. Records that MLflow has are not sent again.
     """
     parser = argparse.ArgumentParser(
         prog=prog, description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False

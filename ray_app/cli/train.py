@@ -1,4 +1,4 @@
-"""The command `ray-app train`: parses, trains, and says by its exit code what came of it."""
+"""The command `ray-app train`: trains a configuration, and reports the result by its exit code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int:
-    """The command `ray-app train`.
+    """Runs the command `ray-app train`.
 
     Returns:
-        Exit code: 0 done, 2 refused before anything started, 75 interrupted and resumable, 1 failed.
+        Exit code: 0 if the run is done, 2 if it was refused before anything started, 75 if it was interrupted and can
+        be resumed, 1 if it failed.
     """
     console, started = Console(), False
     try:

@@ -1,4 +1,4 @@
-"""The command `ray-app watch`: runs as they are now, on the terminal and as a page."""
+"""The command `ray-app watch`: shows the present state of runs on the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ray_app.watch.server import PageServer
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int:
-    """The command `ray-app watch`.
+    """Runs the command `ray-app watch`.
 
     Returns:
         Exit code: see `exit_code`.
@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int
 
 
 def _watch(options: argparse.Namespace) -> None:
+    """Watches the runs and, with a port, serves the page."""
     console = Console()
     with ExitStack() as stack:
         looking = stack.enter_context(RunWatcher([RunPaths(to_location(run)) for run in options.runs]))
@@ -47,8 +48,8 @@ def _watch(options: argparse.Namespace) -> None:
 
 
 def _show(console: Console, looking: RunWatcher, for_ever: bool) -> None:
-    """Shows them until all are over, or for ever."""
-    told: list[str] = []
+    """Shows the runs until all have ended, or for ever."""
+    last_lines: list[str] = []
     with ExitStack() as stack:
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if can_redraw(console) else None
         while True:
@@ -56,8 +57,8 @@ def _show(console: Console, looking: RunWatcher, for_ever: bool) -> None:
                 sights = looking.sights
                 if live is not None:
                     live.update(render_screen(sights), refresh=True)
-                elif (lines := [format_line(sight) for sight in sights]) != told:
-                    told = lines
+                elif (lines := [format_line(sight) for sight in sights]) != last_lines:
+                    last_lines = lines
                     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
                 if not for_ever and all(sight.facts is not None and is_over(sight.facts) for sight in sights):
                     return

@@ -239,9 +239,8 @@ def check_same_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> No
     before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (old, new))
     diff = "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "-+")
     raise RunExistsError(
-        f"The run {name!r} exists with another configuration or other data:\n{diff}\n"
-        "(-: of the run, +: asked for now). Nothing was changed. Give another run.name for a new run, or the run's own"
-        " values to resume it."
+        f"The run {name!r} exists with another configuration or other data:\n{diff}\n(-: of the run, +: asked for"
+        " now). Nothing was changed. Give another run.name for a new run, or the run's own values to resume it."
     )
 
 

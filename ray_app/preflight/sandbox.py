@@ -1,6 +1,4 @@
-"""Processes for a trial: what a task does to a process, its generators and its globals, it does not do to the one that
-asked.
-"""
+"""The sandbox of `check_task`: processes in which a task may change generators and globals without side effects."""
 
 from __future__ import annotations
 
@@ -27,28 +25,29 @@ _OUTPUT_LINES = 15
 
 @dataclass(frozen=True)
 class CallResult:
-    """What became of a call.
+    """The result of a call in the sandbox.
 
     Args:
-        value: What it returned.
-        error: What it raised, or how its process ended.
-        said: The end of what it printed.
+        value: The value that the function returned.
+        error: The error that it raised, or a description of how its process ended.
+        output: The last lines of its output.
     """
 
     value: Any
     error: RayAppError | None
-    said: str
+    output: str
 
 
 class Sandbox:
-    """Runs functions in processes of their own. Torch is imported once for all of them.
+    """Runs functions in separate processes, forked from one server that has imported torch.
 
     Args:
-        folder: For their files.
+        folder: Folder for the files of the calls.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._made = folder, 0
+        self._folder = folder
+        self._num_calls = 0
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "path").write_bytes(pickle.dumps([str(_PACKAGE_ROOT), *sys.path]))
         environment = os.environ | {
@@ -67,22 +66,21 @@ class Sandbox:
             )
 
     def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[CallResult]:
-        """Runs all of them at the same time.
+        """Runs all calls concurrently and returns their results.
 
         Args:
-            calls: Functions with their arguments, which any process can import, or a class of a notebook's that goes
-                along.
-            limit_s: Seconds after which those that go on are ended, and all processes with them.
+            calls: Functions with their arguments. They are pickled by cloudpickle, so classes of a notebook work.
+            limit_s: Seconds after which all processes are killed, also the server.
         """
-        numbers = range(self._made, self._made + len(calls))
-        self._made += len(calls)
+        numbers = range(self._num_calls, self._num_calls + len(calls))
+        self._num_calls += len(calls)
         for number, call in zip(numbers, calls, strict=True):
             self._file(number, "call").write_bytes(cloudpickle.dumps(call))
-        statuses = self._statuses(numbers, limit_s)
-        return [self._ended(number, status, limit_s) for number, status in zip(numbers, statuses, strict=True)]
+        statuses = self._wait_for(numbers, limit_s)
+        return [self._collect(number, status, limit_s) for number, status in zip(numbers, statuses, strict=True)]
 
-    def _statuses(self, numbers: range, limit_s: float) -> list[int | None]:
-        """How each process ended, by its exit status; None: it has not."""
+    def _wait_for(self, numbers: range, limit_s: float) -> list[int | None]:
+        """Returns the exit status of each process, or None for each if they did not end in time."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         deadline_s, answer = monotonic() + limit_s, b""
@@ -101,20 +99,23 @@ class Sandbox:
             pass
         return [int(word) for word in answer.split()] or [-signal.SIGKILL] * len(numbers)
 
-    def _ended(self, number: int, status: int | None, limit_s: float) -> CallResult:
+    def _collect(self, number: int, status: int | None, limit_s: float) -> CallResult:
+        """Returns the result of a call from its files, or an error if its process wrote none."""
         out, result = self._file(number, "out"), self._file(number, "result")
-        said = "\n".join((out if out.exists() else self._log).read_text(errors="replace").splitlines()[-_OUTPUT_LINES:])
+        output = "\n".join(
+            (out if out.exists() else self._log).read_text(errors="replace").splitlines()[-_OUTPUT_LINES:]
+        )
         if result.exists():
             value, error = pickle.loads(result.read_bytes())
-            return CallResult(value, error, said)
+            return CallResult(value, error, output)
         how = f"did not end within {limit_s:g} s" if status is None else f"ended by {_describe_status(status)}"
-        return CallResult(None, TaskError(f"Its process {how}", said), said)
+        return CallResult(None, TaskError(f"Its process {how}", output), output)
 
     def _file(self, number: int, kind: str) -> Path:
         return self._folder / f"{number}.{kind}"
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Kills the server and all of its processes."""
         if self._server.poll() is None:
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
@@ -124,4 +125,5 @@ class Sandbox:
 
 
 def _describe_status(status: int) -> str:
+    """Returns an exit status, or the signal that ended a process, as text."""
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from ray_app import load_config
-from ray_app.cli.drill import DrillSection, chosen, drilled, main
+from ray_app.cli.drill import DrillSection, choose_scenarios, main, make_drill_config
 from ray_app.config.config import Config
 from ray_app.drill import process_scenarios
 from ray_app.drill.certificate import (
@@ -274,11 +274,11 @@ def test_the_conclusion_counts_what_is_left_out_and_what_is_not_reached() -> Non
 
 
 def test_names_of_scenarios() -> None:
-    assert chosen(DrillSection()) == list(SCENARIOS)
-    assert chosen(DrillSection(scenarios="resize, kill,grow,preempt")) == ["grow", "kill", "shrink"]
+    assert choose_scenarios(DrillSection()) == list(SCENARIOS)
+    assert choose_scenarios(DrillSection(scenarios="resize, kill,grow,preempt")) == ["grow", "kill", "shrink"]
     assert all(name in str(DrillSection.__doc__) for name in SCENARIOS)
-    with pytest.raises(ConfigError, match=r"'nod' is no scenario\. There are kill, kill_twice, .*driver"):
-        chosen(DrillSection(scenarios="kill,nod"))
+    with pytest.raises(ConfigError, match=r"'nod' is not a scenario\. There are kill, kill_twice, .*driver"):
+        choose_scenarios(DrillSection(scenarios="kill,nod"))
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def digits_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
 
 def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Config], tmp_path: Path) -> None:
     config = digits_config(scaling__max_workers=4, scaling__logical_workers=4)
-    made = drilled(config, DrillSection(max_steps=40), own=True)
+    made = make_drill_config(config, DrillSection(max_steps=40), starts_cluster=True)
     assert made.replace(train__max_steps=None).train == config.train
     assert (made.task, made.optimizer, made.schedule, made.data, made.seed) == (
         config.task,
@@ -307,9 +307,12 @@ def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Confi
     )
     assert made.checkpoint.every_steps == 5
     assert Path(made.run.storage_path).parent == tmp_path / "drills"
-    assert drilled(digits_config(evaluate__patience=2), DrillSection(), own=True).evaluate.patience is None
+    assert (
+        make_drill_config(digits_config(evaluate__patience=2), DrillSection(), starts_cluster=True).evaluate.patience
+        is None
+    )
     with pytest.raises(ConfigError, match=r"would have 19 steps; a drill needs 20\. Raise drill\.max_steps"):
-        drilled(config, DrillSection(max_steps=19), own=True)
+        make_drill_config(config, DrillSection(max_steps=19), starts_cluster=True)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +330,7 @@ def test_what_cannot_be_drilled_is_refused(
     digits_config: Callable[..., Config], fields: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        drilled(digits_config(**fields), DrillSection(), own=True)
+        make_drill_config(digits_config(**fields), DrillSection(), starts_cluster=True)
 
 
 def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[..., Config], tmp_path: Path) -> None:
@@ -348,4 +351,4 @@ def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[
 
 def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(ROOT / "conf" / "digits.yaml"), "--drill.scenarios", "kill,foo"]) == 2
-    assert "'foo' is no scenario. There are kill, kill_twice" in capsys.readouterr().err
+    assert "'foo' is not a scenario. There are kill, kill_twice" in capsys.readouterr().err

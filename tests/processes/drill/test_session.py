@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from ray_app import load_config
-from ray_app.cli.drill import DrillSection, drilled
+from ray_app.cli.drill import DrillSection, make_drill_config
 from ray_app.config.config import Config
 from ray_app.drill import session
 from ray_app.drill.certificate import RunStart, Trace
@@ -33,7 +33,9 @@ def short_drill(digits: Path, tmp_path: Path) -> Config:
         "data__eval_path": str(digits / "eval"),
         "run__storage_path": str(tmp_path / "runs"),
     }
-    return drilled(load_config(ROOT / "conf" / "digits.yaml", **paths), DrillSection(max_steps=40), own=True)
+    return make_drill_config(
+        load_config(ROOT / "conf" / "digits.yaml", **paths), DrillSection(max_steps=40), starts_cluster=True
+    )
 
 
 @pytest.fixture

@@ -35,4 +35,4 @@ def test_a_flood_of_prints_does_not_fill_the_disk(tmp_path: Path) -> None:
         processes.close()
     assert ended.error is None, ended.error
     assert ended.value > 2 * _MAX_OUTPUT_BYTES
-    assert ended.said.splitlines()[-1] == "the end"
+    assert ended.output.splitlines()[-1] == "the end"

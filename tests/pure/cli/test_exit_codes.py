@@ -308,9 +308,9 @@ def test_a_drill_is_refused_only_before_its_first_run(
     monkeypatch: pytest.MonkeyPatch, error: Exception, preparing: int
 ) -> None:
     given = ["--config", str(ROOT / "conf" / "digits.yaml")]
-    monkeypatch.setattr(drilling, "drilled", lambda config, *_: raising(error)())
+    monkeypatch.setattr(drilling, "make_drill_config", lambda config, *_: raising(error)())
     assert drill(given) == preparing
-    monkeypatch.setattr(drilling, "drilled", lambda config, *_: config)
+    monkeypatch.setattr(drilling, "make_drill_config", lambda config, *_: config)
     monkeypatch.setattr(drilling, "_connected", lambda *_: nullcontext())
     monkeypatch.setattr(drilling, "Drill", lambda *_: raising(error)())
     assert drill(given) == preparing

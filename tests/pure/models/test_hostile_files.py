@@ -415,13 +415,13 @@ def digits_config(tmp_path: Path) -> Config:
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", "", "a.b", "a\n"])
 def test_names_of_evaluators_that_are_paths_are_refused(tmp_path: Path, digits_config: Config, name: str) -> None:
-    from ray_app.cli.evaluate import EvaluateOptions, _config
+    from ray_app.cli.evaluate import EvaluateOptions, _make_config
 
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
     paths.config.write_text(digits_config.to_yaml())
     with pytest.raises(ConfigError, match="--name is"):
-        _config(paths, EvaluateOptions(str(paths.root), name=name), None)
+        _make_config(paths, EvaluateOptions(str(paths.root), name=name), None)
 
 
 def opened_by(source: str) -> list[str]:

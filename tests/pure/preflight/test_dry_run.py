@@ -64,7 +64,7 @@ def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:
 
 @pytest.mark.parametrize("where", ["augment", "training_loss", "metrics", "update", "predictions"])
 def test_a_mistake_is_refused_with_its_line(tmp_path: Path, where: str) -> None:
-    with pytest.raises(ConfigError, match="A trial with one row failed: KeyError: 'labels'") as caught:
+    with pytest.raises(ConfigError, match="The dry run with one row failed: KeyError: 'labels'") as caught:
         trial(tmp_path, where)
     assert f"in {where}\n" in str(caught.value)
     assert "test_dry_run.py" in str(caught.value).splitlines()[0]
@@ -103,7 +103,7 @@ def test_a_mistake_in_what_computes_a_metric_is_refused_and_too_few_rows_are_tol
     [told] = [record.message for record in caplog.records if "of two rows" in record.message]
     assert "ValueError: at least ten rows are needed (test_dry_run.py, line " in told
     with pytest.raises(
-        ConfigError, match=r"A trial with one row failed: AttributeError: 'Spread' object has no attribute 'row'"
+        ConfigError, match=r"The dry run with one row failed: AttributeError: 'Spread' object has no attribute 'row'"
     ):
         trial(tmp_path / "typo", Measured("unused"), **fields)
 
@@ -244,7 +244,7 @@ def test_unreduced_losses_of_pixels_and_tokens_have_kernels() -> None:
             Losses.of(
                 compute_row_losses({"class_path": "torch.nn.CrossEntropyLoss"}, scores, labels)
             ).values.sum().backward()
-        kernels.refuse(1)
+        kernels.check(1)
     for reduction in ("mean", "sum"):
         with KernelRecorder() as kernels:
             functional.cross_entropy(
@@ -253,7 +253,7 @@ def test_unreduced_losses_of_pixels_and_tokens_have_kernels() -> None:
         with pytest.raises(
             ConfigError, match="cross-entropy or NLLLoss over pixels, as mean or sum: choose reduction none"
         ):
-            kernels.refuse(1)
+            kernels.check(1)
 
 
 class Remembering(nn.Sequential):

@@ -114,7 +114,7 @@ def test_what_a_gpu_refuses_is_named_with_what_to_choose(name: str) -> None:
     with KernelRecorder() as kernels:
         REFUSED[name]()
     with pytest.raises(ConfigError, match=f"  {name.partition(' | ')[0]}: choose "):
-        kernels.refuse(1)
+        kernels.check(1)
 
 
 @pytest.mark.filterwarnings("ignore:.*(in beta|is deprecated):UserWarning")
@@ -122,4 +122,4 @@ def test_what_a_gpu_refuses_is_named_with_what_to_choose(name: str) -> None:
 def test_what_a_gpu_computes_is_not_refused(name: str) -> None:
     with KernelRecorder() as kernels:
         FINE[name]()
-    kernels.refuse(1)
+    kernels.check(1)

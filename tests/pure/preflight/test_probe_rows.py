@@ -153,7 +153,7 @@ def test_the_parameters_alone_say_what_is_too_much_for_a_model(monkeypatch: pyte
     assert probe_rows.explain_cost(attempt, rows) is None
     monkeypatch.setattr(probe_rows, "MAX_OPERATIONS", 2 * 100 * 60 - 1)
     assert str(probe_rows.explain_cost(attempt, rows)).startswith(
-        "about 1.2e+04 operations; a trial takes at most 1e+04 and"
+        "about 1.2e+04 operations; a dry run takes at most 1e+04 and"
     )
 
 
@@ -171,7 +171,7 @@ def test_a_mistake_in_an_evaluation_of_lists_is_not_their_length(tmp_path: Path)
     path = write(tmp_path / "data", None)
     two = {**ACCURACY, "init_args": {"num_classes": 2}}
     said = refused(tmp_path, texts("Sequence", metrics={"accuracy": two}), path)
-    assert "A trial with one row failed: ValueError: If `preds` have one dimension more than `target`" in said
+    assert "The dry run with one row failed: ValueError: If `preds` have one dimension more than `target`" in said
     assert "cannot be evaluated on, rows of one can" not in said
     assert "cannot be trained on" not in said
     ignored = write(tmp_path / "ignored", first_tag=-100)

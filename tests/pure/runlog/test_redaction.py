@@ -26,7 +26,7 @@ from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import is_secret_name, redact, redact_value, redact_yaml, register_secrets
 from ray_app.storage.files import put_atomic
-from ray_app.submit.options import refuse_secrets
+from ray_app.submit.options import check_no_secrets
 
 
 @pytest.fixture(autouse=True)
@@ -90,10 +90,10 @@ def test_other_names(name: str) -> None:
 
 def test_names_of_columns_and_the_tokens_of_a_text_hide_nothing_and_may_be_submitted() -> None:
     config = Config().replace(task__init_args={"token_column": "text", "pad_token": "[PAD]"})
-    refuse_secrets(config)
+    check_no_secrets(config)
     assert redact("the text [PAD] of a text") == "the text [PAD] of a text"
     with pytest.raises(ConfigError, match=r"holds a secret \(task\.init_args\.hf_token\)"):
-        refuse_secrets(config.replace(task__init_args={"hf_token": "canary-42"}))
+        check_no_secrets(config.replace(task__init_args={"hf_token": "canary-42"}))
 
 
 def test_numbers_and_switches() -> None:
