@@ -175,10 +175,10 @@ def saving(job: Job, folder: Path) -> Callable[[], None]:
 def side(name: str, folder: Path) -> Cost:
     """Runs one side in this process."""
     from ray_app.data.local_readers import load_all
-    from ray_app.data.reader import fetch_here
+    from ray_app.data.reader import fetch_in_process
     from ray_app.data.windows import CachedWindows
     from ray_app.preflight.prepare import claim, prepare
-    from ray_app.runlog.lease import acquire
+    from ray_app.runlog.lease import acquire_lease
     from ray_app.train.job import Hooks
     from ray_app.train.loop import train
 
@@ -186,9 +186,9 @@ def side(name: str, folder: Path) -> Cost:
     pixels = generator.integers(0, 256, (BATCH * PERIOD, 28, 28), dtype=np.uint8)
     ingest_rows(folder, pixels, generator.integers(0, 10, BATCH * PERIOD))
     prepared = prepare(make_config(folder, 2 * PERIOD if name == OURS else None))
-    with acquire(prepared.job.paths) as lease:
+    with acquire_lease(prepared.job.paths) as lease:
         job = claim(prepared, lease.fence).job
-        windows = CachedWindows(load_all(fetch_here, job.source))
+        windows = CachedWindows(load_all(fetch_in_process, job.source))
         hook = Periods(saving(job, folder) if name == SAVE else None)
         train(job, Alone(), lambda job, cursor, played: windows, torch.device("cpu"), Hooks(after_step=hook))
     reader = MetricsReader(job.paths)
@@ -201,7 +201,7 @@ def side(name: str, folder: Path) -> Cost:
     stall = median(ms for step, ms in steps.items() if step % (2 * PERIOD) == 1) - plain
     if name == SAVE:
         return Cost(plain, throughput, cpu, stall, median(hook.act_ms), 0.0)
-    calls = read_events(job.paths, "left")[0].details["stalls_ms"][:-1]
+    calls = read_events(job.paths, "worker_exit")[0].details["stalls_ms"][:-1]
     writes = [e.details["duration_s"] * 1e3 for e in read_events(job.paths, "checkpointed")][:-1]
     return Cost(plain, throughput, cpu, stall, median(calls), median(writes))
 

@@ -25,7 +25,7 @@ from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_exchange
+from ray_app.reduction.bucketed import build_reducer
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state
 from ray_app.train.membership import Flags
@@ -58,9 +58,9 @@ def measure(side: str, device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats(device)
     task, world = Dense(), World(0, 1, 1)
     state = build_state(config, task, device, 10)
-    with state.among(world):
+    with state.bind(world):
         state.share(world, lambda: setattr(state, "step", 0))
-        strategy = build_exchange(config.train, state.model, world)
+        strategy = build_reducer(config.train, state.model, world)
         step = (ShardedStep if config.train.strategy == "fsdp" else Step)(config, task, state, strategy, world, device)
         for i in range(3):
             fields = {

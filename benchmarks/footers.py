@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.data.dataset import open_dataset
-from ray_app.data.parquet_files import KEPT, read_footers
+from ray_app.data.parquet_files import FOOTERS_FILE, read_footers
 from ray_app.storage.data_files import files_below
 
 ROW_GROUPS, ROWS, ROUNDS, MANY, DIFFERENT = 10, 10, 3, 100_000, 50
@@ -78,7 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_files(folder, files)
-        kept = folder / KEPT
+        kept = folder / FOOTERS_FILE
         for _ in range(ROUNDS):
             for way in ("footers, not in the page cache", "footers, in the page cache", "kept", "kept again"):
                 if way == "kept":

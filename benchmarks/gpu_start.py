@@ -15,7 +15,7 @@ from benchmarks.gpu_digests import L, network, shown
 from benchmarks.gpu_lines import Found, Line
 from benchmarks.gpu_workers import HERE, Bench, place_of
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.errors import PeerLostError
 from ray_app.reduction import group_state
 from ray_app.reduction.base import collective
@@ -59,9 +59,9 @@ def started(bench: Bench) -> Found:
     for hooks in (Hooks(), Hooks(after_step=DieAfter(1))):
         job = bench.job(network(bench), bench.few, logical_workers=L, batch=bench.sizes.digest_batch, **fields)
         try:
-            train_here(job, SingleProcessMembership(L, lambda: False), hooks)
+            train_in_process(job, SingleProcessMembership(L, lambda: False), hooks)
         except KilledError:
-            train_here(job, SingleProcessMembership(L, lambda: False), Hooks())
+            train_in_process(job, SingleProcessMembership(L, lambda: False), Hooks())
         digests.append(CheckpointStore(job.paths).commits()[-1].params_digest)
         losses.append([each.metrics["loss"] for each in read_evaluations(job.paths)])
     said = f"{digests[0][:12]}, resumed {digests[1][:12]}; losses of evaluations {shown(losses[0])}, {shown(losses[1])}"
@@ -109,9 +109,9 @@ def opened_twice(rank: int, store: Path, port: int, device: str, variables: dict
         _exchange(group, place)
         if number == 1:
             group.abort()
-            for abort in group._aborts.values():
+            for abort in group._abort_threads.values():
                 abort.join()
-            group_state.unwatch(group)  # otherwise the exchange would be refused before the backend is asked
+            group_state.clear_group(group)  # otherwise the exchange would be refused before the backend is asked
             try:
                 _exchange(group, place)
             except PeerLostError as error:
@@ -124,8 +124,8 @@ def _exchange(group: ProcessGroup, place: torch.device) -> None:
     values = torch.full((1024,), 3.0, device=place)
     with collective():
         dist.all_reduce(values)
-    if group.settle is not None:
-        group.settle()
+    if group.check_device_errors is not None:
+        group.check_device_errors()
     if not torch.equal(values.cpu(), torch.full((1024,), 3.0)):
         raise RuntimeError(f"the sum over one process of 3 is {values[0].item()}")
 

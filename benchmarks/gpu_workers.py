@@ -16,12 +16,12 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu_models import DRY, ON_GPU, Sizes, write_rows
-from ray_app.data.local_readers import by_threads, load_all
+from ray_app.data.local_readers import choose_fetch, load_all
 from ray_app.data.prefetch import StreamedWindows
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.order import Cursor
-from ray_app.preflight.prepare import evaluation_source
+from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.reduction.base import World, collective
 from ray_app.task.base import Task
 from ray_app.train.job import Hooks, Job
@@ -103,7 +103,8 @@ class Bench:
         if not job.workers_evaluate:
             return job
         return replace(
-            job, evaluation=evaluation_source(job.task, str(job.config.data.eval_path), job.config.data.read_task_mb)
+            job,
+            evaluation=open_evaluation_source(job.task, str(job.config.data.eval_path), job.config.data.read_task_mb),
         )
 
     def outcomes(
@@ -149,7 +150,7 @@ class Group(SingleProcessMembership):
         try:
             with collective():
                 group.open(formed, self._device, self._backend)  # type: ignore[arg-type]
-            yield replace(self._world, groups=group.groups, settle=group.settle), formed
+            yield replace(self._world, groups=group.groups, check_device_errors=group.check_device_errors), formed
             broken = False
         finally:
             group.close(broken)
@@ -163,7 +164,7 @@ def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, ow
         World(rank, size, job.plan.logical_workers), port, place, "nccl" if own_gpus and device == "cuda" else "gloo"
     )
     evaluation = job.evaluation
-    load = (lambda: load_all(fetch_here, evaluation).arrays) if evaluation is not None else None
+    load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     train(job, membership, open_windows, place, hooks, load_evaluation=load)
 
 
@@ -175,10 +176,10 @@ def place_of(device: str, number: int) -> torch.device:
 def open_windows(job: Job, cursor: Cursor, played: range) -> Windows:
     """Rows from memory or, with `data.cache: none`, from the files by threads of this process."""
     if job.config.data.cache == "memory":
-        return CachedWindows(load_all(fetch_here, job.source))
+        return CachedWindows(load_all(fetch_in_process, job.source))
     data = job.config.data
     return StreamedWindows(
-        job.plan, cursor, played, job.passes, by_threads(data.reader_threads, fetch_here), job.source
+        job.plan, cursor, played, job.passes, choose_fetch(data.reader_threads, fetch_in_process), job.source
     )
 
 

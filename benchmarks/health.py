@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Sample, Stopwatch, alternate, ingest_rows, report
 from ray_app.drill.faults import Evidence
-from ray_app.drill.memory_faults import Flip, What
+from ray_app.drill.memory_faults import Flip, FlipTarget
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
@@ -178,15 +178,15 @@ def flips(bench: Bench) -> None:
         "scaling__logical_workers": 6,
     }
     few = three | {"data__global_batch_size": 24, "failure__sdc_check_rate": 1.0}
-    kinds: tuple[What, ...] = ("gradient", "activation", "parameter")
+    kinds: tuple[FlipTarget, ...] = ("gradient", "activation", "parameter")
     found = 0
     for number, what in enumerate(kinds):
         with tempfile.TemporaryDirectory() as proofs:
             flip = Flip(Evidence(proofs), "flip", what, number, 4)
             paths = bench.run(task, Faults(train=Hooks(after_step=flip, built=flip.built)), train__max_steps=12, **few)
-            found += [event.details["rank"] for event in read_events(paths, "lied")] == [number] and flip.proofs.has(
-                "flip"
-            )
+            found += [event.details["rank"] for event in read_events(paths, "sdc_detected")] == [
+                number
+            ] and flip.evidence.has("flip")
     print(f"flipped bits in {', '.join(kinds)}: {found} of {len(kinds)} found")
     shares = 0
     for size in (2, 3):
@@ -194,7 +194,7 @@ def flips(bench: Bench) -> None:
             task, train__max_steps=850, **few | {"scaling__max_workers": size, "scaling__min_workers": size}
         )
         shares += read_steps(paths).replayed
-        assert not read_events(paths, "lied")
+        assert not read_events(paths, "sdc_detected")
     print(f"{shares:,} shares computed twice without a false alarm")
 
 

@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 
 from benchmarks.harness import Sample, alternate, report
-from ray_app.task.images import pixels_of
+from ray_app.task.images import decode_image
 
 HEIGHT, WIDTH = 375, 500
 Decode = Callable[[bytes], object]
@@ -75,11 +75,11 @@ def main() -> None:
     count, rounds = (8, 1) if tiny else (400, 7)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*TorchVision are deprecated.*")
-    decoders: dict[str, Decode] = {"torchvision": by_torchvision, "ray_app": pixels_of, "Pillow": by_pillow}
+    decoders: dict[str, Decode] = {"torchvision": by_torchvision, "ray_app": decode_image, "Pillow": by_pillow}
     for kind in ("jpeg", "png"):
         files = encode_photos(kind, count)
         for name, decode in decoders.items():
-            if not torch.equal(decode(files[0]), pixels_of(files[0])):  # type: ignore[arg-type]
+            if not torch.equal(decode(files[0]), decode_image(files[0])):  # type: ignore[arg-type]
                 sys.exit(f"{name} decodes other pixels of a {kind} file than ray_app")
         sides: dict[str, Callable[[], Sample]] = {
             name: partial(measure, decode, files) for name, decode in decoders.items()

@@ -33,12 +33,12 @@ from benchmarks.harness import Sample, alternate, ingest_rows, report
 from benchmarks.reading import BATCH, PIXELS, Epochs, photos_of, small_cluster, source_of
 from ray_app.data.dataset import open_dataset
 from ray_app.data.disk_cache import cached_fetch
-from ray_app.data.local_readers import by_threads, load_all
+from ray_app.data.local_readers import choose_fetch, load_all
 from ray_app.data.ray_tasks import fetch_ray
-from ray_app.data.reader import Fetch, RowSource, fetch_here, whole
+from ray_app.data.reader import Fetch, RowSource, fetch_in_process, plan_all_reads
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.task.images import IMAGE, decoded
+from ray_app.task.images import IMAGE, decode_columns
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def measure_images(folder: Path, sizes: Sizes) -> None:
     make_images(folder, sizes.images)
     files = [path.read_bytes() for path in sorted((folder / "photos").rglob("*.jpg"))]
     source = photos_of(folder / "images")
-    specs = whole(source.manifest, source.task_rows)
+    specs = plan_all_reads(source.manifest, source.task_rows)
 
     def bare(files: list[bytes] = files) -> None:
         for data in files:
@@ -129,8 +129,8 @@ def measure_images(folder: Path, sizes: Sizes) -> None:
     sides = {
         "bare decode and resize": lambda: timed(sizes.images, bare),
         "bare, two threads": lambda: timed(sizes.images, bare_in_two),
-        "reader": lambda: timed(sizes.images, lambda: read(fetch_here)),
-        "two reader threads": lambda: timed(sizes.images, lambda: read(by_threads(2, fetch_here))),
+        "reader": lambda: timed(sizes.images, lambda: read(fetch_in_process)),
+        "two reader threads": lambda: timed(sizes.images, lambda: read(choose_fetch(2, fetch_in_process))),
         "Ray Data read tasks": lambda: timed(sizes.images, lambda: read(fetch_ray)),
         "cache: disk": lambda: timed(sizes.images, lambda: read(cached)),
     }
@@ -172,7 +172,7 @@ def measure_rows(folder: Path, source: RowSource, sizes: Sizes) -> None:
     epochs = Epochs(source)
     from_disk = replace(epochs, fetch=on_disk(source, folder))
     steps, rows = epochs.plan.steps_per_epoch, source.manifest.num_rows
-    arrays = CachedWindows(load_all(fetch_here, source))
+    arrays = CachedWindows(load_all(fetch_in_process, source))
 
     def stock() -> None:
         dataset = ray.data.read_parquet(str(folder / "stock"))
@@ -213,7 +213,9 @@ def measure_transforms(rounds: int) -> None:
     transforms = [v2.RandomResizedCrop([32, 32]), v2.RandAugment()]
 
     def steps(keys: np.ndarray | None) -> Sample:
-        return timed(10, lambda: [decoded({"image": images}, {"image": IMAGE}, transforms, keys) for _ in range(10)])
+        return timed(
+            10, lambda: [decode_columns({"image": images}, {"image": IMAGE}, transforms, keys) for _ in range(10)]
+        )
 
     sides = {"without keys": lambda: steps(None), "drawing by keys": lambda: steps(keys)}
     report(

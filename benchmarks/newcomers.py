@@ -98,7 +98,7 @@ def side(kind: str, spares: int) -> None:
         records = list(reader.records.values())
         if len(records) < AT:
             return
-        events = read_events(job.paths, "spares")
+        events = read_events(job.paths, "standbys")
         if not spares or (
             events and events[-1].details["ready"] == spares and time.time() - events[-1].time_s > SETTLED_S
         ):

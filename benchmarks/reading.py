@@ -75,7 +75,7 @@ class Epochs:
             return windows or StreamedWindows(self.plan, cursor, played, self.epochs, self.fetch, self.source)
 
         feed = Feed(self.plan, open_windows, torch.device("cpu"))
-        feed.play(Cursor(0, 0), range(1))
+        feed.seek(Cursor(0, 0), range(1))
         return feed
 
     def steps(self, feed: Feed) -> Iterator[int]:

@@ -25,11 +25,11 @@ from ray_app.config.config import Config
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
 from ray_app.runlog.history import goodput, recoveries, world_sizes
-from ray_app.runlog.journal import MOST_SMALL, MetricsWriter, StepRecord, join, put_event, read_events
-from ray_app.runlog.node_metrics import Look, join_looks, put_look
+from ray_app.runlog.journal import MAX_SMALL_FILES, MetricsWriter, StepRecord, join_segments, put_event, read_events
+from ray_app.runlog.node_metrics import NodeSample, join_samples, put_sample
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
-from ray_app.track.mlflow_client import Backlog, Sent
+from ray_app.track.mlflow_client import Backlog, SentState
 
 _FLUSH_STEPS, _LOOK_STEPS = 50, 10
 _MASK = 2**64 - 1
@@ -76,14 +76,16 @@ def _write(paths: RunPaths, steps: int, logical_workers: int) -> int:
         )
         if step % _LOOK_STEPS == 0:
             values = {"cpu_percent": step % 997 / 10, "memory_percent": 40.25, "memory_gb": 12.125}
-            put_look(paths, 1, step // _LOOK_STEPS, Look(step, 1e9 + step, {"10.0.0.1": values, "10.0.0.2": values}))
-            if step // _LOOK_STEPS % MOST_SMALL == 0:
-                join_looks(paths, 1)
+            put_sample(
+                paths, 1, step // _LOOK_STEPS, NodeSample(step, 1e9 + step, {"10.0.0.1": values, "10.0.0.2": values})
+            )
+            if step // _LOOK_STEPS % MAX_SMALL_FILES == 0:
+                join_samples(paths, 1)
         if step % _FLUSH_STEPS == 0:
             writer.flush()
-            if step // _FLUSH_STEPS % MOST_SMALL == 0:
+            if step // _FLUSH_STEPS % MAX_SMALL_FILES == 0:
                 most = max(most, len(os.listdir(str(paths.metrics))) + len(os.listdir(str(paths.system))))
-                join(paths, settled_s=0)
+                join_segments(paths, min_age_s=0)
     writer.close()
     return most
 
@@ -98,7 +100,7 @@ def _read(paths: RunPaths, what: str, steps: int) -> None:
         goodput(course.records, course.repeated)
         recoveries(events, course.in_time)
     elif what == "tracker":
-        Backlog(paths, 10).read(Sent(sent_step=steps))
+        Backlog(paths, 10).read(SentState(sent_step=steps))
     elif what == "report":
         render(read_facts(paths))
     print(

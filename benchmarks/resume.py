@@ -76,7 +76,7 @@ def first_batch_s(job: Job, fraction: float) -> float:
     began = time.perf_counter()
     feed = Feed(job.plan, open_windows, torch.device("cpu"))
     try:
-        feed.play(cursor, range(1))
+        feed.seek(cursor, range(1))
         [batch] = feed.next()
         took = time.perf_counter() - began
         time.sleep(_READ_AHEAD_S)

@@ -34,23 +34,23 @@ import torch
 
 from benchmarks.scale_picture import draw
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.cluster.rendezvous.server import beat_of, orders_of, packed
+from ray_app.cluster.rendezvous.server import decode_heartbeat, decode_reply, encode
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
-from ray_app.reduction.base import World, route
-from ray_app.reduction.transport import RING_AT_MOST, rounds
+from ray_app.reduction.base import World, plan_stages
+from ray_app.reduction.transport import MAX_RING_RANKS, doubling_rounds
 from ray_app.runlog import journal
-from ray_app.runlog.journal import FLUSH_S, MOST_SMALL, StepRecord
+from ray_app.runlog.journal import FLUSH_S, MAX_SMALL_FILES, StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import _Columns
-from ray_app.storage.files import names
+from ray_app.storage.files import list_files
 from ray_app.train.membership import Heartbeat
 from ray_app.train.step import step_stats
 from ray_app.train.step.step_stats import ReplicaStats, StepStats
 
 SIZES = (10, 100, 1000, 3000, 10_000)
 EACH, LOOKS_PER_S = 8, 5
-LOOKS_S = (1 + 1 / MOST_SMALL) / 10
+LOOKS_S = (1 + 1 / MAX_SMALL_FILES) / 10
 """Objects per second for how busy the nodes are."""
 BARS = {
     "rendezvous, % of a core": 10.0,
@@ -78,41 +78,41 @@ class Meeting:
     def __init__(self, workers: int) -> None:
         self.now_s, self.messages, self.bytes = 1000.0, 0, 0
         self.rendezvous = Rendezvous(5.0, None, lambda: self.now_s)
-        asyncio.run(self.rendezvous.expect(workers))
+        asyncio.run(self.rendezvous.set_expected(workers))
         hosts = [f"10.0.{node // 250}.{node % 250}" for node in range(-(-workers // EACH))]
         self.beats = [Heartbeat(f"{i:032x}", f"{i // EACH:056x}", hosts[i // EACH], 40000, i) for i in range(workers)]
 
     def pass_on(self, line: bytes) -> bytes:
         """A sign of life arrives and is answered."""
-        answer = packed(self.rendezvous.answer(beat_of(line)))
+        answer = encode(self.rendezvous.handle_heartbeat(decode_heartbeat(line)))
         self.messages, self.bytes = self.messages + 2, self.bytes + len(line) + len(answer)
         return answer
 
     def form(self) -> float:
         """All wait for a generation, and hear of it; CPU seconds of the rendezvous."""
-        lines = [packed(changed(beat, waits=1)) for beat in self.beats]
+        lines = [encode(changed(beat, waits=1)) for beat in self.beats]
         took = cpu_s(lambda: [self.pass_on(line) for line in lines])
         told: list[bytes] = []
-        took += cpu_s(lambda: told.extend(packed(self.rendezvous.orders(beat.worker)) for beat in self.beats))
+        took += cpu_s(lambda: told.extend(encode(self.rendezvous.reply_for(beat.worker)) for beat in self.beats))
         self.messages, self.bytes = self.messages + len(told), self.bytes + sum(map(len, told))
         for i, line in enumerate(told):
-            formed = orders_of(line).formed
+            formed = decode_reply(line).formed
             assert formed is not None
             self.beats[i] = changed(self.beats[i], generation=1, rank=formed.rank, phase="compute")
         return took
 
     def second(self) -> tuple[float, float, float]:
         """CPU seconds, messages and bytes of the rendezvous per second of a run in stride; nobody counts as silent."""
-        self.pass_on(packed(self.beats[0]))
+        self.pass_on(encode(self.beats[0]))
         period_s = self.rendezvous._period_s
         before, seconds, spent, due = (self.messages, self.bytes), max(10, round(2 * period_s)), 0.0, 0.0
         for tick in range(seconds * LOOKS_PER_S):
             self.now_s += 1 / LOOKS_PER_S
             due += len(self.beats) / period_s / LOOKS_PER_S
-            lines = [packed(self._next(tick)) for _ in range(int(due))]
+            lines = [encode(self._next(tick)) for _ in range(int(due))]
             due -= len(lines)
             spent += cpu_s(lambda lines=lines: [self.pass_on(line) for line in lines])  # type: ignore[misc]
-            spent += cpu_s(lambda: self.rendezvous.look(self.now_s))
+            spent += cpu_s(lambda: self.rendezvous.check_liveness(self.now_s))
         assert not self.rendezvous._lost
         return spent / seconds, (self.messages - before[0]) / seconds, (self.bytes - before[1]) / seconds
 
@@ -141,9 +141,9 @@ def planned(workers: int) -> dict[str, float]:
         order = plan.epoch(0)
         order.stored_positions(workers // 2, 0)[order.window_order(workers // 2, 0)]
 
-    plan_s, route_s = cpu_s(rank), cpu_s(lambda: stages.extend(route(workers // 2, hosts, workers)))
-    doubling = max(len(rounds(rank, workers)) for rank in range(workers))
-    hops = doubling if workers > RING_AT_MOST else 2 * (workers - 1)
+    plan_s, route_s = cpu_s(rank), cpu_s(lambda: stages.extend(plan_stages(workers // 2, hosts, workers)))
+    doubling = max(len(doubling_rounds(rank, workers)) for rank in range(workers))
+    hops = doubling if workers > MAX_RING_RANKS else 2 * (workers - 1)
     return {
         "plan of an epoch, ms of a rank": 1e3 * plan_s,
         "exchange plan, ms of a rank": 1e3 * route_s,
@@ -163,8 +163,8 @@ def tabled(workers: int) -> dict[str, float]:
     with patch.multiple(
         step_stats, gather=lambda value, world: [value], summed=lambda mine, world: sent.setdefault(0, mine)
     ):
-        step.exchange(rows)  # all rows once: what the network brings from then on
-        took = cpu_s(lambda: step.exchange(rows[:1]), max(3, 3000 // workers))
+        step.gather(rows)  # all rows once: what the network brings from then on
+        took = cpu_s(lambda: step.gather(rows[:1]), max(3, 3000 // workers))
     return {"table of a step, ms of a rank": 1e3 * took, "table of a step, kB": sent[0].nbytes / 1e3}
 
 
@@ -172,7 +172,7 @@ def recorded(workers: int, folder: Path) -> dict[str, float]:
     """An hour of records as the metrics' writer puts them, by a clock of its own; of many workers a part of it."""
     now, counted = [1_700_000_000.0], {"put": 0, "bytes": 0, "listed": 0}
     hour = round(3600 / FLUSH_S)
-    flushes = min(hour, max(2 * MOST_SMALL, 600_000 // workers))
+    flushes = min(hour, max(2 * MAX_SMALL_FILES, 600_000 // workers))
 
     def put(place: Any, data: bytes) -> None:
         counted["put"], counted["bytes"] = counted["put"] + 1, counted["bytes"] + len(data)
@@ -181,7 +181,7 @@ def recorded(workers: int, folder: Path) -> dict[str, float]:
 
     def listed(place: Any) -> list[str]:
         counted["listed"] += 1
-        return names(place)
+        return list_files(place)
 
     clock = SimpleNamespace(time_ns=lambda: int(now[0] * 1e9))
     paths, rows, hashes = RunPaths(folder / f"run-{workers}"), [32] * workers, [2**63 + v for v in range(workers)]
@@ -191,8 +191,8 @@ def recorded(workers: int, folder: Path) -> dict[str, float]:
             now[0] += FLUSH_S
             record = StepRecord(step, 0, now[0], 0.5, 0.1, 1.0, 1000.0, 1.0, workers, rows, hashes, "1.1")
             journal.put_segment(paths, 1, [record])
-            if step % MOST_SMALL == 0:
-                journal.join(paths)
+            if step % MAX_SMALL_FILES == 0:
+                journal.join_segments(paths)
     return {
         "record, ms of rank 0 per step": 1e3 * (time.process_time() - began) / flushes,
         "record, kB written per step": counted["bytes"] / flushes / 1e3,
@@ -232,7 +232,12 @@ def remembered(workers: int, steps: int) -> dict[str, float]:
     del columns
     before = tracemalloc.get_traced_memory()[0]
     hosts = [f"10.0.0.{rank // EACH}" for rank in range(workers)]
-    kept = [list(range(2**62, 2**62 + workers)), [1000 + v for v in range(workers)], hosts, route(0, hosts, workers)]
+    kept = [
+        list(range(2**62, 2**62 + workers)),
+        [1000 + v for v in range(workers)],
+        hosts,
+        plan_stages(0, hosts, workers),
+    ]
     rank = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert kept

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 
-from ray_app.cluster.rendezvous.server import orders_of, packed, start_rendezvous
+from ray_app.cluster.rendezvous.server import decode_reply, encode, start_rendezvous
 from ray_app.train.membership import Heartbeat, HeartbeatReply
 
 SECONDS, CALLS, TICK_S = 10.0, 1000, 0.05
@@ -36,14 +36,14 @@ async def _beating(workers: int, address: tuple[str, int], secret: str, cpu_s: A
     began = cpu_s()
 
     def beat(i: int, **fields: Any) -> bytes:
-        return packed(Heartbeat(f"{i:032x}", f"{i // 8:056x}", f"10.0.0.{i // 8}", 40000, i, **fields))
+        return encode(Heartbeat(f"{i:032x}", f"{i // 8:056x}", f"10.0.0.{i // 8}", 40000, i, **fields))
 
     async def work(i: int) -> None:
         nonlocal period_s
         reader, writers[i] = await asyncio.open_connection(*address, limit=1 << 22)
         writers[i].write(f"{secret}\n".encode() + beat(i, waits=1))
         while line := await reader.readline():
-            orders = orders_of(line)
+            orders = decode_reply(line)
             period_s = max(period_s, orders.period_s)
             if orders.formed is not None:
                 formed.add(i)
@@ -76,7 +76,7 @@ def as_actor(workers: int) -> dict[str, float]:
     try:
         actor = start_rendezvous("rendezvous-scale", 30.0, None)
         address, secret = ray.get(actor.lifeline.remote())
-        ray.get(actor.expect.remote(workers))
+        ray.get(actor.set_expected.remote(workers))
         found = asyncio.run(_beating(workers, address, secret, _cpu_s(actor)))
         called: Any = ray.remote(_Called).options(num_cpus=0, max_concurrency=1000).remote()
         cpu_s, beat = _cpu_s(called), Heartbeat("w", "n", "10.0.0.1", 40000)

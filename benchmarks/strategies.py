@@ -239,7 +239,7 @@ class Measured:
         # In a process of its own, so that `single`, which trains in the calling process, begins with as little as a
         # worker.
         times = ray.get(ray.remote(num_cpus=0, max_calls=1)(_train).remote(config, gauge))
-        workers = config.scaling.most_workers
+        workers = config.scaling.worker_limit
         wall_ms = (times[last] - times[model.warm_up]) / model.steps * 1e3
         notes = [json.loads((self._folder / f"{name}-{rank}").read_text()) for rank in range(workers)]
         used = {f"worker {rank}": Memory(*note["worker"]) for rank, note in enumerate(notes)}

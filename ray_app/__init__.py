@@ -1,4 +1,4 @@
-"""Elastic, bit-exact PyTorch training on Ray clusters whose size changes."""
+"""Elastic, bit-exact PyTorch training on Ray clusters that grow and shrink while it runs."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ __all__ = [
     "start_training",
 ]
 
-# In a notebook Ray asks for ipywidgets, which nothing here needs.
+# In a notebook Ray warns that ipywidgets is missing, which nothing here needs.
 logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message="IProgress not found")
 
-_PLACES = {
+_MODULES = {
     "Comparison": "report.comparison",
     "LocalCluster": "drill.local",
     "Loop": "task.user_loop",
@@ -81,9 +81,9 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the public names when they are first used, so that importing a part does not import all of it."""
+    """Imports the module of a public name at its first use, so that importing one part does not import all of them."""
     import importlib
 
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ray_app' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ray_app.{_PLACES[name]}"), name)
+    return getattr(importlib.import_module(f"ray_app.{_MODULES[name]}"), name)

@@ -1,6 +1,4 @@
-"""The command as a module: `python -m ray_app train ...` is `ray-app train ...`, also where no console script is on the
-path.
-"""
+"""Runs the command as a module: `python -m ray_app train ...` is `ray-app train ...`, also without a console script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every exception of the application, all picklable because most of them cross a Ray boundary.
+"""The exceptions of the application. All can be pickled, since most of them cross a Ray boundary.
 
 ::
 
@@ -9,23 +9,23 @@
     ├── DataError            the data set cannot be used (exit code 2 before the start)
     │   ├── BadRowError      one row cannot be used: file, row group and row
     │   ├── ProcessDiedError the process that read some rows died again and again
-    │   └── StorageError     a disk, the network or S3 failed; what is in the files is not to blame
+    │   └── StorageError     a disk, the network or S3 failed; the contents of the files are not to blame
     ├── CheckpointError      no checkpoint can be returned to
-    │   └── DamagedError     the files of one are not those that were committed
-    ├── TrackingError        MLflow did not take what it was sent
+    │   └── DamagedError     the files of a checkpoint differ from those that were committed
+    ├── TrackingError        MLflow did not accept everything that was sent
     ├── EvaluationError      an evaluator gave up
-    ├── LeaseLostError       another driver has taken the run over: write nothing more
+    ├── LeaseLostError       another driver has taken the run over; this one must not write any more
     ├── NonFiniteError       a loss or a gradient is NaN or infinite
-    ├── TaskError            the task's own code raised: what, in which line, at which step and rows
-    ├── PeerLostError        a collective failed because a worker left: form a new generation
-    ├── WrongResultError     this worker's hardware computes wrongly: another result than that of two others
-    ├── IrreproducibleError  the same share of a step has other bits each time it is computed
-    ├── PreemptedError       the nodes of all workers are about to go away
+    ├── TaskError            user code raised an error; the message names the line, the step and the rows
+    ├── PeerLostError        a collective failed because a worker left; a new generation has to form
+    ├── WrongResultError     silent data corruption: this worker's result differs from that of two others
+    ├── IrreproducibleError  the same share of a step has another checksum each time that it is computed
+    ├── PreemptedError       the nodes of all workers are about to be taken away
     ├── RepeatedFailureError the same failure at the same step again and again
     ├── BudgetSpentError     more failures than `failure.*` allows
     ├── SilentActorError     an actor that the run needs does not answer
     ├── RegistryError        a model cannot be packaged, registered or exported
-    └── RunEndedError        a run ended before it was where somebody awaited it
+    └── RunEndedError        a run ended before it reached the awaited step or number of workers
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class RayAppError(Exception):
     """Base of all errors that the application raises on purpose."""
 
     retryable = False
-    """Whether starting the workers again can help; a wrong configuration or a bad row stays wrong."""
+    """Whether a restart of the workers can help; a wrong configuration or a bad row stays wrong."""
 
 
 class ConfigError(RayAppError):
-    """The configuration is refused; the message says what was given, what is allowed and what to do."""
+    """The configuration is refused; the message says what it contains, what is allowed and what to do."""
 
 
 class RunExistsError(ConfigError):
@@ -51,7 +51,7 @@ class RunExistsError(ConfigError):
 
 
 class RunHeldError(ConfigError):
-    """Another driver writes this run; the message says who, since when, and when its lease ends."""
+    """Another driver writes this run; the message names its process, since when, and when its lease ends."""
 
 
 class DataError(RayAppError):
@@ -62,10 +62,10 @@ class BadRowError(DataError):
     """One row cannot be decoded.
 
     Args:
-        path: File, relative to the data set.
+        path: Path of the file, relative to the data set.
         row_group: Index of the row group in the file.
         row: Index of the row in the row group.
-        reason: What is wrong with it.
+        reason: The fault of the row.
     """
 
     def __init__(self, path: str, row_group: int, row: int, reason: str) -> None:
@@ -77,11 +77,11 @@ class BadRowError(DataError):
 
 
 class ProcessDiedError(DataError):
-    """The process that reads some rows dies each time that it does; the message says which rows."""
+    """The process that reads some rows dies each time; the message names the rows."""
 
 
 class StorageError(DataError):
-    """A disk, the network or S3 failed while data was read or written; it may work the next time."""
+    """A disk, the network or S3 failed while data was read or written; another attempt may succeed."""
 
     retryable = True
 
@@ -91,54 +91,55 @@ class CheckpointError(RayAppError):
 
 
 class DamagedError(CheckpointError):
-    """What is on storage is not what was committed, and never will be again: the checkpoint may be marked as bad."""
+    """The files of a checkpoint are not those that were committed, and stay so: it may be marked as bad."""
 
 
 class TrackingError(RayAppError):
-    """MLflow did not take everything that was to be sent at once; what it took is not sent again."""
+    """MLflow did not accept everything that was sent; what it accepted is not sent again."""
 
 
 class EvaluationError(RayAppError):
-    """An evaluator gave up; training is not touched, and what it had evaluated stays."""
+    """An evaluator gave up; training continues, and its evaluations stay."""
 
 
 class LeaseLostError(RayAppError):
-    """A later start of the driver has taken the run over; this one must not write it any more."""
+    """A later start of the driver has taken the run over; this one must not write to it any more."""
 
 
 class NonFiniteError(RayAppError):
-    """The loss or a gradient is NaN or infinite; the optimizer did not move."""
+    """The loss or a gradient is NaN or infinite; the optimizer has not changed the parameters."""
 
 
 class TaskError(RayAppError):
-    """The task's own code, or what it called, raised; made by `ray_app.task.user_code`, and kept as text, since any
-    class may not pickle.
+    """User code, or a library that it called, raised an error.
+
+    `ray_app.task.user_code` raises it. The original error is stored as text, since its class may not be picklable.
 
     Args:
-        said: The error and the line of the user's that raised it: `KeyError: 'labels' (my_task.py, line 31, in
+        message: The error and the line of user code that raised it: `KeyError: 'labels' (my_task.py, line 31, in
             update)`.
         trace: The calls that led to it, a line or two each.
-        place: What was being done, as far as is known.
-        positions: Manifest positions of the rows that it was done for.
+        context: The operation during which it was raised, as far as it is known.
+        positions: Manifest positions of the rows of that operation.
     """
 
     retryable = True
 
-    def __init__(self, said: str, trace: str, place: str = "", positions: tuple[int, ...] = ()) -> None:
-        super().__init__(said, trace, place, positions)
-        self.said, self.trace, self.place, self.positions = said, trace, place, positions
+    def __init__(self, message: str, trace: str, context: str = "", positions: tuple[int, ...] = ()) -> None:
+        super().__init__(message, trace, context, positions)
+        self.message, self.trace, self.context, self.positions = message, trace, context, positions
 
-    def met(self, by: str, rows: str = "") -> TaskError:
-        """The same with more about the place.
+    def with_context(self, worker: str, rows: str = "") -> TaskError:
+        """Returns the same error with more context.
 
         Args:
-            by: Who met it, and when.
+            worker: The worker and its step: `rank 1 after step 7`.
             rows: The rows by their files.
         """
-        return TaskError(self.said, self.trace, ", ".join(part for part in (by, self.place, rows) if part))
+        return TaskError(self.message, self.trace, ", ".join(part for part in (worker, self.context, rows) if part))
 
     def __str__(self) -> str:
-        return "\n".join([self.said, *([f"  {self.place}"] if self.place else []), self.trace])
+        return "\n".join([self.message, *([f"  {self.context}"] if self.context else []), self.trace])
 
 
 class PeerLostError(RayAppError):
@@ -148,17 +149,17 @@ class PeerLostError(RayAppError):
 
 
 class WrongResultError(RayAppError):
-    """This worker computed something else than others that did the same again; it ends and is replaced."""
+    """This worker's result of a share differs from that of two others (SDC); it ends and is replaced."""
 
     retryable = True
 
 
 class IrreproducibleError(RayAppError):
-    """A share of a step was computed several times with other bits each time; the message says by whom."""
+    """A share of a step was computed several times, each time with another checksum; the message names the ranks."""
 
 
 class PreemptedError(RayAppError):
-    """All workers have to leave their nodes; they made a checkpoint and start again where there is room."""
+    """All workers have to leave their nodes; they wrote a checkpoint and start again where there is capacity."""
 
     retryable = True
 
@@ -174,50 +175,54 @@ class BudgetSpentError(RayAppError):
 
 
 class SilentActorError(RayAppError):
-    """An actor that the run needs lives and does not answer; starting the same run again continues it."""
+    """An actor that the run needs is alive and does not answer; another start of the same run continues it."""
 
     retryable = True
 
 
 class RegistryError(RayAppError):
-    """A model cannot be packaged, registered, exported or loaded again; the training that made it is not touched."""
+    """A model cannot be packaged, registered, exported or loaded again; its run is unchanged."""
 
 
 class RunEndedError(RayAppError):
-    """A run in the background ended before the step or the number of workers that was waited for."""
+    """A run in the background ended before the awaited step or number of workers."""
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether what was given is to blame and stays wrong: a command refuses it with exit code 2. A storage that is away
-    is a failure.
+    """Returns whether the input is to blame, so that a command ends with exit code 2.
+
+    A storage that does not answer is a failure, not a refusal.
     """
     return isinstance(error, ConfigError | DataError) and not isinstance(error, StorageError)
 
 
 def unwrap_app_error(error: BaseException) -> BaseException:
-    """The application's error inside whatever wrapped it on its way (Ray tasks, Ray Train, exception chains), or the
-    error itself.
+    """Returns the application's error inside the errors that wrap it (Ray tasks, Ray Train, exception chains).
+
+    If there is none, it returns the error itself.
     """
-    seen: list[BaseException] = []
-    todo = [error]
-    while todo:
-        current = todo.pop()
-        if current not in seen:
-            seen.append(current)
+    visited: list[BaseException] = []
+    pending = [error]
+    while pending:
+        current = pending.pop()
+        if current not in visited:
+            visited.append(current)
             inner = [
                 current.__context__,
                 current.__cause__,
                 getattr(current, "controller_failure", None),
                 getattr(current, "cause", None),
             ]
-            todo += [e for e in inner if isinstance(e, BaseException)]
-    plain = [e for e in seen if isinstance(e, RayAppError) and not isinstance(getattr(e, "cause", None), RayAppError)]
-    return plain[0] if plain else error
+            pending += [e for e in inner if isinstance(e, BaseException)]
+    app_errors = [
+        e for e in visited if isinstance(e, RayAppError) and not isinstance(getattr(e, "cause", None), RayAppError)
+    ]
+    return app_errors[0] if app_errors else error
 
 
-def without_addresses(text: str) -> str:
+def remove_addresses(text: str) -> str:
     """Returns the text of an error without the addresses of Python objects (`<_io.BytesIO object at 0x7f3c5a1b2e80>`).
 
-    They say nothing to a reader, and files and messages that hold them differ each time.
+    The addresses say nothing to a reader, and files and messages with them would differ each time.
     """
     return _ADDRESS.sub("", text)

@@ -1,7 +1,7 @@
-"""What a run changes in the process that it is in, which may be a notebook's, and gives back: signals, environment,
-settings.
+"""Settings of this process that a run changes and restores (signals, environment, garbage collection), and safe
+streams.
 
-Imports in bulk: what is imported is no garbage, and to look for some meanwhile takes a fifth of the time.
+The process may be that of a notebook, which goes on after the run.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_FLUSH_S = 2.0
-_LOOK_S = 0.1
+# Numbers of `malloc.h`: the free memory that the process keeps, and the size from which a block is mapped by itself.
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+
 _lock = threading.Lock()
-_lent: dict[str, list[list[Any]]] = {}
-"""What each setting was before each of the times for which it is lent now, by the name of the setting, the earliest
+_previous_values: dict[str, list[list[Any]]] = {}
+"""For each setting that `restore_setting` has to restore, its value at the entry of each open block, the earliest
 first.
 """
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""What `malloc.h` calls the free memory that is kept, and what the system is asked for on its own."""
+_FLUSH_S = 2.0
+_FLUSH_POLL_S = 0.1
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep up to a gigabyte of freed memory for what is asked for next; for a process that does nothing but
-    compute for a run.
+    """Makes glibc keep up to a gigabyte of freed memory for the next allocations.
 
-    Each step asks for what the one before has freed. What went back to the system in between comes again page by page,
-    filled with zeros: up to 9,000 page faults in a step of ResNet-18, a tenth of its time (see `man 3 mallopt`). A
-    thread's own memory is kept up to 64 MB. What the environment says of it counts more. glibc cannot be asked to go
-    back to its own changing thresholds.
+    It is for a process that only computes for a run. Each step allocates what the last one has freed. Memory that went
+    back to the system in between comes back page by page, filled with zeros: up to 9,000 page faults in a step of
+    ResNet-18, a tenth of its time (see `man 3 mallopt`). Of a thread's own memory up to 64 MB are kept. Settings in the
+    environment take precedence. glibc cannot be told to return to its own changing thresholds.
     """
     malloc = ctypes.CDLL(None)
     if not hasattr(malloc, "mallopt") or any(
@@ -50,28 +51,32 @@ def keep_freed_memory() -> None:
     ):
         return
     malloc.mallopt(_TRIM_THRESHOLD, 1 << 30)
-    malloc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
+    # glibc accepts no larger value.
+    malloc.mallopt(_MMAP_THRESHOLD, 32 << 20)
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Holds an interrupt back to the end; in another thread than the main one there is none."""
+def defer_interrupts() -> Iterator[None]:
+    """Defers an interrupt (SIGINT) to the end of the block; other threads than the main one receive none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if held:
+        if interrupts:
             signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
-def handler_kept(number: signal.Signals) -> Iterator[None]:
-    """Puts the handler that a signal has now back at the end, if both are in the main thread; no other may do so."""
+def restore_handler(number: signal.Signals) -> Iterator[None]:
+    """Restores a signal's present handler at the end of the block.
+
+    Only the main thread may do that, so in another thread the block does nothing.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(number)
     try:
@@ -82,15 +87,15 @@ def handler_kept(number: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def variables(**settings: str | None) -> Iterator[None]:
-    """Sets environment variables, also for processes that are started meanwhile, and puts them back.
+def set_variables(**settings: str | None) -> Iterator[None]:
+    """Sets environment variables, also for processes that start meanwhile, and restores them at the end of the block.
 
     Args:
-        settings: Their values; None: what it is.
+        settings: The values by name; None leaves a variable as it is.
     """
     with ExitStack() as stack:
         for name, value in settings.items():
-            stack.enter_context(put_back(name, partial(os.environ.get, name), partial(_set_variable, name)))
+            stack.enter_context(restore_setting(name, partial(os.environ.get, name), partial(_set_variable, name)))
             if value is not None:
                 os.environ[name] = value
         yield
@@ -101,53 +106,55 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 @contextmanager
-def put_back(name: str, read: Callable[[], T], write: Callable[[T], object]) -> Iterator[None]:
-    """Whatever a setting becomes, it is then what it was. Of several times that overlap, as those of two runs, the last
-    one puts it back.
+def restore_setting(name: str, read: Callable[[], T], write: Callable[[T], object]) -> Iterator[None]:
+    """Restores a setting at the end of the block, whatever the block has done with it.
+
+    Blocks may overlap, as those of two runs do; then the last one to end restores the value before the first.
 
     Args:
-        name: What the setting is called.
-        read: What it is.
-        write: Makes it that.
+        name: Name of the setting.
+        read: Returns its value.
+        write: Sets its value.
     """
-    mine: list[Any] = []
+    previous: list[Any] = []
     with _lock:
-        mine.append(read())
-        _lent.setdefault(name, []).append(mine)
+        previous.append(read())
+        _previous_values.setdefault(name, []).append(previous)
     try:
         yield
     finally:
         with _lock:
-            times = _lent[name]
-            place = next(i for i, each in enumerate(times) if each is mine)
-            if place + 1 < len(times):
-                times[place + 1][:] = mine
+            blocks = _previous_values[name]
+            index = next(i for i, block in enumerate(blocks) if block is previous)
+            # A later block is still open: it has to restore the value from before this one.
+            if index + 1 < len(blocks):
+                blocks[index + 1][:] = previous
             else:
-                write(mine[0])
-            del times[place]
+                write(previous[0])
+            del blocks[index]
 
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Has nobody look for garbage meanwhile."""
-    looks = gc.isenabled()
+    """Pauses the garbage collector; for imports in bulk, which produce no garbage and of which it takes a fifth."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if looks:
+        if was_enabled:
             gc.enable()
 
 
 class SafeStream:
-    """A text stream that drops what cannot be written, and remembers and logs the first failure.
+    """A text stream that never raises: it drops text that cannot be written, and logs the first failure.
 
-    Characters that the encoding lacks are written as escapes. A reader of a non-blocking pipe that is behind gets two
-    seconds.
+    Characters that the encoding lacks are written as escapes. A slow reader of a non-blocking pipe is waited for, up to
+    two seconds.
 
     Args:
-        stream: The stream that is written to.
-        name: What the stream is called in the warning.
+        stream: The stream to write to.
+        name: The name of the stream in the warning.
 
     Attributes:
         failure: The first failure; None if there was none.
@@ -191,10 +198,10 @@ class SafeStream:
                 )
 
     def _flush_slowly(self) -> None:
-        """Waits for the reader of a non-blocking pipe; what the buffers hold is written as soon as there is room.
+        """Writes the contents of the buffers as the reader of a non-blocking pipe accepts them.
 
         Raises:
-            BlockingIOError: The reader takes nothing.
+            BlockingIOError: The reader accepts nothing for too long.
         """
         deadline_s = time.monotonic() + (_FLUSH_S if self.failure is None else 0.0)
         while True:
@@ -203,15 +210,15 @@ class SafeStream:
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
                     raise
-                select.select([], [self._stream], [], _LOOK_S)
+                select.select([], [self._stream], [], _FLUSH_POLL_S)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def make_standard_streams_safe() -> None:
-    """From now on nothing that this process writes to its standard output and standard error raises."""
-    for name, called in (("stdout", "standard output"), ("stderr", "standard error")):
+    """Replaces the standard output and the standard error of this process by streams that never raise."""
+    for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, SafeStream):
-            setattr(sys, name, SafeStream(stream, called))
+            setattr(sys, name, SafeStream(stream, title))

@@ -104,7 +104,7 @@ def s3_folder(s3_server: S3Server) -> Iterator[S3Path]:
 @pytest.fixture(autouse=True)
 def _same_threads() -> Iterator[None]:
     """Gives this process its settings back after a worker's code ran in it."""
-    from ray_app.task.device import given_back
+    from ray_app.task.device import restore_process_state
 
-    with given_back():
+    with restore_process_state():
         yield

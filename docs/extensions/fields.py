@@ -13,7 +13,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from ray_app.cli.drill import DrillSection
-from ray_app.config.checks import ABOVE_ZERO, AT_LEAST
+from ray_app.config.checks import MIN_VALUES, POSITIVE_FIELDS
 from ray_app.config.config import SECTIONS
 from ray_app.predict.predict import PredictSection
 from ray_app.retrain.options import RetrainSection
@@ -87,7 +87,7 @@ class Fields(SphinxDirective):
 
 
 def _facts(name: str, field: dataclasses.Field[Any], hint: Any) -> Iterator[str]:
-    above = f", at least {AT_LEAST[name]:g}" if name in AT_LEAST else ", above 0" if name in ABOVE_ZERO else ""
+    above = f", at least {MIN_VALUES[name]:g}" if name in MIN_VALUES else ", above 0" if name in POSITIVE_FIELDS else ""
     yield kind(hint) + above
     if field.default is None:
         yield "by default not given"

@@ -1,4 +1,6 @@
-"""A snapshot as files, and back: safetensors for the model, torch's zip format without pickled code for the rest."""
+"""Converts snapshots to files and back: safetensors for the model, torch's zip format without pickled code for the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ray_app.errors import CheckpointError
-from ray_app.storage.files import Content, in_memory
+from ray_app.storage.files import Content, render_content
 
 MODEL, TRAINING = "model.safetensors", "training.pt"
 
@@ -23,12 +25,11 @@ class Snapshot:
     """The training state at a step boundary, in memory of its own.
 
     Args:
-        step: Finished steps.
-        model: Parameters and persistent buffers of the model that is returned, by name, on the CPU.
+        step: Number of finished steps.
+        model: Parameters and persistent buffers of the model that training returns, by name, on the CPU.
         optimizer: State of the optimizer.
         schedule: State of the learning-rate schedule, if there is one.
-        more: What else is needed to go on: the trained parameters where `model` holds their average, the scale of the
-            loss.
+        more: Other state for a resume: the trained parameters if `model` is their average, the scale of the loss.
     """
 
     step: int
@@ -38,11 +39,10 @@ class Snapshot:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-def writers(snapshot: Snapshot) -> dict[str, Content]:
-    """The files of a snapshot by name, as functions that write them straight from the snapshot's memory.
+def file_writers(snapshot: Snapshot) -> dict[str, Content]:
+    """Returns functions, by file name, that write the files of a snapshot directly from its memory.
 
-    Nothing is copied, and whoever holds Python's lock waits for nothing big: the training goes on in another thread
-    meanwhile.
+    They copy nothing and do not keep the GIL for long, so that training goes on in another thread meanwhile.
     """
     rest = {
         "step": snapshot.step,
@@ -54,20 +54,22 @@ def writers(snapshot: Snapshot) -> dict[str, Content]:
 
 
 def pack(snapshot: Snapshot) -> dict[str, bytes]:
-    """The files of a snapshot by name."""
-    return {name: in_memory(content) for name, content in writers(snapshot).items()}
+    """Returns the contents of a snapshot's files by name."""
+    return {name: render_content(content) for name, content in file_writers(snapshot).items()}
 
 
 def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
-    """`torch.save` without zip's CRC-32, which is computed under Python's lock; the commit holds a SHA-256 of
-    the file.
+    """Writes a file by `torch.save` without zip's CRC-32, which is computed under the GIL.
+
+    The commit has a SHA-256 of the file.
     """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(rest, file)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch ends the file even so, and says that this failed
+        # After an error of the storage torch tries to end the file, and raises that this failed.
+        if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
     finally:
@@ -75,16 +77,18 @@ def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
 
 
 def _write_model(model: dict[str, Tensor], file: IO[bytes]) -> None:
-    """Writes what `safetensors.torch.save` returns; the order and the names of types are those that it gives to tensors
-    without data.
+    """Writes the bytes that `safetensors.torch.save` would return, without a copy of the model.
+
+    The header of tensors without data gives the order and the names of the types.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
     data = safetensors.torch.save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()})
-    header, at = json.loads(data[8:]), 0
+    header = json.loads(data[8:])
+    offset = 0
     for name, facts in header.items():
         size = tensors[name].nbytes
-        facts["shape"], facts["data_offsets"] = list(tensors[name].shape), [at, at + size]
-        at += size
+        facts["shape"], facts["data_offsets"] = list(tensors[name].shape), [offset, offset + size]
+        offset += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -97,11 +101,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def unpack(files: dict[str, bytes]) -> Snapshot:
-    """Reads what `pack` wrote; nothing is unpickled that could run code.
+    """Returns the snapshot that `pack` wrote; nothing is unpickled that could run code.
 
     Raises:
-        CheckpointError: The files hold something else, such as pickled code, which is not run.
-        MemoryError: There is no room for what they hold.
+        CheckpointError: The files contain something else, such as pickled code, which is not run.
+        MemoryError: There is not enough memory for their contents.
     """
     try:
         rest = torch.load(io.BytesIO(files[TRAINING]), weights_only=True)
@@ -112,11 +116,11 @@ def unpack(files: dict[str, bytes]) -> Snapshot:
 
 
 def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
-    """The parameters and persistent buffers alone.
+    """Returns the parameters and persistent buffers alone.
 
     Raises:
-        CheckpointError: The file holds something else.
-        MemoryError: There is no room for what it holds.
+        CheckpointError: The file contains something else.
+        MemoryError: There is not enough memory for its contents.
     """
     try:
         return safetensors.torch.load(files[MODEL])
@@ -125,21 +129,22 @@ def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
 
 
 def _refusal(name: str, error: Exception) -> Exception:
-    """What to raise for a file that cannot be read: a machine that has no room for it says nothing of the file."""
-    if isinstance(error, MemoryError) or "allocate memory" in str(
-        error
-    ):  # torch has no type of its own for it on the CPU
-        return MemoryError(f"No room for {name} of a checkpoint: {error}")
+    """Returns the error for a file that cannot be read; a lack of memory says nothing about the file."""
+    # On the CPU torch has no error type for a lack of memory.
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return MemoryError(f"Not enough memory for {name} of a checkpoint: {error}")
     return CheckpointError(f"{name} is refused: {error}")
 
 
-def same_values(one: bytes, other: bytes) -> bool:
-    """Whether two `training.pt` hold the same; of two workers the bytes may differ even so, since pickle remembers
-    objects, not values.
+def has_same_values(one: bytes, other: bytes) -> bool:
+    """Returns whether two `training.pt` have equal values.
+
+    Those of two workers may differ in their bytes even so, since pickle writes references to objects, not to values.
     """
     try:
         return _equal(*(torch.load(io.BytesIO(data), weights_only=True) for data in (one, other)))
-    except Exception:  # it is damaged; torch raises what it likes
+    except Exception:
+        # For a damaged file torch may raise any error.
         return False
 
 
@@ -154,7 +159,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def params_digest(model: dict[str, Tensor]) -> str:
-    """SHA-256 over name, dtype, shape and bytes of every tensor, sorted by name."""
+    """Returns the SHA-256 over name, dtype, shape and bytes of every tensor, sorted by name."""
     sha = hashlib.sha256()
     for name, tensor in sorted(model.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,16 +1,11 @@
-"""The checkpoint store: a directory per step and fence, its files, and `COMMIT.json` last.
+"""The checkpoint store: a directory per step and fence, with the files of a checkpoint, and `COMMIT.json` last.
 
-A directory without a valid `COMMIT.json` does not exist. Loading verifies the digest of every file, takes the newest
-step and its highest fence, and walks back over bad ones, marking those whose bytes have changed. Nothing is moved,
-appended to, or replaced before it is committed. A writer that a later start has taken the run over from commits
-nothing; should both happen at the same moment, the commit is still one that the run can go on from, under its own
-fence.
-
-Files of a checkpoint, put where there are none: two workers may write the same checkpoint at once.
-
-What `COMMIT.json` says, which makes a folder a checkpoint; a digest of its own finds any change of it.
-
-Which checkpoints may go: one pure function.
+A directory without a valid `COMMIT.json` does not count. Loading verifies the digest of every file, takes the newest
+step and its highest fence, and falls back past bad checkpoints; those with changed bytes are marked. No file is moved,
+appended to, or replaced before the commit, and two workers may write the same checkpoint at once: a file is put only if
+it is absent. A writer commits nothing if a later start has taken its run over. If both happen at the same moment, the
+run can be resumed from that commit, too, which has the fence of its writer. `removable_steps` decides which checkpoints
+are removed.
 """
 
 from __future__ import annotations
@@ -26,16 +21,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from ray_app.checkpoint.format import TRAINING, Snapshot, same_values, unpack
+from ray_app.checkpoint.format import TRAINING, Snapshot, has_same_values, unpack
 from ray_app.errors import CheckpointError, DamagedError, LeaseLostError
-from ray_app.runlog.lease import refuse_if_lost
+from ray_app.runlog.lease import check_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import (
     Content,
     Location,
-    in_memory,
-    listing,
-    names,
+    list_files,
+    list_tree,
     put_atomic,
     put_json,
     read_all,
@@ -43,14 +37,15 @@ from ray_app.storage.files import (
     read_json,
     remove_temporary,
     remove_tree,
+    render_content,
 )
 
 
-class _Measured:
-    """A file to write to, which knows the digest and the length of what was written.
+class _HashingFile:
+    """A file to write to that computes the digest and the size of its content.
 
     Args:
-        file: Where it goes; None: it is only measured.
+        file: The file to write to; None only computes.
     """
 
     def __init__(self, file: IO[bytes] | None) -> None:
@@ -69,30 +64,32 @@ class _Measured:
         return {"sha256": self._sha.hexdigest(), "bytes": self.size}
 
 
-def put_if_absent(place: Location, content: Content) -> dict[str, Any] | None:
-    """Writes a file unless there is one; returns its digest and size, or None if it is there with another content.
+def put_if_absent(path: Location, content: Content) -> dict[str, Any] | None:
+    """Writes a file unless it exists; returns its digest and size, or None if it exists with another content.
 
-    Of a file written here they are taken from what was to be written, not from what the storage has made of it.
+    The digest is computed from the content that is to be written, not from the file that the storage returns.
     """
-    measured: list[_Measured] = []
+    measured: list[_HashingFile] = []
 
     def write(file: IO[bytes] | None) -> None:
-        measured.append(_Measured(file))
+        measured.append(_HashingFile(file))
         measured[-1].write(content) if isinstance(content, bytes) else content(cast(IO[bytes], measured[-1]))
 
-    if not place.exists() and put_atomic(place, write, if_absent=True):
+    if not path.exists() and put_atomic(path, write, if_absent=True):
         return measured[-1].facts()
     write(None)
-    if _facts_of(place) == measured[-1].facts():
+    if _facts_of(path) == measured[-1].facts():
         return measured[-1].facts()
-    found = place.read_bytes()
-    return _facts(found) if place.name == TRAINING and same_values(found, in_memory(content)) else None
+    stored = path.read_bytes()
+    # Two workers may write `training.pt` with equal values in different bytes.
+    return _facts(stored) if path.name == TRAINING and has_same_values(stored, render_content(content)) else None
 
 
-def _facts_of(place: Location) -> dict[str, Any]:
-    if not isinstance(place, Path):
-        return _facts(place.read_bytes())
-    with place.open("rb") as file:
+def _facts_of(path: Location) -> dict[str, Any]:
+    """Returns digest and size of a file."""
+    if not isinstance(path, Path):
+        return _facts(path.read_bytes())
+    with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
 
 
@@ -107,20 +104,20 @@ NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 
 @dataclass(frozen=True)
 class Commit:
-    """What `COMMIT.json` says of a checkpoint.
+    """The contents of `COMMIT.json`, which makes a folder a checkpoint.
 
     Args:
-        step: Finished steps of the run.
+        step: Number of finished steps of the run.
         fence: Number of the driver's start that wrote it.
         epoch: Epoch of the next step.
         epoch_step: The next step, counted in its epoch.
-        why: `cadence` for the planned ones, `extra` for those made for a stop or a resize.
+        why: `cadence` for a planned checkpoint, `extra` for one before a stop or a resize.
         config_digest: Digest of the run's configuration.
         manifest_digest: Digest of the run's data.
         logical_workers: L.
         params_digest: Digest of the parameters and persistent buffers.
-        environment: What the bits depend on besides: torch build, instruction set, device.
-        time_s: When it was committed, seconds since 1970 (UTC).
+        environment: What else the parameters depend on, bit for bit: torch build, instruction set, device.
+        time_s: Time of the commit, seconds since 1970 (UTC).
         files: SHA-256 and size of every file.
         schema_version: Version of this layout.
     """
@@ -140,8 +137,8 @@ class Commit:
     schema_version: int = SCHEMA_VERSION
 
 
-def sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of `COMMIT.json` with a digest of their own, so that a change of any of them is found."""
+def seal(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of `COMMIT.json` with a digest over them, by which any change is detected."""
     return values | {"sha256": _digest(values)}
 
 
@@ -149,16 +146,16 @@ def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def parsed(name: str, data: bytes) -> Commit:
-    """The commit in a `COMMIT.json`.
+def parse_commit(name: str, data: bytes) -> Commit:
+    """Returns the commit in a `COMMIT.json`.
 
     Args:
-        name: The checkpoint's folder.
+        name: Name of the checkpoint's folder.
         data: Content of the file.
 
     Raises:
-        DamagedError: It is not what was committed.
-        CheckpointError: Another version of this application has committed it.
+        DamagedError: The file differs from the one that was committed.
+        CheckpointError: Another version of this application has committed the checkpoint.
     """
     try:
         values: dict[str, Any] = dict(json.loads(data))
@@ -171,32 +168,33 @@ def parsed(name: str, data: bytes) -> Commit:
     if digest != _digest(values):
         raise DamagedError(f"{COMMIT} is damaged: it differs from what was committed (SHA-256)")
     commit = Commit(**values)
-    if (commit.step, commit.fence) != key_of(name):
+    if (commit.step, commit.fence) != parse_folder_name(name):
         raise DamagedError(
             f"{COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}"
         )
     return commit
 
 
-def key_of(name: str) -> tuple[int, int]:
-    """Step and fence of a checkpoint's folder."""
+def parse_folder_name(name: str) -> tuple[int, int]:
+    """Returns the step and the fence in the name of a checkpoint's folder."""
     match = NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2])
 
 
 ALL = 1_000_000_000
+"""`Hold.most` of a reader that needs every checkpoint; the file of a hold has a number."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """What a follower (an evaluator) still needs: the newest checkpoints after `done_step`, until it expires.
+    """A declaration of a reader (an evaluator) that it still needs the newest checkpoints after `done_step`.
 
     Args:
-        done_step: Newest step that it is done with.
-        expires_s: When the hold ends unless it is renewed, seconds since 1970 (UTC).
-        most: How many it keeps alive at most; older ones go, and are recorded as skipped.
-        evaluator: Name of the evaluator; None: the run's own.
+        done_step: The newest step that the reader has finished.
+        expires_s: Time at which the hold ends unless it is renewed, seconds since 1970 (UTC).
+        most: The maximum number of checkpoints that it keeps; older ones are removed and recorded as skipped.
+        evaluator: Name of the evaluator; None is the run's own evaluator.
     """
 
     done_step: int
@@ -205,17 +203,17 @@ class Hold:
     evaluator: str | None = None
 
 
-def removable(
+def removable_steps(
     steps: Iterable[int], keep_last: int, best: Iterable[int], holds: Iterable[Hold], now_s: float
 ) -> set[int]:
-    """Steps of the checkpoints that nobody needs.
+    """Returns the steps of the checkpoints that can be removed.
 
     Args:
         steps: Steps of all intact checkpoints.
-        keep_last: Newest ones to keep; at least one always stays.
-        best: Steps to keep besides.
-        holds: What the followers say; expired ones do not count.
-        now_s: Seconds since 1970 (UTC).
+        keep_last: Number of newest checkpoints to keep; at least one always stays.
+        best: Other steps to keep.
+        holds: The holds of the readers; expired ones do not count.
+        now_s: The time, seconds since 1970 (UTC).
     """
     ordered = sorted(set(steps))
     kept = set(ordered[-max(1, keep_last) :]) | set(best)
@@ -225,13 +223,14 @@ def removable(
     return set(ordered) - kept
 
 
-def skipped(gone: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[tuple[int, str | None]]:
-    """The removed checkpoints that an evaluator was still waiting for, each with its name; the run's own has none.
+def skipped_evaluations(removed: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[tuple[int, str | None]]:
+    """Returns the removed steps that an evaluator still waited for, with the evaluator's name (None: the run's own).
 
-    A named one counts while its hold lives; the run's own waits also when it finds no room or is being started again.
+    A named evaluator counts until its hold expires. The run's own evaluator counts always, since it may be waiting for
+    capacity or restarting.
     """
     waiting = [hold for hold in holds if hold.evaluator is None or hold.expires_s > now_s]
-    return {(step, hold.evaluator) for hold in waiting for step in gone if step > hold.done_step}
+    return {(step, hold.evaluator) for hold in waiting for step in removed if step > hold.done_step}
 
 
 logger = logging.getLogger(__name__)
@@ -241,38 +240,36 @@ SUSPECT = "SUSPECT.json"
 _FILE = re.compile(r"\w[\w.-]*")
 
 _Folders = dict[str, dict[str, Location]]
-"""The files of every checkpoint folder by their names, by the folder's name."""
+"""For each checkpoint folder, by its name, its files by their names."""
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """A checkpoint that was passed over while loading, and why."""
+    """A checkpoint that loading has skipped, and the reason."""
 
     name: str
     reason: str
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
-
-    Args:
-        paths: The run.
-    """
+    """The checkpoints of one run."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
 
     def write(self, files: Mapping[str, Content], commit: Commit) -> Location:
-        """Writes and commits a checkpoint; one that is committed already is left alone, unless it is marked bad.
+        """Writes and commits a checkpoint; returns its folder.
 
-        Two workers may write the same checkpoint at once, one that leaves its node and the next rank 0. So a file is
-        put where there is none, and what is there stays until it is committed or given up: whoever is first commits,
-        and the other finds that done.
+        A checkpoint that is committed already stays as it is, unless it is marked bad. Two workers may write the same
+        checkpoint at once: one that leaves its node, and the next rank 0. So a file is put only if it is absent, and
+        stays until the checkpoint is committed or discarded; the first worker commits, and the other one has nothing
+        left to do.
 
         Raises:
-            LeaseLostError: A later start has taken the run over; nothing was committed, and what was written is
+            LeaseLostError: A later start has taken the run over; nothing was committed, and the written files are
                 removed.
-            OSError: The storage refused; nothing was committed. Whole files stay for another try, `discard` gives up.
+            OSError: The storage refused; nothing was committed. Whole files stay for another attempt; `discard` removes
+                them.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if (folder / _BAD).exists():
@@ -289,11 +286,13 @@ class CheckpointStore:
         except OSError:
             if not (folder / COMMIT).exists():
                 raise
+        # A writer that was killed, or that was slower than this one, may have left temporary files.
         with suppress(OSError):
-            remove_temporary(folder)  # of a writer that was killed, or comes too late
+            remove_temporary(folder)
         return folder
 
     def _put_all(self, folder: Location, files: Mapping[str, Content], commit: Commit) -> None:
+        """Puts all files and then `COMMIT.json`, and checks that no other writer has discarded files meanwhile."""
         digests = {}
         for name, content in files.items():
             digests[name] = put_if_absent(folder / name, content)
@@ -302,18 +301,20 @@ class CheckpointStore:
                 raise OSError(
                     f"{folder / name} was left damaged, or by steps that were done differently before; it is removed"
                 )
-        refuse_if_lost(self._paths, commit.fence)
-        _refuse_if_gone(folder, files.keys())
-        is_ours = put_json(folder / COMMIT, sealed(asdict(commit) | {"files": digests}), if_absent=True)
+        check_lease(self._paths, commit.fence)
+        _check_files_exist(folder, files.keys())
+        is_ours = put_json(folder / COMMIT, seal(asdict(commit) | {"files": digests}), if_absent=True)
+        # A writer that gives up may have removed files before it saw the commit. Only their absence counts: an error of
+        # the storage says nothing about them.
         try:
-            _refuse_if_gone(folder, files.keys())  # by who gives up, and had not seen the commit yet
-        except _GoneError:  # a storage that does not answer says nothing
+            _check_files_exist(folder, files.keys())
+        except _FilesRemovedError:
             if is_ours:
                 (folder / COMMIT).unlink(missing_ok=True)
             raise
 
     def discard(self, commit: Commit) -> None:
-        """Removes what failed writes left of a checkpoint, unless it was committed after all.
+        """Removes the files that failed writes have left of a checkpoint, unless it was committed after all.
 
         Raises:
             OSError: The storage does not answer.
@@ -323,16 +324,18 @@ class CheckpointStore:
             remove_tree(folder)
 
     def commits(self) -> list[Commit]:
-        """Every committed checkpoint that is not marked bad, by step and then fence."""
-        good = {name: files[COMMIT] for name, files in self._folders().items() if COMMIT in files and _BAD not in files}
-        found: list[Commit] = []
-        for name, data in zip(good, read_all(good.values(), missing=b""), strict=True):
+        """Returns all committed checkpoints that are not marked bad, by step and then fence."""
+        intact = {
+            name: files[COMMIT] for name, files in self._folders().items() if COMMIT in files and _BAD not in files
+        }
+        commits: list[Commit] = []
+        for name, data in zip(intact, read_all(intact.values(), missing=b""), strict=True):
             with suppress(CheckpointError):
-                found.append(parsed(name, data))
-        return sorted(found, key=lambda c: (c.step, c.fence))
+                commits.append(parse_commit(name, data))
+        return sorted(commits, key=lambda c: (c.step, c.fence))
 
     def load(self, commit: Commit) -> dict[str, bytes]:
-        """The files of a checkpoint, verified.
+        """Returns the verified contents of a checkpoint's files by name.
 
         Raises:
             DamagedError: A file is missing, cut short or changed.
@@ -361,26 +364,27 @@ class CheckpointStore:
         return files
 
     def load_newest(self, on_fallback: Callable[[Fallback], None], above: int = -1) -> tuple[Commit, Snapshot] | None:
-        """The newest checkpoint that is intact, or None if none was ever committed.
+        """Returns the newest intact checkpoint, or None if none was ever committed.
 
         Args:
-            on_fallback: Told of every checkpoint that is passed over, whoever marked it. One that is damaged is marked
-                and not looked at again; one whose content is refused stays as it is, since another version may read it.
-            above: A step; checkpoints up to it count as if they were not there, and are not read.
+            on_fallback: Called for every checkpoint that is skipped, also if it was marked before. A damaged checkpoint
+                is marked and not read again; one with refused content stays as it is, since another version may read
+                it.
+            above: Checkpoints up to this step are ignored and not read.
 
         Raises:
-            CheckpointError: There are checkpoints, but not one can be used; nothing is deleted.
-            MemoryError: There is no room for it here.
+            CheckpointError: There are checkpoints, but none can be used; nothing is deleted.
+            MemoryError: There is not enough memory for the checkpoint.
             OSError: The storage does not answer.
         """
         refused = []
-        for name, files in sorted(self._folders().items(), key=lambda item: key_of(item[0]), reverse=True):
-            if COMMIT not in files or key_of(name)[0] <= above:
+        for name, files in sorted(self._folders().items(), key=lambda item: parse_folder_name(item[0]), reverse=True):
+            if COMMIT not in files or parse_folder_name(name)[0] <= above:
                 continue
             try:
                 if _BAD in files:
                     raise CheckpointError(str(read_json(files[_BAD])["reason"]))
-                commit = parsed(name, files[COMMIT].read_bytes())
+                commit = parse_commit(name, files[COMMIT].read_bytes())
                 snapshot = unpack(self.load(commit))
                 if snapshot.step != commit.step:
                     raise CheckpointError(f"it holds the state of step {snapshot.step}")
@@ -399,12 +403,9 @@ class CheckpointStore:
         return None
 
     def mark_suspect(self, after: int, reason: str) -> list[int]:
-        """Marks the checkpoints of more finished steps, to which a worker that computes wrongly may have contributed.
+        """Marks the checkpoints after a step, to which a corrupt rank may have contributed; returns their steps.
 
-        They are used as others are.
-
-        Returns:
-            Their steps.
+        They are still used like others.
 
         Raises:
             OSError: The storage does not answer.
@@ -419,17 +420,17 @@ class CheckpointStore:
         return [commit.step for commit in commits]
 
     def mark_bad(self, commit: Commit, reason: str) -> None:
-        """Marks a checkpoint so that nobody looks at it again; its files stay."""
+        """Marks a checkpoint so that it is not read again; its files stay."""
         _mark_bad(self._paths.checkpoint(commit.step, commit.fence), reason)
 
     def clean(self, fence: int) -> None:
-        """Removes leftovers of earlier starts that were never committed.
+        """Removes the uncommitted checkpoints of earlier starts.
 
         Raises:
             OSError: The storage does not answer.
         """
         for name, files in (self._folders(temporary=True) | self._folders()).items():
-            if COMMIT not in files and key_of(name)[1] < fence:
+            if COMMIT not in files and parse_folder_name(name)[1] < fence:
                 remove_tree(self._paths.checkpoints / name)
 
     def retain(
@@ -439,64 +440,65 @@ class CheckpointStore:
         holds: Sequence[Hold] = (),
         before: Callable[[list[int]], None] | None = None,
     ) -> list[int]:
-        """Removes checkpoints that nobody needs any more; the newest intact ones stay.
+        """Removes the checkpoints that are not needed any more; returns their steps.
 
         Args:
-            keep_last: Newest checkpoints to keep.
-            best: Steps of the best ones, which stay too.
-            holds: Holds that are respected besides those of now.
-            before: Told of the steps to remove before anything is removed.
-
-        Returns:
-            Steps of the removed ones.
+            keep_last: Number of newest intact checkpoints to keep.
+            best: Steps of the best checkpoints, which are kept as well.
+            holds: Holds that count besides the present ones.
+            before: Called with the steps to remove, before the first one is removed.
         """
         commits = self.commits()
-        gone = removable([c.step for c in commits], keep_last, best, [*holds, *self.holds()], time.time())
+        removed = removable_steps([c.step for c in commits], keep_last, best, [*holds, *self.holds()], time.time())
         if before is not None:
-            before(sorted(gone))
+            before(sorted(removed))
         for commit in commits:
-            if commit.step in gone:
+            if commit.step in removed:
                 folder = self._paths.checkpoint(commit.step, commit.fence)
                 (folder / COMMIT).unlink(missing_ok=True)
                 remove_tree(folder)
-        return sorted(gone)
+        return sorted(removed)
 
     def holds(self) -> list[Hold]:
-        """What the followers of this run say."""
-        found = read_all_json(listing(self._paths.holds).values(), missing=b"null")  # a follower may be done just now
-        return [Hold(**value) for value in found if value]
+        """Returns the holds of all readers of this run."""
+        # A reader may remove its hold between the listing and the reading.
+        values = read_all_json(list_tree(self._paths.holds).values(), missing=b"null")
+        return [Hold(**value) for value in values if value]
 
     def hold(self, follower: str, hold: Hold) -> None:
-        """Says for a follower what it still needs."""
+        """Writes or renews the hold of a reader."""
         put_json(self._paths.holds / f"{follower}.json", asdict(hold))
 
     def release(self, follower: str) -> None:
-        """Says for a follower that it needs nothing any more."""
+        """Removes the hold of a reader."""
         (self._paths.holds / f"{follower}.json").unlink(missing_ok=True)
 
     def _folders(self, temporary: bool = False) -> _Folders:
-        """What there is; with `temporary` what writers that were stopped in the middle have left. On S3 that is one
-        request.
+        """Returns the files of all checkpoint folders, by one request on S3.
+
+        Args:
+            temporary: Return the temporary files instead, which writers leave that are stopped in the middle.
         """
-        found: _Folders = {}
-        for path, file in listing(self._paths.checkpoints, temporary=temporary).items():
+        folders: _Folders = {}
+        for path, file in list_tree(self._paths.checkpoints, temporary=temporary).items():
             folder, _, name = path.rpartition("/")
             if NAME.fullmatch(folder):
-                found.setdefault(folder, {})[name] = file
-        return found
+                folders.setdefault(folder, {})[name] = file
+        return folders
 
 
-class _GoneError(OSError):
-    """Files of a checkpoint that is being written are no longer there."""
+class _FilesRemovedError(OSError):
+    """Another process has removed files of a checkpoint that is being written."""
 
 
-def _refuse_if_gone(folder: Location, wanted: Iterable[str]) -> None:
-    if gone := set(wanted) - set(names(folder)):
-        raise _GoneError(f"Somebody has removed {sorted(gone)} from {folder} meanwhile")
+def _check_files_exist(folder: Location, expected: Iterable[str]) -> None:
+    if missing := set(expected) - set(list_files(folder)):
+        raise _FilesRemovedError(f"Another process has removed {sorted(missing)} from {folder} meanwhile")
 
 
 def _mark_bad(folder: Location, reason: str) -> None:
+    """Marks a folder as bad, as far as the storage permits it."""
     try:
         put_json(folder / _BAD, {"reason": reason, "time_s": time.time()}, if_absent=True)
     except OSError as error:
-        logger.warning("%s could not be marked as bad and will be looked at again: %s", folder, error)
+        logger.warning("%s could not be marked as bad and will be read again: %s", folder, error)

@@ -1,6 +1,4 @@
-"""The command `ray-app drill`: a configuration undisturbed, then under named disturbances, and a certificate of what
-came of it.
-"""
+"""The command `ray-app drill`: runs a configuration undisturbed and under named failures, and writes a certificate."""
 
 from __future__ import annotations
 
@@ -20,39 +18,39 @@ from rich.console import Console
 
 from ray_app.cluster.resources import cluster, reconnect
 from ray_app.config.config import Config
-from ray_app.drill.cluster import Nodes, local_nodes
+from ray_app.drill.cluster import DrillCluster, open_drill_cluster
 from ray_app.drill.session import SCENARIOS, Drill
-from ray_app.driver.parsing import parse_more
-from ray_app.driver.signals import ending_at_sigterm
+from ray_app.driver.parsing import parse_with_sections
+from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import ConfigError, is_refusal, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, location
+from ray_app.storage.files import Location, to_location
 
 _DESCRIPTION = (
     "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
 )
 _OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}
-_FEWEST_STEPS, _CHECKPOINTS, _HEARTBEAT_S, _RESIZE_S, _MOST_OWN_WORKERS = 20, 8, 3.0, 2.0, 4
+_FEWEST_STEPS, _CHECKPOINTS, _HEARTBEAT_S, _RESIZE_S, _MAX_LOCAL_WORKERS = 20, 8, 3.0, 2.0, 4
 _SELECTORS = ("scaling__label_selector", "evaluate__label_selector", "train__server_label_selector")
 
 
 @dataclass(frozen=True)
 class DrillSection:
-    """What the drill does.
+    """The scenarios of a drill and their limits.
 
     Args:
-        scenarios: Names of scenarios, separated by commas; not given: all of them. Names: kill, kill_twice, kill_two,
+        scenarios: Names of scenarios, separated by commas. Not given: all of them. Names: kill, kill_twice, kill_two,
             kill_all, kill_exchange, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator,
             freeze, slow, slow_storage, storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node,
             node_rank0, grow (or resize), shrink (or preempt), head, mlflow, damage, torn_write, driver,
             evaluator_and_driver.
-        max_steps: Most optimizer steps of every drilled run.
-        seed: Chooses the steps and the workers that are struck.
-        out: New folder for the runs and the certificate, which every node sees under the same path; not given: a folder
-            by the time in `drills` next to `run.storage_path`.
-        limit_s: Seconds after which a scenario counts as hanging; then it has failed, what it left is ended, and the
-            next one begins.
+        max_steps: Largest number of optimizer steps of every drilled run.
+        seed: Seed for the choice of the steps and the workers that are disturbed.
+        out: New folder for the runs and the certificate, which every node sees under the same path. Not given: a folder
+            named by the time, in `drills` next to `run.storage_path`.
+        limit_s: Seconds after which a scenario counts as hanging. It has then failed, its processes are ended, and the
+            next one starts.
     """
 
     scenarios: str | None = None
@@ -62,37 +60,37 @@ class DrillSection:
     limit_s: float = 900.0
 
 
-def chosen(section: DrillSection) -> list[str]:
-    """The names of the scenarios to go through.
+def choose_scenarios(section: DrillSection) -> list[str]:
+    """Returns the names of the chosen scenarios.
 
     Raises:
-        ConfigError: One is not known.
+        ConfigError: A name is unknown.
     """
     if section.scenarios is None:
         return list(SCENARIOS)
-    given = [name.strip() for name in section.scenarios.split(",") if name.strip()]
-    unknown = [name for name in given if _OTHER_NAMES.get(name, name) not in SCENARIOS]
-    if unknown or not given:
+    names = [name.strip() for name in section.scenarios.split(",") if name.strip()]
+    unknown = [name for name in names if _OTHER_NAMES.get(name, name) not in SCENARIOS]
+    if unknown or not names:
         raise ConfigError(
-            f"drill.scenarios is {section.scenarios!r}; {', '.join(map(repr, unknown)) or 'nothing'} is no scenario."
-            f" There are"
-            f" {', '.join(SCENARIOS)}. Give some of these, separated by commas, or leave it out for all."
+            f"drill.scenarios is {section.scenarios!r}; {', '.join(map(repr, unknown)) or 'nothing'} is not a scenario."
+            f" There are {', '.join(SCENARIOS)}. Give some of these, separated by commas, or leave it out for all."
         )
-    return list(dict.fromkeys(_OTHER_NAMES.get(name, name) for name in given))
+    return list(dict.fromkeys(_OTHER_NAMES.get(name, name) for name in names))
 
 
-def drilled(config: Config, section: DrillSection, own: bool) -> Config:
-    """The configuration of every drilled run: nothing that decides the result is another but the number of steps.
+def make_drill_config(config: Config, section: DrillSection, starts_cluster: bool) -> Config:
+    """Returns the configuration of every drilled run.
 
-    It does not stop early either, so that the scenarios have their steps.
+    Of the fields that decide the result only the number of steps changes, and early stopping is off, so that the
+    scenarios have enough steps.
 
     Args:
-        config: The user's.
-        section: What the drill does.
-        own: Whether the drill starts its own cluster.
+        config: The user's configuration.
+        section: The options of the drill.
+        starts_cluster: Whether the drill starts its own local cluster.
 
     Raises:
-        ConfigError: The configuration promises no equal bits, or has too few steps.
+        ConfigError: The configuration does not give bit-identical results, or has too few steps.
         DataError: The data is refused.
     """
     train, free = config.train, "does not promise the same bits, which a drill compares"
@@ -115,7 +113,7 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
             raise ConfigError(problem)
     changed: dict[str, Any] = {
         "run__name": "undisturbed",
-        "run__storage_path": str(_out(config, section)),
+        "run__storage_path": str(_output_folder(config, section)),
         "scaling__logical_workers": config.logical_workers,
         "scaling__resize_interval_s": min(config.scaling.resize_interval_s, _RESIZE_S),
         "train__max_steps": min(section.max_steps, config.train.max_steps or section.max_steps),
@@ -126,32 +124,39 @@ def drilled(config: Config, section: DrillSection, own: bool) -> Config:
         "evaluate__patience": None,
         "tracking__enabled": False,
     }
-    if own:
-        most = min(config.scaling.most_workers, _MOST_OWN_WORKERS)
-        changed |= {"scaling__max_workers": most, "scaling__min_workers": min(config.scaling.min_workers, most)}
-        changed |= dict.fromkeys(
-            ("scaling__label_selector", "evaluate__label_selector", "train__server_label_selector")
-        )  # nodes of the drill's own have no labels
-    if own and not config.scaling.gpus_per_worker:
+    if starts_cluster:
+        max_workers = min(config.scaling.worker_limit, _MAX_LOCAL_WORKERS)
+        changed |= {"scaling__max_workers": max_workers}
+        changed |= {"scaling__min_workers": min(config.scaling.min_workers, max_workers)}
+        # The nodes of a local cluster have no labels.
+        changed |= dict.fromkeys(_SELECTORS)
+    if starts_cluster and not config.scaling.gpus_per_worker:
         changed |= {"scaling__cpus_per_worker": 1, "evaluate__num_cpus": 1}
-    made = config.replace(**changed)
-    steps = prepare(made).job.total_steps
+    drill_config = config.replace(**changed)
+    steps = prepare(drill_config).job.total_steps
     if steps < _FEWEST_STEPS:
         raise ConfigError(
             f"The drilled run would have {steps} steps; a drill needs {_FEWEST_STEPS}. Raise drill.max_steps"
-            f" ({section.max_steps}),"
-            f" train.max_steps ({config.train.max_steps}) or train.epochs ({config.train.epochs})."
+            f" ({section.max_steps}), train.max_steps ({config.train.max_steps}) or train.epochs"
+            f" ({config.train.epochs})."
         )
     every = max(1, steps // _CHECKPOINTS)
     keep = max(config.checkpoint.keep_last, 3)
-    return made.replace(checkpoint__every_steps=every, checkpoint__every_epochs=None, checkpoint__keep_last=keep)
+    return drill_config.replace(
+        checkpoint__every_steps=every, checkpoint__every_epochs=None, checkpoint__keep_last=keep
+    )
 
 
-def _out(config: Config, section: DrillSection) -> Location:
+def _output_folder(config: Config, section: DrillSection) -> Location:
+    """Returns the folder of the runs and the certificate.
+
+    Raises:
+        ConfigError: It has the certificate of another drill.
+    """
     name = time.strftime("%Y%m%d-%H%M%S")
-    storage = location(config.run.storage_path)
+    storage = to_location(config.run.storage_path)
     beside = (storage.parent if isinstance(storage, Path) else storage) / "drills"
-    out = location(section.out) if section.out else beside / name
+    out = to_location(section.out) if section.out else beside / name
     if (out / "certificate.json").exists():
         raise ConfigError(
             f"drill.out is {section.out}, which holds the certificate of another drill. Give another folder."
@@ -160,10 +165,10 @@ def _out(config: Config, section: DrillSection) -> Location:
 
 
 @contextmanager
-def _connected(config: Config, own: bool) -> Iterator[Nodes | None]:
-    """The cluster to drill on, and its nodes if they are the drill's to lose."""
-    if own and not config.scaling.gpus_per_worker:
-        with local_nodes(config.scaling.most_workers, config.data.eval_path is not None) as nodes:
+def _connected(config: Config, starts_cluster: bool) -> Iterator[DrillCluster | None]:
+    """Connects to the cluster of the drill in the block, and yields its nodes if the drill may end them."""
+    if starts_cluster and not config.scaling.gpus_per_worker:
+        with open_drill_cluster(config.scaling.worker_limit, config.data.eval_path is not None) as nodes:
             yield nodes
     else:
         with cluster(config):
@@ -171,25 +176,34 @@ def _connected(config: Config, own: bool) -> Iterator[Nodes | None]:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int:
-    """The command `ray-app drill`.
+    """Runs the command `ray-app drill`.
 
     Returns:
-        Exit code: 0 every scenario happened and ended with equal parameters, 1 one did not or the drill was not
-        completed, 2 refused before anything started.
+        Exit code: 0 if every scenario happened and ended with equal parameters, 1 if one did not or the drill was not
+        completed, 2 if it was refused before anything started.
     """
     console, started = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150), False
     try:
-        with ending_at_sigterm():
-            config, sections = parse_more(arguments, {"drill": DrillSection}, prog, description=_DESCRIPTION)
+        with interrupt_at_sigterm():
+            config, sections = parse_with_sections(arguments, {"drill": DrillSection}, prog, description=_DESCRIPTION)
             section: DrillSection = sections["drill"]
-            chosen(section)
-            own = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
-            made = drilled(config, section, own)
-            with redirect_stdout(StringIO()), _connected(made, own) as nodes:
-                renew = nodes.renew if nodes is not None else partial(reconnect, made)
-                session = Drill(made, config, chosen(section), section.seed, section.limit_s, nodes, console, renew)
+            choose_scenarios(section)
+            starts_cluster = not (ray.is_initialized() or config.run.ray_address or os.environ.get("RAY_ADDRESS"))
+            drill_config = make_drill_config(config, section, starts_cluster)
+            with redirect_stdout(StringIO()), _connected(drill_config, starts_cluster) as nodes:
+                renew = nodes.restart if nodes is not None else partial(reconnect, drill_config)
+                session = Drill(
+                    drill_config,
+                    config,
+                    choose_scenarios(section),
+                    section.seed,
+                    section.limit_s,
+                    nodes,
+                    console,
+                    renew,
+                )
                 started = True
-                return session.go()
+                return session.run()
     except KeyboardInterrupt:
         print("Interrupted; the certificate says how far the drill came.", file=sys.stderr)
         return 1

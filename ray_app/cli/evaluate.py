@@ -1,6 +1,4 @@
-"""The command `ray-app evaluate`: evaluates the checkpoints of a run that trains, has ended or has failed, from another
-job.
-"""
+"""The command `ray-app evaluate`: evaluates the checkpoints of a running, finished or failed run, from another job."""
 
 from __future__ import annotations
 
@@ -15,24 +13,24 @@ from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.main import exit_code
-from ray_app.cluster.ray_private import labelled
+from ray_app.cluster.ray_private import nodes_with_labels
 from ray_app.cluster.resources import cluster
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec, EvaluateSection
 from ray_app.driver.finalize import newest_start, report_end
-from ray_app.driver.parsing import Parser, importable_from_here
-from ray_app.driver.trained_run import replay, training_data
+from ray_app.driver.parsing import Parser, add_current_folder_to_path
+from ray_app.driver.trained_run import open_training_data, send_to_mlflow
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.evaluator import start_evaluator
-from ray_app.evaluate.job import EvaluationJob, pending
-from ray_app.preflight.prepare import check_evaluation_data, evaluation_source, make_task
+from ray_app.evaluate.job import EvaluationJob, pending_commits
+from ray_app.preflight.prepare import check_evaluation_data, make_task, open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import location, poll_s
+from ray_app.storage.files import poll_interval_s, to_location
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task
 
@@ -44,20 +42,20 @@ _NAME_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What the command evaluates.
+    """What the command evaluates, and the resources of its evaluator.
 
     Args:
         run: Directory of the run, or its s3:// URI.
-        name: Of this evaluator: its evaluations stand beside the run's own, and its metrics in MLflow are called
-            `eval_<name>_<metric>`. Not given: it does the work of the run's own evaluator.
+        name: Name of this evaluator. Its evaluations are stored separately from the run's own, and its metrics in
+            MLflow are called `eval_<name>_<metric>`. Not given: the command does the work of the run's own evaluator.
         data: Folder (or file) of Parquet to evaluate on; needs a name. Not given: the run's `data.eval_path`.
-        follow: Goes on until the run has ended; otherwise it ends with what is committed now.
-        every: See `evaluate.every`; not given: as the run has it.
-        batch_size: Rows of one forward pass; not given: as the run has it.
-        num_cpus: Logical CPUs to reserve; not given: as the run has it.
-        num_gpus: GPUs to reserve; not given: as the run has it.
-        threads: CPU threads of the computation; not given: as the run has it.
-        ray_address: Ray cluster to join; not given: see `run.ray_address`.
+        follow: Continues until the run has ended; otherwise it ends after the checkpoints that are committed now.
+        every: See `evaluate.every`. Not given: the value of the run.
+        batch_size: Rows of one forward pass. Not given: the value of the run.
+        num_cpus: Logical CPUs to reserve. Not given: the value of the run.
+        num_gpus: GPUs to reserve. Not given: the value of the run.
+        threads: CPU threads of the computation. Not given: the value of the run.
+        ray_address: Address of the Ray cluster to connect to. Not given: see `run.ray_address`.
     """
 
     run: str
@@ -73,27 +71,27 @@ class EvaluateOptions:
 
 
 def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Console) -> list[Evaluation]:
-    """Evaluates what is committed, and with `follow` what comes; returns the evaluations of this evaluator by step.
+    """Evaluates the committed checkpoints, with `follow` also later ones; returns this evaluator's evaluations by step.
 
-    What was evaluated before is not evaluated again. A driver that lives sends the evaluations to MLflow; after its end
-    this does.
+    Checkpoints that are already evaluated are not evaluated again. The driver of a running run sends the evaluations to
+    MLflow; after its end this function does.
 
     Args:
-        options: See there.
-        task: Another task than the run's, for other metrics; its model must take the same parameters.
-        console: Where progress is shown.
+        options: The options of the command.
+        task: Another task than the run's, for other metrics; its model must accept the same parameters.
+        console: Console that shows the progress.
 
     Raises:
-        ConfigError: There is no such run, or the options do not fit.
-        DataError: The data does not fit.
+        ConfigError: The run does not exist, or the options do not fit it.
+        DataError: The data does not fit the task.
         EvaluationError: The evaluator gave up.
     """
-    paths = RunPaths(location(options.run))
+    paths = RunPaths(to_location(options.run))
     newest_start(paths)
-    config = _config(paths, options, task)
-    job = _job(paths, config, options)
+    config = _make_config(paths, options, task)
+    job = _make_job(paths, config, options)
     with cluster(config):
-        _refuse_if_it_never_fits(job.section)
+        _check_resources(job.section)
         evaluator = start_evaluator(job)
         try:
             _follow(job, evaluator, options.follow, console)
@@ -101,12 +99,12 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
             ray.kill(evaluator, no_restart=True)
             CheckpointStore(paths).release(job.follower)
     if not is_held(paths):
-        _tell(paths, config)
+        _publish(paths, config)
     return read_evaluations(paths, options.name)
 
 
-def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -> Config:
-    """The run's configuration with what is asked for here."""
+def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -> Config:
+    """Returns the run's configuration with the options of the command."""
     config = read_config(paths)
     if options.name is not None and (not options.name or set(options.name) - set(_NAME_CHARS)):
         raise ConfigError(f"--name is {options.name!r}; use letters, digits, '_' and '-'.")
@@ -118,74 +116,90 @@ def _config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -
         raise ConfigError(
             f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
         )
-    given = {name: getattr(options, name) for name in ("every", "batch_size", "num_cpus", "num_gpus", "threads")}
-    section = replace(config.evaluate, **{name: value for name, value in given.items() if value is not None})
+    overrides = {name: getattr(options, name) for name in ("every", "batch_size", "num_cpus", "num_gpus", "threads")}
+    section = replace(config.evaluate, **{name: value for name, value in overrides.items() if value is not None})
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
         config = config.replace(data__eval_path=options.data)
-    check(
-        config if options.name is None else config.replace(evaluate__patience=None)
-    )  # only the run's own evaluations stop it
+    # Early stopping depends only on the run's own evaluations.
+    check_config(config if options.name is None else config.replace(evaluate__patience=None))
     return config.replace(
         run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1
     )
 
 
-def _job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
-    ready = prepare_task(make_task(config), training_data(paths, config).facts)
-    data = evaluation_source(ready, str(config.data.eval_path), config.data.read_task_mb)
+def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
+    """Returns the job of the evaluator.
+
+    Raises:
+        DataError: The data does not fit the task, or is not that of earlier evaluations.
+    """
+    task = prepare_task(make_task(config), open_training_data(paths, config).facts)
+    data = open_evaluation_source(task, str(config.data.eval_path), config.data.read_task_mb)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)
     exact = config.train.reduction == "exact"
-    return EvaluationJob(config.evaluate, ready, str(paths.root), newest_fence(paths), data, options.name, True, exact)
+    return EvaluationJob(config.evaluate, task, str(paths.root), newest_fence(paths), data, options.name, True, exact)
 
 
 def _follow(job: EvaluationJob, evaluator: Any, follow: bool, console: Console) -> None:
-    """Shows each evaluation as it comes, until none will come any more."""
-    shown: set[int] = {e.step for e in read_evaluations(job.paths, job.name)}
-    asked, waits = evaluator.error.remote(), False
+    """Shows each new evaluation until all checkpoints are evaluated and, with `follow`, the run has ended.
+
+    Raises:
+        DataError: The evaluator gave up because of the data.
+        EvaluationError: The evaluator gave up for another reason.
+    """
+    shown_steps: set[int] = {e.step for e in read_evaluations(job.paths, job.name)}
+    pending_error, is_waiting = evaluator.error.remote(), False
     while True:
-        is_last_look = not (follow and is_held(job.paths)) and not pending(job)
-        for found in read_evaluations(job.paths, job.name):
-            if found.step not in shown:
-                shown.add(found.step)
-                values = ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
+        is_last_look = not (follow and is_held(job.paths)) and not pending_commits(job)
+        for evaluation in read_evaluations(job.paths, job.name):
+            if evaluation.step not in shown_steps:
+                shown_steps.add(evaluation.step)
+                values = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())
                 console.print(
-                    f"step {found.step}: {values}  ({found.duration_s:.1f} s, {found.behind} waiting)", highlight=False
+                    f"step {evaluation.step}: {values}  ({evaluation.duration_s:.1f} s, {evaluation.behind} waiting)",
+                    highlight=False,
                 )
         if is_last_look:
             return
-        if ray.wait([asked], timeout=_PATIENCE_S)[0]:
+        if ray.wait([pending_error], timeout=_PATIENCE_S)[0]:
             try:
-                gave_up = ray.get(asked)
+                gave_up = ray.get(pending_error)
             except ray.exceptions.RayActorError as error:
                 gave_up = str(error)
             if gave_up is not None:
                 kind = DataError if isinstance(gave_up, DataError) else EvaluationError
                 raise kind(f"The evaluator gave up: {gave_up}")
-            asked = evaluator.error.remote()
-        elif not waits:
-            console.print("The evaluator waits for room in the cluster ...")
-            waits = True
-        time.sleep(poll_s(job.paths.root))
+            pending_error = evaluator.error.remote()
+        elif not is_waiting:
+            console.print("The evaluator waits for capacity in the cluster ...")
+            is_waiting = True
+        time.sleep(poll_interval_s(job.paths.root))
 
 
-def _refuse_if_it_never_fits(section: EvaluateSection) -> None:
-    nodes = [node["Resources"] for node in labelled(ray.nodes(), section.label_selector, "evaluate.label_selector")]
+def _check_resources(section: EvaluateSection) -> None:
+    """Refuses an evaluator that needs more resources than any node has.
+
+    Raises:
+        ConfigError: No node is large enough.
+    """
+    nodes = [
+        node["Resources"] for node in nodes_with_labels(ray.nodes(), section.label_selector, "evaluate.label_selector")
+    ]
     if not any(node.get("CPU", 0.0) >= section.num_cpus and node.get("GPU", 0.0) >= section.num_gpus for node in nodes):
         labels = f", labelled {section.label_selector}," if section.label_selector else ""
         raise ConfigError(
             f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has."
-            f" Give less with"
-            " --num_cpus and --num_gpus (0: it computes on the CPU), or add a node."
+            " Give less with --num_cpus and --num_gpus (0: it computes on the CPU), or add a node."
         )
 
 
-def _tell(paths: RunPaths, config: Config) -> None:
-    """Brings what others read of a run that has ended up to date."""
+def _publish(paths: RunPaths, config: Config) -> None:
+    """Updates MLflow and the report page of a run that has ended."""
     if config.tracking.enabled:
         try:
-            replay(str(paths.root))
+            send_to_mlflow(str(paths.root))
         except (RayAppError, OSError) as error:
             command = shlex.join(["ray-app", "track", "--replay", str(paths.root)])
             logger.warning("MLflow was not told, %s does it later: %s", command, redact(str(error)))
@@ -193,12 +207,12 @@ def _tell(paths: RunPaths, config: Config) -> None:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app evaluate") -> int:
-    """Parses the command line and evaluates.
+    """Runs the command `ray-app evaluate`.
 
     Returns:
-        Exit code: see `exit_code`; starting it again goes on.
+        Exit code: see `exit_code`. A second start continues with the remaining checkpoints.
     """
-    importable_from_here()
+    add_current_folder_to_path()
     parser = Parser(
         prog=prog, description="Evaluates the checkpoints of a run, also while it trains.", allow_abbrev=False
     )
@@ -222,7 +236,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app evaluate") -> 
     console = Console()
 
     def work() -> None:
-        found = evaluate_run(options, task, console)
-        console.print(f"{len(found)} checkpoints of {options.run} are evaluated.", highlight=False)
+        evaluations = evaluate_run(options, task, console)
+        console.print(f"{len(evaluations)} checkpoints of {options.run} are evaluated.", highlight=False)
 
     return exit_code(work, "The evaluation failed")

@@ -1,4 +1,4 @@
-"""The command `ray-app export`: a folder with a run's model."""
+"""The command `ray-app export`: writes the model of a run to a folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from jsonargparse import ArgumentParser
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import ExportOptions, export_run
-from ray_app.driver.parsing import importable_from_here
+from ray_app.driver.parsing import add_current_folder_to_path
 from ray_app.runlog.redaction import redact
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app export") -> int:
-    """The command `ray-app export`.
+    """Runs the command `ray-app export`.
 
     Returns:
         Exit code: see `exit_code`.
     """
-    importable_from_here()
+    add_current_folder_to_path()
     parser = ArgumentParser(
         prog=prog, description="Writes the model of a run to a folder, for machines without Ray and MLflow."
     )
@@ -26,16 +26,16 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app export") -> in
     options = ExportOptions(**parser.parse_args(arguments).as_dict())
 
     def work() -> None:
-        done = export_run(options)
+        summary = export_run(options)
         as_program = (
             ""
-            if done["format"] == "torch.export"
-            else f"; not as a torch.export program ({'; '.join(done['refused'])})"
+            if summary["format"] == "torch.export"
+            else f"; not as a torch.export program ({'; '.join(summary['refused'])})"
         )
         print(
             redact(
-                f"step {done['step']} of {done['run']} as {done['format']}, parameters sha256"
-                f" {done['params_digest']}{as_program}"
+                f"step {summary['step']} of {summary['run']} as {summary['format']}, parameters sha256"
+                f" {summary['params_digest']}{as_program}"
             )
         )
         print(Path(options.out).expanduser().resolve())

@@ -1,4 +1,4 @@
-"""The command `ray-app ingest`: parse, ingest in threads or on a cluster, say what there is now."""
+"""The command `ray-app ingest`: ingests raw data in threads or on a cluster, and shows a summary."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.console import Console
 from ray_app.cli.main import exit_code
 from ray_app.ingest.ingest import DatasetSummary, ingest, run_in_threads, run_on_cluster
 from ray_app.ingest.options import IngestOptions
-from ray_app.plan.manifest import similar_names
+from ray_app.plan.manifest import find_similar_names
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> int:
-    """Parses the command line and ingests.
+    """Runs the command `ray-app ingest`.
 
     Returns:
         Exit code: see `exit_code`.
@@ -28,16 +28,17 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
         type=str | None,
         default=None,
         help="Ray cluster on whose CPUs to work (auto or an address), which sees input and out under the same path. Not"
-        " given: RAY_ADDRESS"
-        " if that is set (as in a Ray job), otherwise threads of this process. The files are the same.",
+        " given: RAY_ADDRESS if that is set (as in a Ray job), otherwise threads of this process. The files are the"
+        " same.",
     )
-    given = parser.parse_args(arguments).as_dict()
-    address = given.pop("ray_address") or os.environ.get("RAY_ADDRESS")
-    options = IngestOptions(**given)
+    values = parser.parse_args(arguments).as_dict()
+    address = values.pop("ray_address") or os.environ.get("RAY_ADDRESS")
+    options = IngestOptions(**values)
     return exit_code(lambda: _print(_ingest(options, address), options.source), "The data was not ingested")
 
 
 def _ingest(options: IngestOptions, address: str | None) -> DatasetSummary:
+    """Ingests in threads of this process or, with an address, on a Ray cluster."""
     if not address:
         return ingest(options, run_in_threads)
     import ray
@@ -52,6 +53,7 @@ def _ingest(options: IngestOptions, address: str | None) -> DatasetSummary:
 
 
 def _print(summary: DatasetSummary, source: str) -> None:
+    """Shows the parts of the data set, their columns and warnings."""
     console = Console(soft_wrap=True, highlight=False)
     for part in summary.parts.values():
         labels = f", {len(part.class_counts)} labels" if part.class_counts else ""
@@ -62,11 +64,10 @@ def _print(summary: DatasetSummary, source: str) -> None:
         console.print(
             f"{part.path}: {part.rows} rows in {len(part.shards)} shards{labels}{skipped}{refused}", markup=False
         )
-        for names in similar_names(part.classes or ()):
+        for names in find_similar_names(part.classes or ()):
             console.print(
                 f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the"
-                f" form of a character"
-                " alone. If they are meant to be one, correct the labels and ingest again.",
+                " form of a character alone. If they are meant to be one, correct the labels and ingest again.",
                 markup=False,
             )
         console.print(f"  columns: {', '.join(part.columns)}", markup=False)
@@ -82,7 +83,7 @@ def _print(summary: DatasetSummary, source: str) -> None:
 
 
 def _column_line(name: str, facts: dict[str, Any]) -> str:
-    """Type, missing values and usability of a column of Parquet."""
+    """Returns a line with the type, the missing values and the usability of a Parquet column."""
     kind = f"{facts['type']} {facts['dtype']}".rstrip() + (f" {tuple(facts['shape'])}" if facts["shape"] else "")
     missing = (
         f", {facts['nulls']} rows with a missing value, which are bad rows where a task reads it"

@@ -1,4 +1,4 @@
-"""The command `ray-app init`: begins a project of one's own, which trains, and whose test passes, as it is written."""
+"""The command `ray-app init`: writes a new project that trains, and passes its test, unchanged."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ray_app.errors import ConfigError
 
 _TEMPLATE = Path(__file__).parent / "project"
 _NAME = "PACKAGE"
-"""Stands for the package's name in the files of the template; its folder is called `package` there."""
+"""Placeholder for the package's name in the files of the template, where its folder is called `package`."""
 _TAKEN = {"tests", "data", "runs", "predictions", "make_data"}
-"""What the project itself holds besides its package."""
+"""Names of files and folders of the project other than its package."""
 
 
 def project_files(package: str) -> Iterator[tuple[Path, str]]:
-    """The files of a new project: their paths below its folder, and what stands in them.
+    """Yields the files of a new project: their relative paths and contents.
 
     Args:
-        package: Name of its package.
+        package: Name of the project's package.
     """
     for file in sorted(_TEMPLATE.rglob("*")):
         if file.is_file() and file.suffix != ".pyc":
@@ -36,42 +36,43 @@ def project_files(package: str) -> Iterator[tuple[Path, str]]:
             yield Path(*parts), file.read_text().replace(_NAME, package)
 
 
-def package_name(folder: Path, asked: str | None) -> str:
-    """The name of the project's package: the one that is asked for, or one made from the folder's.
+def package_name(folder: Path, requested: str | None) -> str:
+    """Returns the name of the project's package: the requested one, or one derived from the folder's name.
 
     Raises:
-        ConfigError: No module can be called so, or one is.
+        ConfigError: The name is not a valid module name, or another module has it.
     """
-    name = asked or re.sub(r"\W", "_", folder.name).lower()
+    name = requested or re.sub(r"\W", "_", folder.name).lower()
     advice = "Give another name with --package, such as --package surface."
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ConfigError(f"The package would be called {name!r}, which is no name that Python imports. {advice}")
+        raise ConfigError(f"The package would be called {name!r}, which is not a name that Python imports. {advice}")
     elsewhere = [path for path in sys.path if path and Path(path).resolve() not in (Path.cwd(), folder)]
     if name in _TAKEN | sys.stdlib_module_names or PathFinder.find_spec(name, elsewhere) is not None:
-        raise ConfigError(f"The package would be called {name!r}, as {_whose(name)}. {advice}")
+        raise ConfigError(f"The package would be called {name!r}, as {_describe_owner(name)}. {advice}")
     return name
 
 
-def _whose(name: str) -> str:
+def _describe_owner(name: str) -> str:
+    """Returns the owner of a name, as the end of a sentence."""
     return "a part of the project is" if name in _TAKEN else "an installed module is, and one would hide the other"
 
 
-def begin(folder: Path, package: str) -> None:
+def write_project(folder: Path, package: str) -> None:
     """Writes the files of a new project.
 
     Args:
-        folder: Where to; made if it is not there.
-        package: Name of its package.
+        folder: Folder of the project, which is created if it does not exist.
+        package: Name of the project's package.
 
     Raises:
-        ConfigError: Something is there already, or it cannot be written.
+        ConfigError: The folder is not empty, or cannot be written to.
     """
     try:
-        held = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-        if held:
-            shown = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
+        entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        if entries:
+            listed = ", ".join(entries[:5]) + (", ..." if len(entries) > 5 else "")
             raise ConfigError(
-                f"{folder} is not empty (it holds {shown}), and nothing is overwritten. Name a new or an empty folder."
+                f"{folder} is not empty (it holds {listed}), and nothing is overwritten. Name a new or an empty folder."
             )
         for path, text in project_files(package):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ def begin(folder: Path, package: str) -> None:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
-    """Parses the command line and begins the project.
+    """Runs the command `ray-app init`.
 
     Returns:
         Exit code: see `exit_code`.
@@ -102,7 +103,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
     def work() -> None:
         folder = Path(options.folder).expanduser().resolve()
         package = package_name(folder, options.package)
-        begin(folder, package)
+        write_project(folder, package)
         print(f"{folder} has a project with the package {package}; README.md says what is what. To see it train:\n")
         for command in (
             ["cd", options.folder],

@@ -1,8 +1,7 @@
-"""The command `ray-app`: a table of what it does; each is a module beside this one, imported when it is called, so that
-help is quick.
+"""The command `ray-app` and its subcommands, and the exit codes that they share.
 
-How a command ends: what its exit code means, for all of them alike. It imports little, so that a command without torch
-can use it.
+Each subcommand is a module beside this one, which is imported when it is called, so that `--help` is quick. This module
+imports little, so that commands without torch can use it.
 """
 
 from __future__ import annotations
@@ -36,73 +35,80 @@ COMMANDS = {
     "track": "send what MLflow lacks of a run that has ended",
     "drill": "prove on a configuration that failures and resizes change nothing",
 }
-"""What each subcommand does, by the name of its module."""
+"""Description of each subcommand, by the name of its module."""
 
 
 def run(prog: str = "ray-app", name: str | None = None) -> int:
-    """A command as a process; see `main`.
+    """Runs a command as a process and returns its exit code; see `main`.
 
-    It ends without taking Python apart, which takes a second and can abort the process (the code is then SIGABRT's)
-    where a thread is still at work in C++: one that has to wait for the interpreter then is ended there.
+    The process ends without the shutdown of the interpreter. The shutdown takes a second, and can abort the process
+    (with the exit code of SIGABRT) if a thread in C++ waits for the interpreter.
 
     Args:
-        prog: What the user typed to get here, for messages.
-        name: The subcommand; not given: the first argument of the command line names it.
+        prog: The program as the user typed it, for messages.
+        name: The subcommand. Not given: the first argument of the command line.
     """
-    if name is not None or (sys.argv[1:2] and sys.argv[1] in COMMANDS):  # their exit code says what came of their work
+    # The exit code of a subcommand reports its work, so a closed output must not change it.
+    if name is not None or (sys.argv[1:2] and sys.argv[1] in COMMANDS):
         make_standard_streams_safe()
     codes: list[int] = []
-    atexit.register(lambda: _leave(*codes))  # registered first, called last
-    codes.append(main(prog=prog) if name is None else _imported(name).main(prog=prog))
+    # The first registered function is called last.
+    atexit.register(lambda: _exit_process(*codes))
+    codes.append(main(prog=prog) if name is None else _import_command(name).main(prog=prog))
     return codes[0]
 
 
-def _leave(*codes: int) -> None:
+def _exit_process(*codes: int) -> None:
+    """Flushes the output and ends the process with the exit code, if there is one."""
     logging.shutdown()
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed from the beginning
+    # A standard stream that was closed before the start is None.
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
-        except (BrokenPipeError, ValueError):  # nobody reads, or it is closed
+        except (BrokenPipeError, ValueError):
+            # The reader is gone, or the stream is closed.
             pass
-        except OSError:  # a full disk: Python says so and has a code of its own for it
+        except OSError:
+            # The disk is full: Python itself reports this, with its own exit code.
             return
     for code in codes:
         os._exit(code)
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
-    """Runs the subcommand that the first argument names with the others.
+    """Runs the subcommand that the first argument names with the remaining arguments.
 
     Args:
-        arguments: The command line without the program; not given: that of this process.
-        prog: What the user typed to get here, for messages.
+        arguments: The command line without the program. Not given: the command line of this process.
+        prog: The program as the user typed it, for messages.
 
     Returns:
         The subcommand's exit code; 2 if there is no such subcommand.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    name, rest = (given[0], given[1:]) if given else ("", [])
+    command_line = sys.argv[1:] if arguments is None else arguments
+    name, rest = (command_line[0], command_line[1:]) if command_line else ("", [])
     if name in ("-h", "--help"):
         print(_help(prog))
     elif name == "--version":
         print(f"ray-app {__version__}")
     elif name in COMMANDS:
-        return int(_imported(name).main(rest, f"{prog} {name}"))
+        return int(_import_command(name).main(rest, f"{prog} {name}"))
     else:
         print(_refusal(prog, name), file=sys.stderr)
         return 2
     return 0
 
 
-def _imported(name: str) -> ModuleType:
-    """The module of a subcommand."""
+def _import_command(name: str) -> ModuleType:
+    """Imports and returns the module of a subcommand."""
     with without_gc():
         return importlib.import_module(f"ray_app.cli.{name}")
 
 
 def _help(prog: str) -> str:
+    """Returns the text of `--help`."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {description}" for name, description in COMMANDS.items()]
     above = [
         f"usage: {prog} COMMAND [ARGUMENTS]",
         "",
@@ -114,6 +120,7 @@ def _help(prog: str) -> str:
 
 
 def _refusal(prog: str, name: str) -> str:
+    """Returns the message for an unknown subcommand."""
     if not name:
         return _help(prog)
     near = difflib.get_close_matches(name, COMMANDS, 1)
@@ -122,29 +129,28 @@ def _refusal(prog: str, name: str) -> str:
 
 
 def exit_code(work: Callable[[], object], failed: str) -> int:
-    """Does the work of a command and says by the exit code what came of it; an error is a line without secrets on
-    standard error.
+    """Does the work of a command and returns its exit code; an error is a line without secrets on standard error.
 
     Args:
-        work: The work, which prints what it has to say.
-        failed: What an error other than a refusal means, as the beginning of a sentence.
+        work: Does the work and prints its output.
+        failed: The meaning of an error other than a refusal, as the beginning of a sentence.
 
     Returns:
-        0 done, 2 refused, 75 interrupted, 1 failed.
+        0 if the work is done, 2 if it was refused, 75 if it was interrupted, 1 if it failed.
     """
     # These import YAML and NumPy, which `--help` and `--version` do without.
-    from ray_app.driver.signals import ending_at_sigterm
+    from ray_app.driver.signals import interrupt_at_sigterm
     from ray_app.runlog.redaction import redact
 
     try:
-        with ending_at_sigterm():
+        with interrupt_at_sigterm():
             work()
     except KeyboardInterrupt:
         print("Interrupted; it can be started again.", file=sys.stderr)
         return 75
     except Exception as error:
-        found = unwrap_app_error(error)
-        refused = is_refusal(found)
-        print(redact(f"{'' if refused else failed + ': '}{type(found).__name__}: {found}"), file=sys.stderr)
+        app_error = unwrap_app_error(error)
+        refused = is_refusal(app_error)
+        print(redact(f"{'' if refused else failed + ': '}{type(app_error).__name__}: {app_error}"), file=sys.stderr)
         return 2 if refused else 1
     return 0

@@ -1,4 +1,4 @@
-"""The command `ray-app predict`: predicts what is not there yet, and says how far it is and what came of it."""
+"""The command `ray-app predict`: predicts the missing parts of a data set, and shows its progress and a summary."""
 
 from __future__ import annotations
 
@@ -12,61 +12,71 @@ import ray
 from rich.console import Console
 
 from ray_app.cli.main import exit_code
-from ray_app.cluster.ray_private import most_resources
+from ray_app.cluster.ray_private import max_resources
 from ray_app.cluster.resources import cluster, workers_that_fit
 from ray_app.config.config import Config
-from ray_app.data.ray_tasks import Pool, through
+from ray_app.data.ray_tasks import ActorPool, map_in_actors
 from ray_app.data.reader import ReadSpec
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import DataError
-from ray_app.predict.actor import PredictActor, facts_of
-from ray_app.predict.predict import MADE_FROM, PredictSection, PreparedPrediction, prepare_prediction, refuse_other
+from ray_app.predict.actor import PredictActor, part_facts
+from ray_app.predict.predict import (
+    MADE_FROM,
+    PredictSection,
+    PreparedPrediction,
+    prepare_prediction,
+    refuse_other_prediction,
+)
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, names, put_json, read_json, remove_temporary
+from ray_app.storage.files import Location, list_files, put_json, read_json, remove_temporary
 
 _DESCRIPTION = (
     "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
 )
 DONE = "predictions.json"
-_VERIFYING, _TELL_S, _MOST_CLASSES = 8, 2.0, 20
+_VERIFY_THREADS = 8
+_PROGRESS_INTERVAL_S = 2.0
+_MAX_CLASSES = 20
 
 
 def predict(prepared: PreparedPrediction, config: Config, section: PredictSection, console: Console) -> dict[str, Any]:
-    """Predicts what is not there yet; returns the content of `predictions.json`, which is written last.
+    """Predicts the missing parts and returns the content of `predictions.json`, which is written last.
 
     Args:
-        prepared: What may start.
-        config: The cluster.
-        section: What the actors reserve.
-        console: Where progress is shown.
+        prepared: The prepared prediction.
+        config: The configuration of the cluster.
+        section: The options, with the resources of the actors.
+        console: Console that shows the progress.
 
     Raises:
-        ConfigError: The cluster has no room.
-        DataError: A row cannot be used, or the data set changed meanwhile.
+        ConfigError: The cluster does not have the capacity for one actor.
+        DataError: A row cannot be used, or the data set has changed meanwhile.
     """
     job, out = prepared.job, prepared.out
     remove_temporary(out)
-    done = _intact(prepared)
-    told = _Progress(prepared, len(done), sum(facts["rows"] for facts in done.values()), console)
+    done = _read_finished_parts(prepared)
+    progress = _Progress(prepared, len(done), sum(facts["rows"] for facts in done.values()), console)
     missing = [spec for name, spec in job.parts.values() if name not in done]
     if missing:
-        asked: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "scaling__max_workers": section.workers,
             "scaling__min_workers": 1,
             "data__eval_path": None,
         }
-        asked |= {"train__strategy": "ddp"}  # whatever trained: a prediction has actors
-        asked |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
-        room = config.replace(**asked)
-        with cluster(room):
-            most = workers_that_fit(room, ray.cluster_resources(), ray.nodes(), most_resources())
+        # A prediction runs in actors, also if the model was trained with another strategy.
+        settings |= {"train__strategy": "ddp"}
+        settings |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
+        actor_config = config.replace(**settings)
+        with cluster(actor_config):
+            num_actors = workers_that_fit(actor_config, ray.cluster_resources(), ray.nodes(), max_resources())
             if not put_json(out / MADE_FROM, prepared.made_from, if_absent=True):
-                refuse_other(prepared)  # another may have begun here meanwhile
-            pool = Pool(PredictActor, (ray.put(job),), most, section.num_cpus, section.num_gpus)
+                # Another process may have started a prediction in this folder meanwhile.
+                refuse_other_prediction(prepared)
+            pool = ActorPool(PredictActor, (ray.put(job),), num_actors, section.num_cpus, section.num_gpus)
             specs = dict(job.parts.values())
-            for found in through(pool, prepared.reader, missing, lambda found: specs[found["name"]]):
-                done[found["name"]] = json.loads(found["facts"])
-                told.add(done[found["name"]]["rows"])
+            for part in map_in_actors(pool, prepared.reader, missing, lambda part: specs[part["name"]]):
+                done[part["name"]] = json.loads(part["facts"])
+                progress.add(done[part["name"]]["rows"])
     before = read_json(out / DONE)
     if before is not None and not missing:
         return before
@@ -75,29 +85,29 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
     return result
 
 
-def _intact(prepared: PreparedPrediction) -> dict[str, dict[str, Any]]:
-    """The facts of the parts that are there, whole and made from the same, by name; damaged ones are made again."""
+def _read_finished_parts(prepared: PreparedPrediction) -> dict[str, dict[str, Any]]:
+    """Returns the facts of the complete parts of this prediction by name; damaged parts are left out."""
 
     def look(name: str, spec: ReadSpec) -> dict[str, Any] | None:
         try:
-            facts = facts_of((prepared.out / name).read_bytes())
+            facts = part_facts((prepared.out / name).read_bytes())
         except (OSError, ValueError):
             return None
-        rows = sum(piece.rows for piece in spec)
+        rows = sum(span.rows for span in spec)
         return facts if facts["made_from"] == prepared.job.made_from and facts["rows"] == rows else None
 
-    there = set(names(prepared.out))
-    parts = [part for part in prepared.job.parts.values() if part[0] in there]
-    with ThreadPoolExecutor(_VERIFYING) as pool:
-        found = pool.map(look, *zip(*parts, strict=True)) if parts else iter(())
-        return {name: facts for (name, _), facts in zip(parts, found, strict=True) if facts is not None}
+    existing_files = set(list_files(prepared.out))
+    parts = [part for part in prepared.job.parts.values() if part[0] in existing_files]
+    with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
+        results = pool.map(look, *zip(*parts, strict=True)) if parts else iter(())
+        return {name: facts for (name, _), facts in zip(parts, results, strict=True) if facts is not None}
 
 
 def _result(prepared: PreparedPrediction, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The content of `predictions.json`.
+    """Returns the content of `predictions.json`.
 
     Raises:
-        DataError: Rows are missing, or there are more than there were.
+        DataError: The number of predicted rows is not the number of rows of the data set.
     """
     parts = [done[name] | {"name": name} for name, _ in prepared.job.parts.values() if name in done]
     rows_out = sum(part["rows"] for part in parts)
@@ -116,16 +126,12 @@ def _result(prepared: PreparedPrediction, done: dict[str, dict[str, Any]]) -> di
 
 
 class _Progress:
-    """Lines that say how far it is, at most one every two seconds."""
+    """Shows lines with the progress, at most one every two seconds."""
 
     def __init__(self, prepared: PreparedPrediction, parts: int, rows: int, console: Console) -> None:
-        self._parts, self._rows, self._of = parts, rows, prepared
-        self._console, self._first_row, self._started_s, self._told_s = (
-            console,
-            rows,
-            time.monotonic(),
-            time.monotonic(),
-        )
+        self._parts, self._rows, self._prepared = parts, rows, prepared
+        self._console, self._first_row = console, rows
+        self._started_s = self._shown_s = time.monotonic()
         kept = f"; {parts:,} parts are there already" if parts else ""
         for line in prepared.columns:
             self._say(line)
@@ -135,15 +141,15 @@ class _Progress:
         )
 
     def add(self, rows: int) -> None:
-        """Another part is done."""
+        """Counts a finished part with its rows."""
         self._parts, self._rows = self._parts + 1, self._rows + rows
         now_s = time.monotonic()
-        if now_s - self._told_s >= _TELL_S or self._rows == self._of.rows:
-            self._told_s = now_s
+        if now_s - self._shown_s >= _PROGRESS_INTERVAL_S or self._rows == self._prepared.rows:
+            self._shown_s = now_s
             rate = (self._rows - self._first_row) / max(1e-9, now_s - self._started_s)
             self._say(
-                f"{self._parts:,}/{len(self._of.job.parts):,} parts, {self._rows:,}/{self._of.rows:,} rows, {rate:,.0f}"
-                f" rows/s"
+                f"{self._parts:,}/{len(self._prepared.job.parts):,} parts, {self._rows:,}/{self._prepared.rows:,}"
+                f" rows, {rate:,.0f} rows/s"
             )
 
     def _say(self, text: str) -> None:
@@ -151,6 +157,7 @@ class _Progress:
 
 
 def _summary(result: dict[str, Any], out: Location) -> list[str]:
+    """Returns the lines of the summary."""
     rows = result["rows_out"]
     lines = [
         f"model        {', '.join(f'{k} {v}' for k, v in result['model'].items())}, parameters sha256"
@@ -158,9 +165,9 @@ def _summary(result: dict[str, Any], out: Location) -> list[str]:
     ]
     lines.append(f"rows         {result['rows_in']:,} in, {rows:,} out, {len(result['parts']):,} parts")
     if result["counts"]:
-        shown = sorted(result["counts"].items(), key=lambda item: -item[1])
-        shares = [f"{name} {count / rows:.1%}" for name, count in shown[:_MOST_CLASSES]] + ["..."] * (
-            len(shown) > _MOST_CLASSES
+        largest = sorted(result["counts"].items(), key=lambda item: -item[1])
+        shares = [f"{name} {count / rows:.1%}" for name, count in largest[:_MAX_CLASSES]] + ["..."] * (
+            len(largest) > _MAX_CLASSES
         )
         lines.append("predicted    " + ", ".join(shares))
     lines += [f"mean         {name} {value:.4f}" for name, value in result["means"].items()]
@@ -168,16 +175,16 @@ def _summary(result: dict[str, Any], out: Location) -> list[str]:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> int:
-    """The command.
+    """Runs the command `ray-app predict`.
 
     Returns:
-        See `exit_code`; a prediction that was interrupted, or failed, goes on with the parts that are missing when it
-        is started again.
+        Exit code: see `exit_code`. A second start of an interrupted or failed prediction continues with the missing
+        parts.
     """
 
     def work() -> None:
         console = Console(file=sys.stdout)
-        config, sections = parse_more(arguments, {"predict": PredictSection}, prog, description=_DESCRIPTION)
+        config, sections = parse_with_sections(arguments, {"predict": PredictSection}, prog, description=_DESCRIPTION)
         section: PredictSection = sections["predict"]
         prepared = prepare_prediction(config, section)
         result = predict(prepared, config, section, console)

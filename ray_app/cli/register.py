@@ -1,4 +1,4 @@
-"""The command `ray-app register`: a run's best checkpoint as a version in MLflow's model registry."""
+"""The command `ray-app register`: registers a run's best checkpoint in MLflow's model registry."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from rich.console import Console
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import RegisterOptions, register_run
-from ray_app.driver.parsing import importable_from_here
-from ray_app.watch.terminal import model_line
+from ray_app.driver.parsing import add_current_folder_to_path
+from ray_app.watch.terminal import describe_model
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> int:
-    """The command `ray-app register`.
+    """Runs the command `ray-app register`.
 
     Returns:
-        Exit code: see `exit_code`; doing it again is safe.
+        Exit code: see `exit_code`. Registering a checkpoint again is safe.
     """
-    importable_from_here()
+    add_current_folder_to_path()
     parser = ArgumentParser(
         prog=prog, description="Makes the best checkpoint of a run a version of a model in MLflow's registry."
     )
@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> 
     options = RegisterOptions(**parser.parse_args(arguments).as_dict())
 
     def work() -> None:
-        done = register_run(options)
-        shown = {"name": done.name, "version": done.version, "aliases": done.aliases}
-        Console().print(model_line(shown), markup=False, highlight=False, soft_wrap=True)
+        registered = register_run(options)
+        model = {"name": registered.name, "version": registered.version, "aliases": registered.aliases}
+        Console().print(describe_model(model), markup=False, highlight=False, soft_wrap=True)
 
     return exit_code(work, "The model was not registered")

@@ -8,20 +8,20 @@ from pathlib import Path
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.finalize import close_orphan
-from ray_app.driver.parsing import importable_from_here
+from ray_app.driver.parsing import add_current_folder_to_path
 from ray_app.errors import RayAppError
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import location, put_atomic
+from ray_app.storage.files import put_atomic, to_location
 
 logger = logging.getLogger(__name__)
 
 
-def _is_closed(paths: RunPaths) -> bool:
-    """Says what became of a run whose driver is gone, if that can be done here."""
-    importable_from_here()
+def _close(paths: RunPaths) -> bool:
+    """Closes a run that has lost its driver; returns whether that was possible on this machine."""
+    add_current_folder_to_path()
     try:
         return close_orphan(str(paths.root))
     except (RayAppError, OSError) as error:
@@ -30,7 +30,7 @@ def _is_closed(paths: RunPaths) -> bool:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> int:
-    """The command `ray-app report`.
+    """Runs the command `ray-app report`.
 
     Returns:
         Exit code: see `exit_code`.
@@ -47,9 +47,9 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> in
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        paths = RunPaths(location(options.run))
+        paths = RunPaths(to_location(options.run))
         facts = read_facts(paths)
-        if facts.status == "vanished" and facts.events and _is_closed(paths):
+        if facts.status == "vanished" and facts.events and _close(paths):
             facts = read_facts(paths)
         out = Path(options.out).expanduser().resolve() if options.out else paths.report
         put_atomic(out, render(facts).encode())

@@ -1,4 +1,4 @@
-"""The command `ray-app retrain`."""
+"""The command `ray-app retrain`: retrains a model, shows its audit record, or rolls it back."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ray_app.config.config import Config
-from ray_app.driver.parsing import parse_more
-from ray_app.driver.signals import ending_at_sigterm
+from ray_app.driver.parsing import parse_with_sections
+from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, unwrap_app_error
 from ray_app.retrain.champion import roll_back
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain
-from ray_app.retrain.rounds import RetrainPaths, entries
-from ray_app.runlog.redaction import guard, redact
+from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
+from ray_app.runlog.redaction import redact, register_secrets
 
 _DESCRIPTION = (
     "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."
@@ -25,60 +25,62 @@ _INTERRUPTED = 75
 
 
 def history(config: Config) -> Table:
-    """The audit record of a configuration's model as a table, oldest first."""
-    shown = Table(box=None, pad_edge=False, header_style="bold")
+    """Returns the audit record of a configuration's model as a table, oldest entry first."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("when (UTC)", "what", "version", "why", "who"):
-        shown.add_column(column, overflow="fold")
-    for entry in entries(RetrainPaths.of(config)):
-        version, who = entry.get("version"), entry.get("by") or entry["who"]
-        shown.add_row(entry["when"][:19], entry["what"], str(version or "-"), redact(entry["why"]), who)
-    return shown
+        table.add_column(column, overflow="fold")
+    for entry in read_audit_entries(RetrainPaths.of(config)):
+        version = entry.get("version")
+        author = entry.get("by") or entry["who"]
+        table.add_row(entry["when"][:19], entry["what"], str(version or "-"), redact(entry["why"]), author)
+    return table
 
 
-def _done(own: argparse.ArgumentParser, arguments: list[str] | None, console: Console) -> int:
-    """Does what the command line asks for; returns the exit code."""
-    asked, rest = own.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+def _run(parser: argparse.ArgumentParser, arguments: list[str] | None, console: Console) -> int:
+    """Retrains, or does what an option of the command requests, and returns the exit code."""
+    options, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(rest):
-        own.print_help()
-    config, sections = parse_more(rest, {"retrain": RetrainSection}, own.prog, description=_DESCRIPTION)
+        parser.print_help()
+    config, sections = parse_with_sections(rest, {"retrain": RetrainSection}, parser.prog, description=_DESCRIPTION)
     section: RetrainSection = sections["retrain"]
     check_section(config, section)
-    guard(config.to_dict())
-    if asked.history:
+    register_secrets(config.to_dict())
+    if options.history:
         console.print(history(config))
         return 0
-    if asked.rollback is not None:
+    if options.rollback is not None:
         try:
-            done = roll_back(config, asked.rollback)
+            rollback = roll_back(config, options.rollback)
         except RegistryError as error:
             raise ConfigError(f"Nothing was rolled back: {error}") from error
         console.print(
-            f"rolled back to version {done.to} from version {done.version}: {done.reason}",
+            f"rolled back to version {rollback.to} from version {rollback.version}: {rollback.reason}",
             markup=False,
             highlight=False,
         )
         return 0
-    return EXIT_CODES[retrain(config, section, console).what]
+    return EXIT_CODES[retrain(config, section, console).kind]
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> int:
-    """The command `ray-app retrain`.
+    """Runs the command `ray-app retrain`.
 
     Returns:
-        Exit code: 0 done or nothing to do, 2 the data or the configuration is refused, 75 another scheduler is at it or
-        interrupted (start again later), 1 failed (start again to go on).
+        Exit code: 0 if the work is done or there is none, 2 if the data or the configuration is refused, 75 if another
+        scheduler is active or the command was interrupted (start it again later), 1 if it failed (start it again to
+        continue).
     """
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
-    own = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    own.add_argument(
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser.add_argument(
         "--rollback",
         metavar="REASON",
         help="Lets the champion before serve again; trains nothing. The same reason again goes back no further.",
     )
-    own.add_argument("--history", action="store_true", help="Shows the audit record; does nothing.")
+    parser.add_argument("--history", action="store_true", help="Shows the audit record; does nothing.")
     try:
-        with ending_at_sigterm():
-            return _done(own, arguments, console)
+        with interrupt_at_sigterm():
+            return _run(parser, arguments, console)
     except (RunHeldError, LeaseLostError) as error:
         print(redact(f"Another scheduler is at it, start again later: {error}"), file=sys.stderr)
         return _INTERRUPTED
@@ -89,8 +91,9 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> i
         if is_refusal(error):
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
             return 2
-        found = unwrap_app_error(error)
+        app_error = unwrap_app_error(error)
         print(
-            redact(f"The retraining failed, starting again goes on: {type(found).__name__}: {found}"), file=sys.stderr
+            redact(f"The retraining failed, starting again goes on: {type(app_error).__name__}: {app_error}"),
+            file=sys.stderr,
         )
         return 1

@@ -1,4 +1,4 @@
-"""The command `ray-app submit`: preflight, submission, the job's output, and further tries."""
+"""The command `ray-app submit`: checks a run, submits it as a Ray job, shows its output, and submits it again."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 from rich.console import Console
 
 from ray_app.config.config import Config
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, DataError, is_refusal
-from ray_app.preflight.prepare import new_run_name
+from ray_app.preflight.prepare import make_run_name
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 from ray_app.submit.options import SubmitSection, judge, wait_s
 from ray_app.submit.preflight import Preflight, preflight
 from ray_app.submit.server import JobServer, LostContactError
-from ray_app.watch.terminal import refused, show
+from ray_app.watch.terminal import has_refusal, print_findings
 
 _DESCRIPTION = "Submits a run to a Ray cluster as a job, after checks that find what would stop it there."
 _INTERRUPTED = 130
 
 
 class Submission:
-    """A run that passed its preflight, and the jobs that carry it.
+    """Submits a checked run, and again after an interruption or the loss of its driver.
 
     Args:
-        config: The run, with its name.
-        section: How it is submitted.
+        config: The configuration, with the name of the run.
+        section: How the run is submitted.
         server: The cluster's job server.
-        runtime_env: What the jobs get.
-        console: Where things are said.
+        runtime_env: The runtime environment of the jobs.
+        console: Console for messages.
     """
 
     def __init__(
@@ -41,31 +41,32 @@ class Submission:
         self._config, self._section, self._server, self._console = config, section, server, console
         self._runtime_env = runtime_env
         self._tries = section.retries + 1
-        self._job_id: str | None = None  # while it may go on
+        # The id of the present job, as long as it may run.
+        self._job_id: str | None = None
 
     def submit(self, number: int) -> str:
-        """Submits the run's job and says how it is followed and stopped.
+        """Submits a job of the run, shows how to follow and to stop it, and returns its id.
 
         Args:
-            number: Of the try, from 1.
+            number: Number of the submission, from 1.
         """
         name = str(self._config.run.name)
         command = self._section.command(["-m", "ray_app", "train"], self._config)
-        directory = RunPaths(location(self._config.run.storage_path) / name).root
-        told = {
+        directory = RunPaths(to_location(self._config.run.storage_path) / name).root
+        job_metadata = {
             "job_name": name,
             "ray_app_run": name,
             "ray_app_directory": redact(str(directory)),
             "ray_app_try": str(number),
         }
-        self._job_id = job_id = self._server.submit(name, command, self._runtime_env, told)
+        self._job_id = job_id = self._server.submit(name, command, self._runtime_env, job_metadata)
         self._say(f"Submitted run {name} as job {job_id} (try {number} of {self._tries}).")
         if number == 1:
             self._say(self._how(job_id))
         return job_id
 
     def supervise(self) -> int:
-        """Submits, follows, and submits again while that helps; the driver's exit code."""
+        """Submits and follows the run, and submits it again while that helps; returns the driver's exit code."""
         try:
             return self._supervise()
         except KeyboardInterrupt:
@@ -75,7 +76,7 @@ class Submission:
                 else "Nothing of the run goes on."
             )
             self._say(
-                f"\n{goes_on}\nNobody submits the run again now; the same command with --run.name"
+                f"\n{goes_on}\nThe run is not submitted again; the same command with --run.name"
                 f" {self._config.run.name} does."
             )
             raise
@@ -107,31 +108,32 @@ class Submission:
         self._console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def _describe(console: Console, config: Config, found: Preflight) -> None:
-    """Says what would run."""
-    assert found.report is not None
-    assert found.report.figures is not None
-    lines = [("run", str(config.run.name)), *found.report.figures.lines()]
+def _describe(console: Console, config: Config, result: Preflight) -> None:
+    """Shows the figures of the run."""
+    assert result.report is not None
+    assert result.report.figures is not None
+    lines = [("run", str(config.run.name)), *result.report.figures.lines()]
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         console.print(f"{name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
-    config, sections = parse_more(arguments, {"submit": SubmitSection}, prog, description=_DESCRIPTION)
+    """Checks and submits the run, and returns the exit code."""
+    config, sections = parse_with_sections(arguments, {"submit": SubmitSection}, prog, description=_DESCRIPTION)
     section: SubmitSection = sections["submit"]
     section.check()
-    config = config if config.run.name else config.replace(run__name=new_run_name())
-    found = preflight(config, section, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
-    show(console, found.findings)
-    if refused(found.findings):
+    config = config if config.run.name else config.replace(run__name=make_run_name())
+    result = preflight(config, section, lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
+    print_findings(console, result.findings)
+    if has_refusal(result.findings):
         print("Refused; nothing was started.", file=sys.stderr)
         return 2
     if section.dry_run:
-        _describe(console, config, found)
+        _describe(console, config, result)
         return 0
-    assert found.server is not None
-    submission = Submission(config, section, found.server, found.runtime_env, console)
+    assert result.server is not None
+    submission = Submission(config, section, result.server, result.runtime_env, console)
     if section.follow:
         return submission.supervise()
     submission.submit(1)
@@ -139,11 +141,12 @@ def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app submit") -> int:
-    """The command `ray-app submit`.
+    """Runs the command `ray-app submit`.
 
     Returns:
-        Exit code: that of the run's driver (0 done, 1 failed, 2 refused, 75 interrupted and resumable), 2 also if the
-        preflight refuses, 1 if the cluster does not answer any more, 130 after Ctrl-C, which leaves the job alone.
+        Exit code of the run's driver (0 done, 1 failed, 2 refused, 75 interrupted and resumable). It is also 2 if the
+        checks refuse the run, 1 if the cluster does not answer any more, and 130 after Ctrl-C, which does not stop the
+        job.
     """
     try:
         return _submit(arguments, prog, Console(file=sys.stdout))

@@ -1,19 +1,19 @@
-"""The command `ray-app track`: sends what MLflow lacks of a run that has ended."""
+"""The command `ray-app track`: sends the record of a run that has ended to MLflow, as far as it is missing there."""
 
 from __future__ import annotations
 
 import argparse
 
 from ray_app.cli.main import exit_code
-from ray_app.driver.parsing import importable_from_here
-from ray_app.driver.trained_run import replay
+from ray_app.driver.parsing import add_current_folder_to_path
+from ray_app.driver.trained_run import send_to_mlflow
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int:
-    """Parses the command line and replays.
+    """Runs the command `ray-app track`.
 
     Returns:
-        Exit code: see `exit_code`; what MLflow took is not sent again.
+        Exit code: see `exit_code`. Records that MLflow has are not sent again.
     """
     parser = argparse.ArgumentParser(
         prog=prog, description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False
@@ -26,10 +26,10 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int
         "--experiment", help="Experiment for a run that MLflow does not know yet; not given: the run's own."
     )
     options = parser.parse_args(arguments)
-    importable_from_here()
+    add_current_folder_to_path()
 
     def work() -> None:
-        sent = replay(options.replay, options.uri, options.experiment)
+        sent = send_to_mlflow(options.replay, options.uri, options.experiment)
         print(
             f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id}"
             f" ({sent.status}) at {sent.uri}"

@@ -1,4 +1,4 @@
-"""The command `ray-app train`: parses, trains, and says by its exit code what came of it."""
+"""The command `ray-app train`: trains a configuration, and reports the result by its exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ray_app.driver.parsing import parse
 from ray_app.driver.run import open_run
-from ray_app.driver.signals import ending_at_sigterm
+from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import is_refusal
 from ray_app.runlog.redaction import redact
 
@@ -17,18 +17,19 @@ EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int:
-    """The command `ray-app train`.
+    """Runs the command `ray-app train`.
 
     Returns:
-        Exit code: 0 done, 2 refused before anything started, 75 interrupted and resumable, 1 failed.
+        Exit code: 0 if the run is done, 2 if it was refused before anything started, 75 if it was interrupted and can
+        be resumed, 1 if it failed.
     """
     console, started = Console(), False
     try:
-        with ending_at_sigterm():
+        with interrupt_at_sigterm():
             config = parse(arguments, prog)
             with open_run(config, console, since_s=psutil.Process().create_time()) as run:
                 started = True
-                result = run.go()
+                result = run.run()
     except KeyboardInterrupt:
         print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
         return EXIT_CODES["interrupted"]

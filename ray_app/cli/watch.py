@@ -1,4 +1,4 @@
-"""The command `ray-app watch`: runs as they are now, on the terminal and as a page."""
+"""The command `ray-app watch`: shows the present state of runs on the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.live import Live
 
 from ray_app.cli.main import exit_code
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import location
-from ray_app.watch.screen import Looking, can_show, is_over, line, screen
+from ray_app.storage.files import to_location
+from ray_app.watch.screen import RunWatcher, can_redraw, format_line, is_over, render_screen
 from ray_app.watch.server import PageServer
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int:
-    """The command `ray-app watch`.
+    """Runs the command `ray-app watch`.
 
     Returns:
         Exit code: see `exit_code`.
@@ -37,27 +37,28 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int
 
 
 def _watch(options: argparse.Namespace) -> None:
+    """Watches the runs and, with a port, serves the page."""
     console = Console()
     with ExitStack() as stack:
-        looking = stack.enter_context(Looking([RunPaths(location(run)) for run in options.runs]))
+        looking = stack.enter_context(RunWatcher([RunPaths(to_location(run)) for run in options.runs]))
         if options.port is not None:
             server = stack.enter_context(PageServer(looking, options.host, options.port))
             console.print(f"The page: {server.url}", markup=False, highlight=False, soft_wrap=True)
         _show(console, looking, for_ever=options.port is not None)
 
 
-def _show(console: Console, looking: Looking, for_ever: bool) -> None:
-    """Shows them until all are over, or for ever."""
-    told: list[str] = []
+def _show(console: Console, looking: RunWatcher, for_ever: bool) -> None:
+    """Shows the runs until all have ended, or for ever."""
+    last_lines: list[str] = []
     with ExitStack() as stack:
-        live = stack.enter_context(Live(console=console, auto_refresh=False)) if can_show(console) else None
+        live = stack.enter_context(Live(console=console, auto_refresh=False)) if can_redraw(console) else None
         while True:
             with looking.changed:
                 sights = looking.sights
                 if live is not None:
-                    live.update(screen(sights), refresh=True)
-                elif (lines := [line(sight) for sight in sights]) != told:
-                    told = lines
+                    live.update(render_screen(sights), refresh=True)
+                elif (lines := [format_line(sight) for sight in sights]) != last_lines:
+                    last_lines = lines
                     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
                 if not for_ever and all(sight.facts is not None and is_over(sight.facts) for sight in sights):
                     return

@@ -1,9 +1,8 @@
-"""The cluster: joining or starting one, and whether the run fits into it.
+"""The Ray cluster of a run: connecting to one or starting one, and whether the run fits into it.
 
-Whether decoded data fits into memory: what workers share into the object stores, shuffle windows into that of the
-nodes.
-
-Imports while a cluster starts, which the driver only waits for.
+`cluster` connects, and `workers_that_fit` counts the workers for which there are CPUs and GPUs. `check_object_stores`
+and `check_window_memory` check that decoded data fits into memory: the data that workers share into the object stores,
+and shuffle windows into the memory of a node. `import_in_background` imports modules while a cluster starts.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import NamedTuple
 
 import psutil
 import ray
@@ -26,73 +26,105 @@ from ray.util.client import ray as client
 
 from ray_app.cluster.ray_private import (
     Node,
+    count_fitting,
+    count_fitting_on_gpus,
     evaluator_gpus,
     has_evaluator,
     job_config,
     known_labels,
-    labelled,
-    mode_put_back,
-    most_resources,
+    max_resources,
+    nodes_with_labels,
     require_token,
-    room_for,
-    room_on_gpus,
+    restore_auth_mode,
     search_path,
 )
 from ray_app.config.config import Config
 from ray_app.data.reader import RowSource
 from ray_app.errors import ConfigError
-from ray_app.plan.assignment import micro_batches
-from ray_app.process import handler_kept, uninterrupted, variables, without_gc
+from ray_app.plan.assignment import count_passes
+from ray_app.process import defer_interrupts, restore_handler, set_variables, without_gc
 from ray_app.train.job import Job
+
+logger = logging.getLogger(__name__)
 
 _READING_CPUS = 1
 _SOCKET_TOO_LONG = "AF_UNIX path length"
-"""What Ray and Python say of the path of a socket that the system cannot hold."""
+"""The text in errors of Ray and Python about a path of a socket that is longer than the system allows."""
 _SET_TOKEN = (
     "Set RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH"
     " names, or RAY_AUTH_TOKEN."
 )
-_ANY = 1_000_000
+_UNLIMITED_WORKERS = 1_000_000
+"""A number of workers that no cluster fits, where `scaling.max_workers` must be a number."""
+
+
+class ClusterCapacity(NamedTuple):
+    """The resources of the connected cluster.
+
+    Args:
+        resources: All resources by Ray's names.
+        nodes: The nodes as `ray.nodes()` returns them.
+        max_resources: The resources to which an autoscaler may grow the cluster; None without an autoscaler.
+    """
+
+    resources: dict[str, float]
+    nodes: list[Node]
+    max_resources: dict[str, float] | None
+
+
+def cluster_capacity() -> ClusterCapacity:
+    """Returns the capacity of the connected cluster, which is empty if there is none."""
+    if not ray.is_initialized():
+        return ClusterCapacity({}, [], None)
+    return ClusterCapacity(ray.cluster_resources(), ray.nodes(), max_resources())
 
 
 def needs_cluster(config: Config) -> bool:
-    """Whether anything of the run is outside the calling process: workers, an evaluator, or a cluster that it is told
-    to join.
-    """
+    """Returns whether a part of the run is outside the calling process: workers, an evaluator, or a cluster to join."""
     return config.train.strategy != "single" or has_evaluator(config) or config.run.ray_address is not None
 
 
 @contextmanager
 def cluster(config: Config) -> Iterator[bool]:
-    """Connects to Ray: the connection that is there, the configured address, `RAY_ADDRESS`, or a local cluster of our
-    own.
+    """Connects to Ray: the existing connection, the configured address, `RAY_ADDRESS`, or a new local cluster.
 
-    A run that does not need one gets none, unless there is a connection already.
+    A run that does not need a cluster gets none, unless there is a connection already. Only a local cluster that is
+    started here declares more logical CPUs than the machine has cores, so that a small machine can try several workers.
 
-    Only a cluster of our own declares more logical CPUs than the machine has cores, so that a small machine can try
-    several workers.
-
-    When it is over, the environment and the handler of SIGTERM are what they were: the next cell of a notebook may join
-    another cluster. A connection that several runs of one process share, in its threads, is closed by the last of them.
+    At the end the environment and the handler of SIGTERM are restored, because the next cell of a notebook may join
+    another cluster. If several runs share a connection, in threads of one process, the last of them closes it.
 
     Yields:
-        Whether the cluster is our own, or there is none; then what is in it ends with the context.
+        Whether the cluster was started here, or there is none; then its contents end with the context.
 
     Raises:
-        ConfigError: Ray Client is, or is to be, the connection.
+        ConfigError: The connection is, or would be, one of Ray Client.
     """
     if client.is_connected() or (_address(config) or "").startswith("ray://"):
         raise ConfigError(
             "A run cannot go through Ray Client (an address ray://...): its driver is a part of the cluster. Start it"
-            " on a node of the"
-            " cluster, for instance by ray-app submit, or in Jupyter on the head node, with the address auto."
+            " on a node of the cluster, for instance by ray-app submit, or in Jupyter on the head node, with the"
+            " address auto."
         )
     if not ray.is_initialized() and not needs_cluster(config):
         yield True
         return
-    interval = variables(RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5"))
+    interval = set_variables(
+        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    )
     with interval, _shared.connected(partial(_connect, config)) as is_first:
         yield is_first and not _address(config)
+
+
+def reconnect(config: Config) -> None:
+    """Leaves the cluster, which ends the actors and tasks that this process left there, and connects anew.
+
+    A connection that was not made by `cluster`, such as one of a notebook, stays: closing it would also end what its
+    owner runs there.
+    """
+    if _shared.is_connected:
+        ray.shutdown()
+        _connect(config)
 
 
 def _connect(config: Config) -> None:
@@ -102,92 +134,82 @@ def _connect(config: Config) -> None:
         _start(config)
 
 
-def reconnect(config: Config) -> None:
-    """Leaves the cluster that this process has connected to, which ends the actors and tasks that it left there, and
-    connects anew.
-
-    A connection that `cluster` has not made, such as a notebook's, stays: with it would go what its owner has there.
-    """
-    if _shared.is_connected:
-        ray.shutdown()
-        _connect(config)
-
-
 def _address(config: Config) -> str | None:
-    """The cluster to join, if there is one."""
+    """Returns the address of the cluster to join; None if there is none."""
     return config.run.ray_address or os.environ.get("RAY_ADDRESS")
 
 
 def _start(config: Config) -> None:
-    """Starts a cluster of our own; an interrupt waits for that, or its processes would be left."""
-    logging.getLogger("ray._private.authentication").setLevel(
-        logging.ERROR
-    )  # that our own cluster has a token is no warning
+    """Starts a local cluster. An interrupt is deferred until it runs, since its processes would remain otherwise."""
+    # Ray warns that the cluster has a token, which `require_token` has made.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     require_token()
-    with (
-        variables(PYTHONPATH=os.pathsep.join(search_path())),
-        uninterrupted(),
-    ):  # of a `runtime_env` Ray starts no processes in advance
+    wanted_cpus = _wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers)
+    # The search path is passed as a variable, because Ray starts no processes in advance for a `runtime_env`.
+    with set_variables(PYTHONPATH=os.pathsep.join(search_path())), defer_interrupts():
         ray.init(
             address="local",
-            num_cpus=max(
-                os.cpu_count() or 1,
-                math.ceil(_wanted_cpus(config, config.scaling.most_workers + config.scaling.standby_workers)),
-            ),
+            num_cpus=max(os.cpu_count() or 1, math.ceil(wanted_cpus)),
             include_dashboard=False,
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
 
 
-class _Shared:
-    """The connection to Ray that the runs of a process make: by the first of those that are there at a time, until the
-    last has ended.
-    """
+class _SharedConnection:
+    """The connection to Ray that concurrent runs of a process share: the first opens it, the last closes it."""
 
     def __init__(self) -> None:
-        self._lock, self._end, self._users = threading.Lock(), ExitStack(), 0
+        self._lock = threading.Lock()
+        self._closing = ExitStack()
+        self._users = 0
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection that the runs made."""
+        """Whether there is a connection that the runs have opened."""
         return self._users > 0
 
     @contextmanager
     def connected(self, connect: Callable[[], object]) -> Iterator[bool]:
-        """The time of one run; yields whether it is the one that connected. A connection of the user's is taken, and
-        left.
+        """Connects for the time of one run; yields whether this run has opened the connection.
+
+        A connection that the user has opened is used and left open.
         """
         with self._lock:
             is_first = not self._users and not ray.is_initialized()
             if is_first:
-                self._connect(connect)
-            counts = bool(is_first or self._users)
-            self._users += counts
+                self._open(connect)
+            is_counted = bool(is_first or self._users)
+            self._users += is_counted
         try:
             yield is_first
         finally:
             with self._lock:
-                self._users -= counts
-                if counts and not self._users:
-                    self._end.close()
+                self._users -= is_counted
+                if is_counted and not self._users:
+                    self._closing.close()
 
-    def _connect(self, connect: Callable[[], object]) -> None:
+    def _open(self, connect: Callable[[], object]) -> None:
         with ExitStack() as stack:
-            stack.enter_context(mode_put_back())
-            stack.enter_context(handler_kept(signal.SIGTERM))  # Ray puts its own in place
+            stack.enter_context(restore_auth_mode())
+            # Ray installs its own handler.
+            stack.enter_context(restore_handler(signal.SIGTERM))
             stack.callback(ray.shutdown)
             with connection_errors():
                 connect()
-            self._end = stack.pop_all()
+            self._closing = stack.pop_all()
+
+
+_shared = _SharedConnection()
 
 
 @contextmanager
 def connection_errors() -> Iterator[None]:
-    """The time of connecting to Ray; what a user can change about an error is said.
+    """Turns errors of connecting to Ray that a user can fix into errors that say how.
 
     Raises:
-        ConfigError: The cluster does not answer or wants a token, or the folder of Ray's sockets has too long a path.
+        ConfigError: The cluster does not answer or requires a token, or the folder of Ray's sockets has too long a
+            path.
     """
     try:
         yield
@@ -197,23 +219,25 @@ def connection_errors() -> Iterator[None]:
             f"The Ray cluster wants a token, and this process gave none, or another: {reason} {_SET_TOKEN}"
         ) from error
     except ConnectionError as error:
-        # To a process that gives no token a cluster that wants one does not answer.
+        # A cluster that requires a token does not answer to a process that sends none.
         raise ConfigError(
             f"Ray does not answer: {error}. Check the address (run.ray_address, RAY_ADDRESS) and that the cluster runs."
-            f" `ray start` may"
-            f" also have asked for a token. {_SET_TOKEN}"
+            f" `ray start` may also have asked for a token. {_SET_TOKEN}"
         ) from error
     except OSError as error:
         if _SOCKET_TOO_LONG not in str(error):
             raise
         raise ConfigError(
             f"Ray cannot open its sockets, whose paths may have 107 bytes: {error}. TMPDIR or RAY_TMPDIR is too long a"
-            f" path; set RAY_TMPDIR"
-            " to a short folder, such as /tmp/ray-1."
+            " path; set RAY_TMPDIR to a short folder, such as /tmp/ray-1."
         ) from error
 
 
-_shared = _Shared()
+def reserved_cpus(config: Config) -> float:
+    """Returns the logical CPUs that are not for training workers: those of the evaluator and of the parameter servers,
+    and one for reading.
+    """
+    return _evaluator_cpus(config) + _server_cpus(config) + _READING_CPUS
 
 
 def _evaluator_cpus(config: Config) -> float:
@@ -224,112 +248,62 @@ def _server_cpus(config: Config) -> float:
     return config.train.servers * config.train.server_cpus if config.train.strategy == "parameter_server" else 0
 
 
-def reserved_cpus(config: Config) -> float:
-    """Logical CPUs that are not for training workers: the evaluator's, the parameter servers' and one for reading."""
-    return _evaluator_cpus(config) + _server_cpus(config) + _READING_CPUS
-
-
 def _wanted_cpus(config: Config, workers: int) -> float:
-    each = config.scaling.cpus_per_worker if config.train.strategy != "single" else 0
-    return workers * each + reserved_cpus(config)
+    cpus_per_worker = config.scaling.cpus_per_worker if config.train.strategy != "single" else 0
+    return workers * cpus_per_worker + reserved_cpus(config)
 
 
-def counted(config: Config, before: Config | None = None) -> Config:
-    """With a number of workers in place of `scaling.max_workers: all`: that of the run if it exists, else as many as
-    the cluster that it would join has room for, or may grow to; on one of its own as many as this machine has cores, or
-    GPUs.
+def resolve_max_workers(config: Config, before: Config | None = None) -> Config:
+    """Returns the configuration with a number in place of `scaling.max_workers: all`.
+
+    It is the number of the existing run if there is one. Otherwise it is the number of workers that fit into the
+    cluster to join, or to which it may grow. For a local cluster it follows from the cores or GPUs of this machine.
 
     Args:
-        config: As given.
-        before: That of the run that exists.
+        config: The configuration of the user.
+        before: The configuration of the existing run; None if there is none.
 
     Raises:
-        ConfigError: Not even `min_workers` fit, or nobody knows how far the cluster may grow.
+        ConfigError: Not even `min_workers` fit, or it is not known how far the cluster may grow.
     """
     scaling = config.scaling
     if scaling.max_workers != "all":
         return config
     if before is not None:
         return config.replace(scaling__max_workers=before.scaling.max_workers)
-    most = config.replace(scaling__max_workers=scaling.logical_workers or _ANY)
+    largest = config.replace(scaling__max_workers=scaling.logical_workers or _UNLIMITED_WORKERS)
     if config.train.strategy == "single" or ray.is_initialized() or _address(config):
         with cluster(config):
-            there = (ray.cluster_resources(), ray.nodes(), most_resources()) if ray.is_initialized() else ({}, [], None)
-            found = workers_that_fit(most, *there)
-            if found == _ANY:
+            workers = workers_that_fit(largest, *cluster_capacity())
+            if workers == _UNLIMITED_WORKERS:
                 raise ConfigError(
                     "scaling.max_workers is all, and the cluster's autoscaler does not tell how many nodes it may"
                     " start; give a number."
                 )
-            return most.replace(scaling__max_workers=found)
+            return largest.replace(scaling__max_workers=workers)
     if scaling.gpus_per_worker:
-        fitting = room_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.gpus_per_worker)
+        fitting = count_fitting_on_gpus(torch.cuda.device_count() - evaluator_gpus(config), scaling.gpus_per_worker)
     else:
-        fitting = room_for(os.cpu_count() or 1, scaling.cpus_per_worker)
-    return most.replace(scaling__max_workers=max(scaling.min_workers, min(int(fitting), most.scaling.most_workers)))
-
-
-def _refuse_unlabelled(config: Config, nodes: list[Node]) -> None:
-    """Refuses selectors of the evaluator and of parameter servers that no node carries which has what one of them
-    reserves.
-
-    Raises:
-        ConfigError: Ray would wait for such a node for ever.
-    """
-    evaluate, train = config.evaluate, config.train
-    needed = (
-        [("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus)]
-        if has_evaluator(config)
-        else []
-    )
-    if train.strategy == "parameter_server":
-        needed.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
-    for field, selector, cpus, gpus in needed:
-        carrying = labelled(nodes, selector, field) if selector else []
-        if selector and not any(
-            n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in carrying
-        ):
-            raise ConfigError(
-                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labelled so; the labels are"
-                f" {known_labels(nodes)}."
-                " Start a node with `ray start --labels name=value`, or choose other labels."
-            )
-
-
-def _workers_on(config: Config, nodes: list[Node]) -> int:
-    """How many workers the nodes that carry the labels of `scaling.label_selector` have room for.
-
-    Raises:
-        ConfigError: No node carries them.
-    """
-    scaling = config.scaling
-    carrying = labelled(nodes, scaling.label_selector)
-    if not carrying:
-        raise ConfigError(
-            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labelled so; its labels"
-            f" are"
-            f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
-        )
-    needs = [("CPU", scaling.cpus_per_worker, room_for), ("GPU", scaling.gpus_per_worker, room_on_gpus)]
-    needs = [need for need in needs if need[1]]
-    if not needs:
-        return scaling.most_workers
-    return sum(
-        int(min(fitting(node["Resources"].get(name, 0.0), each) for name, each, fitting in needs)) for node in carrying
+        fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
+    return largest.replace(
+        scaling__max_workers=max(scaling.min_workers, min(int(fitting), largest.scaling.worker_limit))
     )
 
 
 def workers_that_fit(
-    config: Config, resources: dict[str, float], nodes: list[Node], most: dict[str, float] | None = None
+    config: Config,
+    resources: dict[str, float],
+    nodes: list[Node],
+    max_resources: dict[str, float] | None = None,
 ) -> int:
-    """How many workers the cluster has room for besides the evaluator and one CPU for reading, at most `max_workers`.
+    """Returns how many workers, at most `max_workers`, fit into the cluster with the evaluator and one CPU for reading.
 
     Args:
-        config: What each part reserves.
+        config: The resources that each part reserves.
         resources: All resources of the cluster by Ray's names.
-        nodes: Its nodes; looked at with `scaling.label_selector` only.
-        most: What an autoscaler may make of the resources; then the run waits for that, and nodes that are still to
-            come have any label.
+        nodes: Its nodes, used for label selectors only.
+        max_resources: The resources to which an autoscaler may grow the cluster. Then the run waits for them, and nodes
+            that do not exist yet may have any label.
 
     Raises:
         ConfigError: Not even `min_workers` fit, so that the run would wait for ever.
@@ -337,137 +311,179 @@ def workers_that_fit(
     if config.train.strategy == "single":
         return 1
     scaling = config.scaling
-    cpus, gpus = (max(resources.get(name, 0.0), (most or {}).get(name, 0.0)) for name in ("CPU", "GPU"))
-    room = [float(scaling.most_workers)]
-    free_cpus = cpus - reserved_cpus(config)
-    free_gpus = gpus - evaluator_gpus(config)
-    for free, each, fitting in (
-        (free_cpus, scaling.cpus_per_worker, room_for),
-        (free_gpus, scaling.gpus_per_worker, room_on_gpus),
+    cpus, gpus = (max(resources.get(name, 0.0), (max_resources or {}).get(name, 0.0)) for name in ("CPU", "GPU"))
+    free_cpus, free_gpus = cpus - reserved_cpus(config), gpus - evaluator_gpus(config)
+    limits = [float(scaling.worker_limit)]
+    for free, per_worker, count in (
+        (free_cpus, scaling.cpus_per_worker, count_fitting),
+        (free_gpus, scaling.gpus_per_worker, count_fitting_on_gpus),
     ):
-        room.append(0 if free < 0 else fitting(free, each) if each else math.inf)
-    workers = int(min(room))
-    if most is None:
-        _refuse_unlabelled(config, nodes)
-    if scaling.label_selector and most is None:
-        on_labelled = _workers_on(config, nodes)
+        limits.append(0 if free < 0 else count(free, per_worker) if per_worker else math.inf)
+    workers = int(min(limits))
+    if max_resources is None:
+        _check_selectors(config, nodes)
+    if scaling.label_selector and max_resources is None:
+        on_labelled = _workers_on_labelled(config, nodes)
         if on_labelled < scaling.min_workers:
             raise ConfigError(
-                f"The run does not fit: the nodes labelled {scaling.label_selector} (scaling.label_selector) have room"
-                f" for {on_labelled}"
-                f" workers of {scaling.cpus_per_worker:g} CPU and {scaling.gpus_per_worker:g} GPU, below"
-                f" scaling.min_workers ="
-                f" {scaling.min_workers}. Label more nodes, or lower scaling.min_workers."
+                f"The run does not fit: the nodes labelled {scaling.label_selector} (scaling.label_selector) have"
+                f" capacity for {on_labelled} workers of {scaling.cpus_per_worker:g} CPU and"
+                f" {scaling.gpus_per_worker:g} GPU, below scaling.min_workers = {scaling.min_workers}. Label more"
+                " nodes, or lower scaling.min_workers."
             )
         workers = min(workers, on_labelled)
     if workers < scaling.min_workers:
-        has = "has" if most is None else "grows to at most"
+        has = "has" if max_resources is None else "grows to at most"
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g}"
-            f" CPU and"
-            f" {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU,"
-            f" {evaluator_gpus(config):g} GPU),"
-            f" parameter servers ({_server_cpus(config):g} CPU) and {_READING_CPUS} CPU for reading need"
-            f" {_wanted_cpus(config, scaling.min_workers):g} CPU and"
+            f" CPU and {scaling.gpus_per_worker:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU,"
+            f" {evaluator_gpus(config):g} GPU), parameter servers ({_server_cpus(config):g} CPU) and {_READING_CPUS}"
+            f" CPU for reading need {_wanted_cpus(config, scaling.min_workers):g} CPU and"
             f" {scaling.min_workers * scaling.gpus_per_worker + evaluator_gpus(config):g} GPU; the cluster {has}"
-            f" {cpus:g} CPU and"
-            f" {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or"
+            f" {cpus:g} CPU and {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker or"
             " what evaluate.num_cpus and evaluate.num_gpus reserve."
         )
     return workers
 
 
-logger = logging.getLogger(__name__)
+def _check_selectors(config: Config, nodes: list[Node]) -> None:
+    """Checks that nodes with the labels for the evaluator and for parameter servers have what one of them reserves.
+
+    Raises:
+        ConfigError: No node has the labels and the resources, so that Ray would wait for one for ever.
+    """
+    evaluate, train = config.evaluate, config.train
+    reservations = []
+    if has_evaluator(config):
+        reservations.append(("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus))
+    if train.strategy == "parameter_server":
+        reservations.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
+    for field, selector, cpus, gpus in reservations:
+        if not selector:
+            continue
+        matching = nodes_with_labels(nodes, selector, field)
+        if not any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in matching):
+            raise ConfigError(
+                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labelled so; the labels are"
+                f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
+            )
+
+
+def _workers_on_labelled(config: Config, nodes: list[Node]) -> int:
+    """Returns how many workers fit on the nodes with the labels of `scaling.label_selector`.
+
+    Raises:
+        ConfigError: No node has the labels.
+    """
+    scaling = config.scaling
+    matching = nodes_with_labels(nodes, scaling.label_selector)
+    if not matching:
+        raise ConfigError(
+            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labelled so; its labels"
+            f" are {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
+        )
+    needs = [("CPU", scaling.cpus_per_worker, count_fitting), ("GPU", scaling.gpus_per_worker, count_fitting_on_gpus)]
+    needs = [need for need in needs if need[1]]
+    if not needs:
+        return scaling.worker_limit
+    return sum(
+        int(min(count(node["Resources"].get(name, 0.0), per_worker) for name, per_worker, count in needs))
+        for node in matching
+    )
 
 
 def shared_bytes(job: Job) -> int:
-    """Bytes in the object store of each node: the training data with `data.cache: memory`, and what the workers
-    evaluate.
+    """Returns the bytes of decoded data in the object store of each node.
+
+    It is the training data with `data.cache: memory`, and the evaluation data if the workers evaluate.
     """
+    # With `single` the data is in the calling process.
     if job.config.train.strategy == "single":
-        return 0  # in the calling process
-    trained = _bytes_of(job.source) if job.config.data.cache == "memory" else 0
-    return trained + (_bytes_of(job.evaluation) if job.workers_evaluate and job.evaluation is not None else 0)
+        return 0
+    train_bytes = _decoded_bytes(job.source) if job.config.data.cache == "memory" else 0
+    evaluation = job.evaluation if job.workers_evaluate else None
+    return train_bytes + (_decoded_bytes(evaluation) if evaluation is not None else 0)
 
 
-def fits_object_stores(needed: int, nodes: list[Node]) -> str:
-    """Whether every node's object store holds the decoded data.
+def check_object_stores(needed_bytes: int, nodes: list[Node]) -> str:
+    """Checks that the object store of every node has capacity for the decoded data, and returns a message about it.
 
     Args:
-        needed: Bytes of it.
-        nodes: As `ray.nodes()` tells.
+        needed_bytes: Bytes of the data.
+        nodes: As `ray.nodes()` returns them.
 
     Raises:
-        ConfigError: One does not.
+        ConfigError: An object store is smaller.
     """
     stores = {
         str(n["NodeManagerAddress"]): int(n["Resources"].get("object_store_memory", 0)) for n in nodes if n["Alive"]
     }
-    name, least = min(stores.items(), key=lambda item: item[1])
-    if needed > least:
+    name, smallest_bytes = min(stores.items(), key=lambda item: item[1])
+    if needed_bytes > smallest_bytes:
         raise ConfigError(
             f"The decoded data that workers share (data.cache: memory, evaluate.where: workers) needs"
-            f" {megabytes(needed)} in each node's"
-            f" object store; {name} has {megabytes(least)}. Set data.cache to disk or none and evaluate.where to actor,"
-            f" or start the nodes"
-            " with a larger --object-store-memory."
+            f" {megabytes(needed_bytes)} in each node's object store; {name} has {megabytes(smallest_bytes)}. Set"
+            " data.cache to disk or none and evaluate.where to actor, or start the nodes with a larger"
+            " --object-store-memory."
         )
-    return f"{megabytes(needed)} of decoded data fit into each node's object store (the smallest: {megabytes(least)})."
+    return (
+        f"{megabytes(needed_bytes)} of decoded data fit into each node's object store (the smallest:"
+        f" {megabytes(smallest_bytes)})."
+    )
 
 
-def refuse_windows(job: Job, workers: int, nodes: list[Node]) -> None:
-    """Refuses shuffle windows that a worker cannot hold, and warns of those that it could not with as few workers as
-    there may be.
+def check_window_memory(job: Job, workers: int, nodes: list[Node]) -> None:
+    """Checks that a worker has memory for its shuffle windows, and warns if it would not with the fewest workers.
 
     Args:
         job: The run.
-        workers: With how many it starts.
-        nodes: As `ray.nodes()` tells; none: this machine.
+        workers: The number of workers with which it starts.
+        nodes: As `ray.nodes()` returns them; if empty, the memory of this machine counts.
 
     Raises:
-        ConfigError: They do not fit into a node.
+        ConfigError: The windows of a worker do not fit into a node.
     """
     if job.config.data.cache == "memory":
         return
     plan, prefetch = job.plan, job.config.data.prefetch_windows
-    memory = [int(n["Resources"]["memory"]) for n in nodes if n["Alive"] and "memory" in n["Resources"]]
-    there = min(memory, default=psutil.virtual_memory().total)
+    memory_bytes = [int(n["Resources"]["memory"]) for n in nodes if n["Alive"] and "memory" in n["Resources"]]
+    node_bytes = min(memory_bytes, default=psutil.virtual_memory().total)
     rows = min(plan.window_rows, plan.stream_rows(0))
     row_bytes = sum(spec.row_bytes for spec in job.fields.values())
     for number in (workers, job.config.scaling.min_workers):
-        played = micro_batches(min(number, plan.logical_workers), plan.logical_workers)
-        needed = rows * row_bytes * (played * (1 + prefetch) + 1)
-        if needed > there:
-            said = (
-                f"A worker of {number} would hold shuffle windows of {megabytes(needed)}: {rows:,} rows"
-                f" (data.shuffle_window_rows) x"
-                f" {row_bytes:,} bytes x {played} logical workers played x {1 + prefetch} (data.prefetch_windows + 1),"
-                f" and one more; a node"
-                f" has {megabytes(there)}. Set data.shuffle_window_rows to {max(1, rows * there // needed):,} or fewer."
+        logical_workers = count_passes(min(number, plan.logical_workers), plan.logical_workers)
+        needed_bytes = rows * row_bytes * (logical_workers * (1 + prefetch) + 1)
+        if needed_bytes > node_bytes:
+            message = (
+                f"A worker of {number} would hold shuffle windows of {megabytes(needed_bytes)}: {rows:,} rows"
+                f" (data.shuffle_window_rows) x {row_bytes:,} bytes x {logical_workers} logical workers x"
+                f" {1 + prefetch} (data.prefetch_windows + 1), and one more; a node has {megabytes(node_bytes)}. Set"
+                f" data.shuffle_window_rows to {max(1, rows * node_bytes // needed_bytes):,} or fewer."
             )
             if number == workers:
-                raise ConfigError(said)
-            logger.warning("%s Or raise scaling.min_workers.", said)
+                raise ConfigError(message)
+            logger.warning("%s Or raise scaling.min_workers.", message)
 
 
-def _bytes_of(source: RowSource) -> int:
+def _decoded_bytes(source: RowSource) -> int:
     return source.manifest.num_rows * sum(spec.row_bytes for spec in source.fields.values())
 
 
 def megabytes(num_bytes: int) -> str:
-    """For people, such as `1,000.0 MB`."""
+    """Returns a number of bytes as a text such as `1,000.0 MB`."""
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def import_ahead(module: str) -> None:
-    """Imports in a thread what is needed as soon as the cluster is there.
+def import_in_background(module: str) -> None:
+    """Imports a module in a thread, while the driver waits for the start of the cluster.
 
-    Who imports it before that is done waits for the rest, and so does the end of the process: an import that it cuts
-    short can abort it.
+    Code that imports it earlier waits for the rest of the import. So does the end of the process, which could abort it
+    otherwise.
     """
 
-    def work() -> None:
-        with suppress(Exception), without_gc():  # raised again where it is needed
+    def import_it() -> None:
+        # An error occurs again where the module is needed.
+        with suppress(Exception), without_gc():
             importlib.import_module(module)
 
-    threading.Thread(target=work, name="imports").start()
+    threading.Thread(target=import_it, name="imports").start()

@@ -1,9 +1,6 @@
-"""What a configuration must fulfil before anything else looks at it: ranges, choices and combinations, refused all at
-once.
+"""Checks of a configuration before anything else uses it: ranges and choices of single fields, and combinations.
 
-What does not go together with several optimizers, or with one that the task makes.
-
-What single fields of a configuration may hold: ranges and choices.
+Each check returns a list of problems, so that `check_config` refuses a configuration with all of its problems at once.
 """
 
 from __future__ import annotations
@@ -14,26 +11,25 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ray_app.config.config import SECTIONS, Config, flatten
-from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec
+from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
 
-_NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha")
-_NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "eps")
+_NUMERIC_ARGUMENTS = ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha")
+_NON_NEGATIVE_ARGUMENTS = ("lr", "weight_decay", "momentum", "eps")
 
 
 def check_optimizers(config: Config) -> list[str]:
-    """What does not go together with several optimizers, or with one that the task makes."""
+    """Returns the problems of the optimizers and schedules, alone and together with other fields."""
     problems: list[str] = []
-    if config.optimizer.class_path == OWN_OPTIMIZER and config.train.strategy not in (
+    if config.optimizer.class_path == TASK_OPTIMIZER and config.train.strategy not in (
         "ddp",
         "single",
         "central_storage",
     ):
         problems.append(
             f"The task makes the optimizer (configure_optimizers, or Task.configure_optimizers), and train.strategy"
-            f" {config.train.strategy} makes"
-            " several. Name it in optimizer, or use ddp, single or central_storage."
+            f" {config.train.strategy} makes several. Name it in optimizer, or use ddp, single or central_storage."
         )
     problems += _check_spec("optimizer", config.optimizer)
     for name, spec in (config.optimizers or {}).items():
@@ -53,8 +49,7 @@ def check_optimizers(config: Config) -> list[str]:
     if config.train.strategy not in ("ddp", "single"):
         problems.append(
             f"optimizers are given with train.strategy {config.train.strategy}, whose state belongs to one optimizer"
-            f" that moves all"
-            " parameters in each step. Use ddp or single."
+            " that moves all parameters in each step. Use ddp or single."
         )
     for name, spec in config.optimizers.items():
         if spec.steps < 1:
@@ -67,13 +62,13 @@ def check_optimizers(config: Config) -> list[str]:
 
 
 def _check_spec(field: str, spec: OptimizerSpec) -> list[str]:
-    """What is wrong with the numbers among the arguments of an optimizer and its groups."""
+    """Returns the problems of the numbers among the arguments of an optimizer and its groups."""
     problems = _check_numbers(f"{field}.init_args", spec.class_path, spec.init_args)
     for i, group in enumerate(spec.groups or []):
-        # Of a group jsonargparse knows no types, and an optimizer takes true for 1.
+        # jsonargparse does not know the types of a group, and an optimizer accepts true as 1.
         wrong = [
             name
-            for name in _NUMBERS
+            for name in _NUMERIC_ARGUMENTS
             if name in group and (isinstance(group[name], bool) or not isinstance(group[name], int | float))
         ]
         problems += [f"{field}.groups has {name} = {group[name]!r}; it must be a number." for name in wrong]
@@ -82,22 +77,23 @@ def _check_spec(field: str, spec: OptimizerSpec) -> list[str]:
 
 
 def _check_numbers(field: str, class_path: str, arguments: Mapping[str, Any]) -> list[str]:
-    """What is NaN, or what PyTorch's classes do not take: infinity, and a negative learning rate.
+    """Returns the problems of numeric arguments: NaN, and for PyTorch's classes infinity and negative learning rates.
 
-    A class of a user's may take infinity for "no limit", and a negative rate.
+    A user's class may accept infinity as "no limit", and a negative rate.
     """
-    problems, is_torchs = list[str](), class_path.startswith("torch.")
+    problems = list[str]()
+    is_torch = class_path.startswith("torch.")
     for name, argument in arguments.items():
         for number in _numbers_in(argument):
-            if math.isnan(number) or (math.isinf(number) and (is_torchs or name in _NUMBERS)):
+            if math.isnan(number) or (math.isinf(number) and (is_torch or name in _NUMERIC_ARGUMENTS)):
                 problems.append(f"{field}.{name} is {argument}; it must be finite.")
-            elif number < 0 and is_torchs and name in _NOT_NEGATIVE:
+            elif number < 0 and is_torch and name in _NON_NEGATIVE_ARGUMENTS:
                 problems.append(f"{field}.{name} is {argument}; it must be at least 0.")
     return problems
 
 
 def _numbers_in(value: Any) -> Iterator[float]:
-    """The numbers in a value of a configuration."""
+    """Yields the numbers in a value of a configuration, also inside lists and mappings."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield float(value)
     elif isinstance(value, Mapping | list | tuple):
@@ -105,7 +101,7 @@ def _numbers_in(value: Any) -> Iterator[float]:
             yield from _numbers_in(part)
 
 
-AT_LEAST: dict[str, float] = {
+MIN_VALUES: dict[str, float] = {
     "scaling.min_workers": 1,
     "scaling.max_workers": 1,
     "scaling.logical_workers": 1,
@@ -146,7 +142,8 @@ AT_LEAST: dict[str, float] = {
     "evaluate.drain_timeout_s": 0,
     "tracking.every_steps": 1,
 }
-ABOVE_ZERO = (
+"""The smallest allowed value of fields, by their dotted names."""
+POSITIVE_FIELDS = (
     "scaling.resize_interval_s",
     "scaling.evict_straggler_after_s",
     "data.read_task_mb",
@@ -159,16 +156,17 @@ ABOVE_ZERO = (
     "evaluate.budget",
     "tracking.system_metrics_s",
 )
-_FINITE = ("data.read_task_mb", "train.bucket_mb")
+"""Fields that must be greater than 0."""
+_FINITE_FIELDS = ("data.read_task_mb", "train.bucket_mb")
 
 
-def check_empty(config: Config) -> list[str]:
-    """What is wrong with fields that have nothing in them."""
+def check_empty_fields(config: Config) -> list[str]:
+    """Returns a problem for each field that is empty and must have a value."""
     problems = []
-    for section, made in SECTIONS.items():
-        for name, hint in get_type_hints(made).items():
+    for section, section_class in SECTIONS.items():
+        for name, hint in get_type_hints(section_class).items():
             if getattr(getattr(config, section), name) is None and type(None) not in get_args(hint):
-                default = getattr(made(), name)
+                default = getattr(section_class(), name)
                 problems.append(
                     f"{section}.{name} is empty; give a value, or leave the line out for the default, {default!r}."
                 )
@@ -176,11 +174,11 @@ def check_empty(config: Config) -> list[str]:
 
 
 def check_ranges(config: Config) -> list[str]:
-    """What is wrong with single values."""
+    """Returns the problems of single fields: choices and ranges."""
     values = flatten(config.to_dict())
     problems = []
-    for section, made in SECTIONS.items():
-        for name, hint in get_type_hints(made).items():
+    for section, section_class in SECTIONS.items():
+        for name, hint in get_type_hints(section_class).items():
             allowed = [
                 choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)
             ]
@@ -189,13 +187,14 @@ def check_ranges(config: Config) -> list[str]:
             if allowed and value is not None and not is_number and value not in allowed:
                 number = "a number or " if int in get_args(hint) else ""
                 problems.append(f"{section}.{name} is {value!r}; it must be {number}one of {', '.join(allowed)}.")
-    for name, least in AT_LEAST.items():
-        if values[name] is not None and not isinstance(values[name], str) and not values[name] >= least:  # also NaN
-            problems.append(f"{name} is {values[name]}; it must be at least {least:g}.")
-    for name in ABOVE_ZERO:
+    for name, min_value in MIN_VALUES.items():
+        # `not >=` refuses NaN, too.
+        if values[name] is not None and not isinstance(values[name], str) and not values[name] >= min_value:
+            problems.append(f"{name} is {values[name]}; it must be at least {min_value:g}.")
+    for name in POSITIVE_FIELDS:
         if values[name] is not None and not values[name] > 0:
             problems.append(f"{name} is {values[name]}; it must be greater than 0.")
-    for name in _FINITE:
+    for name in _FINITE_FIELDS:
         if math.isinf(values[name]):
             problems.append(f"{name} is {values[name]}; it must be finite.")
     return problems
@@ -205,13 +204,14 @@ _MODEL_NAME = re.compile(r"(?!\.{1,2}$)[^/\\:'\"\x00-\x1f\x7f]{1,256}")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Refuses impossible values and combinations.
 
     Raises:
-        ConfigError: All that is wrong, a line each: what was given, what is allowed and what to do.
+        ConfigError: All problems, one per line: the value, what is allowed and what to do.
     """
-    problems = check_empty(config)  # nothing else can be said of a configuration with such a field
+    # The other checks need a value in every field.
+    problems = check_empty_fields(config)
     if problems or (
         problems := [
             *check_ranges(config),
@@ -225,18 +225,18 @@ def check(config: Config) -> None:
         raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-BALANCED = ("ddp", "central_storage")
-"""Strategies with which a logical worker can be played anywhere at any step."""
+LOAD_BALANCED_STRATEGIES = ("ddp", "central_storage")
+"""Strategies with which any worker can run any logical worker at any step."""
 
 
 def _check_scaling(config: Config) -> list[str]:
+    """Returns the problems of the number and the resources of workers, and of what depends on them."""
     scaling, batch, logical = config.scaling, config.data.global_batch_size, config.logical_workers
     problems = []
-    if scaling.min_workers > scaling.most_workers:
+    if scaling.min_workers > scaling.worker_limit:
         problems.append(
             f"scaling.min_workers is {scaling.min_workers}, above scaling.max_workers = {scaling.max_workers}; lower"
-            f" the one or"
-            " raise the other."
+            " the one or raise the other."
         )
     if not scaling.cpus_per_worker and not scaling.gpus_per_worker and config.train.strategy != "single":
         problems.append(
@@ -246,48 +246,43 @@ def _check_scaling(config: Config) -> list[str]:
     if scaling.gpus_per_worker > 1:
         problems.append(
             f"scaling.gpus_per_worker is {scaling.gpus_per_worker:g}, but a worker computes on one GPU and would leave"
-            f" the others idle. Set"
-            " it to 1, and scaling.max_workers to the number of GPUs."
+            " the others idle. Set it to 1, and scaling.max_workers to the number of GPUs."
         )
     if config.train.strategy == "single" or config.failure.recovery == "restart":
         problems += [
             f"scaling.{name} is {getattr(scaling, name)} with train.strategy {config.train.strategy} and"
-            f" failure.recovery"
-            f" {config.failure.recovery}, with which no worker joins others that go on. Leave it out."
+            f" failure.recovery {config.failure.recovery}, with which no worker joins others that go on. Leave it out."
             for name in ("standby_workers", "evict_straggler_after_s")
             if getattr(scaling, name)
         ]
     if scaling.load_balancing == "speed" and (
-        config.train.strategy not in BALANCED or config.train.reduction != "exact"
+        config.train.strategy not in LOAD_BALANCED_STRATEGIES or config.train.reduction != "exact"
     ):
         problems.append(
             f"scaling.load_balancing is speed with train.strategy {config.train.strategy} and train.reduction"
-            f" {config.train.reduction}; logical"
-            f" workers can move with {' or '.join(BALANCED)} and exact only. Set scaling.load_balancing to none, or"
-            f" choose these."
+            f" {config.train.reduction}; logical workers can move with {' or '.join(LOAD_BALANCED_STRATEGIES)} and"
+            " exact only. Set scaling.load_balancing to none, or choose these."
         )
-    if config.failure.sdc_check_rate and (config.train.strategy not in BALANCED or config.train.reduction != "exact"):
+    if config.failure.sdc_check_rate and (
+        config.train.strategy not in LOAD_BALANCED_STRATEGIES or config.train.reduction != "exact"
+    ):
         problems.append(
-            f"failure.sdc_check_rate is {config.failure.sdc_check_rate} with train.strategy {config.train.strategy} and"
-            f" train.reduction"
-            f" {config.train.reduction}; shares can be computed again with {' or '.join(BALANCED)} and exact only. Set"
-            f" it to 0, or choose"
-            " these."
+            f"failure.sdc_check_rate is {config.failure.sdc_check_rate} with train.strategy {config.train.strategy}"
+            f" and train.reduction {config.train.reduction}; shares can be computed again with"
+            f" {' or '.join(LOAD_BALANCED_STRATEGIES)} and exact only. Set it to 0, or choose these."
         )
     if not 0 <= config.failure.sdc_check_rate <= 1:
         problems.append(f"failure.sdc_check_rate is {config.failure.sdc_check_rate}; it must be between 0 and 1.")
     if config.failure.compare_params_every_steps is not None and config.train.strategy != "ddp":
         problems.append(
             f"failure.compare_params_every_steps is {config.failure.compare_params_every_steps} with train.strategy"
-            f" {config.train.strategy}; only with"
-            " ddp has each worker all parameters. Leave it out, or choose ddp."
+            f" {config.train.strategy}; only with ddp has each worker all parameters. Leave it out, or choose ddp."
         )
-    if scaling.most_workers > logical >= 1:
+    if scaling.worker_limit > logical >= 1:
         problems.append(
-            f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker without"
-            f" a logical"
-            f" worker has nothing to do. Set max_workers to at most {logical}, or start a new run with more logical"
-            f" workers."
+            f"scaling.max_workers is {scaling.max_workers}, above scaling.logical_workers = {logical}: a worker"
+            f" without a logical worker has nothing to do. Set max_workers to at most {logical}, or start a new run"
+            " with more logical workers."
         )
     if logical >= 1 and batch >= 1 and batch % logical:
         below, above = batch // logical * logical, -(-batch // logical) * logical
@@ -299,33 +294,35 @@ def _check_scaling(config: Config) -> list[str]:
     return problems
 
 
-_COPIES = ("ddp", "single", "local_sgd", "central_storage")
-_ONLY_FOR: dict[str, tuple[str, ...]] = {
+_REPLICATED_STRATEGIES = ("ddp", "single", "local_sgd", "central_storage")
+"""Strategies with a full copy of the parameters in every worker."""
+_STRATEGIES_OF_FIELD: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local_sgd",)),
     **dict.fromkeys(
         ("servers", "server_cpus", "server_label_selector", "min_shard_kb", "staleness"), ("parameter_server",)
     ),
     "cpu_offload": ("fsdp",),
     "peer_replica": ("fsdp", "central_storage"),
-    "backend": _COPIES,
-    "bucket_mb": _COPIES,
+    "backend": _REPLICATED_STRATEGIES,
+    "bucket_mb": _REPLICATED_STRATEGIES,
     "gradient_compression": ("ddp", "single", "central_storage"),
     "profile_steps": ("ddp", "single", "local_sgd", "fsdp", "central_storage"),
 }
-"""The strategies that look at a field of `train`, where not all do."""
+"""The strategies that use a field of `train`, for fields that not all strategies use."""
 
 
 def _check_strategy(config: Config) -> list[str]:
+    """Returns the problems of the strategy together with other fields."""
     train = config.train
     problems = [
         *_check_fsdp(config),
         *_check_capture(config),
         *(
             f"train.{name} is set, but only train.strategy: {' or '.join(strategies)} looks at it; leave it out."
-            for name, strategies in _ONLY_FOR.items()
+            for name, strategies in _STRATEGIES_OF_FIELD.items()
             if train.strategy not in strategies and getattr(train, name) != getattr(TrainSection, name)
         ),
-        *_check_exchange(config),
+        *_check_reduction(config),
     ]
     if train.precision == "fp16" and train.strategy in ("local_sgd", "parameter_server"):
         problems.append(
@@ -338,21 +335,18 @@ def _check_strategy(config: Config) -> list[str]:
         )
     if train.strategy == "parameter_server" and config.data.on_bad_row == "skip":
         problems.append(
-            "data.on_bad_row is skip with train.strategy parameter_server, whose workers do not know how many rows of a"
-            " step the others"
-            " skip; set it to fail."
+            "data.on_bad_row is skip with train.strategy parameter_server, whose workers do not know how many rows of"
+            " a step the others skip; set it to fail."
         )
     if train.strategy == "single" and config.scaling.min_workers > 1:
         problems.append(
-            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers: everything"
-            f" happens in the"
-            " calling process. Set it to 1."
+            f"scaling.min_workers is {config.scaling.min_workers}, but train.strategy single has no workers:"
+            " everything happens in the calling process. Set it to 1."
         )
     if train.strategy == "single" and config.scaling.label_selector:
         problems.append(
             f"scaling.label_selector is {config.scaling.label_selector}, but train.strategy single has no workers to"
-            f" place: everything"
-            " happens in the calling process. Leave it out."
+            " place: everything happens in the calling process. Leave it out."
         )
     steps = [1, train.profile_steps] if isinstance(train.profile_steps, int) else train.profile_steps
     if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
@@ -364,44 +358,41 @@ def _check_strategy(config: Config) -> list[str]:
         value = getattr(config.checkpoint, name)
         if value is not None and value % train.local_steps:
             problems.append(
-                f"checkpoint.{name} is {value}; between two averages there is no common state, so it must be a multiple"
-                f" of"
-                f" train.local_steps = {train.local_steps}."
+                f"checkpoint.{name} is {value}; between two averages there is no common state, so it must be a"
+                f" multiple of train.local_steps = {train.local_steps}."
             )
     return problems
 
 
-def _check_exchange(config: Config) -> list[str]:
+def _check_reduction(config: Config) -> list[str]:
+    """Returns the problems of the gradient reduction: backend, GPUs and compression."""
     train, problems = config.train, []
     if train.backend == "nccl" and not config.scaling.gpus_per_worker:
         problems.append(
             "train.backend is nccl, but scaling.gpus_per_worker is 0, and NCCL moves nothing but GPU memory. Set it to"
-            " auto or gloo, or"
-            " give the workers GPUs."
+            " auto or gloo, or give the workers GPUs."
         )
-    share, several = 0 < config.scaling.gpus_per_worker < 1, config.scaling.max_workers != 1
-    if share and several and train.backend != "gloo" and train.strategy not in ("single", "parameter_server"):
+    is_gpu_shared = 0 < config.scaling.gpus_per_worker < 1 and config.scaling.max_workers != 1
+    if is_gpu_shared and train.backend != "gloo" and train.strategy not in ("single", "parameter_server"):
         problems.append(
             f"scaling.gpus_per_worker is {config.scaling.gpus_per_worker:g}, so workers share a GPU, which NCCL"
-            f" refuses. Set train.backend"
-            " to gloo, or give each worker a GPU."
+            " refuses. Set train.backend to gloo, or give each worker a GPU."
         )
     if train.gradient_compression != "none" and train.reduction == "exact":
         problems.append(
             f"train.gradient_compression is {train.gradient_compression} with train.reduction exact: what travels are"
-            f" sums over the"
-            " logical workers of a worker, so rounding them would make the bits depend on the number of workers. Set"
-            " train.reduction to"
-            " overlapped, or train.gradient_compression to none."
+            " sums over the logical workers of a worker, so rounding them would make the bits depend on the number of"
+            " workers. Set train.reduction to overlapped, or train.gradient_compression to none."
         )
     return problems
 
 
 def _check_capture(config: Config) -> list[str]:
+    """Returns the problems of `train.capture` together with other fields."""
     train = config.train
     if not train.capture:
         return []
-    hindrances = [
+    obstacles = [
         (not config.scaling.gpus_per_worker, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
         (
             train.strategy not in ("ddp", "single"),
@@ -420,12 +411,13 @@ def _check_capture(config: Config) -> list[str]:
     ]
     return [
         f"train.capture is set, and {why}. Leave it out; the bits are the same without."
-        for holds, why in hindrances
-        if holds
+        for applies, why in obstacles
+        if applies
     ]
 
 
 def _check_fsdp(config: Config) -> list[str]:
+    """Returns the problems of `train.strategy: fsdp` together with other fields."""
     train = config.train
     if train.strategy != "fsdp":
         return []
@@ -440,9 +432,8 @@ def _check_fsdp(config: Config) -> list[str]:
     if train.reduction == "exact" and config.optimizer.class_path in ("torch.optim.Adafactor", "torch.optim.Muon"):
         problems.append(
             f"optimizer is {config.optimizer.class_path}, which looks at whole parameters, with train.strategy fsdp,"
-            f" where nobody has one:"
-            " the bits would depend on the number of workers. Set train.reduction to overlapped, or choose another"
-            " optimizer."
+            " where no worker has one: the bits would depend on the number of workers. Set train.reduction to"
+            " overlapped, or choose another optimizer."
         )
     if train.compile:
         problems.append(
@@ -456,6 +447,7 @@ def _check_fsdp(config: Config) -> list[str]:
 
 
 def _check_run(config: Config) -> list[str]:
+    """Returns the problems of names, early stopping, initial parameters and the model registry."""
     problems = []
     if config.run.name is not None and not _RUN_NAME.fullmatch(config.run.name):
         problems.append(
@@ -473,15 +465,13 @@ def _check_run(config: Config) -> list[str]:
         )
     if config.evaluate.patience is not None and config.evaluate.every != "checkpoint":
         problems.append(
-            f"evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is"
-            f" {config.evaluate.every}; set it to"
-            " checkpoint, or leave patience out."
+            "evaluate.patience needs an evaluation of every planned checkpoint, but evaluate.every is"
+            f" {config.evaluate.every}; set it to checkpoint, or leave patience out."
         )
     if config.evaluate.num_gpus > 1:
         problems.append(
             f"evaluate.num_gpus is {config.evaluate.num_gpus:g}, but the evaluator computes on one GPU; set it to at"
-            f" most 1. With"
-            " evaluate.where: workers all GPUs of the training evaluate."
+            " most 1. With evaluate.where: workers all GPUs of the training evaluate."
         )
     if config.train.init_digest is not None and config.train.init_from is None:
         problems.append(
@@ -492,8 +482,7 @@ def _check_run(config: Config) -> list[str]:
     if model is not None and not config.tracking.enabled:
         problems.append(
             f"tracking.registered_model is {model!r}, but tracking.enabled is false: the registry is MLflow's. Enable"
-            f" tracking"
-            " or leave it out."
+            " tracking or leave it out."
         )
     if model is not None and not _MODEL_NAME.fullmatch(model):
         problems.append(
@@ -504,13 +493,13 @@ def _check_run(config: Config) -> list[str]:
 
 
 def _check_data(config: Config) -> list[str]:
+    """Returns the problems of the data, its sampling and its cache."""
     data, problems = config.data, []
     if data.shard == "file" and data.sampling == "balanced":
         problems.append(
             "data.sampling is balanced with data.shard: file, where the steps of an epoch would differ from epoch to"
-            " epoch. Set data.shard"
-            " to row or off, or data.sampling to none (task.init_args.class_weights weighs classes without repeating"
-            " rows)."
+            " epoch. Set data.shard to row or off, or data.sampling to none (task.init_args.class_weights weighs"
+            " classes without repeating rows)."
         )
     if data.cache_dir is not None and data.cache != "disk":
         problems.append(
@@ -520,8 +509,7 @@ def _check_data(config: Config) -> list[str]:
     if data.reader_threads and data.cache == "memory":
         problems.append(
             f"data.reader_threads is {data.reader_threads}, but with data.cache: memory no worker reads; leave it out,"
-            f" or set"
-            " data.cache to none or disk."
+            " or set data.cache to none or disk."
         )
     if not data.path:
         problems.append("data.path is missing; name a folder of Parquet files (ray-app ingest makes one).")

@@ -1,9 +1,7 @@
-"""Import paths of the configuration.
+"""Classes that a configuration names by import path: how they are imported, and how optimizers are declared.
 
-What moves the parameters, as it stands in a configuration.
-
-Libraries that only some need, and the extra of the package that brings each; no index has the package, so messages say
-where it is.
+`require` names the extra of the package that installs an optional library. The package is on no index, so its messages
+ask for the path of the package.
 """
 
 from __future__ import annotations
@@ -19,12 +17,11 @@ from ray_app.errors import ConfigError
 
 
 def load_class(spec: ClassSpec | str) -> Any:
-    """Imports what a configuration names: a class, a function, or one of a class
-    (`transformers.AutoModel.from_pretrained`).
+    """Imports and returns a class, a function, or a method of a class (`transformers.AutoModel.from_pretrained`).
 
     Raises:
-        ImportError: There is no such module, or something that it needs is missing.
-        AttributeError: The module has nothing of this name.
+        ImportError: The module does not exist, or a module that it imports is missing.
+        AttributeError: The module has no attribute of this name.
     """
     path = spec if isinstance(spec, str) else spec.class_path
     parts = path.split(".")
@@ -38,8 +35,8 @@ def load_class(spec: ClassSpec | str) -> Any:
     raise ImportError(f"{path!r} names no module; an import path is such as torch.optim.AdamW")
 
 
-OWN_OPTIMIZER = "ray_app.task.whole_batches.OwnOptimizer"
-"""Stands for the optimizer that the task makes."""
+TASK_OPTIMIZER = "ray_app.task.whole_batches.OwnOptimizer"
+"""Import path that stands for the optimizer that the task itself makes (`configure_optimizers`)."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +45,13 @@ class OptimizerSpec(ClassSpec):
 
     Args:
         class_path: Import path, such as `torch.optim.AdamW`.
-        init_args: Keyword arguments of the class, but for the parameters.
-        groups: Parameters with options of their own, each a mapping: `names`, patterns with `*` for any text, or
-            `norms_and_biases: true`, which is all parameters of at most one dimension (those of normalisation layers,
-            and biases), or both; and options of the optimizer, such as `lr` and `weight_decay`. A parameter is in the
-            first group that names it; the others have `init_args`, and the learning rate that is recorded is theirs.
-            Schedules move each group's rate. Not given: none.
+        init_args: Keyword arguments of the class, except the parameters.
+        groups: Parameter groups with their own options. Each is a mapping that selects parameters by `names` (patterns;
+            `*` matches any text), by `norms_and_biases: true` (all parameters of at most one dimension: those of
+            normalization layers, and biases), or by both, and sets options of the optimizer, such as `lr` and
+            `weight_decay`. A parameter belongs to the first group that selects it. All other parameters use
+            `init_args`; their learning rate is the one that is recorded. Schedules change the learning rate of each
+            group. Not given: no groups.
     """
 
     groups: list[dict[str, Any]] | None = None
@@ -61,16 +59,16 @@ class OptimizerSpec(ClassSpec):
 
 @dataclass(frozen=True)
 class TurnSpec(OptimizerSpec):
-    """One of several optimizers that take turns.
+    """One of several alternating optimizers.
 
     Args:
         class_path: See `OptimizerSpec`.
         init_args: See `OptimizerSpec`.
         groups: See `OptimizerSpec`.
-        parameters: Names of the parameters that it moves, with `*` for any text; each that is trained belongs to one
-            optimizer.
-        steps: Steps in a row that are its turn.
-        schedule: Its learning-rate schedule, moved after each step of its own turns; not given: none.
+        parameters: Names of the parameters that it updates; `*` matches any text. Every trained parameter belongs to
+            exactly one optimizer.
+        steps: Number of consecutive steps of one turn of this optimizer.
+        schedule: Learning-rate schedule, which advances after each step of this optimizer. Not given: none.
     """
 
     parameters: list[str] = field(default_factory=list)
@@ -89,23 +87,23 @@ EXTRAS = {
     "tokenizers": "text",
     "peft": "lora",
 }
-"""The extra, by the name that is imported."""
+"""The extra that installs an optional library, by the import name of the library."""
 
 
-def require(library: str, asked: str, otherwise: str = "") -> None:
-    """Refuses what needs a library that is not installed.
+def require(library: str, feature: str, otherwise: str = "") -> None:
+    """Refuses a feature if the optional library that it needs is not installed.
 
     Args:
-        library: The name that is imported.
-        asked: What needs it, as the beginning of a sentence.
-        otherwise: What else can be done than to install it.
+        library: Import name of the library.
+        feature: What needs the library, as the beginning of a sentence.
+        otherwise: What can be done instead of installing it.
 
     Raises:
-        ConfigError: It is not there.
+        ConfigError: The library is not installed.
     """
     if importlib.util.find_spec(library) is None:
         advice = f", or {otherwise}" if otherwise else ""
         raise ConfigError(
-            f"{asked} needs {library}, which is not installed: pip install"
+            f"{feature} needs {library}, which is not installed: pip install"
             f' "PATH_TO_RAY_APP[{EXTRAS[library]}]"{advice}.'
         )

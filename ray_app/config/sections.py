@@ -1,8 +1,7 @@
-"""The sections of the configuration: frozen dataclasses, one each.
+"""The sections of the configuration, each a frozen dataclass.
 
-Fields that change the resulting parameters are made with `result(...)`; they are part of a run's digest.
-
-The section `train` of the configuration.
+The docstrings are the user's reference: `--help` and `docs/reference/configuration.md` show the text of each field. A
+field that changes the resulting parameters is declared with `result_field(...)` and is part of the run's digest.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def result(default: Any) -> Any:
-    """A field that affects the result, so that it is part of the run's digest."""
+def result_field(default: Any) -> Any:
+    """Returns a dataclass field that affects the result, so that its value is part of the run's digest."""
     return field(default=default, metadata={"affects_result": True})
 
 
 @dataclass(frozen=True)
 class ClassSpec:
-    """A class and the arguments to make it with.
+    """A class and the arguments with which it is instantiated.
 
     Args:
         class_path: Import path, such as `torch.optim.AdamW`.
@@ -31,21 +30,22 @@ class ClassSpec:
 
 @dataclass(frozen=True)
 class RunSection:
-    """Where a run lives.
+    """Where a run is stored and how it is resumed.
 
     Args:
-        name: Directory of the run below `storage_path` and its name in MLflow; starting the same name again resumes it.
-            Made up when not given.
-        storage_path: Folder that every node of the cluster sees under the same path, or `s3://bucket/prefix`. How S3 is
-            reached comes from the usual `AWS_*` variables, on every node, or from the path:
+        name: Name of the run's directory below `storage_path` and of its run in MLflow. A start with the name of an
+            existing run resumes that run. Not given: a name is generated.
+        storage_path: Folder that every node of the cluster sees under the same path, or `s3://bucket/prefix`. Access to
+            S3 is configured by the usual `AWS_*` variables on every node, or in the path:
             `?endpoint_override=host:port&scheme=http&region=...`.
-        ray_address: Ray cluster to join (`auto` or an address). Not given: `RAY_ADDRESS` if that is set (as in a Ray
-            job), otherwise a local cluster of this machine's own, stopped at the end.
-        changed_code: What to do if the task's, optimizer's or schedule's source files, or versions of libraries that
-            they import, are not as at the run's last start: `warn` says what changed and goes on, `refuse` does not
-            start.
-        changed_data: What to do if files of the training or evaluation data have another size or time (in a bucket
-            another ETag) than at the run's last start: `warn` or `refuse`, as `changed_code`.
+        ray_address: Address of the Ray cluster to connect to, or `auto`. Not given: the value of `RAY_ADDRESS` if it is
+            set (as in a Ray job), otherwise a local cluster that is stopped when the run ends.
+        changed_code: Reaction to changed code when a run is resumed: the source files of the task, optimizer or
+            schedule, or versions of the libraries that they import, differ from those at the last start. `warn` names
+            the changes and resumes; `refuse` does not start.
+        changed_data: Reaction to changed data when a run is resumed: files of the training or evaluation data differ in
+            size or modification time (on S3: in ETag) from those at the last start. `warn` names the changes and
+            resumes; `refuse` does not start.
     """
 
     name: str | None = None
@@ -57,40 +57,41 @@ class RunSection:
 
 @dataclass(frozen=True)
 class ScalingSection:
-    """How many workers train, and with what.
+    """How many workers train, and the resources of each.
 
     Args:
-        min_workers: Fewest workers to train with; the run waits where there is no room for them. While lost ones are
-            being replaced the others go on, but with `train.strategy: fsdp`, whose state needs the memory of so many.
-        max_workers: Most workers; capped at what the cluster has. `all`: as many as it has room for at the first start,
-            or what its autoscaler may make of it (if it tells, which that of KubeRay does not), and at most
-            `logical_workers`; a run keeps that number.
-        logical_workers: Data-parallel replicas that define the arithmetic (L). The same L gives the same parameters on
-            any number of workers up to L. Not given: `max_workers` of the first start.
-        threads_per_worker: CPU threads of the computation in each worker; part of the arithmetic.
+        min_workers: Smallest number of workers. The run waits until the cluster has the capacity for them. While lost
+            workers are being replaced, the remaining ones continue with fewer; with `train.strategy: fsdp` they wait,
+            because the sharded state needs the memory of this many workers.
+        max_workers: Largest number of workers, limited by the capacity of the cluster. `all`: the capacity at the first
+            start, or the capacity that the autoscaler can provide (if it reports this; KubeRay's does not), at most
+            `logical_workers`. A run keeps the resolved number.
+        logical_workers: Number of data-parallel replicas that define the arithmetic (L). The same L gives the same
+            parameters on any number of workers up to L. Not given: `max_workers` at the first start.
+        threads_per_worker: CPU threads with which each worker computes. The number is part of the arithmetic.
         cpus_per_worker: Logical CPUs that each worker reserves.
-        gpus_per_worker: GPUs that each worker reserves: 0 (it trains on the CPU), a share of one, or 1.
-        label_selector: Labels of the nodes that workers may run on (`ray start --labels zone=a`), each with a value or
-            one of Ray's conditions such as `in(a,b)` and `!a`; not given: any node. Reading goes anywhere, the
-            evaluator and parameter servers where selectors of their own say.
-        resize_interval_s: Seconds between two looks for more capacity.
-        standby_workers: Processes beside the workers that have imported everything and opened their device, each in a
-            slot that it reserves like a worker; one of them takes the place of a lost worker, or uses new room, at the
-            next step boundary.
-        evict_straggler_after_s: Seconds for which a worker must have kept the others waiting (event `slowed`) to be
-            replaced by another one, on another node if there is one; where there is no room, it leaves if the rest is
-            faster without it. Not given: it stays.
-        load_balancing: `none`: workers play equally many logical workers. `speed`: logical workers move from workers
-            that take longer to those that are done sooner, with the same bits; needs more logical workers than workers,
+        gpus_per_worker: GPUs that each worker reserves: 0 (the worker trains on the CPU), a fraction of one GPU, or 1.
+        label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
+            value or one of Ray's conditions, such as `in(a,b)` and `!a`. Not given: any node. Tasks that read data run
+            on any node; the evaluator and the parameter servers have their own selectors.
+        resize_interval_s: Seconds between two checks of the cluster for additional capacity.
+        standby_workers: Processes that have imported all libraries and opened their device, but do not train. Each
+            reserves the resources of a worker. At the next step boundary a standby worker replaces a lost worker or
+            takes up new capacity.
+        evict_straggler_after_s: Seconds for which a worker has to delay the other workers (event `slowed`) before it is
+            evicted. It is replaced by a new worker, on another node if there is one. Without capacity for a
+            replacement, it is evicted only if the remaining workers are faster without it. Not given: never.
+        load_balancing: `none`: every worker runs the same number of logical workers. `speed`: logical workers move from
+            slower to faster workers; the result stays bit-identical. This needs more logical workers than workers,
             `train.reduction: exact`, and the strategy `ddp` or `central_storage`.
     """
 
     min_workers: int = 1
     max_workers: int | Literal["all"] = 1
-    logical_workers: int | None = result(None)
-    threads_per_worker: int = result(1)
+    logical_workers: int | None = result_field(None)
+    threads_per_worker: int = result_field(1)
     cpus_per_worker: float = 1
-    gpus_per_worker: float = result(0)
+    gpus_per_worker: float = result_field(0)
     label_selector: dict[str, str] | None = None
     resize_interval_s: float = 10.0
     standby_workers: int = 0
@@ -98,60 +99,60 @@ class ScalingSection:
     load_balancing: Literal["none", "speed"] = "none"
 
     @property
-    def most_workers(self) -> int:
-        """`max_workers`; `min_workers` as long as nobody has looked how many `all` are."""
+    def worker_limit(self) -> int:
+        """Returns `max_workers`, or `min_workers` as long as `all` is not yet resolved to a number."""
         return self.max_workers if isinstance(self.max_workers, int) else self.min_workers
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """What is read, and in which portions.
+    """The data that a run reads, and how it is shuffled, batched and cached.
 
     Args:
-        path: Folder (or file) of Parquet to train on.
-        eval_path: Folder (or file) of Parquet to evaluate on; not given: no evaluation.
-        global_batch_size: Rows of one optimizer step over all workers; divisible by the number of logical workers.
-        shuffle_window_rows: Rows per logical worker that are shuffled together; a worker holds about this many decoded
-            rows, times `prefetch_windows` + 1, for each logical worker that it plays, and one window more. What no node
-            can hold is refused before the start, unless `cache: memory` holds the rows.
-        shard: What a logical worker gets, as tf.data's AutoShardPolicy: `row` (DATA) an equal share of the rows,
-            another in every epoch; `file` (FILE) whole files, the same in every epoch, which it shuffles among
-            themselves; `off` (OFF) every row.
-        sampling: `none` uses every row once per epoch; `balanced` repeats rows of the smaller classes until all classes
-            are used equally often. The driver then reads the column `balance_by` before the start, and every process
-            holds 1 or 2 bytes per row.
-        balance_by: Column of classes, integers or text, for `sampling: balanced`.
-        by_length: A decoded field whose rows have different lengths, such as `tokens`: rows of a shuffle window that
-            are about equally long are put into the same micro-batch, which is padded to its longest; not given: rows as
-            they are shuffled.
-        last_batch: `keep` consumes every row, the last step of an epoch may be smaller; `drop` drops what does not fill
-            a step.
-        cache: `none` reads and decodes in every epoch; `memory` decodes once into Ray's object store, one copy per
-            node; `disk` keeps what is decoded in the first epoch on the disks of the nodes whose workers use it, also
-            for later runs with the same data and task.
-        cache_dir: Folder of the disk caches on every node; not given: `ray_app-UID/cache` in its temporary folder, for
-            the UID of the user. It can be removed when no run is using it.
-        cache_gb: Most gigabytes (10^9 bytes) of all disk caches of a node; rows for which there is no room are read in
+        path: Folder (or file) of Parquet with the training data.
+        eval_path: Folder (or file) of Parquet with the evaluation data. Not given: no evaluation.
+        global_batch_size: Rows of one optimizer step over all workers; a multiple of the number of logical workers.
+        shuffle_window_rows: Rows per logical worker that are shuffled together. A worker holds about this many decoded
+            rows times `prefetch_windows` + 1 for each logical worker that it runs, and one window more. A size that no
+            node can hold is refused before the start, unless the rows are in the object store (`cache: memory`).
+        shard: Rows of a logical worker, as in tf.data's AutoShardPolicy. `row` (DATA): an equal share of the rows, a
+            different one in every epoch. `file` (FILE): whole files, the same in every epoch, shuffled among
+            themselves. `off` (OFF): all rows.
+        sampling: `none`: every row is used once per epoch. `balanced`: rows of smaller classes are repeated until all
+            classes are used equally often. The driver then reads the column `balance_by` before the start, and every
+            process holds 1 or 2 bytes per row.
+        balance_by: Column with the classes (integers or text) for `sampling: balanced`.
+        by_length: Decoded field with rows of different lengths, such as `tokens`. Rows of a shuffle window that have
+            about the same length form a micro-batch, which is padded to its longest row. Not given: rows in shuffled
+            order.
+        last_batch: `keep`: every row is used, so the last step of an epoch may have fewer rows. `drop`: rows that do
+            not fill a step are left out.
+        cache: `none`: rows are read and decoded in every epoch. `memory`: rows are decoded once into Ray's object
+            store, one copy per node. `disk`: rows that are decoded in the first epoch are stored on the disks of the
+            nodes with the workers that use them, also for later runs with the same data and task.
+        cache_dir: Folder of the disk caches on every node. Not given: `ray_app-UID/cache` in the temporary folder of
+            the node, with the user's UID. The folder can be removed while no run uses it.
+        cache_gb: Largest size of all disk caches of a node in gigabytes (10^9 bytes). Rows beyond this size are read in
             every epoch.
-        prefetch_windows: Windows per logical worker that are read ahead.
-        read_task_mb: Most decoded megabytes of one read task.
-        reader_threads: Threads of each worker that read and decode what it trains on, which costs fewer CPU seconds
-            than the tasks of Ray Data that do it on any CPU of the cluster with 0. Reserve a CPU for each
+        prefetch_windows: Shuffle windows per logical worker that are read ahead.
+        read_task_mb: Largest size of the decoded rows of one read task in megabytes.
+        reader_threads: Threads of each worker that read and decode its rows. They need fewer CPU seconds than the tasks
+            of Ray Data that do this on any CPU of the cluster (0). Reserve a CPU for each thread
             (`scaling.cpus_per_worker`).
-        on_bad_row: What to do about a row to train on that cannot be decoded: `fail` ends the run, `skip` goes on
-            without it and lists it. A run that failed goes on where it was when started again with `skip`.
-        max_bad_rows: With `skip`, bad rows above which the run ends nevertheless.
+        on_bad_row: Reaction to a training row that cannot be decoded. `fail` ends the run. `skip` continues without the
+            row and lists it. A failed run continues from where it ended when it is started again with `skip`.
+        max_bad_rows: Number of skipped rows above which the run ends in spite of `skip`.
     """
 
     path: str = ""
     eval_path: str | None = None
-    global_batch_size: int = result(32)
-    shuffle_window_rows: int = result(10_000)
-    shard: Literal["row", "file", "off"] = result("row")
-    sampling: Literal["none", "balanced"] = result("none")
-    balance_by: str = result("label")
-    by_length: str | None = result(None)
-    last_batch: Literal["keep", "drop"] = result("keep")
+    global_batch_size: int = result_field(32)
+    shuffle_window_rows: int = result_field(10_000)
+    shard: Literal["row", "file", "off"] = result_field("row")
+    sampling: Literal["none", "balanced"] = result_field("none")
+    balance_by: str = result_field("label")
+    by_length: str | None = result_field(None)
+    last_batch: Literal["keep", "drop"] = result_field("keep")
     cache: Literal["none", "memory", "disk"] = "none"
     cache_dir: str | None = None
     cache_gb: float = 50.0
@@ -164,16 +165,16 @@ class DataSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """When checkpoints are made and which are kept.
+    """When checkpoints are written, and which are kept.
 
     Args:
-        every_steps: Optimizer steps between two checkpoints; not given: none by steps.
-        every_epochs: Epochs between two checkpoints; not given: none by epochs. The end of training always makes one.
-        keep_last: Newest checkpoints to keep, at least 2.
-        keep_best: Best checkpoints by `evaluate.metric` to keep besides.
-        snapshot_every_steps: Optimizer steps between two copies of the state to memory outside the workers, from which
-            a run goes on that loses all its workers at once; not given: none, such a run goes on from its newest
-            checkpoint.
+        every_steps: Optimizer steps between two checkpoints. Not given: none by steps.
+        every_epochs: Epochs between two checkpoints. Not given: none by epochs. The end of training always writes one.
+        keep_last: Number of newest checkpoints to keep, at least 2.
+        keep_best: Number of best checkpoints by `evaluate.metric` to keep in addition.
+        snapshot_every_steps: Optimizer steps between two snapshots: copies of the state in memory outside the workers.
+            A run that loses all workers at once resumes from the newest snapshot. Not given: no snapshots; such a run
+            resumes from its newest checkpoint.
     """
 
     every_steps: int | None = None
@@ -185,23 +186,23 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class FailureSection:
-    """How much may go wrong.
+    """How a run detects failures, and how many it tolerates.
 
     Args:
-        max_failures: Failures of workers before the run gives up; -1: any number.
-        max_preemptions: Nodes taken away (announced or not) before it gives up; -1: any number.
-        step_timeout_s: Seconds without a finished step after which the workers that hold it up are ended and replaced;
-            not given: 50 times the median step, at least 60 (600 before any step is known); with `train.compile` 600.
-            The first step of each group of workers has five times as long.
-        heartbeat_timeout_s: Seconds without a sign of life after which the others go on without a worker.
-        recovery: `in_place`: the others keep their state and go on when a worker is lost, and a new one joins them.
-            `restart`: all workers start again from the newest checkpoint, as in stock Ray Train.
-        sdc_check_rate: The part of all shares of logical workers that another worker computes again, before the update,
-            so that hardware that computes wrongly is found: 0.01 costs about 1 % of the computation. Needs
-            `train.reduction: exact`, the strategy `ddp` or `central_storage`, and two workers of one kind.
-        compare_params_every_steps: After each so many steps the workers compare their parameters; those of the majority
-            go on, or the newest snapshot or checkpoint. Not given: only after a generation that broke. With the
-            strategy `ddp`.
+        max_failures: Worker failures that the run tolerates before it fails; -1: any number.
+        max_preemptions: Node losses (announced or not) that the run tolerates before it fails; -1: any number.
+        step_timeout_s: Seconds without a finished step after which the step watchdog ends and replaces the workers that
+            stall the group. Not given: 50 times the median step time, at least 60 s (600 s before the first step is
+            measured); 600 s with `train.compile`. The first step of each generation has five times as long.
+        heartbeat_timeout_s: Seconds without a heartbeat after which the other workers continue without a worker.
+        recovery: `in_place`: when a worker is lost, the others keep their state and continue, and a new worker joins
+            them. `restart`: all workers restart from the newest checkpoint, as in stock Ray Train.
+        sdc_check_rate: Share of the computation of logical workers that another worker recomputes before the update, to
+            detect silent data corruption: 0.01 costs about 1 % of the computation. This needs
+            `train.reduction: exact`, the strategy `ddp` or `central_storage`, and two workers on the same hardware.
+        compare_params_every_steps: Steps between two comparisons of the parameters of all workers. If they differ, the
+            run continues with the parameters of the majority, or from the newest snapshot or checkpoint if there is
+            none. Not given: workers compare only after a generation that failed. Needs the strategy `ddp`.
     """
 
     max_failures: int = 5
@@ -218,35 +219,37 @@ class EvaluateSection:
     """How checkpoints are evaluated.
 
     Args:
-        where: Who evaluates the planned checkpoints, those of `checkpoint.every_steps`, `every_epochs` and of the end:
-            `actor` an evaluator beside the training, which follows them; `workers` the training workers, which stop at
-            each of them and evaluate together.
-        every: `checkpoint` evaluates every committed checkpoint, `latest` only the newest whenever it is free.
-        budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may take on average over
+        where: Process that evaluates the planned checkpoints: those of `checkpoint.every_steps`, of `every_epochs` and
+            of the end. `actor`: an evaluator that runs concurrently with training and follows its checkpoints.
+            `workers`: the training workers, which pause at each planned checkpoint and evaluate it together.
+        every: `checkpoint`: every committed checkpoint is evaluated. `latest`: the evaluator takes the newest
+            checkpoint whenever it is idle.
+        budget: Largest share of the cluster's CPUs (with GPUs: of its GPUs) that evaluations may use on average over
             time; the evaluator pauses in between. 1: no limit.
-        max_pending: Checkpoints that are kept for an evaluator that lags behind; older ones go, recorded as skipped.
-        patience: Planned checkpoints in a row without an improvement of `metric` after which training stops; the result
-            is then the best checkpoint up to there, and all planned checkpoints are evaluated, whatever `max_pending`
-            says. Not given: no early stop.
-        min_delta: What counts as an improvement for `patience`: more than this.
-        metric: Metric that says which checkpoint is best; not given: the task's own.
-        mode: Whether more (`max`) or less (`min`) of it is better; not given: the task's own.
+        max_pending: Largest number of checkpoints that are kept for an evaluator that lags behind. Older ones are
+            removed and recorded as skipped.
+        patience: Planned checkpoints in a row without an improvement of `metric` after which training stops. The result
+            is then the best checkpoint up to that one, and all planned checkpoints are evaluated regardless of
+            `max_pending`. Not given: no early stopping.
+        min_delta: Change of `metric` that must be exceeded to count as an improvement for `patience`.
+        metric: Metric that selects the best checkpoint. Not given: the one that the task declares.
+        mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Not given: as the task declares.
         batch_size: Rows of one forward pass.
-        drain_timeout_s: Seconds that the end of a run waits for the evaluator to catch up.
-        on_error: What becomes of the run if the evaluator gives up, because the task's metrics raise: `fail` counts it
-            as failed, exit code 1, when training is over; `warn` only says so.
+        drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
+        on_error: Effect on the run if the evaluator gives up because the metrics of the task raise errors. `fail`: the
+            run counts as failed (exit code 1) when training has ended. `warn`: a warning only.
         num_cpus: Logical CPUs that the evaluator reserves.
-        num_gpus: GPUs that the evaluator reserves: 0, a share of one, or 1.
-        threads: CPU threads of its computation.
-        label_selector: Labels of the nodes that the evaluator may run on, as `scaling.label_selector`; not given: any
-            node.
+        num_gpus: GPUs that the evaluator reserves: 0, a fraction of one GPU, or 1.
+        threads: CPU threads with which the evaluator computes.
+        label_selector: Labels of the nodes on which the evaluator may run, as in `scaling.label_selector`. Not given:
+            any node.
     """
 
     where: Literal["actor", "workers"] = "actor"
     every: Literal["checkpoint", "latest"] = "checkpoint"
     budget: float = 1.0
     max_pending: int = 32
-    patience: int | None = result(None)
+    patience: int | None = result_field(None)
     min_delta: float = 0.0
     metric: str | None = None
     mode: Literal["max", "min"] | None = None
@@ -261,21 +264,21 @@ class EvaluateSection:
 
 @dataclass(frozen=True)
 class TrackingSection:
-    """Where the run is recorded besides its own directory.
+    """Where the run is recorded in addition to its own directory.
 
     Args:
-        enabled: Whether MLflow gets the record.
-        uri: MLflow tracking URI; not given: a SQLite file `mlflow.db` in `run.storage_path`, which must then be a
+        enabled: Whether the run is recorded in MLflow.
+        uri: MLflow tracking URI. Not given: the SQLite file `mlflow.db` in `run.storage_path`, which must then be a
             folder.
         experiment: Name of the MLflow experiment.
-        every_steps: Optimizer steps that are combined into one point of each metric (the run's own record has every
-            step).
+        every_steps: Optimizer steps that are combined into one point of each metric. The run's own record has every
+            step.
         registered_model: Name in MLflow's model registry under which the best checkpoint of a finished run becomes a
-            new version; not given: none does.
-        system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node; not given, or for a run
-            without a cluster (`train.strategy: single`): none.
-        tensorboard: Whether the driver also writes event files for TensorBoard, with or without MLflow, to
-            `tensorboard` in the run's directory.
+            new version. Not given: the model is not registered.
+        system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node. Not given, or without a
+            cluster (`train.strategy: single`): no samples.
+        tensorboard: Whether the driver also writes event files for TensorBoard to `tensorboard` in the run's directory,
+            with or without MLflow.
     """
 
     enabled: bool = True
@@ -289,96 +292,101 @@ class TrackingSection:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """How it is trained.
+    """How the model is trained.
 
     Args:
-        epochs: Passes over the training data; with `steps_per_epoch`, stretches of so many steps. More than at the last
-            start make a run go on from its end, also one that has finished, with the bits of a run that was as long
-            from the beginning; a schedule that spreads over the whole run (`OneCycleLR` without `total_steps`) is
-            refused then.
-        steps_per_epoch: Optimizer steps of an epoch; not given: one pass over the data. Rows go on where the last epoch
-            ended, so each is still used once per pass.
-        max_steps: Most optimizer steps in all, whatever `epochs` says; not given: no limit. May grow as `epochs`.
-        strategy: How workers share the model: `ddp` holds a copy in each and adds the gradients of every step.
-            `local_sgd` lets every logical worker go `local_steps` steps of its own, then averages parameters and
-            optimizer state. `parameter_server` keeps parameters and optimizer on `servers` actors; workers fetch the
-            ones and send gradients, and do not wait for each other. `fsdp` shards parameters, gradients and optimizer
-            state over the workers. `central_storage` keeps parameters and optimizer state in the host memory of one
-            worker, which makes all updates. `single` is `ddp` in the calling process, without workers, so that a
-            breakpoint stops there.
+        epochs: Passes over the training data; with `steps_per_epoch`, stretches of that many steps. A higher number
+            than at the last start continues a run, even a finished one; the result is bit-identical to that of a run
+            that had the higher number from the start. A schedule that spreads over the whole run (`OneCycleLR` without
+            `total_steps`) is then refused.
+        steps_per_epoch: Optimizer steps of an epoch. Not given: one pass over the data. Each epoch continues with the
+            rows after those of the last one, so every row is still used once per pass.
+        max_steps: Largest number of optimizer steps, regardless of `epochs`. Not given: no limit. It may be raised
+            later in the same way as `epochs`.
+        strategy: How workers share the model. `ddp`: every worker has a copy; the gradients are added in every step.
+            `local_sgd`: every logical worker makes `local_steps` steps by itself, then parameters and optimizer state
+            are averaged. `parameter_server`: `servers` actors hold parameters and optimizer state; workers fetch
+            parameters and send gradients without waiting for each other. `fsdp`: parameters, gradients and optimizer
+            state are sharded over the workers. `central_storage`: parameters and optimizer state are in the host memory
+            of one worker, which makes all updates. `single`: `ddp` in the calling process, without workers, so that
+            breakpoints work.
         local_steps: Steps between two averages with `local_sgd` (H).
-        outer_lr: What multiplies the averaged change of the parameters with `local_sgd`; 1 is the average itself.
-        outer_momentum: Nesterov momentum of that change, as in DiLoCo (there 0.9, with `outer_lr` 0.7); 0: none.
-        servers: Parameter servers (P), with `parameter_server`; may be another number when a run is continued.
-        server_cpus: Logical CPUs that each of them reserves.
-        server_label_selector: Labels of the nodes that they may run on, as `scaling.label_selector`; not given: any
-            node.
-        min_shard_kb: A parameter is split over servers only into parts of at least so many kilobytes.
-        staleness: Steps that a logical worker may be ahead of the slowest one, with `parameter_server`. 0: synchronous,
-            the gradients of all logical workers are added in one fixed order and applied once. Above, each is applied
-            when it arrives.
-        peer_replica: Sends what a worker alone has of the state (its shards with `fsdp`, everything of rank 0 with
-            `central_storage`) to the host memory of the next worker after every step, so that a killed worker makes no
-            step be done again.
-        cpu_offload: Keeps the shards of `fsdp` in host memory and makes the updates there; only what computes just now
-            is on the GPU.
-        reduction: `exact` adds the gradients of the logical workers in one fixed order: the same bits on any number of
-            workers. `overlapped` lets the network add them while backward runs: the same rows and weights, not the same
-            bits.
-        backend: What moves gradients between workers: `auto` is NCCL between GPUs and gloo between CPUs; `gloo` moves
-            those of GPUs through host memory, where NCCL cannot be used.
-        bucket_mb: Mebibytes of gradients that travel together while backward still runs, as DDP's `bucket_cap_mb`.
-        gradient_compression: `bf16` halves what travels with `reduction: overlapped`: sums of gradients are rounded to
-            bfloat16 for it.
+        outer_lr: Factor of the averaged change of the parameters with `local_sgd`; 1 is the average itself.
+        outer_momentum: Nesterov momentum of the averaged change, as in DiLoCo (which uses 0.9, with `outer_lr` 0.7);
+            0: none.
+        servers: Number of parameter servers (P) with `parameter_server`. It may change when a run is resumed.
+        server_cpus: Logical CPUs that each parameter server reserves.
+        server_label_selector: Labels of the nodes on which parameter servers may run, as in `scaling.label_selector`.
+            Not given: any node.
+        min_shard_kb: Smallest size in kilobytes of the parts into which a parameter is split over the servers.
+        staleness: Steps by which a logical worker may be ahead of the slowest one with `parameter_server`. 0:
+            synchronous; the gradients of all logical workers are added in one fixed order and applied once. Above 0,
+            each gradient is applied when it arrives.
+        peer_replica: After every step, each worker sends the state that only it has (its shards with `fsdp`, the
+            complete state of rank 0 with `central_storage`) to the host memory of the next worker, so that no step has
+            to be repeated after a worker is lost.
+        cpu_offload: Keeps the shards of `fsdp` in host memory and makes the updates there. Only the parameters of the
+            current computation are on the GPU.
+        reduction: `exact`: the gradients of the logical workers are added in one fixed order, so that the result is
+            bit-identical on any number of workers. `overlapped`: the network adds them during backward; rows and
+            weights are the same, but the result is not bit-identical.
+        backend: Communication backend of the gradients. `auto`: NCCL between GPUs and gloo between CPUs. `gloo`: also
+            for GPUs, through host memory, where NCCL cannot be used.
+        bucket_mb: Size of the gradient buckets in mebibytes, which are reduced while backward runs, as in DDP's
+            `bucket_cap_mb`.
+        gradient_compression: `bf16` halves the traffic of `reduction: overlapped`: sums of gradients are rounded to
+            bfloat16.
         precision: `fp32`, or autocast of forward and loss to `bf16` or `fp16` (parameters and gradients stay fp32).
-            With `fp16` the loss is scaled by a power of two that is found while training and is part of the checkpoint.
-        grad_clip_norm: Largest global L2 norm of the gradient; not given: no clipping.
-        ema_decay: Decay of an exponential moving average of the parameters, such as 0.999; it is what is evaluated,
-            returned and registered. Not given: the parameters themselves.
-        freeze: Names of parameters that are not trained, with `*` for any text (`features.*`); batch-norm layers that
-            are frozen as a whole keep their statistics.
-        compile: Compiles the model with `torch.compile`; needs a C++ compiler on the workers' nodes, and minutes for a
-            big model.
-        capture: Captures forward and backward of a micro-batch as a CUDA graph, for small steps in which a GPU waits to
-            be told what to do next; the same bits. Refused where the forward depends on the host.
-        channels_last: Lays images out with the channels last, which convolutions on GPUs with tensor cores prefer.
-        init_from: Parameters (and persistent buffers) to begin with: a safetensors file, the folder of an export, or a
-            registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the run's first start and
-            kept with it; not given: what the model's own initialization draws from the seed.
-        profile_steps: Steps that rank 0 traces with `torch.profiler`, to `profile/` in the run's directory: the first
-            and the last, counted from 1 over the run, or how many after three steps of each start. Not given: none.
-        init_digest: SHA-256 of these parameters, as `params_digest` in `summary.json`, which decides the result where
-            their place does not; not given: that of those at the run's first start.
+            With `fp16` the loss is scaled by a power of two that is adapted during training and stored in checkpoints.
+        grad_clip_norm: Largest global L2 norm of the gradient. Not given: no clipping.
+        ema_decay: Decay of an exponential moving average of the parameters, such as 0.999. The average is evaluated,
+            returned and registered. Not given: the parameters themselves are.
+        freeze: Names of parameters that are not trained; `*` matches any text (`features.*`). Batch-norm layers
+            keep their statistics if all their parameters are frozen.
+        compile: Compiles the model with `torch.compile`. This needs a C++ compiler on the nodes of the workers, and
+            takes minutes for a big model.
+        capture: Captures forward and backward of a micro-batch as a CUDA graph, for small steps in which the GPU waits
+            for kernel launches; the result is bit-identical. Refused if the forward depends on values on the host.
+        channels_last: Stores images in the channels-last memory format, which is faster for convolutions on GPUs with
+            tensor cores.
+        init_from: Initial parameters and persistent buffers: a safetensors file, the folder of an export, or a
+            registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the first start and
+            stored with the run. Not given: the model's own initialization, which draws from the seed.
+        profile_steps: Steps that rank 0 traces with `torch.profiler` to `profile/` in the run's directory: the first
+            and the last step, counted from 1 over the run, or the number of steps to trace after the first three of
+            each start. Not given: none.
+        init_digest: SHA-256 of the parameters of `init_from`, as `params_digest` in `summary.json`. The digest decides
+            the result; the path of the file does not. Not given: the digest of the parameters at the first start.
     """
 
-    epochs: int = result(1)
-    steps_per_epoch: int | None = result(None)
-    max_steps: int | None = result(None)
-    strategy: Literal["ddp", "single", "local_sgd", "parameter_server", "fsdp", "central_storage"] = result("ddp")
-    local_steps: int = result(1)
-    outer_lr: float = result(1.0)
-    outer_momentum: float = result(0.0)
+    epochs: int = result_field(1)
+    steps_per_epoch: int | None = result_field(None)
+    max_steps: int | None = result_field(None)
+    strategy: Literal["ddp", "single", "local_sgd", "parameter_server", "fsdp", "central_storage"] = result_field("ddp")
+    local_steps: int = result_field(1)
+    outer_lr: float = result_field(1.0)
+    outer_momentum: float = result_field(0.0)
     servers: int = 1
     server_cpus: float = 1
     server_label_selector: dict[str, str] | None = None
     min_shard_kb: int = 256
-    staleness: int = result(0)
+    staleness: int = result_field(0)
     peer_replica: bool = False
-    cpu_offload: bool = result(False)
-    reduction: Literal["exact", "overlapped"] = result("exact")
+    cpu_offload: bool = result_field(False)
+    reduction: Literal["exact", "overlapped"] = result_field("exact")
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     bucket_mb: float = 8.0
-    gradient_compression: Literal["none", "bf16"] = result("none")
-    precision: Literal["fp32", "bf16", "fp16"] = result("fp32")
-    grad_clip_norm: float | None = result(None)
-    ema_decay: float | None = result(None)
-    freeze: list[str] | None = result(None)
-    compile: bool = result(False)
+    gradient_compression: Literal["none", "bf16"] = result_field("none")
+    precision: Literal["fp32", "bf16", "fp16"] = result_field("fp32")
+    grad_clip_norm: float | None = result_field(None)
+    ema_decay: float | None = result_field(None)
+    freeze: list[str] | None = result_field(None)
+    compile: bool = result_field(False)
     capture: bool = False
-    channels_last: bool = result(False)
+    channels_last: bool = result_field(False)
     init_from: str | None = None
     profile_steps: list[int] | int | None = None
-    init_digest: str | None = result(None)
+    init_digest: str | None = result_field(None)
 
     def total_steps(self, pass_steps: int) -> int:
         """Steps of the whole run, given those of a pass over the data."""

@@ -1,8 +1,8 @@
-"""Arrays as Arrow columns: one binary value per row, of one size or of its own, with dtype and shape in the field's
-metadata.
+"""Arrays as Arrow columns: one binary value per row, of fixed or variable size, with dtype and shape in the metadata of
+the field.
 
-Parquet and the object store then move bytes, not lists of numbers: reading 784 bytes a row costs a copy, not 784
-values.
+Parquet and the object store then move bytes instead of lists of numbers: reading 784 bytes a row costs one copy and not
+784 values.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.task.ragged import Field, Ragged, put_together
+from ray_app.task.ragged import Field, Ragged, concat_ragged
 
 Array = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What one row of a column holds.
+    """The array that one row of a column holds.
 
     Args:
         dtype: NumPy name.
-        shape: Without the row axis, and where rows have different lengths without that axis, too.
-        padding: Where rows have different lengths: what they are padded with, and what a padded length is a multiple
+        shape: Shape without the row axis, and without the first axis of a row where rows have different lengths.
+        padding: Where rows have different lengths: the fill value, and the number that a padded length is a multiple
             of.
-        length: Then, of the rows that were looked at, on an average.
+        length: Mean length of the rows that were probed, where rows have different lengths.
     """
 
     dtype: str
@@ -38,12 +38,12 @@ class ArraySpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row; on an average, where rows have different lengths."""
+        """Bytes of one row; the mean, where rows have different lengths."""
         return round(np.dtype(self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64)) * self.length)
 
 
-def spec_like(values: Field) -> ArraySpec:
-    """What one row of `values` holds."""
+def spec_of_values(values: Field) -> ArraySpec:
+    """Returns the specification of one row of `values`."""
     if isinstance(values, Ragged):
         mean = float(values.lengths.mean()) if len(values) else 1.0
         return ArraySpec(
@@ -53,17 +53,17 @@ def spec_like(values: Field) -> ArraySpec:
 
 
 def to_column(name: str, values: Field) -> tuple[pa.Field, pa.Array]:
-    """Returns the field and the column of `values`, without copying them where they are contiguous."""
-    spec = spec_like(values)
+    """Returns `values` as an Arrow field and column, without copying them where they are contiguous."""
+    spec = spec_of_values(values)
     if isinstance(values, Ragged):
-        own = values.compact()
-        item = own.values.dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
+        compact = values.compact()
+        item_bytes = compact.values.dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
         buffers = [
             None,
-            pa.py_buffer(own.offsets * item),
-            pa.py_buffer(np.ascontiguousarray(own.values).reshape(-1).view(np.uint8)),
+            pa.py_buffer(compact.offsets * item_bytes),
+            pa.py_buffer(np.ascontiguousarray(compact.values).reshape(-1).view(np.uint8)),
         ]
-        data = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(own), buffers)
+        data = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(compact), buffers)
         metadata = {"ray_app.array": json.dumps({"dtype": spec.dtype, "shape": spec.shape, "padding": spec.padding})}
         return pa.field(name, data.type, nullable=False, metadata=metadata), data
     values = np.ascontiguousarray(values)
@@ -74,45 +74,45 @@ def to_column(name: str, values: Field) -> tuple[pa.Field, pa.Array]:
     return pa.field(name, data.type, nullable=False, metadata=metadata), data
 
 
-def spec_of(field: pa.Field) -> ArraySpec | None:
-    """The array that a field holds, or None for a plain column."""
+def spec_of_field(field: pa.Field) -> ArraySpec | None:
+    """Returns the specification of the arrays in a column, or None for a plain column."""
     raw = (field.metadata or {}).get(b"ray_app.array")
     if raw is None:
         return None
-    found = json.loads(raw)
-    padding = found.get("padding")
-    return ArraySpec(found["dtype"], tuple(found["shape"]), (padding[0], padding[1]) if padding else None)
+    stored = json.loads(raw)
+    padding = stored.get("padding")
+    return ArraySpec(stored["dtype"], tuple(stored["shape"]), (padding[0], padding[1]) if padding else None)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values are text, in any of Arrow's layouts."""
+    """Returns whether values are text, in any of Arrow's layouts."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether values are integers, fractions or truth values."""
+    """Returns whether values are integers, floating-point numbers or booleans."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def is_bytes(kind: pa.DataType) -> bool:
-    """Whether values are bytes of any length, in any of Arrow's layouts."""
+    """Returns whether values are bytes of any length, in any of Arrow's layouts."""
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
 
 
 def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
-    """The rows of an encoded column as one array of shape (rows, ...), or ragged; a view of the column where it is one
-    chunk.
+    """Returns the rows of an encoded column as one array of shape (rows, ...) or as `Ragged`; a view of the column
+    where it is one chunk.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if spec.padding is not None:
         parts = [_ragged(chunk, spec) for chunk in chunks if len(chunk)]
-        return put_together(parts) if parts else _none(spec)
-    return fixed(column, spec)
+        return concat_ragged(parts) if parts else _empty_ragged(spec)
+    return fixed_array(column, spec)
 
 
-def fixed(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
-    """The rows of an encoded column whose rows are of one size, shape (rows, ...); a view of the column where it is one
-    chunk.
+def fixed_array(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
+    """Returns the rows of an encoded column of rows of one size, shape (rows, ...); a view of the column where it is
+    one chunk.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     arrays = [
@@ -127,8 +127,9 @@ def fixed(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
 
 
 def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
-    """A column of lists of numbers or truth values, or of lists of rows of as many each; None if it is none, or has
-    missing values.
+    """Returns a column of lists as `Ragged`: of lists of numbers or booleans, or of lists of rows of one size.
+
+    Returns None for any other column, and for one with missing values.
     """
     kind = column.type
     if not _is_list(kind) or column.null_count:
@@ -153,8 +154,8 @@ def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
     return Ragged(inner.to_numpy(zero_copy_only=False).reshape(len(flat.values), *shape), offsets)
 
 
-def list_spec(kind: pa.DataType) -> ArraySpec | None:
-    """What a row of a column of lists of one size holds, or of lists of those; None if it is none of numbers."""
+def spec_of_list_type(kind: pa.DataType) -> ArraySpec | None:
+    """Returns the specification of a row of (nested) lists of one size; None if the lists do not hold numbers."""
     shape = []
     while pa.types.is_fixed_size_list(kind):
         shape.append(kind.list_size)
@@ -165,10 +166,10 @@ def list_spec(kind: pa.DataType) -> ArraySpec | None:
 
 
 def fixed_lists(column: pa.ChunkedArray) -> Array | None:
-    """A column of lists of one size as one array of shape (rows, ...); None if it is none of numbers, or has missing
-    values.
+    """Returns a column of lists of one size as one array of shape (rows, ...); None if these do not hold numbers, or
+    have missing values.
     """
-    spec = list_spec(column.type)
+    spec = spec_of_list_type(column.type)
     if spec is None or column.null_count:
         return None
     flat = column.combine_chunks()
@@ -180,19 +181,17 @@ def fixed_lists(column: pa.ChunkedArray) -> Array | None:
     return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(len(column), *spec.shape)
 
 
-def lists_of(rows: Ragged) -> pa.LargeListArray:
-    """Ragged rows as a column of lists of numbers, or of lists of rows of as many numbers each, which `ragged_lists`
-    reads.
-    """
-    own = rows.compact()
-    inner = pa.array(own.values.reshape(-1))
-    for size in reversed(own.row_shape):
+def to_list_array(rows: Ragged) -> pa.LargeListArray:
+    """Returns ragged rows as a column of lists of numbers, or of lists of rows of one size; `ragged_lists` reads it."""
+    compact = rows.compact()
+    inner = pa.array(compact.values.reshape(-1))
+    for size in reversed(compact.row_shape):
         inner = pa.FixedSizeListArray.from_arrays(inner, size)
-    return pa.LargeListArray.from_arrays(own.offsets, inner)
+    return pa.LargeListArray.from_arrays(compact.offsets, inner)
 
 
 def is_numbers(kind: pa.DataType) -> bool:
-    """Whether a column's values are lists of numbers or truth values, or lists of those."""
+    """Returns whether a column's values are (nested) lists of numbers or booleans."""
     while _is_list(kind) or pa.types.is_fixed_size_list(kind):
         kind = kind.value_type
         if is_number(kind):
@@ -204,7 +203,7 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _none(spec: ArraySpec) -> Ragged:
+def _empty_ragged(spec: ArraySpec) -> Ragged:
     assert spec.padding is not None
     return Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(1, np.int64), *spec.padding)
 
@@ -212,22 +211,18 @@ def _none(spec: ArraySpec) -> Ragged:
 def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
     assert spec.padding is not None
     _, offsets, data = chunk.buffers()
-    item = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
-    ends = np.frombuffer(offsets, np.int64, len(chunk) + 1, chunk.offset * 8) // item
-    values = (
-        np.frombuffer(data if data is not None else b"", np.uint8, int(ends[-1]) * item)
-        .view(spec.dtype)
-        .reshape(-1, *spec.shape)
-    )
-    return Ragged(values, ends, *spec.padding)
+    item_bytes = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
+    ends = np.frombuffer(offsets, np.int64, len(chunk) + 1, chunk.offset * 8) // item_bytes
+    raw = np.frombuffer(data if data is not None else b"", np.uint8, int(ends[-1]) * item_bytes)
+    return Ragged(raw.view(spec.dtype).reshape(-1, *spec.shape), ends, *spec.padding)
 
 
-class _Lengthening:
-    """A field whose rows have different lengths, put one after the other into memory that is made longer where it is.
+class _GrowingRagged:
+    """A ragged field that is filled row after row, in memory that grows in place.
 
     Args:
-        spec: What a row holds; its length says how long the memory is at first.
-        rows: How many there will be.
+        spec: Specification of a row; its `length` decides the initial size of the memory.
+        rows: Number of rows that will be added.
     """
 
     def __init__(self, spec: ArraySpec, rows: int) -> None:
@@ -236,31 +231,33 @@ class _Lengthening:
         self._offsets = np.zeros(rows + 1, np.int64)
 
     def add(self, rows: Ragged) -> None:
-        """Takes the next rows."""
-        own, used = rows.compact(), int(self._offsets[self._rows])
-        end = used + len(own.values)
+        """Copies the next rows."""
+        compact, used = rows.compact(), int(self._offsets[self._rows])
+        end = used + len(compact.values)
         if end > len(self._values):
             self._resize(max(end, len(self._values) * 9 // 8))
-        self._values[used:end] = own.values
-        self._offsets[self._rows + 1 : self._rows + 1 + len(own)] = own.offsets[1:] + used
-        self._rows += len(own)
+        self._values[used:end] = compact.values
+        self._offsets[self._rows + 1 : self._rows + 1 + len(compact)] = compact.offsets[1:] + used
+        self._rows += len(compact)
 
     def all(self) -> Ragged:
-        """The rows."""
+        """Returns all rows."""
         assert self._spec.padding is not None
         self._resize(int(self._offsets[self._rows]))
         return Ragged(self._values, self._offsets[: self._rows + 1], *self._spec.padding)
 
     def _resize(self, length: int) -> None:
-        self._values.resize((length, *self._spec.shape), refcheck=False)  # nobody else has seen it
+        # No other reference to the array exists before `all` returns it.
+        self._values.resize((length, *self._spec.shape), refcheck=False)
 
 
 class Columns:
-    """Fields that are filled as tables come, each copied to its place, so that all rows are in memory once.
+    """Fields that are filled as tables arrive; each table is copied and can be freed, so that all rows are in memory
+    once.
 
     Args:
-        fields: What a row holds.
-        rows: How many there will be.
+        fields: Specification of a row.
+        rows: Number of rows that will be added.
     """
 
     def __init__(self, fields: dict[str, ArraySpec], rows: int) -> None:
@@ -268,10 +265,10 @@ class Columns:
         self._fixed = {
             name: np.empty((rows, *s.shape), np.dtype(s.dtype)) for name, s in fields.items() if s.padding is None
         }
-        self._ragged = {name: _Lengthening(s, rows) for name, s in fields.items() if s.padding is not None}
+        self._ragged = {name: _GrowingRagged(s, rows) for name, s in fields.items() if s.padding is not None}
 
     def add(self, table: pa.Table) -> None:
-        """Takes the next rows."""
+        """Copies the next rows."""
         for name, spec in self._fields.items():
             values = from_column(table.column(name), spec)
             if isinstance(values, Ragged):
@@ -281,5 +278,5 @@ class Columns:
         self._done += table.num_rows
 
     def all(self) -> dict[str, Field]:
-        """The fields, in their order."""
+        """Returns the fields in the order of the specification."""
         return {name: self._ragged[name].all() if name in self._ragged else self._fixed[name] for name in self._fields}

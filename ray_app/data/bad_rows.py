@@ -1,7 +1,8 @@
-"""Decoding in spite of rows that cannot be decoded: they are found by halving, and put as zeros with the reason beside
-them.
+"""Bad rows: rows that cannot be decoded, and rows that have a missing value.
 
-Missing values in rows as they are stored: they never become numbers, so a row that has one is a bad row.
+Decoding locates the rows that fail by bisection. With `data.on_bad_row: skip` a bad row becomes zeros in the decoded
+table, and its reason goes into the column `REASON`. A missing value in a stored row never becomes a number, so a row
+that has one is bad before it is decoded.
 """
 
 from __future__ import annotations
@@ -14,52 +15,52 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import ArraySpec, spec_like
-from ray_app.task.ragged import Arrays, Field, Ragged, joined
-from ray_app.task.user_code import refusal
+from ray_app.data.arrays import ArraySpec, spec_of_values
+from ray_app.task.ragged import Arrays, Field, Ragged, concat_fields
+from ray_app.task.user_code import row_error_reason
 
 REASON = "__reason__"
-"""Column of decoded tables that says why a row could not be decoded; null where it could. Only where bad rows are
+"""Column of decoded tables with the reason why a row could not be decoded, null for a good row; only where bad rows are
 skipped.
 """
 KEYS = "__keys__"
-"""Beside the columns of rows that are decoded another way in every epoch: their keys, int64, shape (rows,)."""
-_LONGEST = 500
+"""Entry in the rows for a task that decodes differently in every epoch: the keys of the rows, int64, shape (rows,)."""
+_MAX_REASON_CHARS = 500
 
 Decode = Callable[[dict[str, Any]], Arrays]
 
 
 def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> dict[str, Field]:
-    """Decodes rows.
+    """Decodes rows and checks that they have the expected fields.
 
     Args:
         decode: See `Task.decode`.
-        rows: What it gets.
-        count: How many rows that is.
-        fields: What a decoded row looks like.
+        rows: The rows as they are stored.
+        count: Number of the rows.
+        fields: Specification of a decoded row.
 
     Returns:
         Each field, (count, ...).
 
     Raises:
-        ValueError: They decode to something else.
-        Exception: What `decode` raises.
+        ValueError: The rows decode to other fields than `fields`.
+        Exception: `decode` raised it.
     """
     decoded = decode(rows)
-    found = {name: (len(values), spec_like(values)) for name, values in decoded.items()}
+    actual = {name: (len(values), spec_of_values(values)) for name, values in decoded.items()}
     expected = {name: (count, spec) for name, spec in fields.items()}
-    if found != expected:
-        raise ValueError(f"it decodes to {found}, other rows to {expected}")
+    if actual != expected:
+        raise ValueError(f"it decodes to {actual}, other rows to {expected}")
     return {name: decoded[name] for name in fields}
 
 
-def decode_around(
+def decode_good_rows(
     decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]
 ) -> tuple[dict[str, Field], list[str | None]]:
-    """Decodes rows of which some may be bad, which become zeros; see `decode_all`.
+    """Decodes rows, locates the bad ones among them by bisection and makes them zeros; see `decode_all`.
 
     Returns:
-        Each field, (count, ...), and for each row why it is bad, or None.
+        Each field, (count, ...), and for each row the reason why it is bad, or None.
 
     Raises:
         ImportError: This process cannot decode any row.
@@ -79,7 +80,7 @@ def decode_around(
             if high - low > 1:
                 todo += [(low, (low + high) // 2), ((low + high) // 2, high)]
             else:
-                reasons[low] = refusal(error)[:_LONGEST]
+                reasons[low] = row_error_reason(error)[:_MAX_REASON_CHARS]
             continue
         if high - low == count:
             return part, reasons
@@ -90,46 +91,50 @@ def decode_around(
             parts.append({name: _empty(spec) for name, spec in fields.items()})
         elif low in good:
             parts.append(good[low])
-    return {name: joined([part[name] for part in parts]) for name in fields}, reasons
+    return {name: concat_fields([part[name] for part in parts]) for name in fields}, reasons
 
 
-def with_bad_rows(
+def insert_bad_rows(
     decoded: dict[str, Field], reasons: list[str | None], bad: dict[int, str], fields: dict[str, ArraySpec]
 ) -> tuple[dict[str, Field], list[str | None]]:
-    """Puts rows that were left out of decoding back into their places, as zeros.
+    """Inserts rows that were left out of decoding as zeros.
 
     Args:
         decoded: The fields of the other rows, in their order.
-        reasons: For each of these, why it is bad, or None.
-        bad: The reasons of the rows to put back, by their place.
-        fields: What a decoded row looks like.
+        reasons: For each of the other rows, why it is bad, or None.
+        bad: The reasons of the rows to insert, by their index among all rows.
+        fields: Specification of a decoded row.
 
     Returns:
-        As `decode_around`.
+        The fields and reasons of all rows, as `decode_good_rows` returns them.
     """
-    parts, whole, low = list[dict[str, Field]](), list(reasons), 0
-    for before, place in enumerate(sorted(bad)):
-        whole.insert(place, bad[place][:_LONGEST])
-        high = place - before
+    parts, all_reasons = list[dict[str, Field]](), list(reasons)
+    low = 0
+    for num_inserted, index in enumerate(sorted(bad)):
+        all_reasons.insert(index, bad[index][:_MAX_REASON_CHARS])
+        high = index - num_inserted
         parts += [
             {name: values[low:high] for name, values in decoded.items()},
             {name: _empty(spec) for name, spec in fields.items()},
         ]
         low = high
     parts.append({name: values[low:] for name, values in decoded.items()})
-    return {name: joined([part[name] for part in parts]) for name in fields}, whole
+    return {name: concat_fields([part[name] for part in parts]) for name in fields}, all_reasons
 
 
 def _empty(spec: ArraySpec) -> Field:
-    """One row of zeros, or of no length."""
+    """Returns a field with one row of zeros, or with one row of length 0 where rows have different lengths."""
     if spec.padding is not None:
         return Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(2, np.int64), *spec.padding)
     return np.zeros((1, *spec.shape), np.dtype(spec.dtype))
 
 
-def reasons_in(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:
-    """The bad rows of a decoded table by their manifest positions, with the reasons; `positions` has those of
-    all rows.
+def read_reasons(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, str]:
+    """Returns the reasons of the bad rows of a decoded table by their manifest positions.
+
+    Args:
+        table: The decoded rows.
+        positions: Manifest positions of all rows, shape (rows,).
     """
     if REASON not in table.column_names:
         return {}
@@ -139,12 +144,12 @@ def reasons_in(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int, s
 
 
 _REASON = "column {!r} has {}; fill it or drop the row before training"
-_WHOLE, _INSIDE = "no value", "a missing value inside its value"
+_NO_VALUE, _MISSING_INSIDE = "no value", "a missing value inside its value"
 
 
-def missing_reasons(table: pa.Table) -> dict[int, str]:
-    """The rows of a table that have a missing value in any column, also inside a list or an object, each with the
-    reason.
+def find_missing_values(table: pa.Table) -> dict[int, str]:
+    """Returns the rows of a table that have a missing value in any column, also inside a list or an object, with the
+    reasons.
     """
     reasons: dict[int, str] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
@@ -153,16 +158,15 @@ def missing_reasons(table: pa.Table) -> dict[int, str]:
             if _has_missing(chunk):
                 has_value = chunk.is_valid().to_numpy(zero_copy_only=False)
                 for row in np.flatnonzero(_missing_mask(chunk)).tolist():
-                    reason = _REASON.format(
-                        name, _INSIDE if has_value[row] and pa.types.is_nested(_storage_type(chunk)) else _WHOLE
-                    )
+                    is_inside = has_value[row] and pa.types.is_nested(_storage_type(chunk))
+                    reason = _REASON.format(name, _MISSING_INSIDE if is_inside else _NO_VALUE)
                     reasons.setdefault(first + row, reason)
             first += len(chunk)
     return reasons
 
 
-def usable_rows(count: int, reasons: dict[int, str]) -> npt.NDArray[np.bool_]:
-    """Which of some rows have no reason against them, shape (count,)."""
+def usable_mask(count: int, reasons: dict[int, str]) -> npt.NDArray[np.bool_]:
+    """Returns a mask of the rows that have no reason against them, shape (count,)."""
     usable = np.ones(count, np.bool_)
     usable[list(reasons)] = False
     return usable
@@ -177,7 +181,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _has_missing(values: pa.Array) -> bool:
-    """Whether any row has a missing value; does not look at each where the array itself says that none is missing."""
+    """Returns whether any row has a missing value, by the null counts of the arrays where they suffice."""
     kind = values.type
     if values.null_count:
         return True
@@ -193,7 +197,7 @@ def _has_missing(values: pa.Array) -> bool:
 
 
 def _missing_mask(values: pa.Array) -> npt.NDArray[np.bool_]:
-    """Which rows have a missing value, shape (rows,)."""
+    """Returns a mask of the rows that have a missing value, shape (rows,)."""
     kind = values.type
     mask: npt.NDArray[np.bool_] = ~values.is_valid().to_numpy(zero_copy_only=False)
     if isinstance(kind, pa.BaseExtensionType):
@@ -202,7 +206,7 @@ def _missing_mask(values: pa.Array) -> npt.NDArray[np.bool_]:
         for i in range(kind.num_fields):
             mask |= _missing_mask(values.field(i))
     elif _is_list(kind):
-        # A list that is missing itself has no items.
+        # `flatten` gives the items of the lists that are present: a missing list has none.
         rows = np.flatnonzero(~mask)
         items = _missing_mask(values.flatten())
         lengths = pc.list_value_length(values.drop_null()).to_numpy(zero_copy_only=False)
@@ -210,11 +214,11 @@ def _missing_mask(values: pa.Array) -> npt.NDArray[np.bool_]:
     elif pa.types.is_dictionary(kind):
         mask |= ~values.dictionary_decode().is_valid().to_numpy(zero_copy_only=False)
     elif pa.types.is_nested(kind):
-        mask |= np.array([_holds_none(value) for value in values.to_pylist()], np.bool_)
+        mask |= np.array([_has_none(value) for value in values.to_pylist()], np.bool_)
     return mask
 
 
-def _holds_none(value: Any) -> bool:
+def _has_none(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(map(_holds_none, value.values()))
-    return any(map(_holds_none, value)) if isinstance(value, list | tuple) else value is None
+        return any(map(_has_none, value.values()))
+    return any(map(_has_none, value)) if isinstance(value, list | tuple) else value is None

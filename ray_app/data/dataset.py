@@ -1,8 +1,7 @@
 """A Parquet data set as its footers describe it: the manifest of its row groups and the facts of its columns.
 
-What is in files, as digests: it tells any other content apart, where the manifest knows paths and row counts alone.
-
-The class of every row, read from one column of a data set before anything is planned.
+Two more things are read from data sets before training: the digests of the files, which identify their content, where
+the manifest has only paths and row counts; and the class of every row, from one column.
 """
 
 from __future__ import annotations
@@ -22,76 +21,81 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.arrays import is_bytes, is_number, is_numbers, is_text, list_spec, spec_of
-from ray_app.data.parquet_files import DataFile, Footers, Range, kept_footers, read_footers
+from ray_app.data.arrays import is_bytes, is_number, is_numbers, is_text, spec_of_field, spec_of_list_type
+from ray_app.data.parquet_files import DataFile, Footers, Range, load_footers, read_footers
 from ray_app.errors import DataError
-from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, partition_texts, partition_value
+from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest, parse_partition_value, parse_partitions
 from ray_app.storage.data_files import (
-    Place,
+    DataLocation,
+    file_versions,
     files_below,
-    find,
+    find_file,
     folders_in,
     is_folder,
+    locate_data,
     open_data_file,
-    place_of,
-    versions,
 )
 from ray_app.storage.files import Location, put_json, read_json
 
 _THREADS = 8
-_SETTLED_NS = 5_000_000_000
+_MIN_AGE_NS = 5_000_000_000
+"""Age from which a file on a disk has a reliable version, see `_is_reliable`."""
 
 
-def contents(root: Place, paths: Iterable[str], memory: Location | None = None) -> dict[str, str]:
-    """SHA-256 of files below a folder, by their relative path.
+def hash_files(root: DataLocation, paths: Iterable[str], digest_cache: Location | None = None) -> dict[str, str]:
+    """Returns the SHA-256 of files below a folder, by their relative path.
 
     Args:
         root: The folder.
         paths: The files.
-        memory: A file that keeps the digests: what was not changed since then is not read again. Not given: all are
-            read.
+        digest_cache: A file that keeps digests, so that files which did not change since are not read again; None: all
+            files are read.
 
     Raises:
-        OSError: One cannot be read.
+        OSError: A file cannot be read.
     """
-    listed = list(paths)
-    now_ns, seen = time.time_ns(), dict(zip(listed, _versions(root, listed), strict=True)) if memory is not None else {}
-    known = _remembered(memory, root) if memory is not None else {}
-    found = {path: known[path][1] for path in listed if path in known and known[path][0] == seen[path]}
-    unknown = [path for path in listed if path not in found]
+    all_paths = list(paths)
+    now_ns = time.time_ns()
+    versions_now = dict(zip(all_paths, _versions(root, all_paths), strict=True)) if digest_cache is not None else {}
+    cached = _load_digests(digest_cache, root) if digest_cache is not None else {}
+    digests = {path: cached[path][1] for path in all_paths if path in cached and cached[path][0] == versions_now[path]}
+    unread = [path for path in all_paths if path not in digests]
     with ThreadPoolExecutor(_THREADS) as pool:
-        found |= zip(unknown, pool.map(lambda path: sha256(root / path), unknown), strict=True)
-    if memory is not None and unknown:
-        kept = {path: [seen[path], found[path]] for path in listed if _is_settled(seen[path], now_ns)}
-        put_json(memory, {"root": str(root), "files": kept})
-    return {path: found[path] for path in listed}
+        digests |= zip(unread, pool.map(lambda path: sha256(root / path), unread), strict=True)
+    if digest_cache is not None and unread:
+        kept = {
+            path: [versions_now[path], digests[path]] for path in all_paths if _is_reliable(versions_now[path], now_ns)
+        }
+        put_json(digest_cache, {"root": str(root), "files": kept})
+    return {path: digests[path] for path in all_paths}
 
 
-def _versions(root: Place, paths: list[str]) -> list[Any]:
-    """What changes with the content of a file: its ETag on S3; on a disk size, times and inode, which a copy cannot all
-    set back.
+def _versions(root: DataLocation, paths: list[str]) -> list[Any]:
+    """Returns a value for each file that changes with its content: the ETag on S3; on a disk size, times and inode, not
+    all of which a copy can set back.
     """
     if not isinstance(root, Path):
-        return versions(root, paths)
+        return file_versions(root, paths)
     stats = [(root / path).stat() for path in paths]
     return [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for stat in stats]
 
 
-def _is_settled(version: Any, now_ns: int) -> bool:
-    """Whether a later change shows in the version: clocks of file systems may stand still for seconds."""
-    return isinstance(version, str) or now_ns - version[2] > _SETTLED_NS
+def _is_reliable(version: Any, now_ns: int) -> bool:
+    """Returns whether a later change is visible in the version: timestamps of file systems may be seconds coarse."""
+    return isinstance(version, str) or now_ns - version[2] > _MIN_AGE_NS
 
 
-def _remembered(memory: Location, root: Place) -> dict[str, Any]:
+def _load_digests(digest_cache: Location, root: DataLocation) -> dict[str, Any]:
     try:
-        values = read_json(memory) or {}
+        values = read_json(digest_cache) or {}
         return dict(values["files"]) if values.get("root") == str(root) else {}
-    except (ValueError, KeyError, TypeError, AttributeError):  # it is damaged; then everything is read
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # The file is damaged; then all files are read.
         return {}
 
 
-def sha256(file: Place) -> str:
-    """SHA-256 of a file."""
+def sha256(file: DataLocation) -> str:
+    """Returns the SHA-256 of a file."""
     with open_data_file(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
@@ -102,11 +106,11 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
     Args:
         root: Folder (path or URI) that the manifest's paths are relative to.
         manifest: The rows.
-        column: Its name.
+        column: Name of the column.
 
     Returns:
-        The distinct values in ascending order; and for each row, in manifest order, which of them it has, in as few
-        bytes as will do.
+        The distinct values in ascending order; and for each row, in manifest order, the index of its value, in the
+        smallest unsigned type.
 
     Raises:
         DataError: There is no such column, it holds something else, or it has missing values.
@@ -114,40 +118,39 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
 
     def read(path: str) -> npt.NDArray:
         with DataFile(root, path, manifest.partitions) as file:
-            return classes(file)
+            return read_values(file)
 
-    def classes(file: DataFile) -> npt.NDArray:
+    def read_values(file: DataFile) -> npt.NDArray:
         if column not in file.schema.names:
             raise DataError(
                 f"{root} has no column {column!r} of classes; its columns are {', '.join(sorted(file.schema.names))}."
-                f" Name another"
-                " one (data.balance_by, or task.init_args.label)."
+                " Name another one (data.balance_by, or task.init_args.label)."
             )
         values = file.read([column]).column(0)
         kind = values.type
         if values.null_count or not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind)):
             raise DataError(
                 f"Column {column!r} of {root} holds {kind} with {values.null_count} missing values; classes are"
-                f" integers or text without"
-                " missing values. Name another column (data.balance_by, or task.init_args.label), or convert it."
+                " integers or text without missing values. Name another column (data.balance_by, or"
+                " task.init_args.label), or convert it."
             )
         return values.to_numpy()
 
     with ThreadPoolExecutor(_THREADS) as pool:
         values = np.concatenate(list(pool.map(read, manifest.paths)))
-    known, of_row = np.unique(values, return_inverse=True)
-    return known.tolist(), of_row.astype(np.min_scalar_type(len(known) - 1))
+    labels, label_of_row = np.unique(values, return_inverse=True)
+    return labels.tolist(), label_of_row.astype(np.min_scalar_type(len(labels) - 1))
 
 
 def count_labels(root: str, manifest: Manifest, column: str) -> dict[int, int]:
-    """Rows of every value of a column of classes; see `read_labels`."""
-    known, of_row = read_labels(root, manifest, column)
-    return dict(zip(known, np.bincount(of_row, minlength=len(known)).tolist(), strict=True))
+    """Returns the number of rows by value of a column of classes; see `read_labels`."""
+    labels, label_of_row = read_labels(root, manifest, column)
+    return dict(zip(labels, np.bincount(label_of_row, minlength=len(labels)).tolist(), strict=True))
 
 
-UNFINISHED = "_ingest.json"
-"""File in a data set on S3 that an ingest is writing; its `dataset.json` comes last."""
-_INDEX = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
+UNFINISHED_MARKER = "_ingest.json"
+"""File in a data set on S3 that an ingest is writing; the ingest writes `dataset.json` last."""
+_INDEX_NAMES = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
 
 
 @dataclass(frozen=True)
@@ -156,8 +159,8 @@ class Dataset:
 
     Args:
         root: Folder (path or URI) that the manifest's paths are relative to.
-        manifest: Its row groups.
-        facts: Its columns.
+        manifest: The row groups.
+        facts: The columns.
     """
 
     root: str
@@ -166,22 +169,23 @@ class Dataset:
 
 
 def open_dataset(path: str) -> Dataset:
-    """Opens a Parquet file, or all `*.parquet` files below a folder, by their footers or what an ingest has kept of
-    them.
+    """Opens a Parquet file, or all `*.parquet` files below a folder, by their footers or by the footers file of an
+    ingest.
 
     Raises:
-        DataError: Nothing is there, a file is not Parquet, the files have different columns, or there are no rows.
+        DataError: The path does not exist, a file is not Parquet, the files have different columns, or there are no
+            rows.
     """
-    target = place_of(path)
-    is_one = not is_folder(target)
-    if is_one and not find(target):
+    target = locate_data(path)
+    is_file = not is_folder(target)
+    if is_file and not find_file(target):
         raise DataError(
             f"data path {path!r} does not exist (looked at {target}); ingest the data first: ray-app ingest --help."
         )
-    root = target.parent if is_one else target
-    files = [target] if is_one else files_below(target, ".parquet")
-    _refuse_unfinished(path, root)
-    nested = [] if is_one else [place.name for place in folders_in(root) if find(place / "dataset.json")]
+    root = target.parent if is_file else target
+    files = [target] if is_file else files_below(target, ".parquet")
+    _check_finished(path, root)
+    nested = [] if is_file else [folder.name for folder in folders_in(root) if find_file(folder / "dataset.json")]
     if nested:
         raise DataError(
             f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as"
@@ -189,7 +193,7 @@ def open_dataset(path: str) -> Dataset:
         )
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file; ingest the data first: ray-app ingest --help.")
-    footers = read_footers(root, files, None if is_one else kept_footers(root))
+    footers = read_footers(root, files, None if is_file else load_footers(root))
     manifest = footers.manifest
     if not manifest.num_rows:
         raise DataError(
@@ -199,17 +203,20 @@ def open_dataset(path: str) -> Dataset:
     return Dataset(str(root), manifest, facts)
 
 
-def _refuse_unfinished(path: str, root: Place) -> None:
-    """Refuses a folder on S3 that an ingest has begun and not finished; on a disk there is none."""
-    if find(root / UNFINISHED) and not find(root / "dataset.json"):
+def _check_finished(path: str, root: DataLocation) -> None:
+    """Refuses a folder on S3 that an ingest has begun and not finished; on a disk an ingest creates the folder last.
+
+    Raises:
+        DataError: The folder is not finished.
+    """
+    if find_file(root / UNFINISHED_MARKER) and not find_file(root / "dataset.json"):
         raise DataError(
             f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the"
-            f" same"
-            " ray-app ingest again: it does what is left."
+            " same ray-app ingest again: it does what is left."
         )
 
 
-def _facts(path: str, root: Place, footers: Footers, manifest: Manifest) -> DataFacts:
+def _facts(path: str, root: DataLocation, footers: Footers, manifest: Manifest) -> DataFacts:
     columns = {field.name: _column_facts(field, footers.range_of(field)) for field in footers.schema}
     columns |= {name: facts for name, facts in _partition_facts(manifest).items() if name not in columns}
     described: dict[str, Any] = read_json(root / "dataset.json") or {}
@@ -220,56 +227,57 @@ def _facts(path: str, root: Place, footers: Footers, manifest: Manifest) -> Data
 
 
 def index_columns(schema: pa.Schema) -> tuple[str, ...]:
-    """The columns of a table that number its rows.
+    """Returns the names of the columns of a table that number its rows.
 
-    These are the index that pandas names in the metadata of its files, what pandas calls an index without a name, and a
-    column without a name, as `to_csv` and R's `write.csv` make one of the row numbers, `Unnamed: 0` once pandas has
-    read that again.
+    These are the index that pandas names in the metadata of its files, an index without a name (pandas writes it as
+    `__index_level_0__`), and a column without a name, which `to_csv` and R's `write.csv` make of the row numbers and
+    pandas reads as `Unnamed: 0`.
     """
     try:
         pandas = json.loads((schema.metadata or {}).get(b"pandas", b"{}"))
     except ValueError:
         pandas = {}
-    named = pandas.get("index_columns") if isinstance(pandas, dict) else None
-    return tuple(name for name in schema.names if (isinstance(named, list) and name in named) or _INDEX.fullmatch(name))
+    index = pandas.get("index_columns") if isinstance(pandas, dict) else None
+    pandas_index = index if isinstance(index, list) else []
+    return tuple(name for name in schema.names if name in pandas_index or _INDEX_NAMES.fullmatch(name))
 
 
 def _partition_facts(manifest: Manifest) -> dict[str, ColumnFacts]:
-    """The facts of the columns that are in the names of folders."""
-    texts = [partition_texts(path) for path in manifest.paths] if manifest.partitions else []
+    """Returns the facts of the columns that are in the names of folders."""
+    texts = [parse_partitions(path) for path in manifest.paths] if manifest.partitions else []
     rows = np.bincount(manifest.file_of, manifest.rows, len(manifest.paths))
-    found = {}
+    facts = {}
     for name, kind in manifest.partitions.items():
-        values = [partition_value(text[name], kind) for text in texts]
-        known = [value for value in values if value is not None]
+        values = [parse_partition_value(text[name], kind) for text in texts]
+        present = [value for value in values if value is not None]
         nulls = int(sum(count for value, count in zip(values, rows, strict=True) if value is None))
         if kind == "string":
-            found[name] = ColumnFacts("text", nulls=nulls)
+            facts[name] = ColumnFacts("text", nulls=nulls)
         else:
             span = 1.0 if kind == "int64" else None
             dtype: tuple[Literal["integer", "number"], str] = (
                 ("integer", "int64") if kind == "int64" else ("number", "float64")
             )
-            low, high = (float(min(known)), float(max(known))) if known else (None, None)
-            found[name] = ColumnFacts(*dtype, (), low, high, nulls, span)
-    return found
+            low, high = (float(min(present)), float(max(present))) if present else (None, None)
+            facts[name] = ColumnFacts(*dtype, (), low, high, nulls, span)
+    return facts
 
 
-def _column_facts(field: pa.Field, found: Range) -> ColumnFacts:
-    spec = spec_of(field) or list_spec(field.type)
+def _column_facts(field: pa.Field, values: Range) -> ColumnFacts:
+    spec = spec_of_field(field) or spec_of_list_type(field.type)
     if spec is not None:
-        return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape, found.least, found.most)
+        return ColumnFacts("array" if spec.padding is None else "list", spec.dtype, spec.shape, values.min, values.max)
     kind = field.type
     if is_number(kind):
         dtype = str(kind.to_pandas_dtype().__name__)
         is_float = pa.types.is_floating(kind)
         return ColumnFacts(
-            "number" if is_float else "integer", dtype, (), found.least, found.most, found.nulls, found.group_span
+            "number" if is_float else "integer", dtype, (), values.min, values.max, values.nulls, values.group_span
         )
     if is_bytes(kind):
         return ColumnFacts("bytes")
     if is_text(kind):
         return ColumnFacts("text")
     if is_numbers(kind):
-        return ColumnFacts("list", str(kind), (), found.least, found.most)
+        return ColumnFacts("list", str(kind), (), values.min, values.max)
     return ColumnFacts("other", str(kind))

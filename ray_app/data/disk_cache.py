@@ -1,19 +1,15 @@
-"""Decoded rows on a node's own disk: filled while rows are read for the first time, shared by the workers of the node
-and by later runs.
+"""The disk cache: decoded rows on a node's own disk, filled while rows are read for the first time and shared by the
+workers of the node and by later runs.
 
-A cache is a folder with the files of each field of the whole data set (`disk_cache_fields.py`), and one file of
-checksums. A row is held if its checksum fits its bytes; a checksum of zero says that it is not. So writers need no
-order among each other, whoever dies in the middle of a write leaves rows that are not held, and what a disk has spoilt
-is read anew.
+The folder of a node's caches has one folder for each cache; its name is a key of everything that decides what the
+decoded rows are. A cache has files for each field of the whole data set and one file of checksums. It holds a row if
+the row's checksum matches its bytes; a checksum of zero marks a row that it does not hold. So concurrent writers need
+no order, a writer that dies in the middle of a write leaves only rows that the cache does not hold, and rows that the
+disk has damaged are read again from the data.
 
-The files of one field in a disk cache: rows of one size beside each other, or rows of different lengths wherever there
-was room.
-
-Rows of different lengths are appended to a file that has room for somewhat more than is expected of all rows; a second
-file says where each begins and how long it is. What these say is not trusted more than the rows: the checksum of a row
-is one of its length, too.
-
-The folder of a node's disk caches: which belongs to which data, what may be removed, and how much room one gets.
+Rows of one size have fixed offsets in their file. Rows of different lengths are appended to a file with capacity for
+somewhat more than the expected bytes of all rows; an index file has the offset and the size of each row. The index is
+checked like the rows: the checksum of a row covers its length, too.
 """
 
 from __future__ import annotations
@@ -41,416 +37,34 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.arrays import ArraySpec, from_column, to_column
-from ray_app.data.bad_rows import REASON, Decode, reasons_in
-from ray_app.data.reader import POSITION, Cut, Fetch, Reader, ReadSpec, RowSource, Span, check_positions
+from ray_app.data.bad_rows import REASON, Decode, read_reasons
+from ray_app.data.reader import POSITION, Fetch, Reader, ReadSpec, RowSource, RowStream, Span, check_positions
 from ray_app.plan.hashing import UInt64, hash_array, key, mix_array
-from ray_app.storage.data_files import place_of, versions
-from ray_app.task.ragged import Field, Ragged, joined
-
-_SUM = 31  # salt: what a key is for
-_PLACE = 16
-"""Bytes that say where a row of its own length is, and how long it is."""
-_BEGIN = 8
-"""Bytes before the first of them, which say where the next one goes."""
-_SPARE = 1.25
-"""Room for rows of different lengths, over what those that were looked at need."""
-
-
-class FixedRows:
-    """Rows of one size, each at its place.
-
-    Args:
-        folder: Of the cache.
-        number: Of the field.
-        spec: What a row holds.
-    """
-
-    def __init__(self, folder: Path, number: int, spec: ArraySpec) -> None:
-        self._number, self._spec = number, spec
-        self._file = os.open(folder / field_file(number), os.O_RDWR | os.O_CREAT, 0o600)
-
-    def close(self) -> None:
-        """Lets go of the files."""
-        os.close(self._file)
-
-    def read(self, position: int, rows: int) -> Field | None:
-        """Rows from a position on, (rows, ...); zeros, where there are none."""
-        values = np.empty((rows, *self._spec.shape), np.dtype(self._spec.dtype))
-        read_into(self._file, values, position * self._spec.row_bytes)
-        return values
-
-    def write(self, position: int, values: Field) -> None:
-        """Puts rows from a position on.
-
-        Raises:
-            OSError: There is no room for them.
-        """
-        assert isinstance(values, np.ndarray)
-        write_from(self._file, values, position * self._spec.row_bytes)
-
-    def sums(self, values: Field) -> UInt64:
-        """64 bits for each row from all its bytes, shape (rows,)."""
-        assert isinstance(values, np.ndarray)
-        raw = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
-        return _weighed(raw, _weights(self._number, raw.shape[1]))
-
-
-class RaggedRows:
-    """Rows of different lengths; see `FixedRows`."""
-
-    def __init__(self, folder: Path, number: int, spec: ArraySpec) -> None:
-        assert spec.padding is not None
-        self._number, self._spec, self._padding = number, spec, spec.padding
-        self._item = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
-        flags = os.O_RDWR | os.O_CREAT
-        self._file, self._places = (
-            os.open(folder / name, flags, 0o600) for name in (field_file(number), places_file(number))
-        )
-
-    def close(self) -> None:
-        """See `FixedRows.close`."""
-        os.close(self._file)
-        os.close(self._places)
-
-    def read(self, position: int, rows: int) -> Field | None:
-        """Rows from a position on; None if they cannot be where it is said that they are."""
-        places = np.empty((rows, 2), np.int64)
-        read_into(self._places, places, position * _PLACE)
-        first, size = places.T
-        if (places < 0).any() or (size % self._item).any() or size.astype(float).sum() > os.fstat(self._file).st_size:
-            return None
-        raw, ends = np.empty(int(size.sum()), np.uint8), np.cumsum(size)
-        begins = np.flatnonzero(
-            np.append(True, first[1:] != first[:-1] + size[:-1])
-        )  # rows that were written together are
-        for low, high in zip(begins, np.append(begins[1:], rows), strict=True):
-            read_into(self._file, raw[ends[low] - size[low] : ends[high - 1]], int(first[low]))
-        values = raw.view(self._spec.dtype).reshape(-1, *self._spec.shape)
-        return Ragged(values, np.append(0, ends) // self._item, *self._padding)
-
-    def write(self, position: int, values: Field) -> None:
-        """See `FixedRows.write`."""
-        assert isinstance(values, Ragged)
-        own = values.compact()
-        offsets = own.offsets * self._item
-        first = self._reserved(int(offsets[-1]))
-        write_from(self._file, own.values, first)
-        write_from(self._places, np.stack([first + offsets[:-1], np.diff(offsets)], 1), position * _PLACE)
-
-    def _reserved(self, size: int) -> int:
-        """The place of so many bytes that nobody else writes to."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            taken = np.empty(1, np.int64)
-            read_into(self._file, taken, 0)
-            first = max(_BEGIN, int(taken[0]))
-            if first + size > os.fstat(self._file).st_size:
-                raise OSError(
-                    errno.ENOSPC,
-                    "rows are longer than the first ones were, for which there was room within data.cache_gb",
-                )
-            write_from(self._file, np.array([first + size]), 0)
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        return first
-
-    def sums(self, values: Field) -> UInt64:
-        """See `FixedRows.sums`."""
-        assert isinstance(values, Ragged)
-        raw = np.ascontiguousarray(values.compact().values).reshape(-1).view(np.uint8)
-        offsets, weights = (
-            (values.offsets - values.offsets[0]) * self._item,
-            _weights(self._number, int(values.lengths.max(initial=0)) * self._item),
-        )
-        rows = [_weighed(raw[None, low:high], weights) for low, high in pairwise(offsets.tolist())]
-        return hash_array(key(_SUM, self._number), -1 - values.lengths) + np.concatenate(
-            [*rows, np.empty(0, np.uint64)]
-        )
-
-
-def rows_of_field(folder: Path, number: int, spec: ArraySpec) -> FixedRows | RaggedRows:
-    """Opens the files of a field."""
-    return (FixedRows if spec.padding is None else RaggedRows)(folder, number, spec)
-
-
-def sizes(number: int, spec: ArraySpec, room: int) -> dict[str, int]:
-    """Bytes of the files of a field, by name, with room for so many rows."""
-    if spec.padding is None:
-        return {field_file(number): room * spec.row_bytes}
-    return {
-        field_file(number): _BEGIN + room * (round(spec.row_bytes * _SPARE) + _PLACE),
-        places_file(number): room * _PLACE,
-    }
-
-
-def field_file(number: int) -> str:
-    """Name of the file of a field."""
-    return f"field-{number:03d}"
-
-
-def places_file(number: int) -> str:
-    """Name of the file that says where its rows are."""
-    return f"{field_file(number)}-places"
-
-
-def _weights(number: int, most: int) -> UInt64:
-    """What the bytes of a row of at most so many count."""
-    return hash_array(key(_SUM, number), np.arange(most // 8 + 8)) | np.uint64(1)
-
-
-def _weighed(raw: npt.NDArray[np.uint8], weights: UInt64) -> UInt64:
-    """Every eight bytes count times a number of their own: odd, so that no change of only one of them goes unseen."""
-    words, rest = divmod(raw.shape[1], 8)
-    total: UInt64 = np.einsum("ij,j->i", raw[:, : 8 * words].view(np.uint64), weights[:words])
-    return total + np.einsum("ij,j->i", raw[:, 8 * words :].astype(np.uint64), weights[words : words + rest])
-
-
-def read_into(file: int, into: npt.NDArray, offset: int) -> None:
-    """Fills an array; what the file does not have is zeros."""
-    raw = into.reshape(-1).view(np.uint8).data
-    done = 0
-    while done < len(raw):
-        got = os.preadv(file, [raw[done:]], offset + done)
-        if not got:
-            raw[done:] = bytes(len(raw) - done)
-            return
-        done += got
-
-
-def write_from(file: int, values: npt.NDArray, offset: int) -> None:
-    """Writes an array."""
-    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-    done = 0
-    while done < len(raw):
-        done += os.pwrite(file, raw[done:], offset + done)
-
+from ray_app.storage.data_files import file_versions, locate_data
+from ray_app.task.ragged import Field, Ragged, concat_fields
 
 logger = logging.getLogger(__name__)
 
 SUMS = "sums"
+"""Name of the file of checksums."""
+# Marks in place of a checksum, which is never below 2: a row that the cache does not hold, and a bad row.
 _ABSENT, _BAD = 0, 1
-"""In the place of checksums, which are never below 2: a row that is not held, and one that cannot be decoded."""
 _LEAVE_FREE = 0.1
-"""Share of the disk that stays free: Ray itself stops working on a node whose disk is 95 % full."""
-
-
-class DiskCache:
-    """The open cache of one data set; see the module.
-
-    Args:
-        folder: Its files, made by `ray_app.data.disk_cache.open_cache`.
-        fields: What a decoded row looks like.
-        sums: The open file of checksums; its length says how many rows the cache has room for.
-    """
-
-    def __init__(self, folder: Path, fields: dict[str, ArraySpec], sums: int) -> None:
-        self._folder, self._fields, self._sums = folder, fields, sums
-        self._room = os.fstat(sums).st_size // 8
-        self._rows: dict[str, FixedRows | RaggedRows] = {}
-        self._is_open, self._is_full = True, False
-        for i, (name, spec) in enumerate(fields.items()):
-            self._rows[name] = rows_of_field(folder, i, spec)
-
-    def close(self) -> None:
-        """Lets go of the files; what they hold stays."""
-        if self._is_open:
-            self._is_open = False
-            os.close(self._sums)
-            for rows in self._rows.values():
-                rows.close()
-
-    __del__ = close
-
-    def around(self, fetch: Fetch) -> Fetch:
-        """Fetches what is held from here, and through `fetch` what is not; that is held from then on."""
-
-        def fetch_missing(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-            missing = [not self._holds(spec) for spec in specs]
-            wanted = [spec for spec, is_missing in zip(specs, missing, strict=True) if is_missing]
-            cut = Cut(fetch(reader, wanted) if wanted else iter(()))
-            for spec, is_missing in zip(specs, missing, strict=True):
-                table = None if is_missing else self._load(spec, reader.skips)
-                if table is None:
-                    table = (
-                        pa.concat_tables(cut.take(rows_in(spec))) if is_missing else pa.concat_tables(reader.read(spec))
-                    )
-                    self._store(spec, table)
-                yield table
-
-        return fetch_missing
-
-    def _holds(self, spec: ReadSpec) -> bool:
-        """Whether all rows are here, as far as can be seen without reading them."""
-        return all(span.position + span.rows <= self._room and bool(self._marks(span).all()) for span in spec)
-
-    def _marks(self, span: Span) -> UInt64:
-        """What stands in the place of the rows' checksums, shape (rows,)."""
-        marks = np.empty(span.rows, np.uint64)
-        read_into(self._sums, marks, span.position * 8)
-        return marks
-
-    def _load(self, spec: ReadSpec, skips: bool) -> pa.Table | None:
-        """The rows as `Reader.read` gives them; None if some are not what was written, or are bad and may not be."""
-        parts, reasons = [], list[str | None]()
-        try:
-            for span in spec:
-                found = {name: rows.read(span.position, span.rows) for name, rows in self._rows.items()}
-                part = {name: values for name, values in found.items() if values is not None}
-                marks = self._marks(span)
-                bad = marks == _BAD
-                if (
-                    len(part) < len(found)
-                    or not ((self._checksums(part, span.position) == marks) | (bad & skips)).all()
-                ):
-                    return None
-                parts.append(part)
-                reasons += [
-                    self._reason(span.position + i).read_text() if is_bad else None
-                    for i, is_bad in enumerate(bad.tolist())
-                ]
-        except OSError as error:
-            logger.warning("The disk cache %s cannot be read, reading the data itself: %s", self._folder, error)
-            return None
-        encoded = [to_column(name, joined([part[name] for part in parts])) for name in self._fields]
-        encoded.append(to_column(POSITION, _positions(spec)))
-        table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
-        return table.append_column(REASON, pa.array(reasons, pa.string())) if skips else table
-
-    def _store(self, spec: ReadSpec, table: pa.Table) -> None:
-        """Takes rows in, unless the disk is full.
-
-        Raises:
-            DataError: They are not those of `spec`.
-        """
-        if self._is_full:
-            return
-        check_positions(table, _positions(spec))
-        try:
-            usage = shutil.disk_usage(self._folder)
-            if usage.free - table.nbytes < _LEAVE_FREE * usage.total:
-                raise OSError(
-                    errno.ENOSPC, f"{usage.free / 1e9:.1f} GB are free, and {_LEAVE_FREE:.0%} of the disk must stay so"
-                )
-            done = 0
-            for span in spec:
-                self._store_span(span.position, table.slice(done, min(span.rows, max(0, self._room - span.position))))
-                done += span.rows
-        except OSError as error:
-            self._is_full = True
-            logger.warning(
-                "The disk cache %s takes no more rows, they are read in every epoch: %s", self._folder, error
-            )
-
-    def _store_span(self, position: int, table: pa.Table) -> None:
-        if not table.num_rows:
-            return
-        part = {name: from_column(table.column(name), spec) for name, spec in self._fields.items()}
-        marks = self._checksums(part, position)
-        for bad, reason in reasons_in(table, np.arange(position, position + table.num_rows)).items():
-            self._reason(bad).write_text(reason)
-            marks[bad - position] = _BAD
-        for name, values in part.items():
-            self._rows[name].write(position, values)
-        write_from(self._sums, marks, position * 8)
-
-    def _checksums(self, part: dict[str, Field], position: int) -> UInt64:
-        """64 bits for each row from all its bytes and its manifest position, never below 2, shape (rows,)."""
-        rows = len(next(iter(part.values())))
-        total = hash_array(_SUM, np.arange(position, position + rows))
-        for name, values in part.items():
-            total += self._rows[name].sums(values)
-        return mix_array(total) | np.uint64(2)
-
-    def _reason(self, position: int) -> Path:
-        """The file that says why a row is bad."""
-        return self._folder / f"bad-{position}.txt"
-
-
-def rows_in(spec: ReadSpec) -> int:
-    """Rows of a read task."""
-    return sum(span.rows for span in spec)
-
-
-def _positions(spec: ReadSpec) -> npt.NDArray[np.int64]:
-    return np.concatenate([np.arange(span.position, span.position + span.rows) for span in spec])
-
-
-_LIBRARIES = ("numpy", "torch", "torchvision", "Pillow", "simplejpeg")
-_DIGITS = 32
-_OURS = (
-    *(f"data/{name}.py" for name in ("dataset", "arrays", "parquet_files", "footer_trial", "reader", "bad_rows")),
-    *(f"data/{name}.py" for name in ("ray_tasks", "local_readers", "probes")),
-    "storage/data_files.py",
-    "plan/manifest.py",
-    "task/**/*.py",
-)
-"""Code of the application, below `_APPLICATION`, that has a part in what a decoded row is."""
-_APPLICATION = Path(__file__).parents[1]
-_NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
-"""Name of a cache's folder, see `identity`."""
-
-
-def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: float) -> DiskCache:
-    """Opens the cache of a data set on this node, empty if there is none yet.
-
-    Caches of other data that nobody has open are removed, those that were opened longest ago first, until there is room
-    for all rows within the limit; if there is still too little, the cache has room for the first rows only. Who opens
-    it while nobody else has it open decides anew how much room it has; rows that it holds are lost only where there is
-    less than before.
-
-    Args:
-        source: The data set, and how it is decoded.
-        settings: Whatever else decides how a decoded row looks.
-        folder: Where the node's caches are; None: `ray_app-UID/cache` in its temporary folder.
-        limit_gb: Most gigabytes of all of them.
-
-    Raises:
-        OSError: The folder cannot be used or belongs to another user, or nobody can say which code decodes.
-    """
-    root = (
-        Path(folder).expanduser()
-        if folder is not None
-        else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
-    )
-    own = root / identity(source, settings)
-    root.mkdir(parents=True, exist_ok=True)
-    if folder is None:
-        _refuse_foreign(root)  # its name can be foreseen
-    with _locked(root / "lock"):
-        own.mkdir(exist_ok=True, mode=0o700)
-        _refuse_foreign(own)
-        sums = os.open(own / SUMS, os.O_RDWR | os.O_CREAT, 0o600)
-        if not _is_open(own):
-            most = source.manifest.num_rows
-            least = _bytes(source.fields, 0)
-            row_bytes = _bytes(source.fields, 1) - least
-            room = max(0, min(most, (_make_room(own, _bytes(source.fields, most), limit_gb) - least) // row_bytes))
-            for i, spec in enumerate(source.fields.values()):
-                for name, size in sizes(i, spec, room).items():
-                    _resize(own / name, size)
-            os.ftruncate(sums, room * 8)
-        fcntl.flock(sums, fcntl.LOCK_SH)  # in use, until this process closes it or ends
-        os.utime(own)
-        room = os.fstat(sums).st_size // 8
-        if room < source.manifest.num_rows:
-            logger.warning(
-                "The disk cache %s has room for %d of %d rows within data.cache_gb = %g; the others are read in every"
-                " epoch.",
-                own,
-                room,
-                source.manifest.num_rows,
-                limit_gb,
-            )
-    return DiskCache(own, source.fields, sums)
-
-
-def _bytes(fields: dict[str, ArraySpec], room: int) -> int:
-    """Bytes of a cache with room for so many rows."""
-    return room * 8 + sum(sum(sizes(i, spec, room).values()) for i, spec in enumerate(fields.values()))
+"""Share of the disk that stays free: Ray itself stops working on a node with a disk that is 95 % full."""
+_SUM = 31
+"""Salt of the keys of checksums."""
+_INDEX_BYTES = 16
+"""Bytes in the index file for the offset and the size of a row."""
+_HEADER_BYTES = 8
+"""Bytes at the beginning of a file of appended rows, which hold the offset of the next row."""
+_CAPACITY_FACTOR = 1.25
+"""Capacity for rows of different lengths, relative to the bytes that all rows of the probed mean length need."""
 
 
 def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | None, limit_gb: float) -> Fetch:
-    """`fetch` with a disk cache around it, or as it is, with a warning, where there can be none; see `open_cache`."""
+    """Returns `fetch` with a disk cache in front of it, see `open_cache`; where no cache can be opened it warns and
+    returns `fetch` itself.
+    """
     try:
         return open_cache(source, settings, folder, limit_gb).around(fetch)
     except OSError as error:
@@ -458,29 +72,165 @@ def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | N
         return fetch
 
 
-def identity(source: RowSource, settings: str) -> str:
-    """SHA-256 of all that decides what the decoded rows are: the files as they are now, the task's settings and code,
-    the libraries.
+def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: float) -> DiskCache:
+    """Opens the cache of a data set on this node; creates it where there is none yet.
+
+    Unused caches of other data are removed, the least recently opened ones first, until all rows fit into the limit; if
+    they still do not, the cache has capacity for the first rows only. The first process that opens a cache decides its
+    capacity anew; the cache loses rows only where the capacity shrinks.
+
+    Args:
+        source: The data set, and how it is decoded.
+        settings: Everything else that decides what a decoded row is.
+        folder: Folder of the node's caches; None: `ray_app-UID/cache` in the node's temporary folder.
+        limit_gb: Maximum gigabytes of all caches.
 
     Raises:
-        OSError: A file of the data is gone, S3 does not answer, or there is no source file of the code.
+        OSError: The folder cannot be used or belongs to another user, or the code that decodes has no source file.
+    """
+    root = (
+        Path(folder).expanduser()
+        if folder is not None
+        else Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}" / "cache"
+    )
+    cache = root / cache_key(source, settings)
+    root.mkdir(parents=True, exist_ok=True)
+    if folder is None:
+        # Another user can predict the name of this folder and create it first.
+        _check_owner(root)
+    with _locked(root / "lock"):
+        cache.mkdir(exist_ok=True, mode=0o700)
+        _check_owner(cache)
+        sums = os.open(cache / SUMS, os.O_RDWR | os.O_CREAT, 0o600)
+        num_rows = source.manifest.num_rows
+        if not _is_open(cache):
+            base_bytes = _cache_bytes(source.fields, 0)
+            row_bytes = _cache_bytes(source.fields, 1) - base_bytes
+            available = _free_capacity(cache, _cache_bytes(source.fields, num_rows), limit_gb)
+            capacity = max(0, min(num_rows, (available - base_bytes) // row_bytes))
+            for i, spec in enumerate(source.fields.values()):
+                for name, size in file_sizes(i, spec, capacity).items():
+                    _resize(cache / name, size)
+            os.ftruncate(sums, capacity * 8)
+        # This marks the cache as open until this process closes the file or ends.
+        fcntl.flock(sums, fcntl.LOCK_SH)
+        os.utime(cache)
+        capacity = os.fstat(sums).st_size // 8
+        if capacity < num_rows:
+            logger.warning(
+                "The disk cache %s has room for %d of %d rows within data.cache_gb = %g; the others are read in every"
+                " epoch.",
+                cache,
+                capacity,
+                num_rows,
+                limit_gb,
+            )
+    return DiskCache(cache, source.fields, sums)
+
+
+def _cache_bytes(fields: dict[str, ArraySpec], capacity: int) -> int:
+    """Returns the bytes of a cache with capacity for `capacity` rows."""
+    return capacity * 8 + sum(sum(file_sizes(i, spec, capacity).values()) for i, spec in enumerate(fields.values()))
+
+
+def _free_capacity(cache: Path, needed: int, limit_gb: float) -> int:
+    """Removes other caches that no process has open, the oldest first, until `needed` bytes fit; returns the bytes that
+    are available then.
+
+    Anything else in the folder stays and does not count.
+    """
+    caches = (
+        f for f in cache.parent.iterdir() if _NAME.fullmatch(f.name) and not f.is_symlink() and (f / SUMS).is_file()
+    )
+    others = sorted((f for f in caches if f != cache), key=lambda f: f.stat().st_mtime)
+    sizes = {folder: sum(file.stat().st_size for file in folder.iterdir()) for folder in others}
+    for folder in others:
+        if sum(sizes.values()) + needed <= limit_gb * 1e9:
+            break
+        if not _is_open(folder):
+            shutil.rmtree(folder)
+            del sizes[folder]
+    return max(0, int(limit_gb * 1e9) - sum(sizes.values()))
+
+
+def _is_open(folder: Path) -> bool:
+    """Returns whether a process has the cache open; call it with the lock of all caches, so that none is opening."""
+    file = os.open(folder / SUMS, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def _resize(path: Path, size: int) -> None:
+    """Sets the size of a file; added zeros take no disk space before they are written."""
+    with path.open("ab") as file:
+        file.truncate(size)
+
+
+def _check_owner(folder: Path) -> None:
+    """Refuses a folder of a user other than this one or root: that user could change the rows in it.
+
+    Raises:
+        PermissionError: The folder belongs to another user.
+    """
+    if (owner := folder.stat().st_uid) not in (os.getuid(), 0):
+        raise PermissionError(
+            errno.EPERM,
+            f"It belongs to another user (uid {owner}); give data.cache_dir a folder of your own",
+            str(folder),
+        )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock of all caches of this node."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+_LIBRARIES = ("numpy", "torch", "torchvision", "Pillow", "simplejpeg")
+_DIGITS = 32
+_DECODING_CODE = (
+    *(f"data/{name}.py" for name in ("dataset", "arrays", "parquet_files", "footer_trial", "reader", "bad_rows")),
+    *(f"data/{name}.py" for name in ("ray_tasks", "local_readers", "probes")),
+    "storage/data_files.py",
+    "plan/manifest.py",
+    "task/**/*.py",
+)
+"""Patterns of the application's own files, below `_APPLICATION`, that contribute to a decoded row."""
+_APPLICATION = Path(__file__).parents[1]
+_NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
+"""Name of a cache's folder, see `cache_key`."""
+
+
+def cache_key(source: RowSource, settings: str) -> str:
+    """Returns the SHA-256 of everything that decides what the decoded rows are: the files as they are now, the task's
+    settings and code, and the libraries.
+
+    Raises:
+        OSError: A file of the data is gone, S3 does not answer, or the code has no source file.
     """
     manifest, reader = source.manifest, source.reader
     facts = {
         "manifest": manifest.digest,
-        "files": versions(place_of(reader.root), manifest.paths),
+        "files": file_versions(locate_data(reader.root), manifest.paths),
         "fields": {name: asdict(spec) for name, spec in source.fields.items()},
         "columns": reader.columns,
         "settings": settings,
-        "code": _code(reader.decode),
-        "application": _digest(file for pattern in _OURS for file in sorted(_APPLICATION.glob(pattern))),
+        "code": _code_digests(reader.decode),
+        "application": _digest(file for pattern in _DECODING_CODE for file in sorted(_APPLICATION.glob(pattern))),
         "libraries": [version(name) for name in _LIBRARIES],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 
 
-def _code(decode: Decode) -> list[str]:
-    """SHA-256 of every module that has a part in the class (or the function) that decodes."""
+def _code_digests(decode: Decode) -> list[str]:
+    """Returns the SHA-256 of every module that contributes to the class (or the function) that decodes."""
     owner = getattr(decode, "__self__", None)
     parts = (
         [decode] if owner is None else [c for c in type(owner).__mro__ if c.__module__ not in sys.stdlib_module_names]
@@ -504,57 +254,318 @@ def _digest(files: Iterable[Path]) -> str:
     return sha.hexdigest()
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Refuses a folder of another user than this one or root, who could change what is read from it."""
-    if (owner := folder.stat().st_uid) not in (os.getuid(), 0):
-        raise PermissionError(
-            errno.EPERM,
-            f"It belongs to another user (uid {owner}); give data.cache_dir a folder of your own",
-            str(folder),
+class DiskCache:
+    """The open cache of one data set.
+
+    Args:
+        folder: Folder of the cache, created by `open_cache`.
+        fields: Specification of a decoded row.
+        sums: Descriptor of the file of checksums, the size of which decides the cache's capacity in rows.
+    """
+
+    def __init__(self, folder: Path, fields: dict[str, ArraySpec], sums: int) -> None:
+        self._folder, self._fields, self._sums = folder, fields, sums
+        self._capacity = os.fstat(sums).st_size // 8
+        self._rows: dict[str, FixedRows | RaggedRows] = {}
+        self._is_open, self._is_full = True, False
+        for i, (name, spec) in enumerate(fields.items()):
+            self._rows[name] = open_field(folder, i, spec)
+
+    def close(self) -> None:
+        """Closes the files; the rows stay on the disk."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._sums)
+            for rows in self._rows.values():
+                rows.close()
+
+    __del__ = close
+
+    def around(self, fetch: Fetch) -> Fetch:
+        """Returns a `Fetch` that serves the rows in the cache, and fetches the missing ones through `fetch` and adds
+        them to the cache.
+        """
+
+        def fetch_missing(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+            is_missing = [not self._has_rows(spec) for spec in specs]
+            missing = [spec for spec, missing in zip(specs, is_missing, strict=True) if missing]
+            fetched = RowStream(fetch(reader, missing) if missing else iter(()))
+            for spec, must_fetch in zip(specs, is_missing, strict=True):
+                table = None if must_fetch else self._load(spec, reader.skips)
+                if table is None:
+                    table = pa.concat_tables(fetched.take(count_rows(spec)) if must_fetch else reader.read(spec))
+                    self._store(spec, table)
+                yield table
+
+        return fetch_missing
+
+    def _has_rows(self, spec: ReadSpec) -> bool:
+        """Returns whether the cache has all rows according to their marks, without reading the rows."""
+        return all(span.position + span.rows <= self._capacity and bool(self._marks(span).all()) for span in spec)
+
+    def _marks(self, span: Span) -> UInt64:
+        """Returns the checksums or marks of the rows, shape (rows,)."""
+        marks = np.empty(span.rows, np.uint64)
+        read_into(self._sums, marks, span.position * 8)
+        return marks
+
+    def _load(self, spec: ReadSpec, skips: bool) -> pa.Table | None:
+        """Returns the rows as `Reader.read` yields them; None if rows are damaged, or bad without `skips`."""
+        parts, reasons = [], list[str | None]()
+        try:
+            for span in spec:
+                fields = {name: rows.read(span.position, span.rows) for name, rows in self._rows.items()}
+                part = {name: values for name, values in fields.items() if values is not None}
+                marks = self._marks(span)
+                bad = marks == _BAD
+                if (
+                    len(part) < len(fields)
+                    or not ((self._checksums(part, span.position) == marks) | (bad & skips)).all()
+                ):
+                    return None
+                parts.append(part)
+                reasons += [
+                    self._reason_file(span.position + i).read_text() if is_bad else None
+                    for i, is_bad in enumerate(bad.tolist())
+                ]
+        except OSError as error:
+            logger.warning("The disk cache %s cannot be read, reading the data itself: %s", self._folder, error)
+            return None
+        encoded = [to_column(name, concat_fields([part[name] for part in parts])) for name in self._fields]
+        encoded.append(to_column(POSITION, _positions(spec)))
+        table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
+        return table.append_column(REASON, pa.array(reasons, pa.string())) if skips else table
+
+    def _store(self, spec: ReadSpec, table: pa.Table) -> None:
+        """Adds rows to the cache, unless the disk is full.
+
+        Raises:
+            DataError: The rows are not those of `spec`.
+        """
+        if self._is_full:
+            return
+        check_positions(table, _positions(spec))
+        try:
+            usage = shutil.disk_usage(self._folder)
+            if usage.free - table.nbytes < _LEAVE_FREE * usage.total:
+                raise OSError(
+                    errno.ENOSPC, f"{usage.free / 1e9:.1f} GB are free, and {_LEAVE_FREE:.0%} of the disk must stay so"
+                )
+            done = 0
+            for span in spec:
+                rows = min(span.rows, max(0, self._capacity - span.position))
+                self._store_span(span.position, table.slice(done, rows))
+                done += span.rows
+        except OSError as error:
+            self._is_full = True
+            logger.warning(
+                "The disk cache %s takes no more rows, they are read in every epoch: %s", self._folder, error
+            )
+
+    def _store_span(self, position: int, table: pa.Table) -> None:
+        if not table.num_rows:
+            return
+        part = {name: from_column(table.column(name), spec) for name, spec in self._fields.items()}
+        marks = self._checksums(part, position)
+        for bad, reason in read_reasons(table, np.arange(position, position + table.num_rows)).items():
+            self._reason_file(bad).write_text(reason)
+            marks[bad - position] = _BAD
+        for name, values in part.items():
+            self._rows[name].write(position, values)
+        # The checksums come last: a row counts once its checksum is written.
+        write_from(self._sums, marks, position * 8)
+
+    def _checksums(self, part: dict[str, Field], position: int) -> UInt64:
+        """Returns a 64-bit checksum of each row over all its bytes and its manifest position, never below 2, shape
+        (rows,).
+        """
+        rows = len(next(iter(part.values())))
+        total = hash_array(_SUM, np.arange(position, position + rows))
+        for name, values in part.items():
+            total += self._rows[name].sums(values)
+        return mix_array(total) | np.uint64(2)
+
+    def _reason_file(self, position: int) -> Path:
+        """Returns the path of the file with the reason why a row is bad."""
+        return self._folder / f"bad-{position}.txt"
+
+
+def count_rows(spec: ReadSpec) -> int:
+    """Returns the number of rows of a read task."""
+    return sum(span.rows for span in spec)
+
+
+def _positions(spec: ReadSpec) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.arange(span.position, span.position + span.rows) for span in spec])
+
+
+def open_field(folder: Path, number: int, spec: ArraySpec) -> FixedRows | RaggedRows:
+    """Opens the files of a field."""
+    return (FixedRows if spec.padding is None else RaggedRows)(folder, number, spec)
+
+
+class FixedRows:
+    """The file of a field with rows of one size, each at a fixed offset.
+
+    Args:
+        folder: Folder of the cache.
+        number: Number of the field.
+        spec: Specification of a row.
+    """
+
+    def __init__(self, folder: Path, number: int, spec: ArraySpec) -> None:
+        self._number, self._spec = number, spec
+        self._file = os.open(folder / field_file(number), os.O_RDWR | os.O_CREAT, 0o600)
+
+    def close(self) -> None:
+        """Closes the files."""
+        os.close(self._file)
+
+    def read(self, position: int, rows: int) -> Field | None:
+        """Returns the rows from a position on, (rows, ...), with zeros for those that were never written."""
+        values = np.empty((rows, *self._spec.shape), np.dtype(self._spec.dtype))
+        read_into(self._file, values, position * self._spec.row_bytes)
+        return values
+
+    def write(self, position: int, values: Field) -> None:
+        """Writes rows from a position on.
+
+        Raises:
+            OSError: There is no capacity for the rows.
+        """
+        assert isinstance(values, np.ndarray)
+        write_from(self._file, values, position * self._spec.row_bytes)
+
+    def sums(self, values: Field) -> UInt64:
+        """Returns 64 bits for each row from all its bytes, shape (rows,)."""
+        assert isinstance(values, np.ndarray)
+        raw = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+        return _weighted_sums(raw, _weights(self._number, raw.shape[1]))
+
+
+class RaggedRows:
+    """The files of a field with rows of different lengths; see `FixedRows`."""
+
+    def __init__(self, folder: Path, number: int, spec: ArraySpec) -> None:
+        assert spec.padding is not None
+        self._number, self._spec, self._padding = number, spec, spec.padding
+        self._item_bytes = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
+        flags = os.O_RDWR | os.O_CREAT
+        self._file = os.open(folder / field_file(number), flags, 0o600)
+        self._index = os.open(folder / index_file(number), flags, 0o600)
+
+    def close(self) -> None:
+        """Closes the files."""
+        os.close(self._file)
+        os.close(self._index)
+
+    def read(self, position: int, rows: int) -> Field | None:
+        """Returns the rows from a position on; None if the index has an impossible offset or size."""
+        index = np.empty((rows, 2), np.int64)
+        read_into(self._index, index, position * _INDEX_BYTES)
+        first, size = index.T
+        is_invalid = (index < 0).any() or (size % self._item_bytes).any()
+        if is_invalid or size.astype(float).sum() > os.fstat(self._file).st_size:
+            return None
+        raw, ends = np.empty(int(size.sum()), np.uint8), np.cumsum(size)
+        # Rows that were written together lie next to each other, and one call reads them.
+        begins = np.flatnonzero(np.append(True, first[1:] != first[:-1] + size[:-1]))
+        for low, high in zip(begins, np.append(begins[1:], rows), strict=True):
+            read_into(self._file, raw[ends[low] - size[low] : ends[high - 1]], int(first[low]))
+        values = raw.view(self._spec.dtype).reshape(-1, *self._spec.shape)
+        return Ragged(values, np.append(0, ends) // self._item_bytes, *self._padding)
+
+    def write(self, position: int, values: Field) -> None:
+        """Writes rows from a position on, see `FixedRows.write`."""
+        assert isinstance(values, Ragged)
+        compact = values.compact()
+        offsets = compact.offsets * self._item_bytes
+        first = self._reserve(int(offsets[-1]))
+        write_from(self._file, compact.values, first)
+        write_from(self._index, np.stack([first + offsets[:-1], np.diff(offsets)], 1), position * _INDEX_BYTES)
+
+    def _reserve(self, size: int) -> int:
+        """Returns the offset of `size` bytes that no other process writes to.
+
+        Raises:
+            OSError: There is no capacity for them.
+        """
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            next_offset = np.empty(1, np.int64)
+            read_into(self._file, next_offset, 0)
+            first = max(_HEADER_BYTES, int(next_offset[0]))
+            if first + size > os.fstat(self._file).st_size:
+                raise OSError(
+                    errno.ENOSPC,
+                    "rows are longer than the first ones were, for which there was room within data.cache_gb",
+                )
+            write_from(self._file, np.array([first + size]), 0)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        return first
+
+    def sums(self, values: Field) -> UInt64:
+        """Returns 64 bits for each row from its length and all its bytes, shape (rows,)."""
+        assert isinstance(values, Ragged)
+        raw = np.ascontiguousarray(values.compact().values).reshape(-1).view(np.uint8)
+        offsets = (values.offsets - values.offsets[0]) * self._item_bytes
+        weights = _weights(self._number, int(values.lengths.max(initial=0)) * self._item_bytes)
+        rows = [_weighted_sums(raw[None, low:high], weights) for low, high in pairwise(offsets.tolist())]
+        return hash_array(key(_SUM, self._number), -1 - values.lengths) + np.concatenate(
+            [*rows, np.empty(0, np.uint64)]
         )
 
 
-def _make_room(own: Path, wanted: int, limit_gb: float) -> int:
-    """Removes caches that nobody has open, oldest first, until `wanted` bytes fit; returns the bytes that there are
-    then.
+def file_sizes(number: int, spec: ArraySpec, capacity: int) -> dict[str, int]:
+    """Returns the bytes of the files of a field, by name, with capacity for `capacity` rows."""
+    if spec.padding is None:
+        return {field_file(number): capacity * spec.row_bytes}
+    return {
+        field_file(number): _HEADER_BYTES + capacity * (round(spec.row_bytes * _CAPACITY_FACTOR) + _INDEX_BYTES),
+        index_file(number): capacity * _INDEX_BYTES,
+    }
 
-    Whatever else is in the folder is left alone and does not count.
+
+def field_file(number: int) -> str:
+    """Returns the name of the file of a field's rows."""
+    return f"field-{number:03d}"
+
+
+def index_file(number: int) -> str:
+    """Returns the name of the file with the offsets and sizes of a field's rows."""
+    return f"{field_file(number)}-places"
+
+
+def _weights(number: int, max_bytes: int) -> UInt64:
+    """Returns the weights of the bytes of a row of at most `max_bytes` bytes."""
+    return hash_array(key(_SUM, number), np.arange(max_bytes // 8 + 8)) | np.uint64(1)
+
+
+def _weighted_sums(raw: npt.NDArray[np.uint8], weights: UInt64) -> UInt64:
+    """Returns the weighted sum of the 8-byte words of each row; odd weights make every change of a single word
+    visible.
     """
-    caches = (
-        f for f in own.parent.iterdir() if _NAME.fullmatch(f.name) and not f.is_symlink() and (f / SUMS).is_file()
-    )
-    others = sorted((f for f in caches if f != own), key=lambda f: f.stat().st_mtime)
-    sizes = {folder: sum(file.stat().st_size for file in folder.iterdir()) for folder in others}
-    for folder in others:
-        if sum(sizes.values()) + wanted <= limit_gb * 1e9:
-            break
-        if not _is_open(folder):
-            shutil.rmtree(folder)
-            del sizes[folder]
-    return max(0, int(limit_gb * 1e9) - sum(sizes.values()))
+    words, rest = divmod(raw.shape[1], 8)
+    total: UInt64 = np.einsum("ij,j->i", raw[:, : 8 * words].view(np.uint64), weights[:words])
+    return total + np.einsum("ij,j->i", raw[:, 8 * words :].astype(np.uint64), weights[words : words + rest])
 
 
-def _is_open(folder: Path) -> bool:
-    """Whether a process has the cache open; only under the lock of all caches, where none is being opened."""
-    file = os.open(folder / SUMS, os.O_RDWR)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
+def read_into(file: int, into: npt.NDArray, offset: int) -> None:
+    """Fills an array from a file, with zeros behind the end of the file."""
+    raw = into.reshape(-1).view(np.uint8).data
+    done = 0
+    while done < len(raw):
+        count = os.preadv(file, [raw[done:]], offset + done)
+        if not count:
+            raw[done:] = bytes(len(raw) - done)
+            return
+        done += count
 
 
-def _resize(path: Path, size: int) -> None:
-    """Gives a file its size; zeros are added, which take no room before they are written."""
-    with path.open("ab") as file:
-        file.truncate(size)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of all caches of this node."""
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def write_from(file: int, values: npt.NDArray, offset: int) -> None:
+    """Writes an array to a file."""
+    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    done = 0
+    while done < len(raw):
+        done += os.pwrite(file, raw[done:], offset + done)

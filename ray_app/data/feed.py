@@ -1,11 +1,11 @@
-"""The feed: one micro-batch per logical worker per step, as a function of (plan, cursor, logical workers to play).
+"""The feed: one micro-batch per logical worker and step, as a function of the plan, the cursor and the logical workers.
 
-Two sources of windows, siblings of one shape: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from a
-data set that is decoded in memory. Within a window the rows of several steps are gathered at once, while the present
-one is computed if they are large or go to a device. Nothing of a feed is saved: at another cursor or for other logical
-workers a new one is made.
+The feed takes windows from one of two sources: `StreamedWindows` reads ahead in a thread, `CachedWindows` gathers from
+a data set that is decoded in memory. Within a window it gathers the rows of several steps at once; where these are
+large or go to a device, a thread gathers them while the current step is computed. `Upload` sends micro-batches to the
+device through pinned memory, on a stream of their own.
 
-Micro-batches on their way to a device: through pinned memory, on a stream beside the one that computes.
+No state of a feed is saved: `Feed.seek` starts it at any cursor.
 """
 
 from __future__ import annotations
@@ -25,198 +25,221 @@ from ray_app.plan.order import Cursor, Plan
 from ray_app.reduction.overlap import SideStream
 
 STEPS_AHEAD = 2
-"""How many steps are on their way while one is computed, at least."""
+"""Minimum number of steps that are uploaded to a device while one is computed."""
+_MIN_THREAD_BYTES = 256 << 10
+"""A gather of more bytes than this takes longer than the hand-over to another thread."""
+_MAX_BLOCK_STEPS, _MAX_LARGE_BLOCK_BYTES = 4, 32 << 20
+"""Limits of a block of large steps that are gathered together. Twice as many are in memory, so that a thread that reads
+may delay the gathering thread.
+"""
+_MAX_SMALL_BLOCK_STEPS = 32
+"""Limit of a block of small steps, see `BLOCK_BYTES`."""
+
+WindowKey = tuple[int, int]
+"""Epoch and window."""
+
+
+@dataclass
+class _Stream:
+    """An open source of windows of some logical workers, and the window that it delivers next."""
+
+    logical_workers: range
+    windows: Windows
+    next_window: WindowKey
+
+
+class Feed:
+    """Micro-batches of the logical workers that are assigned to this rank, step by step.
+
+    Args:
+        plan: The order.
+        open_windows: Opens the data at a cursor for some logical workers.
+        device: Device of the tensors.
+
+    Attributes:
+        wait_s: Seconds that `next` has taken so far.
+    """
+
+    def __init__(self, plan: Plan, open_windows: Callable[[Cursor, range], Windows], device: torch.device) -> None:
+        self._plan, self._open_windows = plan, open_windows
+        self._upload = Upload(device) if device.type != "cpu" else None
+        self._cursor, self._logical_workers = Cursor(0, 0), range(0)
+        self._streams: list[_Stream] = []
+        self._current: dict[int, tuple[WindowKey, Window]] = {}
+        self._gather_thread = ThreadPoolExecutor(
+            1, "gatherer", partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        )
+        self._gathered: deque[list[MicroBatch]] = deque()
+        self._pending: Future[list[list[MicroBatch]]] | None = None
+        self._block_steps = 1
+        self._uses_thread = False
+        self._order = plan.epoch(0)
+        self.wait_s = 0.0
+
+    def seek(self, cursor: Cursor, logical_workers: range) -> None:
+        """Continues at a cursor with these logical workers.
+
+        Streams stay open, with what they have read ahead, where all their logical workers are still wanted and they
+        have the cursor's window next or as the current one.
+        """
+        window_key = self._window_key(cursor)
+        kept = [
+            stream
+            for stream in self._streams
+            if set(stream.logical_workers) <= set(logical_workers)
+            and (stream.next_window == window_key or self._has_window(stream, window_key))
+        ]
+        for stream in self._streams:
+            if stream not in kept:
+                stream.windows.close()
+        covered = {v for stream in kept for v in stream.logical_workers}
+        self._current = {v: current for v, current in self._current.items() if v in covered}
+        self._streams = kept + [
+            _Stream(part, self._open_windows(cursor, part), window_key)
+            for part in _to_ranges([v for v in logical_workers if v not in covered], logical_workers.step)
+        ]
+        self._cursor, self._logical_workers = cursor, logical_workers
+        self._drop_gathered()
+
+    def next(self) -> list[MicroBatch]:
+        """Returns the micro-batches of the next step, one per logical worker, and adds its own time to `wait_s`."""
+        began = time.perf_counter()
+        if self._pending is not None and not self._gathered:
+            self._gathered.extend(self._pending.result())
+            self._pending = None
+        if not self._gathered:
+            self._gather_at_cursor()
+        batches = self._gathered.popleft()
+        self._cursor = self._cursor.next(self._plan.steps_per_epoch)
+        if self._uses_thread and self._pending is None:
+            self._gather_ahead()
+        if self._upload is not None:
+            self._upload.make_available(batches)
+        self.wait_s += time.perf_counter() - began
+        return batches
+
+    def close(self) -> None:
+        """Frees threads and memory."""
+        self._gather_thread.shutdown()
+        for stream in self._streams:
+            stream.windows.close()
+        self._streams, self._current = [], {}
+        self._drop_gathered()
+
+    def _gather_at_cursor(self) -> None:
+        """Gathers the step at the cursor, for which it may have to wait for windows; also the following steps of the
+        block, where no thread gathers them.
+        """
+        cursor = self._cursor
+        if self._order.epoch != cursor.epoch:
+            self._order = self._plan.epoch(cursor.epoch)
+        window_key = self._window_key(cursor)
+        for stream in self._streams:
+            self._advance(stream, window_key)
+        steps = self._steps_from(cursor.step, 1 if self._uses_thread else self._block_steps)
+        self._gathered.extend(_gather(self._current_windows(), steps, self._upload))
+
+    def _gather_ahead(self) -> None:
+        """Starts gathering the steps behind the gathered ones in the thread, unless they are in the next window."""
+        first = self._cursor.step + len(self._gathered)
+        if first % self._plan.steps_per_window and (steps := self._steps_from(first, self._block_steps)):
+            self._pending = self._gather_thread.submit(_gather, self._current_windows(), steps, self._upload)
+
+    def _window_key(self, cursor: Cursor) -> WindowKey:
+        return cursor.epoch, cursor.step // self._plan.steps_per_window
+
+    def _steps_from(self, first: int, max_steps: int) -> range:
+        """Returns up to `max_steps` steps from `first` on, which end with its window."""
+        size = self._plan.steps_per_window
+        return range(first, min(first + max_steps, (first // size + 1) * size, self._plan.steps_per_epoch))
+
+    def _drop_gathered(self) -> None:
+        self._gathered.clear()
+        if self._pending is not None:
+            self._pending.cancel()
+        self._pending = None
+
+    def _current_windows(self) -> list[Window]:
+        return [self._current[v][1] for v in self._logical_workers]
+
+    def _has_window(self, stream: _Stream, window_key: WindowKey) -> bool:
+        return all(v in self._current and self._current[v][0] == window_key for v in stream.logical_workers)
+
+    def _advance(self, stream: _Stream, window_key: WindowKey) -> None:
+        """Makes the windows of a stream the current ones, and sets how its steps are gathered."""
+        if self._has_window(stream, window_key):
+            return
+        # This frees the old windows before the new ones are waited for.
+        for v in stream.logical_workers:
+            self._current.pop(v, None)
+        epoch, window = window_key
+        for v in stream.logical_workers:
+            self._current[v] = window_key, stream.windows.take(self._order, v, window)
+        stream.next_window = (epoch, window + 1) if window + 1 < self._plan.windows_per_epoch else (epoch + 1, 0)
+        step_bytes = sum(window.step_bytes for _, window in self._current.values() if not window.is_prepared)
+        large_steps = max(1, min(_MAX_BLOCK_STEPS, _MAX_LARGE_BLOCK_BYTES // max(1, step_bytes)))
+        if self._upload is not None:
+            self._block_steps = max(large_steps if step_bytes > _MIN_THREAD_BYTES else 0, STEPS_AHEAD)
+            self._uses_thread = True
+        else:
+            self._block_steps = max(large_steps, min(_MAX_SMALL_BLOCK_STEPS, BLOCK_BYTES // max(1, step_bytes)))
+            self._uses_thread = self._block_steps * step_bytes > _MIN_THREAD_BYTES
+
+
+def _gather(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
+    """Returns the micro-batches of each step, one per window."""
+    if upload is None:
+        return [list(step_batches) for step_batches in zip(*(w.micro_batches(steps) for w in windows), strict=True)]
+    # Step by step, so that each is on its way to the device while the next one is gathered.
+    return [
+        upload.send([batch for window in windows for batch in window.micro_batches(range(step, step + 1))])
+        for step in steps
+    ]
+
+
+def _to_ranges(numbers: list[int], step: int) -> list[range]:
+    """Returns ascending numbers as ranges with a step."""
+    ranges: list[range] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] + step == number:
+            ranges[-1] = range(ranges[-1].start, number + 1, step)
+        else:
+            ranges.append(range(number, number + 1, step))
+    return ranges
 
 
 class Uploaded(list[MicroBatch]):
-    """The micro-batches of a step, which are there when the stream has come to the mark, see `SideStream.mark`."""
+    """The micro-batches of a step on their way to a device; complete once the stream has reached `mark`, see
+    `SideStream.mark`.
+    """
 
     mark: Any
 
 
 class Upload:
-    """See the module.
+    """Copies micro-batches to a device through pinned memory, on a side stream.
 
     Args:
-        device: Where to.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._side = device, SideStream(device, "upload")
 
     def send(self, batches: list[MicroBatch]) -> Uploaded:
-        """Gives the device copies to make, and waits for none; the pinned memory is used again when they are made."""
+        """Starts the copies and returns without waiting for them.
+
+        PyTorch's pinned memory allocator uses the pinned memory again once the copies are done.
+        """
         with self._side.entered():
-            sent = Uploaded(batch._replace(fields=self._there(batch)) for batch in batches)
-        sent.mark = self._side.mark()
-        return sent
+            uploaded = Uploaded(batch._replace(fields=self._copy_fields(batch)) for batch in batches)
+        uploaded.mark = self._side.mark()
+        return uploaded
 
-    def _there(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    def make_available(self, batches: list[MicroBatch]) -> None:
+        """Makes the computing stream wait for the copies that `send` has started."""
+        assert isinstance(batches, Uploaded)
+        self._side.hand_over([values for batch in batches for values in batch.fields.values()], batches.mark)
+
+    def _copy_fields(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         return {name: values.pin_memory().to(self._device, non_blocking=True) for name, values in batch.fields.items()}
-
-    def arrive(self, sent: list[MicroBatch]) -> None:
-        """Lets what computes from now on use what was sent."""
-        assert isinstance(sent, Uploaded)
-        self._side.hand_over([values for batch in sent for values in batch.fields.values()], sent.mark)
-
-
-_WORTH_A_THREAD = 256 << 10
-"""Bytes that take longer to gather than another thread takes to begin."""
-_AT_ONCE, _AT_ONCE_BYTES = 4, 32 << 20
-"""Steps that are gathered at once, and their bytes; twice as many are in memory, so that a thread that reads may keep
-this one waiting.
-"""
-_SMALL = 32
-"""The same where they are small, see `BLOCK_BYTES`."""
-
-
-@dataclass
-class _Stream:
-    """Windows of some logical workers, which are taken in turn; `at`: epoch and window that come next."""
-
-    played: range
-    windows: Windows
-    at: tuple[int, int]
-
-
-class Feed:
-    """Micro-batches of the logical workers that this rank plays, step by step.
-
-    Args:
-        plan: The order.
-        open_windows: Opens the data at a cursor for some logical workers.
-        device: Where the tensors go.
-    """
-
-    def __init__(self, plan: Plan, open_windows: Callable[[Cursor, range], Windows], device: torch.device) -> None:
-        self._plan, self._open = plan, open_windows
-        self._upload = Upload(device) if device.type != "cpu" else None
-        self._cursor, self._played = Cursor(0, 0), range(0)
-        self._streams: list[_Stream] = []
-        self._current: dict[int, tuple[tuple[int, int], Window]] = {}
-        self._gatherer = ThreadPoolExecutor(
-            1, "gatherer", partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        )
-        self._gathered: deque[list[MicroBatch]] = deque()
-        self._ahead: Future[list[list[MicroBatch]]] | None = None
-        self._at_once, self._is_ahead = 1, False
-        self._order = plan.epoch(0)
-        self.wait_s = 0.0
-
-    def play(self, cursor: Cursor, played: range) -> None:
-        """Goes on at a cursor with these logical workers; what is read already for them is kept, if it has the cursor's
-        window next.
-        """
-        wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
-        kept = [s for s in self._streams if set(s.played) <= set(played) and (s.at == wanted or self._has(s, wanted))]
-        for stream in self._streams:
-            if stream not in kept:
-                stream.windows.close()
-        have = {v for s in kept for v in s.played}
-        self._current = {v: held for v, held in self._current.items() if v in have}
-        self._streams = kept + [
-            _Stream(part, self._open(cursor, part), wanted)
-            for part in _runs([v for v in played if v not in have], played.step)
-        ]
-        self._cursor, self._played = cursor, played
-        self._forget_gathered()
-
-    def next(self) -> list[MicroBatch]:
-        """The micro-batches of the next step, one per played logical worker; `wait_s` grows by the time it took."""
-        began = time.perf_counter()
-        if self._ahead is not None and not self._gathered:
-            self._gathered.extend(self._ahead.result())
-            self._ahead = None
-        if not self._gathered:
-            self._take()
-        batches = self._gathered.popleft()
-        self._cursor = self._cursor.next(self._plan.steps_per_epoch)
-        if self._is_ahead and self._ahead is None:
-            self._gather_ahead()
-        if self._upload is not None:
-            self._upload.arrive(batches)
-        self.wait_s += time.perf_counter() - began
-        return batches
-
-    def _take(self) -> None:
-        """Gathers the micro-batches at the cursor, whose windows may have to be waited for, and those behind it if no
-        thread does.
-        """
-        cursor = self._cursor
-        if self._order.epoch != cursor.epoch:
-            self._order = self._plan.epoch(cursor.epoch)
-        wanted = cursor.epoch, cursor.step // self._plan.steps_per_window
-        for stream in self._streams:
-            self._advance(stream, wanted)
-        self._gathered.extend(
-            _gather(self._windows(), self._steps(cursor.step, 1 if self._is_ahead else self._at_once), self._upload)
-        )
-
-    def _gather_ahead(self) -> None:
-        """Lets the steps behind the gathered ones be gathered."""
-        first = self._cursor.step + len(self._gathered)
-        if first % self._plan.steps_per_window and (steps := self._steps(first, self._at_once)):
-            self._ahead = self._gatherer.submit(_gather, self._windows(), steps, self._upload)
-
-    def _steps(self, first: int, most: int) -> range:
-        """So many from one on, up to the end of its window."""
-        size = self._plan.steps_per_window
-        return range(first, min(first + most, (first // size + 1) * size, self._plan.steps_per_epoch))
-
-    def _forget_gathered(self) -> None:
-        self._gathered.clear()
-        if self._ahead is not None:
-            self._ahead.cancel()
-        self._ahead = None
-
-    def _windows(self) -> list[Window]:
-        return [self._current[v][1] for v in self._played]
-
-    def _has(self, stream: _Stream, wanted: tuple[int, int]) -> bool:
-        return all(v in self._current and self._current[v][0] == wanted for v in stream.played)
-
-    def _advance(self, stream: _Stream, wanted: tuple[int, int]) -> None:
-        """Takes the wanted windows of a stream, if they are not the current ones."""
-        if self._has(stream, wanted):
-            return
-        for v in stream.played:
-            self._current.pop(v, None)  # frees the old windows before the new ones are waited for
-        for v in stream.played:
-            self._current[v] = wanted, stream.windows.take(self._order, v, wanted[1])
-        epoch, window = wanted
-        stream.at = (epoch, window + 1) if window + 1 < self._plan.windows_per_epoch else (epoch + 1, 0)
-        step_bytes = sum(window.step_bytes for _, window in self._current.values() if not window.is_prepared)
-        some = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // max(1, step_bytes)))
-        if self._upload is not None:
-            self._at_once, self._is_ahead = max(some if step_bytes > _WORTH_A_THREAD else 0, STEPS_AHEAD), True
-        else:
-            self._at_once = max(some, min(_SMALL, BLOCK_BYTES // max(1, step_bytes)))
-            self._is_ahead = self._at_once * step_bytes > _WORTH_A_THREAD
-
-    def close(self) -> None:
-        """Frees threads and memory."""
-        self._gatherer.shutdown()
-        for stream in self._streams:
-            stream.windows.close()
-        self._streams, self._current = [], {}
-        self._forget_gathered()
-
-
-def _gather(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
-    if upload is not None:  # each is on its way while the next is gathered
-        return [
-            upload.send([batch for window in windows for batch in window.micro_batches(range(step, step + 1))])
-            for step in steps
-        ]
-    return [list(of_step) for of_step in zip(*(window.micro_batches(steps) for window in windows), strict=True)]
-
-
-def _runs(numbers: list[int], step: int) -> list[range]:
-    """Ascending numbers as ranges with a step."""
-    found: list[range] = []
-    for number in numbers:
-        if found and found[-1][-1] + step == number:
-            found[-1] = range(found[-1].start, number + 1, step)
-        else:
-            found.append(range(number, number + 1, step))
-    return found

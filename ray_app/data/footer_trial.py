@@ -1,8 +1,8 @@
-"""A process of its own that looks at everything in footers of Parquet files before anybody else does.
+"""A child process that reads everything in footers of Parquet files before the application does.
 
-Some footers (of encrypted columns, or whose parts contradict each other) make the Parquet library abort its process.
-This file is run by its path and imports nothing of the application: for each footer that comes in it answers with a
-byte once it has survived it.
+Some footers (with encrypted columns, or with contradicting parts) make the Parquet library abort its process. This file
+is therefore run by its path in a process of its own, and imports nothing of the application. For each footer that
+arrives on its standard input it answers with one byte once it has survived the reading.
 """
 
 from __future__ import annotations
@@ -19,19 +19,27 @@ import pyarrow.parquet as pq
 _IDLE_S = 5.0
 
 
-def look(tail: bytes) -> None:
-    """Asks a footer for everything that `footers.py` asks it for; errors that Python can catch are met again there."""
+def main() -> None:
+    """Reads footers, each preceded by its length, until the input ends or no footer arrives for `_IDLE_S` seconds."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while select.select([0], [], [], _IDLE_S)[0] and (header := read_input(8)):
+        read_footer(read_input(struct.unpack("<q", header)[0]))
+        os.write(1, b"+")
+
+
+def read_footer(tail: bytes) -> None:
+    """Reads everything from a footer that `parquet_files.py` reads; errors that Python can catch occur there again."""
     with contextlib.suppress(Exception):
         footer = pq.ParquetFile(pa.BufferReader(tail)).metadata
         for index in range(footer.num_row_groups):
             group = footer.row_group(index)
             for number in range(group.num_columns):
-                look_at_column(group, number)
+                read_column(group, number)
 
 
-def look_at_column(group: pq.RowGroupMetaData, number: int) -> None:
-    """Asks for one column; statistics that Python cannot express, such as dates after the year 9999, do not hide later
-    columns.
+def read_column(group: pq.RowGroupMetaData, number: int) -> None:
+    """Reads the statistics of one column; values that Python cannot express, such as dates after the year 9999, do not
+    keep later columns from being read.
     """
     with contextlib.suppress(Exception):
         statistics = group.column(number).statistics
@@ -39,21 +47,13 @@ def look_at_column(group: pq.RowGroupMetaData, number: int) -> None:
             _ = statistics.min, statistics.max
 
 
-def read(count: int) -> bytes:
-    """So many bytes of the input, without a buffer, which `select` would not see; none at its end."""
+def read_input(count: int) -> bytes:
+    """Returns `count` bytes of the input, or none at its end; without a buffer, which `select` would not see."""
     parts: list[bytes] = []
     while count and (part := os.read(0, count)):
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
-
-
-def main() -> None:
-    """Reads footers, each after its length, until there are no more, or none came for a while."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while select.select([0], [], [], _IDLE_S)[0] and (header := read(8)):
-        look(read(struct.unpack("<q", header)[0]))
-        os.write(1, b"+")
 
 
 if __name__ == "__main__":

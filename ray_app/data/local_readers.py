@@ -1,7 +1,5 @@
-"""Planned reads by threads of this process, for a worker whose node reads for itself: rows are decoded where they are
-used.
-
-A whole data set, decoded into memory.
+"""Reads by threads of this process, for a worker that decodes rows where it uses them, and the loading of a whole data
+set into memory.
 """
 
 from __future__ import annotations
@@ -18,52 +16,53 @@ import numpy as np
 import pyarrow as pa
 
 from ray_app.data.arrays import Columns
-from ray_app.data.bad_rows import reasons_in
-from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, Slices, check_positions, whole
+from ray_app.data.bad_rows import read_reasons
+from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, SliceReader, check_positions, plan_all_reads
 from ray_app.errors import DataError
 from ray_app.task.ragged import Field
 
 
-def by_threads(threads: int, otherwise: Fetch) -> Fetch:
-    """What reads by so many threads of this process; `otherwise`, if there are to be none."""
-    return partial(fetch_in_threads, threads=threads) if threads else otherwise
+def choose_fetch(threads: int, default: Fetch) -> Fetch:
+    """Returns a `Fetch` that reads in `threads` threads of this process, or `default` where `threads` is 0."""
+    return partial(fetch_in_threads, threads=threads) if threads else default
 
 
 def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) -> Iterator[pa.Table]:
-    """Reads as many tasks side by side as there are threads, and yields their rows in order; slices of large row groups
-    are read here.
+    """Runs read tasks concurrently in threads and yields their rows in order; the calling thread reads the slices of
+    large row groups.
 
     Args:
-        reader: Reads and decodes; `decode` is called by several threads at once.
-        specs: Which rows.
-        threads: How many, at least 1.
+        reader: Reads and decodes; several threads call `decode` at once.
+        specs: The read tasks.
+        threads: Number of threads, at least 1.
     """
     waiting: deque[Future[list[pa.Table]]] = deque()
-    over = threading.Event()
-    with closing(Slices.of(reader)) as slices, ThreadPoolExecutor(threads, "reader") as pool:
+    stop = threading.Event()
+    with closing(SliceReader.of(reader)) as slices, ThreadPoolExecutor(threads, "reader") as pool:
         try:
             for spec in specs:
-                waiting.append(pool.submit(_read, reader, spec, [slices.take(span) for span in spec if span.of], over))
+                spec_slices = [slices.take(span) for span in spec if span.group_rows]
+                waiting.append(pool.submit(_read, reader, spec, spec_slices, stop))
                 if len(waiting) > threads:
-                    yield from _each(waiting.popleft().result())
+                    yield from _drain(waiting.popleft().result())
             while waiting:
-                yield from _each(waiting.popleft().result())
+                yield from _drain(waiting.popleft().result())
         finally:
-            over.set()
+            stop.set()
             pool.shutdown(cancel_futures=True)
 
 
-def _each(tables: list[pa.Table]) -> Iterator[pa.Table]:
-    """Lets go of each."""
+def _drain(tables: list[pa.Table]) -> Iterator[pa.Table]:
+    """Yields the tables and removes each from the list, so that its memory is freed once it is consumed."""
     while tables:
         yield tables.pop(0)
 
 
-def _read(reader: Reader, spec: ReadSpec, sliced: list[pa.Table], over: threading.Event) -> list[pa.Table]:
-    """All rows of a task; none any more once nobody waits for them."""
-    given, tables = iter(sliced), list[pa.Table]()
-    for table in reader.read(spec, lambda _: next(given)):
-        if over.is_set():
+def _read(reader: Reader, spec: ReadSpec, slices: list[pa.Table], stop: threading.Event) -> list[pa.Table]:
+    """Returns all rows of a read task; returns early, with none, once `stop` is set and the result is not used."""
+    remaining, tables = iter(slices), list[pa.Table]()
+    for table in reader.read(spec, lambda _: next(remaining)):
+        if stop.is_set():
             return []
         tables.append(table)
     return tables
@@ -75,7 +74,7 @@ class Decoded:
 
     Args:
         arrays: Every field in manifest order.
-        reasons: Why rows are bad, by manifest position; only where the reader skips bad rows.
+        reasons: Why rows are bad, by manifest position; empty unless the reader skips bad rows.
     """
 
     arrays: dict[str, Field]
@@ -83,15 +82,19 @@ class Decoded:
 
 
 def load_all(fetch: Fetch, source: RowSource) -> Decoded:
-    """Decodes a whole data set."""
+    """Decodes a whole data set into memory.
+
+    Raises:
+        DataError: Rows are missing or not the planned ones.
+    """
     manifest = source.manifest
     columns = Columns(source.fields, manifest.num_rows)
     reasons: dict[int, str] = {}
     done = 0
-    for table in fetch(source.reader, whole(manifest, source.task_rows)):
+    for table in fetch(source.reader, plan_all_reads(manifest, source.task_rows)):
         positions = np.arange(done, done + table.num_rows)
         check_positions(table, positions)
-        reasons |= reasons_in(table, positions)
+        reasons |= read_reasons(table, positions)
         columns.add(table)
         done += table.num_rows
     if done != manifest.num_rows:

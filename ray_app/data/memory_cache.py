@@ -1,5 +1,7 @@
-"""A data set decoded once into Ray's object store, owned by the driver or an actor, not by a worker; nodes map one copy
-each.
+"""The memory cache: a data set that is decoded once into Ray's object store.
+
+The driver or an actor owns the decoded arrays, not a worker, so that they outlive lost workers. Each node maps one copy
+of them.
 """
 
 from __future__ import annotations
@@ -12,22 +14,22 @@ import pyarrow as pa
 import ray
 
 from ray_app.data.local_readers import Decoded, load_all
-from ray_app.data.process_deaths import MAX_DEATHS, died
+from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
 from ray_app.data.ray_tasks import fetch_ray
-from ray_app.data.reader import Reader, ReadSpec, RowSource, fetch_here
+from ray_app.data.reader import Reader, ReadSpec, RowSource, fetch_in_process
 from ray_app.errors import unwrap_app_error
 
 
 def is_small(source: RowSource) -> bool:
-    """Whether one read task reads all of a data set."""
+    """Returns whether one read task reads all of a data set."""
     return source.manifest.num_rows <= source.task_rows
 
 
-def fetch_at_once(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    """Reads all that is asked for: one read task in this process, since Ray Data takes seconds to start, more as Ray
-    Data read tasks.
+def fetch_auto(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    """Runs a single read task in this process, because Ray Data takes seconds to start, and several as Ray Data read
+    tasks.
     """
-    return (fetch_here if len(specs) < 2 else fetch_ray)(reader, specs)
+    return (fetch_in_process if len(specs) < 2 else fetch_ray)(reader, specs)
 
 
 class MemoryCache:
@@ -42,21 +44,22 @@ class MemoryCache:
         self._decoded: Decoded | None = None
 
     def decoded(self) -> Decoded:
-        """The data set, with a reference to an array in the place of each array; decodes at the first call.
+        """Returns the data set with an object reference in place of each array; the first call decodes it.
 
         Raises:
             BadRowError: A row cannot be decoded.
         """
         if self._decoded is None:
-            self._decoded = _shared(self._load())
+            self._decoded = _put(self._load())
         return self._decoded
 
 
 def start_memory_cache(source: RowSource) -> Any:
-    """Decodes a small data set here, at once; for another it starts the actor, which decodes while the workers start.
+    """Decodes a small data set at once in this process; for a larger one it starts the actor, which decodes while the
+    workers start.
 
     Returns:
-        The decoded data set with references, as from `MemoryCache.decoded`, or the actor's handle.
+        The decoded data set with object references, as from `MemoryCache.decoded`, or the actor's handle.
 
     Raises:
         BadRowError: A row of a small data set cannot be decoded.
@@ -64,13 +67,12 @@ def start_memory_cache(source: RowSource) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if is_small(source):
-        return _shared(load_all(fetch_here, source))
-    here = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )  # a lost node must not take it along
-    lives = {"max_restarts": MAX_DEATHS - 1, "max_task_retries": MAX_DEATHS - 1}
-    made = ray.remote(MemoryCache).options(num_cpus=0, scheduling_strategy=here, **lives)
-    actor = made.remote(source)
+        return _put(load_all(fetch_in_process, source))
+    # On the driver's node, so that the loss of another node does not end the actor.
+    strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    retries = {"max_restarts": MAX_DEATHS - 1, "max_task_retries": MAX_DEATHS - 1}
+    actor_class = ray.remote(MemoryCache).options(num_cpus=0, scheduling_strategy=strategy, **retries)
+    actor = actor_class.remote(source)
     actor.decoded.remote()
     return actor
 
@@ -81,36 +83,39 @@ def end_memory_cache(cache: Any) -> None:
         ray.kill(cache, no_restart=True)
 
 
-def from_memory_cache(cache: Any) -> Decoded:
-    """The data set, its arrays mapped from the object store of this node.
+def read_memory_cache(cache: Any) -> Decoded:
+    """Returns the data set with its arrays mapped from the object store of this node.
 
     Args:
-        cache: From `start_memory_cache`.
+        cache: The result of `start_memory_cache`.
 
     Raises:
         BadRowError: A row cannot be decoded.
         ProcessDiedError: The actor died again and again.
     """
     if isinstance(cache, Decoded):
-        return _mapped(cache)
+        return _get(cache)
     try:
         try:
-            return _mapped(ray.get(cache.decoded.remote()))
-        except ray.exceptions.ObjectLostError:  # the actor died after its answer; started again it decodes again
-            return _mapped(ray.get(cache.decoded.remote()))
+            return _get(ray.get(cache.decoded.remote()))
+        except ray.exceptions.ObjectLostError:
+            # The actor died after its answer; Ray has restarted it, and it decodes again.
+            return _get(ray.get(cache.decoded.remote()))
     except ray.exceptions.RayTaskError as error:
         raise unwrap_app_error(error) from error
     except ray.exceptions.ActorDiedError as error:
-        raise died(
+        raise process_died_error(
             "while it decoded the data set for data.cache: memory, which may need more memory than there is", error
         ) from error
 
 
-def _mapped(found: Decoded) -> Decoded:
-    references: dict[str, Any] = found.arrays
-    return Decoded({name: ray.get(reference) for name, reference in references.items()}, found.reasons)
+def _get(cached: Decoded) -> Decoded:
+    """Returns the data set with its arrays in place of the object references."""
+    references: dict[str, Any] = cached.arrays
+    return Decoded({name: ray.get(reference) for name, reference in references.items()}, cached.reasons)
 
 
-def _shared(decoded: Decoded) -> Decoded:
+def _put(decoded: Decoded) -> Decoded:
+    """Returns the data set with object references in place of its arrays, which it puts into the object store."""
     references: dict[str, Any] = {name: ray.put(values) for name, values in decoded.arrays.items()}
     return Decoded(references, decoded.reasons)

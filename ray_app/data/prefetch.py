@@ -1,4 +1,4 @@
-"""Windows that are read and decoded ahead, in a thread, by read tasks of Ray Data."""
+"""Windows that a thread reads and decodes ahead of the training, by read tasks of Ray Data or of this process."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.arrays import Columns
-from ray_app.data.bad_rows import reasons_in
-from ray_app.data.reader import Cut, Fetch, ReadSpec, RowSource, check_positions, specs_of
+from ray_app.data.bad_rows import read_reasons
+from ray_app.data.reader import Fetch, ReadSpec, RowSource, RowStream, check_positions, plan_reads
 from ray_app.data.windows import Storage, Window, as_storage
 from ray_app.plan.hashing import key
 from ray_app.plan.order import Cursor, EpochOrder, Plan
 
-_DECODE = 13  # salt: what an epoch's key is for
+_DECODE = 13
+"""Salt of the key that an epoch's decoding gets."""
 _TASKS_PER_EXECUTION = 64
-_PREPARED, _PREPARED_BYTES = 3, 16 << 20
-"""Steps of a window that are gathered before it is taken; all of them, if they are no more than so many bytes."""
-_EARLY = 4
-"""Windows per logical worker before the end of a Ray Data execution at which the next is started, which takes a few
-tenths of a second.
+_MIN_PREPARED_STEPS, _PREPARED_BYTES = 3, 16 << 20
+"""Steps of a window that are gathered before it is taken: at least so many, and all of them up to so many bytes."""
+_WINDOWS_BEFORE_NEXT = 4
+"""The next Ray Data execution starts so many windows per logical worker before the end of the current one, because its
+start takes a few tenths of a second.
 """
+
+_WindowId = tuple[int, int, int]
+"""Epoch, window and logical worker."""
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """A window to read, and the read tasks that do it."""
+class _WindowRead:
+    """A window to read, and the specs of the read tasks that read it."""
 
     order: EpochOrder
     logical_worker: int
@@ -42,15 +46,15 @@ class _Wanted:
 
 
 class StreamedWindows:
-    """Windows that are read and decoded ahead, in the order in which the feed will take them.
+    """Windows that are read and decoded ahead, in the order in which the feed takes them.
 
     Args:
         plan: The order.
-        cursor: Where the feed starts.
-        played: Logical workers to read for.
+        cursor: Position at which the feed starts.
+        logical_workers: Logical workers to read for.
         epochs: Epochs of the run.
-        fetch: How read tasks run.
-        source: What they read.
+        fetch: Runs the read tasks.
+        source: The data set that they read.
         prefetch_windows: Windows per logical worker to read ahead.
     """
 
@@ -58,31 +62,33 @@ class StreamedWindows:
         self,
         plan: Plan,
         cursor: Cursor,
-        played: range,
+        logical_workers: range,
         epochs: int,
         fetch: Fetch,
         source: RowSource,
         prefetch_windows: int = 1,
     ) -> None:
-        self._plan, self._cursor, self._played, self._epochs = plan, cursor, played, epochs
+        self._plan, self._cursor, self._epochs = plan, cursor, epochs
+        self._logical_workers = logical_workers
         self._fetch, self._source = fetch, source
-        self._ready: queue.Queue[tuple[tuple[int, int, int], Window] | BaseException] = queue.Queue(
-            prefetch_windows * len(played)
+        self._ready: queue.Queue[tuple[_WindowId, Window] | BaseException] = queue.Queue(
+            prefetch_windows * len(logical_workers)
         )
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()
 
     def take(self, order: EpochOrder, logical_worker: int, window: int) -> Window:
-        """See `Windows.take`; raises what the reader raised."""
-        found = self._ready.get()
-        if isinstance(found, BaseException):
-            raise found
-        assert found[0] == (order.epoch, window, logical_worker), f"windows out of order: {found[0]}"
-        return found[1]
+        """Returns a window, see `Windows.take`; raises the error of the thread that reads."""
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        window_id, next_window = item
+        assert window_id == (order.epoch, window, logical_worker), f"windows out of order: {window_id}"
+        return next_window
 
     def close(self) -> None:
-        """Stops reading; what is read ahead is dropped."""
+        """Stops reading and drops the windows that were read ahead."""
         self._closed.set()
         while self._thread.is_alive():
             while not self._ready.empty():
@@ -93,29 +99,32 @@ class StreamedWindows:
         with ThreadPoolExecutor(1, "next-execution") as starter:
             try:
                 self._run_executions(starter)
-            except BaseException as error:  # handed to the consumer, who raises it
+            except BaseException as error:
+                # `take` raises it in the thread that trains.
                 self._put(error)
 
     def _run_executions(self, starter: ThreadPoolExecutor) -> None:
-        groups = self._executions()
-        under_way = self._started(next(groups, None), starter)
-        while under_way is not None:
-            wanted, tables = under_way
-            early = max(0, len(wanted) - _EARLY * len(self._played))
-            with closing(tables):  # the next one, which is waited for at the end, may need its CPUs
-                for i, item in enumerate(self._read(wanted, tables)):
-                    if i == early:
-                        under_way = self._started(next(groups, None), starter)
+        groups = self._groups()
+        execution = self._start_execution(next(groups, None), starter)
+        while execution is not None:
+            reads, tables = execution
+            start_next_at = max(0, len(reads) - _WINDOWS_BEFORE_NEXT * len(self._logical_workers))
+            # Closing frees the CPUs of this execution, which the next one may be waiting for.
+            with closing(tables):
+                for i, item in enumerate(self._read(reads, tables)):
+                    if i == start_next_at:
+                        execution = self._start_execution(next(groups, None), starter)
                     if not self._put(item):
                         return
 
-    def _started(
-        self, wanted: list[_Wanted] | None, starter: ThreadPoolExecutor
-    ) -> tuple[list[_Wanted], Generator[pa.Table]] | None:
-        """Starts reading a group of windows, and returns the tables to come."""
-        if wanted is None:
+    def _start_execution(
+        self, reads: list[_WindowRead] | None, starter: ThreadPoolExecutor
+    ) -> tuple[list[_WindowRead], Generator[pa.Table]] | None:
+        """Starts reading a group of windows and returns it with its tables; None where there is no group left."""
+        if reads is None:
             return None
-        tables = self._fetch(self._source.reader, [spec for item in wanted for spec in item.specs])
+        tables = self._fetch(self._source.reader, [spec for read in reads for spec in read.specs])
+        # Asking for the first table starts the execution.
         first = starter.submit(next, tables, None)
 
         def all_tables() -> Generator[pa.Table]:
@@ -124,36 +133,39 @@ class StreamedWindows:
                 yield table
                 yield from tables
 
-        return wanted, all_tables()
+        return reads, all_tables()
 
-    def _executions(self) -> Iterator[list[_Wanted]]:
-        """All windows from the cursor to the end of the run, in groups that are read by one execution each, across
-        epochs.
+    def _groups(self) -> Iterator[list[_WindowRead]]:
+        """Yields all windows from the cursor to the end of the run, in groups that one execution each reads.
+
+        A group may span epochs.
         """
-        group: list[_Wanted] = []
+        group: list[_WindowRead] = []
         tasks, is_sliced = 0, False
         for epoch in range(self._cursor.epoch, self._epochs):
             order = self._plan.epoch(epoch)
             first = self._cursor.step // self._plan.steps_per_window if epoch == self._cursor.epoch else 0
-            for window, v in product(range(first, self._plan.windows_per_epoch), self._played):
+            for window, v in product(range(first, self._plan.windows_per_epoch), self._logical_workers):
                 segments = order.window_segments(v, window)
-                specs = specs_of(self._plan.manifest, segments, self._source.task_rows, self._plan.window_rows)
+                specs = plan_reads(self._plan.manifest, segments, self._source.task_rows, self._plan.window_rows)
                 if self._source.reader.keyed:
                     base = key(_DECODE, self._plan.seed, epoch)
                     specs = [tuple(replace(span, key=base) for span in spec) for spec in specs]
-                group.append(_Wanted(order, v, window, specs))
+                group.append(_WindowRead(order, v, window, specs))
                 tasks += len(specs)
-                is_sliced = is_sliced or any(span.of for spec in specs for span in spec)
+                is_sliced = is_sliced or any(span.group_rows for spec in specs for span in spec)
                 if tasks >= _TASKS_PER_EXECUTION and not is_sliced:
                     yield group
                     group, tasks = [], 0
-            if is_sliced:  # another execution would begin its row groups anew
+            # Sliced row groups stay in one execution per epoch: another one would read them again from the beginning.
+            if is_sliced:
                 yield group
                 group, tasks, is_sliced = [], 0, False
         if group:
             yield group
 
-    def _put(self, item: tuple[tuple[int, int, int], Window] | BaseException) -> bool:
+    def _put(self, item: tuple[_WindowId, Window] | BaseException) -> bool:
+        """Hands an item to `take`; returns False if the windows are closed before there is a free slot for it."""
         while not self._closed.is_set():
             try:
                 self._ready.put(item, timeout=0.1)
@@ -162,22 +174,27 @@ class StreamedWindows:
             return True
         return False
 
-    def _read(self, wanted: list[_Wanted], tables: Iterator[pa.Table]) -> Iterator[tuple[tuple[int, int, int], Window]]:
-        """A group of windows in their order."""
-        rows = Cut(tables)
-        for item in wanted:
-            order, v, window = item.order, item.logical_worker, item.window
-            stored = order.stored_positions(v, window)
-            fields, reasons = self._tensors(rows, stored)
-            index = order.window_order(v, window)
-            made = Window(order, v, window, fields, index, stored[index], reasons).prepare(_PREPARED, _PREPARED_BYTES)
-            yield (order.epoch, window, v), made
+    def _read(self, reads: list[_WindowRead], tables: Iterator[pa.Table]) -> Iterator[tuple[_WindowId, Window]]:
+        """Yields the windows of a group in their order."""
+        rows = RowStream(tables)
+        for read in reads:
+            order, v, number = read.order, read.logical_worker, read.window
+            stored = order.stored_positions(v, number)
+            fields, reasons = self._load_fields(rows, stored)
+            index = order.window_order(v, number)
+            window = Window(order, v, number, fields, index, stored[index], reasons)
+            yield (order.epoch, number, v), window.prepare(_MIN_PREPARED_STEPS, _PREPARED_BYTES)
 
-    def _tensors(self, rows: Cut, stored: npt.NDArray[np.int64]) -> tuple[Storage, dict[int, str]]:
-        """The fields of a window's rows as read, each (rows, ...), and why some are bad, after a check that they are
-        the planned ones.
+    def _load_fields(self, rows: RowStream, stored: npt.NDArray[np.int64]) -> tuple[Storage, dict[int, str]]:
+        """Returns the fields of a window's rows in reading order, each (rows, ...), and the reasons of bad rows by
+        manifest position; checks that the rows are the planned ones.
 
-        Each table is copied to its place as it comes and let go, so that a window is in memory once.
+        Each table is copied to its part of the fields as it arrives and is then freed, so that a window is in memory
+        once.
+
+        Args:
+            rows: The rows of this window and the following ones.
+            stored: Manifest positions of the window's rows in reading order.
         """
         columns = Columns(self._source.fields, len(stored))
         reasons: dict[int, str] = {}
@@ -186,7 +203,7 @@ class StreamedWindows:
             table = rows.next(len(stored) - done)
             positions = stored[done : done + table.num_rows]
             check_positions(table, positions)
-            reasons |= reasons_in(table, positions)
+            reasons |= read_reasons(table, positions)
             columns.add(table)
             done += table.num_rows
         return as_storage(columns.all()), reasons

@@ -1,6 +1,5 @@
-"""The first rows of a data set: what a decoded row looks like.
-
-Where the longest row of a data set is, by the lengths of its lists; no row is decoded.
+"""Rows of a data set that are read before training: its first good rows, which tell the specification of a decoded row,
+a sample of rows, and its longest row by the lengths of its lists.
 """
 
 from __future__ import annotations
@@ -16,138 +15,144 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import ArraySpec, spec_like
-from ray_app.data.bad_rows import REASON, Decode, missing_reasons
+from ray_app.data.arrays import ArraySpec, spec_of_values
+from ray_app.data.bad_rows import REASON, Decode, find_missing_values
 from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.reader import POSITION, Reader, Span, patiently, rows_of, span_of, stored
+from ray_app.data.reader import POSITION, Reader, Span, make_span, read_span, read_with_retries, table_to_rows
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.hashing import key, permutation
 from ray_app.plan.manifest import Manifest
-from ray_app.storage.data_files import parsing, place_of
+from ray_app.storage.data_files import locate_data, parser_errors
 from ray_app.task.ragged import Arrays, Field, Ragged
-from ray_app.task.user_code import refusal
+from ray_app.task.user_code import row_error_reason
 
-_MEASURED = 256
-"""Rows whose lengths are looked at, where rows have different ones."""
+_LENGTH_SAMPLE_ROWS = 256
+"""Rows that are decoded to learn the mean length, where rows have different lengths."""
 
 
-def first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, most_bad: int = 0) -> Arrays:
-    """Decodes the first good row of a data set, to learn what a decoded row looks like; each field is of shape (1,
-    ...).
+def decode_first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, max_bad: int = 0) -> Arrays:
+    """Decodes the first good row of a data set; each field is of shape (1, ...).
 
     Raises:
-        DataError: A column is not there.
-        BadRowError: More than `most_bad` rows before it cannot be decoded, or none can.
+        DataError: A column is missing.
+        BadRowError: More than `max_bad` rows before the first good one cannot be decoded, or none can.
     """
-    _need_columns(dataset, columns)
+    _check_columns(dataset, columns)
     manifest = dataset.manifest
-    places = ((group, row) for group, rows in enumerate(manifest.rows) for row in range(int(rows)))
+    all_rows = ((group, row) for group, rows in enumerate(manifest.rows) for row in range(int(rows)))
     refused: list[BadRowError] = []
-    for group, row in islice(places, most_bad + 1):
-        span = span_of(manifest, group, row, 1)
-        table = patiently(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
-        if missing := missing_reasons(table):
+    for group, row in islice(all_rows, max_bad + 1):
+        span = make_span(manifest, group, row, 1)
+        table = read_with_retries(locate_data(dataset.root) / span.path, partial(_read_span, dataset, span, columns))
+        if missing := find_missing_values(table):
             refused.append(BadRowError(span.path, span.row_group, row, missing[0]))
             continue
         try:
-            return decode_rows(rows_of(table))
+            return decode_rows(table_to_rows(table))
         except Exception as error:
-            refused.append(BadRowError(span.path, span.row_group, row, refusal(error)))
+            refused.append(BadRowError(span.path, span.row_group, row, row_error_reason(error)))
     raise refused[-1]
 
 
-def _stored(dataset: Dataset, span: Span, columns: list[str]) -> pa.Table:
+def _read_span(dataset: Dataset, span: Span, columns: list[str]) -> pa.Table:
     with DataFile(dataset.root, span.path, dataset.manifest.partitions) as file:
-        return stored(file, span, columns)
+        return read_span(file, span, columns)
 
 
-def _need_columns(dataset: Dataset, columns: list[str]) -> None:
-    """Refuses columns to read that are not there; `a.b` is part of a column `a` of objects."""
-    there = sorted(dataset.facts.columns)
+def _check_columns(dataset: Dataset, columns: list[str]) -> None:
+    """Refuses columns to read that the data set lacks; `a.b` is a field of a column `a` of objects.
+
+    Raises:
+        DataError: A column is missing.
+    """
+    available = sorted(dataset.facts.columns)
     for name in columns:
-        if name not in there and name.partition(".")[0] not in there:
-            like = difflib.get_close_matches(name, there, 1)
-            hint = f"; did you mean {like[0]!r}?" if like else "."
+        if name not in available and name.partition(".")[0] not in available:
+            similar = difflib.get_close_matches(name, available, 1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else "."
             raise DataError(
                 f"{dataset.facts.path} has no column {name!r}, which the task reads (Task.columns); its columns are"
-                f" {', '.join(there)}{hint} Name another column in task.init_args or ingest the data again."
+                f" {', '.join(available)}{hint} Name another column in task.init_args or ingest the data again."
             )
 
 
-def first_rows(reader: Reader, manifest: Manifest, most: int) -> dict[str, Field]:
-    """Decodes the first good rows of a data set, at most so many and all of one row group; each field is of shape
+def decode_first_rows(reader: Reader, manifest: Manifest, max_rows: int) -> dict[str, Field]:
+    """Decodes the first good rows of a data set, at most `max_rows` and all of one row group; each field is of shape
     (rows, ...).
 
     Raises:
-        BadRowError: One cannot be decoded, and the reader does not skip it.
+        BadRowError: A row cannot be decoded, and the reader does not skip it.
         DataError: There is no good row.
     """
     for group, rows in enumerate(manifest.rows):
-        for first in range(0, int(rows), most):
-            table = pa.concat_tables(reader.read((span_of(manifest, group, first, min(most, int(rows) - first)),)))
+        for first in range(0, int(rows), max_rows):
+            span = make_span(manifest, group, first, min(max_rows, int(rows) - first))
+            table = pa.concat_tables(reader.read((span,)))
             good = table.filter(table.column(REASON).is_null()).drop_columns([REASON]) if reader.skips else table
             if good.num_rows:
-                return rows_of(good.drop_columns([POSITION]))
+                return table_to_rows(good.drop_columns([POSITION]))
     raise DataError(f"{reader.root} has no row that can be decoded.")
 
 
 def probe(dataset: Dataset, columns: list[str], decode_rows: Decode) -> dict[str, ArraySpec]:
-    """What a decoded row of a data set looks like."""
-    return specs_like(first_row(dataset, columns, decode_rows), dataset, columns, decode_rows)
+    """Returns the specification of a decoded row of a data set, from its first rows."""
+    return infer_specs(decode_first_row(dataset, columns, decode_rows), dataset, columns, decode_rows)
 
 
-def specs_like(
+def infer_specs(
     row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False
 ) -> dict[str, ArraySpec]:
-    """What decoded rows look like, of which one is known; see `rows_like`."""
-    return {name: spec_like(values) for name, values in rows_like(row, dataset, columns, decode_rows, skips).items()}
+    """Returns the specification of decoded rows, one of which is known; see `sample_ragged_rows`."""
+    return {
+        name: spec_of_values(values)
+        for name, values in sample_ragged_rows(row, dataset, columns, decode_rows, skips).items()
+    }
 
 
-def rows_like(row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False) -> Arrays:
-    """The first rows, where rows have different lengths; else the one that is known.
+def sample_ragged_rows(
+    row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False
+) -> Arrays:
+    """Returns the first decoded rows, where rows have different lengths; otherwise the known row.
 
     Args:
-        row: The first good one.
-        dataset: Where it is from.
+        row: The first good row.
+        dataset: The data set of the row.
         columns: Columns to read.
         decode_rows: See `Task.decode`.
-        skips: Whether rows that cannot be decoded are passed over.
+        skips: Whether rows that cannot be decoded are skipped.
     """
-    fields = {name: spec_like(values) for name, values in row.items()}
+    fields = {name: spec_of_values(values) for name, values in row.items()}
     if all(spec.padding is None for spec in fields.values()):
         return row
     reader = Reader(dataset.root, columns, decode_rows, fields, skips, partitions=dataset.manifest.partitions)
-    rows = first_rows(reader, dataset.manifest, _MEASURED)
+    rows = decode_first_rows(reader, dataset.manifest, _LENGTH_SAMPLE_ROWS)
     return {name: rows[name] for name in fields}
 
 
 def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_rows: int) -> Arrays | None:
-    """Decodes rows from all over the first and the last row group of a data set: a file may be sorted by class.
+    """Decodes rows spread over the first and the last row group of a data set, as a file may be sorted by class.
 
     Returns:
-        At most so many rows, each field of shape (rows, ...), all of the data set if it has no more; None: a row cannot
-        be decoded, which is said where it is read.
+        At most `max_rows` rows, each field of shape (rows, ...), and all rows of a data set that has no more; None if a
+        row cannot be decoded, which is reported where the row is read.
     """
     manifest = dataset.manifest
     groups = [group for group, rows in enumerate(manifest.rows) if rows]
     chosen = groups if manifest.num_rows <= max_rows else sorted({groups[0], groups[-1]})
     tables = []
-    for place, group in enumerate(chosen):
+    for number, group in enumerate(chosen):
         rows = int(manifest.rows[group])
-        wanted = (
-            rows
-            if len(chosen) == len(groups) and manifest.num_rows <= max_rows
-            else min(rows, max_rows // (len(chosen) - place))
-        )
-        span = span_of(manifest, group, 0, rows)
-        table = patiently(place_of(dataset.root) / span.path, partial(_stored, dataset, span, columns))
-        if missing_reasons(table):
+        takes_all = len(chosen) == len(groups) and manifest.num_rows <= max_rows
+        sampled = rows if takes_all else min(rows, max_rows // (len(chosen) - number))
+        span = make_span(manifest, group, 0, rows)
+        table = read_with_retries(locate_data(dataset.root) / span.path, partial(_read_span, dataset, span, columns))
+        if find_missing_values(table):
             return None
-        tables.append(table.take(np.linspace(0, rows - 1, wanted).round().astype(np.int64)))
-        max_rows -= wanted
+        tables.append(table.take(np.linspace(0, rows - 1, sampled).round().astype(np.int64)))
+        max_rows -= sampled
     try:
-        decoded = decode_rows(rows_of(pa.concat_tables(tables).combine_chunks()))
+        decoded = decode_rows(table_to_rows(pa.concat_tables(tables).combine_chunks()))
     except Exception:
         return None
     return {
@@ -156,68 +161,78 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
     }
 
 
-LOOK_S = 1.0
-"""How long is looked: on a disk at about 100 million numbers."""
+MAX_SCAN_S = 1.0
+"""Seconds that the search for the longest row may take: on a disk it reads about 100 million numbers in them."""
 _MAX_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 16_384, 4 << 20, 1 << 20
-_LOOK = 15  # salt: what a key is for
+_SCAN = 15
+"""Salt of the key by which row groups are chosen."""
 logger = logging.getLogger(__name__)
 
 
-def longest_row(dataset: Dataset, columns: list[str], most: int, within_s: float = LOOK_S) -> Span | None:
-    """Looks at all lists of a data set, or where it is large at those of row groups from all over it.
+def find_longest_row(
+    dataset: Dataset, columns: list[str], max_length: int, within_s: float = MAX_SCAN_S
+) -> Span | None:
+    """Finds the longest row of a data set by the lengths of its lists; no row is decoded.
+
+    Reads all row groups, or those from all over a large data set for which there is time.
 
     Args:
         dataset: The data set.
-        columns: Columns that are read; those of lists of numbers are looked at, their lengths added up.
-        most: Longer rows than this are passed over.
+        columns: Columns that are read; the lengths of those of lists of numbers are added up.
+        max_length: Longer rows than this are passed over.
         within_s: Seconds after which no more is read.
 
     Returns:
-        The place of the row, of those of the first batch at least; None if no column has lists, or nothing could be
-        read. What cannot be read is told when it is trained on.
+        The longest row of those that were read, which are at least the first batch; None if no column has lists, or
+        nothing could be read, which training reports.
     """
     columns = [name for name in columns if name in dataset.facts.columns and dataset.facts.columns[name].kind == "list"]
-    manifest, found, longest, told = dataset.manifest, None, -1, False
+    manifest = dataset.manifest
+    longest_row: Span | None = None
+    longest = -1
+    has_warned = False
     until_s = time.monotonic() + within_s
     if not columns:
         return None
-    for group in permutation(key(_LOOK), len(manifest.rows)).tolist():
+    for group in permutation(key(_SCAN), len(manifest.rows)).tolist():
         path = manifest.paths[int(manifest.file_of[group])]
         first = 0
         try:
             with (
-                parsing(place_of(dataset.root) / path, "It cannot be read as Parquet."),
+                parser_errors(locate_data(dataset.root) / path, "It cannot be read as Parquet."),
                 DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
             ):
-                at = int(manifest.index_in_file[group])
-                # The first batch does not take long where rows are large.
-                for rows in file.iter_batches(at, columns, min(_MAX_ROWS, file.rows_within(at, columns, _BATCH_BYTES))):
+                index = int(manifest.index_in_file[group])
+                # A batch is limited in bytes, too, so that the first one does not take long where rows are large.
+                batch_rows = min(_MAX_ROWS, file.rows_within(index, columns, _BATCH_BYTES))
+                for rows in file.iter_batches(index, columns, batch_rows):
                     lengths = _lengths(rows)
-                    if not told and lengths.max() > most:
-                        told = True
+                    if not has_warned and lengths.max() > max_length:
+                        has_warned = True
                         logger.warning(
                             "A row of %d numbers is not tried before the start, nor are others of more than %d.",
                             lengths.max(),
-                            most,
+                            max_length,
                         )
-                    lengths[lengths > most] = -1
+                    lengths[lengths > max_length] = -1
                     row = int(lengths.argmax())
                     if lengths[row] > longest:
-                        longest, found = int(lengths[row]), span_of(manifest, group, first + row, 1)
+                        longest = int(lengths[row])
+                        longest_row = make_span(manifest, group, first + row, 1)
                     first += rows.num_rows
                     if time.monotonic() > until_s:
                         logger.info(
                             "The longest row is the longest of those that could be looked at in %g s.", within_s
                         )
-                        return found
+                        return longest_row
         except DataError as error:
             logger.info("The longest row is not looked for any further: %s", error)
-            return found
-    return found
+            return longest_row
+    return longest_row
 
 
 def _lengths(rows: pa.Table) -> npt.NDArray[np.int64]:
-    """Numbers in the lists of each row, shape (rows,); lists of lists, such as boxes, are no longer texts."""
+    """Returns how many numbers the lists of each row hold, shape (rows,), without lists of lists, such as boxes."""
     total = np.zeros(rows.num_rows, np.int64)
     for values in rows.columns:
         if not pa.types.is_nested(values.type.value_type):

@@ -1,9 +1,8 @@
-"""Ray tasks whose process or node may be lost. A lost node is no fault of the task; a process that dies three times
-died of what it does.
+"""Ray tasks that may lose their process or their node: the loss of a node is not the task's fault, and a process that
+dies three times in the same task dies of what the task does.
 
-Ray treats both alike, and Ray Data starts such a task again without end: a row whose decoding ends the process (a
-segmentation fault in a C library, more memory than there is) would be read again and again, and the run would wait for
-it.
+Ray treats both alike, and Ray Data restarts such a task without end: a row that ends the process while it is decoded (a
+segmentation fault in a C library, too much memory) would be read again and again, and the run would wait for it.
 """
 
 from __future__ import annotations
@@ -16,97 +15,91 @@ import ray
 from ray_app.errors import ProcessDiedError, unwrap_app_error
 
 MAX_DEATHS = 3
-"""Times that a process may die of the same task."""
+"""Number of times that a process may die of the same task."""
 
-
-_PROCESS = (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorDiedError)
-
-
+_PROCESS_ERRORS = (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError, ray.exceptions.ActorDiedError)
+_NODE_ERRORS = (ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
 _NODE_DIED = "its node has died"
-"""What Ray says of an actor, whose error has no class of its own for it."""
+"""Part of Ray's message about an actor on a lost node; Ray has no separate exception for it."""
 
 
-_NODE = (ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError, ray.exceptions.ActorUnavailableError)
-
-
-def loss_in(error: BaseException) -> Literal["process", "node"] | None:
-    """What an error of a task, or of what waits for one, says was lost; None if the task itself raised it."""
-    seen: list[BaseException] = []
+def classify_loss(error: BaseException) -> Literal["process", "node"] | None:
+    """Returns what was lost according to an error of a task or of a wait for it; None if the task itself raised it."""
+    chain: list[BaseException] = []
     todo: list[BaseException | None] = [error]
     while todo:
         current = todo.pop()
-        if current is None or current in seen:
+        if current is None or current in chain:
             continue
-        seen.append(current)
+        chain.append(current)
         todo += [current.__cause__, current.__context__]
-    if any(isinstance(each, _NODE) or getattr(each, "preempted", False) or _NODE_DIED in str(each) for each in seen):
+    if any(isinstance(e, _NODE_ERRORS) or getattr(e, "preempted", False) or _NODE_DIED in str(e) for e in chain):
         return "node"
-    return "process" if any(isinstance(each, _PROCESS) for each in seen) else None
+    return "process" if any(isinstance(e, _PROCESS_ERRORS) for e in chain) else None
 
 
-class Deaths:
-    """Counts how often a process died of something.
+class DeathCounter:
+    """Counts how often a process died of the same task.
 
     Args:
-        what: What it was doing, as the end of a sentence: `while it read ...`.
+        describe: Returns what the process was doing, as the end of a sentence: `while it read ...`.
     """
 
-    def __init__(self, what: Callable[[], str]) -> None:
-        self._what, self._count = what, 0
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe, self._count = describe, 0
 
     def note(self, error: BaseException) -> None:
-        """Takes what ended a try.
+        """Counts the error that ended a try.
 
         Raises:
-            ProcessDiedError: A process has died of it too often.
-            BaseException: It is no loss of a process or a node.
+            ProcessDiedError: A process has died of the task too often.
+            BaseException: The error is not the loss of a process or a node.
         """
-        lost = loss_in(error)
-        if lost is None:
+        loss = classify_loss(error)
+        if loss is None:
             raise unwrap_app_error(error) from error
-        self._count += lost == "process"
+        self._count += loss == "process"
         if self._count == MAX_DEATHS:
-            raise died(self._what(), error) from error
+            raise process_died_error(self._describe(), error) from error
 
 
-def died(what: str, error: BaseException | None = None) -> ProcessDiedError:
-    """The error that ends a run whose process died too often.
+def process_died_error(activity: str, error: BaseException | None = None) -> ProcessDiedError:
+    """Returns the error that ends a run after a process died too often.
 
     Args:
-        what: See `Deaths`.
+        activity: What the process was doing, see `DeathCounter`.
         error: The last loss, if it is known.
     """
     memory = isinstance(error, ray.exceptions.OutOfMemoryError)
-    how = (
+    cause = (
         "for want of memory"
         if memory
         else "without a Python error: a fault or an abort in a library, or the kernel for want of memory"
     )
     return ProcessDiedError(
-        f"A process died {MAX_DEATHS} times {what} ({how}). Look at these rows, take them out or write them anew; if"
-        f" they are sound and"
-        " large, lower data.read_task_mb, or give the node more memory."
+        f"A process died {MAX_DEATHS} times {activity} ({cause}). Look at these rows, take them out or write them anew;"
+        " if they are sound and large, lower data.read_task_mb, or give the node more memory."
     )
 
 
-class Attempts:
+class RetriedTask:
     """A Ray task that is submitted again when its process or its node is lost.
 
     Args:
-        submit: Submits the task, which must not be tried again by Ray (`max_retries=0`), and returns its reference.
-        what: See `Deaths`.
+        submit: Submits the task with `max_retries=0`, so that Ray does not retry it, and returns its reference.
+        describe: See `DeathCounter`.
     """
 
-    def __init__(self, submit: Callable[[], Any], what: Callable[[], str]) -> None:
-        self._submit, self._deaths = submit, Deaths(what)
+    def __init__(self, submit: Callable[[], Any], describe: Callable[[], str]) -> None:
+        self._submit, self._deaths = submit, DeathCounter(describe)
         self.reference = submit()
 
     def result(self) -> Any:
-        """Waits for what the task returns.
+        """Waits for the task and returns its result.
 
         Raises:
             ProcessDiedError: Its process died too often.
-            Exception: What the task raised.
+            Exception: The task raised it.
         """
         while True:
             try:

@@ -1,12 +1,7 @@
-"""Planned reads as a Ray Data source, one read task per `ReadSpec`, decoding included; and a pool of actors that they
-flow through.
+"""Planned reads on a Ray cluster: as Ray Data read tasks, one per `ReadSpec`, decoding included, and a pool of actors
+that maps the tables they deliver.
 
-Ray tasks whose process or node may be lost: a lost node is nobody's fault, a process that dies three times is that of
-what it does.
-
-Ray itself takes both for the same, and Ray Data starts such a task again for ever: a row whose decoding ends the
-process (a segmentation fault in a C library, more memory than there is) would be read again and again, and the run
-would wait for it.
+Where a process or a node is lost, reads continue as single Ray tasks, see `ray_app.data.process_deaths`.
 """
 
 from __future__ import annotations
@@ -29,30 +24,30 @@ from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 
-from ray_app.data.process_deaths import Attempts, Deaths, loss_in
-from ray_app.data.reader import AT_ONCE, Reader, ReadSpec, Slices, named
+from ray_app.data.process_deaths import DeathCounter, RetriedTask, classify_loss
+from ray_app.data.reader import MAX_BLOCK_BYTES, Reader, ReadSpec, SliceReader, describe_spec
 from ray_app.errors import unwrap_app_error
-from ray_app.process import uninterrupted
+from ray_app.process import defer_interrupts
 
 logger = logging.getLogger(__name__)
 
-_AHEAD = 8
-"""Tasks that decode slices while others are consumed."""
-_ONCE = {"max_retries": 0}
-"""Of Ray's tasks: who is lost is seen here."""
+_MAX_TASKS_AHEAD = 8
+"""Maximum number of single tasks that decode while an earlier one is consumed."""
+_NO_RETRIES = {"max_retries": 0}
+"""Option of Ray tasks: this module retries them, because it distinguishes a lost process from a lost node."""
 _MAX_IN_FLIGHT = 16
-"""Read tasks that are tried one by one after a process has died: it may have been any of those that were under way."""
+"""Number of read tasks that run one by one after a process has died: any of those that ran then may be the cause."""
 _LOST = "A read task was lost (%s); the rest is read by others."
-_LOGGERS = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
-"""What is left of what they say; the second warns that no bars are shown."""
+_LOG_LEVELS = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
+"""Levels of Ray Data's loggers; the second one warns that no progress bars are shown."""
 
 
 class PlannedSource(Datasource):
-    """Ray Data reads what the plan says, in its order.
+    """A Ray Data source with read tasks that read what the plan says, in its order.
 
     Args:
         reader: Reads and decodes.
-        specs: One read task each.
+        specs: The specs of the read tasks.
     """
 
     def __init__(self, reader: Reader, specs: Sequence[ReadSpec]) -> None:
@@ -60,43 +55,47 @@ class PlannedSource(Datasource):
         self._reader, self._specs = cloudpickle.dumps(reader), specs
 
     def estimate_inmemory_data_size(self) -> int | None:
-        """Unknown before the first decode."""
+        """Returns None: the size is unknown before the first decode."""
         return None
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: object = None
     ) -> list[ReadTask]:
-        """One task per planned read, whatever parallelism is asked for: the plan sizes them."""
+        """Returns one task per planned read, whatever the requested parallelism: the plan sizes the tasks."""
         del parallelism, per_task_row_limit, data_context
         return [
             ReadTask(
                 partial(_read, self._reader, spec),
-                BlockMetadata(num_rows=sum(p.rows for p in spec), size_bytes=None, input_files=None, exec_stats=None),
+                BlockMetadata(
+                    num_rows=sum(span.rows for span in spec), size_bytes=None, input_files=None, exec_stats=None
+                ),
             )
             for spec in self._specs
         ]
 
 
-def _read(packed: bytes, spec: ReadSpec) -> Iterator[pa.Table]:
-    """Ray cancels a task by an interrupt of its process, which goes on to serve other tasks. In the middle of an import
-    it would leave a broken module there (torch registers some things once per process), and no row of any later task
-    could be decoded.
+def _read(pickled_reader: bytes, spec: ReadSpec) -> Iterator[pa.Table]:
+    """Yields the decoded rows of a read task, and defers Ray's interrupts while it reads.
+
+    Ray cancels a task by an interrupt of its process, which then serves other tasks. In the middle of an import the
+    interrupt would leave a broken module (torch registers some things once per process), and no later task of the
+    process could decode a row.
     """
-    with uninterrupted():
-        reader: Reader = pickle.loads(packed)
+    with defer_interrupts():
+        reader: Reader = pickle.loads(pickled_reader)
         tables = reader.read(spec)
         table = next(tables, None)
     while table is not None:
         yield table
-        with uninterrupted():
+        with defer_interrupts():
             table = next(tables, None)
 
 
 def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    """Reads as Ray Data read tasks on any CPU of the cluster; blocks arrive in order through the object store."""
+    """Runs Ray Data read tasks on any CPU of the cluster; blocks arrive in order through the object store."""
     if not specs:
         return
-    if any(span.of for spec in specs for span in spec):
+    if any(span.group_rows for spec in specs for span in spec):
         yield from _fetch_in_tasks(reader, specs)
         return
     done = 0
@@ -106,191 +105,196 @@ def fetch_ray(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
             yield table
         return
     except Exception as error:
-        if loss_in(error) is None:
+        if classify_loss(error) is None:
             raise unwrap_app_error(error) from error
         logger.warning(_LOST, type(error).__name__)
     yield from _fetch_in_tasks(reader, specs, done)
 
 
-def _planned(reader: Reader, specs: Sequence[ReadSpec]) -> ray.data.Dataset:
-    """A Ray data set whose read tasks are tried once."""
+def _open_ray_dataset(reader: Reader, specs: Sequence[ReadSpec]) -> ray.data.Dataset:
+    """Returns a Ray data set with read tasks that Ray does not retry."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of Ray 2.60: `max_retries` has no parameter of its own yet
+        # Ray 2.60 warns of `max_retries` in `ray_remote_args`, for which it has no parameter yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
         return ray.data.read_datasource(
-            PlannedSource(reader, specs), override_num_blocks=len(specs), ray_remote_args=_ONCE
+            PlannedSource(reader, specs), override_num_blocks=len(specs), ray_remote_args=_NO_RETRIES
         )
 
 
 def _fetch_by_ray_data(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    quieten().execution_options.preserve_order = True
-    dataset = _planned(reader, specs)
-    dataset.context.target_max_block_size = AT_ONCE
+    silence_ray_data().execution_options.preserve_order = True
+    dataset = _open_ray_dataset(reader, specs)
+    dataset.context.target_max_block_size = MAX_BLOCK_BYTES
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
 
 def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) -> Iterator[pa.Table]:
-    """The same as single tasks, of which each is known by its rows. Row groups that are read in slices are read here,
-    and decoded there.
+    """Runs the reads as single Ray tasks, so that a lost task is known by its rows. Slices of large row groups are read
+    in this process and decoded in the tasks.
 
     Args:
         reader: Reads and decodes.
-        specs: Which rows.
-        done: How many of them, from the first on, were delivered before.
+        specs: The read tasks.
+        done: Number of their rows, from the first one on, that were delivered before.
 
     Raises:
         ProcessDiedError: The process of a task died again and again.
     """
-    packed = ray.put(cloudpickle.dumps(reader))
-    task = ray.remote(_decoded).options(num_cpus=1, **_ONCE)
-    waiting: deque[tuple[Attempts, int]] = deque()
+    pickled_reader = ray.put(cloudpickle.dumps(reader))
+    task = ray.remote(_decode).options(num_cpus=1, **_NO_RETRIES)
+    waiting: deque[tuple[RetriedTask, int]] = deque()
     try:
-        with closing(Slices.of(reader)) as slices:
+        with closing(SliceReader.of(reader)) as slices:
             for spec in specs:
                 rows = sum(span.rows for span in spec)
                 skipped, done = min(rows, done), max(0, done - rows)
                 if skipped == rows:
                     continue
-                sliced = ray.put([slices.take(span) for span in spec if span.of])
-                submit = partial(task.remote, packed, spec, sliced)
-                waiting.append((Attempts(submit, partial(_reading, spec)), skipped))
-                if len(waiting) > _AHEAD:
+                slice_tables = ray.put([slices.take(span) for span in spec if span.group_rows])
+                submit = partial(task.remote, pickled_reader, spec, slice_tables)
+                waiting.append((RetriedTask(submit, partial(_describe_read, spec)), skipped))
+                if len(waiting) > _MAX_TASKS_AHEAD:
                     yield from _result(*waiting.popleft())
             while waiting:
                 yield from _result(*waiting.popleft())
     except Exception as error:
         raise unwrap_app_error(error) from error
     finally:
-        for left, _ in waiting:
-            ray.cancel(left.reference)
+        for unconsumed, _ in waiting:
+            ray.cancel(unconsumed.reference)
 
 
-def _reading(spec: ReadSpec) -> str:
-    return f"while it read {named(spec)}"
+def _describe_read(spec: ReadSpec) -> str:
+    return f"while it read {describe_spec(spec)}"
 
 
-def _result(task: Attempts, skipped: int) -> Iterator[pa.Table]:
-    """The rows of a task but the first `skipped`."""
+def _result(task: RetriedTask, skipped: int) -> Iterator[pa.Table]:
+    """Yields the rows of a task without the first `skipped`."""
     for table in task.result():
         if skipped < table.num_rows:
             yield table.slice(skipped)
         skipped = max(0, skipped - table.num_rows)
 
 
-def _decoded(packed: bytes, spec: ReadSpec, sliced: list[pa.Table]) -> list[pa.Table]:
-    """Reads what is not read in slices, and decodes all."""
-    with uninterrupted():
-        reader: Reader = pickle.loads(packed)
-        given = iter(sliced)
-        return list(reader.read(spec, lambda _: next(given)))
+def _decode(pickled_reader: bytes, spec: ReadSpec, slices: list[pa.Table]) -> list[pa.Table]:
+    """Reads the spans that `slices` does not hold, and returns all rows of a read task decoded."""
+    with defer_interrupts():
+        reader: Reader = pickle.loads(pickled_reader)
+        remaining = iter(slices)
+        return list(reader.read(spec, lambda _: next(remaining)))
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Actors that tables flow through.
+class ActorPool:
+    """A pool of actors that map tables.
 
     Args:
-        made_of: Class of the actors; an instance turns one table into another.
-        arguments: What it is made with.
-        most: Actors at most; the first one is enough to go on.
-        num_cpus: Logical CPUs that each reserves.
-        num_gpus: GPUs that each reserves.
+        actor_class: Class of the actors; an instance is called with a table and returns one.
+        arguments: Arguments of its constructor.
+        max_actors: Maximum number of actors; work starts with the first one.
+        num_cpus: Logical CPUs that each actor reserves.
+        num_gpus: GPUs that each actor reserves.
     """
 
-    made_of: type
+    actor_class: type
     arguments: tuple[Any, ...]
-    most: int
+    max_actors: int
     num_cpus: float
     num_gpus: float
 
 
-def through(
-    pool: Pool, reader: Reader, specs: Sequence[ReadSpec], spec_of: Callable[[dict[str, Any]], ReadSpec]
+def map_in_actors(
+    pool: ActorPool, reader: Reader, specs: Sequence[ReadSpec], spec_of: Callable[[dict[str, Any]], ReadSpec]
 ) -> Iterator[dict[str, Any]]:
-    """Gives each read task's rows as one table to an actor, and yields the row that comes out of each, as they are
-    done.
+    """Passes each read task's rows as one table to an actor, and yields the row that the actor returns, in the order of
+    completion.
 
-    When a process or a node is lost it begins anew with what is left; where it was a process, with one read task after
-    the other at first, so that it is known of which it dies.
+    After the loss of a process or a node a new execution does the rest. After the loss of a process it first does one
+    read task after the other, to learn which one ends the process.
 
     Args:
         pool: The actors.
         reader: Reads and decodes.
-        specs: Which rows.
-        spec_of: Says of which read task a row is that came out.
+        specs: The read tasks.
+        spec_of: Returns the read task that a returned row belongs to.
 
     Raises:
         ProcessDiedError: A process died again and again of the same rows.
     """
-    left, deaths = list(specs), {spec: Deaths(partial(_reading, spec)) for spec in specs}
+    remaining = list(specs)
+    deaths = {spec: DeathCounter(partial(_describe_read, spec)) for spec in specs}
     single = 0
-    while left:
-        asked = left[:1] if single else left[:]
+    while remaining:
+        batch = remaining[:1] if single else remaining[:]
         try:
-            for found in _flow(pool, reader, asked):
-                left.remove(spec_of(found))
-                yield found
+            for row in _execute(pool, reader, batch):
+                remaining.remove(spec_of(row))
+                yield row
             single = max(0, single - 1)
         except Exception as error:
-            if len(asked) == 1:
-                deaths[asked[0]].note(error)
-            elif (lost := loss_in(error)) is None:
+            if len(batch) == 1:
+                deaths[batch[0]].note(error)
+            elif (loss := classify_loss(error)) is None:
                 raise unwrap_app_error(error) from error
-            elif lost == "process":
+            elif loss == "process":
                 single = _MAX_IN_FLIGHT
             logger.warning(_LOST, type(error).__name__)
 
 
-def _flow(pool: Pool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dict[str, Any]]:
-    """One execution of `through`.
+def _execute(pool: ActorPool, reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[dict[str, Any]]:
+    """Runs one execution of `map_in_actors`.
 
-    Where the actors reserve what a read task does (one CPU), Ray Data lets them read themselves; otherwise any CPU of
-    the cluster reads for them, and how far ahead is bounded by Ray Data.
+    Where the actors reserve as much as a read task (one CPU), Ray Data lets them read themselves; otherwise any CPU of
+    the cluster reads for them, and Ray Data limits how far ahead.
     """
-    quieten()
-    dataset = _planned(reader, specs)
-    dataset.context.target_max_block_size = None  # what a task has read stays one table
+    silence_ray_data()
+    dataset = _open_ray_dataset(reader, specs)
+    # Without a target size the rows of a read task stay one table.
+    dataset.context.target_max_block_size = None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # likewise
-        done = dataset.map_batches(
-            pool.made_of,
+        # The same warning as in `_open_ray_dataset`.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        mapped = dataset.map_batches(
+            pool.actor_class,
             fn_constructor_args=pool.arguments,
             batch_size=None,
             batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=pool.most),
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=pool.max_actors),
             num_cpus=pool.num_cpus,
             num_gpus=pool.num_gpus,
             max_restarts=0,
         )
-    yield from done.iter_rows()
+    yield from mapped.iter_rows()
 
 
-def quieten() -> Any:
-    """Ray Data's settings of this process, with nothing printed."""
+def silence_ray_data() -> Any:
+    """Turns off what Ray Data prints in this process and returns its settings."""
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    for name, level in _LOGGERS.items():
+    for name, level in _LOG_LEVELS.items():
         logging.getLogger(name).setLevel(level)
     return context
 
 
-def anchor_here() -> None:
-    """Reads nothing with Ray Data, so that the actors that it shares among all readers of a cluster live on this node.
+def start_shared_actors() -> None:
+    """Runs a tiny Ray Data execution, so that the actors which Ray Data shares among all readers of a cluster live on
+    this node.
 
-    Whoever reads first makes them, on its node, and everyone who reads asks them. Made by a worker they would be lost
-    with its node, and the other workers would stand still until the cluster has noticed that, which takes a minute or
-    two.
+    The first reader of a cluster creates these actors on its own node, and every later reader calls them. If a worker
+    created them, they would be lost with its node, and the other workers would stall until the cluster has noticed the
+    loss, which takes a minute or two.
     """
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    before, levels = DataContext.get_current().copy(), [each.level for each in loggers]
+    loggers = [logging.getLogger(name) for name in _LOG_LEVELS]
+    saved_context, levels = DataContext.get_current().copy(), [ray_logger.level for ray_logger in loggers]
     try:
-        quieten()
+        silence_ray_data()
         ray.data.range(1, override_num_blocks=1).take_all()
-    except Exception as error:  # then the first worker makes them
+    except Exception as error:
+        # Then the first worker that reads creates them.
         logger.warning("Ray Data's shared actors could not be made here: %s", error)
-    finally:  # it is the process of the user's notebook
-        DataContext._set_current(before)
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+    finally:
+        # This may be the process of the user's notebook; its settings must stay.
+        DataContext._set_current(saved_context)
+        for ray_logger, level in zip(loggers, levels, strict=True):
+            ray_logger.setLevel(level)

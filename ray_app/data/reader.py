@@ -1,16 +1,11 @@
-"""Planned reads: what one read task fetches and decodes, and how read tasks run, as Ray Data tasks or in this process.
+"""Planned reads: what one read task fetches and decodes, and the reading in this process.
 
-The plan decides, a source only fetches. Every decoded row carries its manifest position, so that the feed can check on
-arrival that it got exactly the rows that it asked for.
+The plan decides which rows are read; a source only fetches them. Every decoded row carries its manifest position, so
+that the feed can check on arrival that it received exactly the planned rows.
 
-A stream of tables of any size, cut into tables of wanted lengths.
-
-Reading of stored data that does not give up at the first error of the storage.
-
-Row groups that are larger than what is read at once: each is read once, from its beginning to its end, by whoever
-fetches.
-
-Parquet has no way into the middle of a row group: a task of its own for each slice would read all of it again.
+A row group that is larger than one read task is read in slices. Parquet gives no access to the middle of a row group,
+so a task of its own for each slice would read the whole row group again; a `SliceReader` reads it once instead, from
+its beginning to its end, in the process that fetches. Reads are tried again where the storage fails for a while.
 """
 
 from __future__ import annotations
@@ -30,13 +25,13 @@ import pyarrow as pa
 
 from ray_app.data.arrays import (
     ArraySpec,
-    fixed,
+    fixed_array,
     fixed_lists,
     from_column,
     is_bytes,
     is_text,
     ragged_lists,
-    spec_of,
+    spec_of_field,
     to_column,
 )
 from ray_app.data.bad_rows import (
@@ -44,90 +39,26 @@ from ray_app.data.bad_rows import (
     REASON,
     Decode,
     decode_all,
-    decode_around,
-    missing_reasons,
-    usable_rows,
-    with_bad_rows,
+    decode_good_rows,
+    find_missing_values,
+    insert_bad_rows,
+    usable_mask,
 )
 from ray_app.data.parquet_files import DataFile, OpenFiles, Partitions
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.hashing import hash_array
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
-from ray_app.storage.data_files import Place, place_of, unusable
-from ray_app.task.user_code import refusal
-
-
-class Cut:
-    """See the module.
-
-    Args:
-        tables: What read tasks yield.
-    """
-
-    def __init__(self, tables: Iterator[pa.Table]) -> None:
-        self._tables = tables
-        self._rest: pa.Table | None = None
-
-    def take(self, rows: int) -> list[pa.Table]:
-        """The next rows, in one or more tables.
-
-        Raises:
-            DataError: There are not so many left.
-        """
-        parts: list[pa.Table] = []
-        while rows:
-            parts.append(self.next(rows))
-            rows -= parts[-1].num_rows
-        return parts
-
-    def next(self, most: int) -> pa.Table:
-        """The next table, or as many of its rows as are wanted.
-
-        Raises:
-            DataError: There is none left.
-        """
-        table = self._rest if self._rest is not None else next(self._tables, None)
-        if table is None:
-            raise DataError(f"The read tasks ended {most} rows too early; the data set changed while it was read.")
-        self._rest = table.slice(most) if table.num_rows > most else None
-        return table.slice(0, most)
-
+from ray_app.storage.data_files import DataLocation, locate_data, to_read_error
+from ray_app.task.user_code import row_error_reason
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Between the tries, each of which is some of the client's own."""
-_LASTING = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
-
-
-def patiently(place: Place, read: Callable[[], T]) -> T:
-    """What `read` gives of a place; where the storage fails in a way that may pass, it is tried again for about half a
-    minute.
-
-    Raises:
-        StorageError: The disk, the network or S3 still fails.
-        DataError: What is stored is to blame, it is gone, or may not be read.
-    """
-    pauses = iter(PAUSES_S)
-    while True:
-        try:
-            return read()
-        except (OSError, pa.ArrowException) as error:
-            if isinstance(error, FileNotFoundError | PermissionError) or any(code in str(error) for code in _LASTING):
-                raise DataError(f"{place} is gone or may not be read: {error}. Restore it, or allow it.") from error
-            found = unusable(place, error, "It cannot be read as Parquet; restore it or ingest the data again.")
-            pause = next(pauses, None)
-            if not isinstance(found, StorageError) or pause is None:
-                raise found from error
-            logger.warning("%s cannot be read now, trying again in %.1f s: %s", place, pause, error)
-        time.sleep(pause)
-
-
 POSITION = "__position__"
-AT_ONCE = 8 << 20
-"""Decoded bytes of the rows that are decoded at once, and of a block in the object store."""
+"""Column of decoded tables with the manifest positions of the rows."""
+MAX_BLOCK_BYTES = 8 << 20
+"""Decoded bytes of the rows that are decoded together, and of a block in the object store."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +66,13 @@ class Span:
     """Rows [first, first + rows) of a row group of a file.
 
     Args:
-        path: The file.
-        row_group: Its row group.
-        first: First row in that.
-        rows: How many rows.
-        position: Manifest position of the first one.
-        of: Rows of the row group, if it is so large that it is read in slices (`slices.py`), otherwise 0.
-        key: Of (seed, epoch), where rows are decoded another way in every epoch.
+        path: The file, relative to the root of the data set.
+        row_group: Number of the row group in the file.
+        first: First row in the row group.
+        rows: Number of rows.
+        position: Manifest position of the first row.
+        group_rows: Rows of the whole row group, where it is so large that it is read in slices; otherwise 0.
+        key: Key of (seed, epoch), where rows are decoded differently in every epoch.
     """
 
     path: str
@@ -149,41 +80,37 @@ class Span:
     first: int
     rows: int
     position: int
-    of: int = 0
+    group_rows: int = 0
     key: int | None = None
 
 
 ReadSpec = tuple[Span, ...]
 """What one read task reads, in order."""
-Sliced = Callable[[Span], pa.Table]
+ReadSlice = Callable[[Span], pa.Table]
+"""Returns the rows of a span of a large row group as they are stored."""
 
 
-def named(spec: ReadSpec, most: int = 6) -> str:
-    """The rows of a read task by their files, for people: `part-0.parquet, row group 2, rows 0 to 31`."""
-    places = [
+def describe_spec(spec: ReadSpec, max_spans: int = 6) -> str:
+    """Returns the rows of a read task for a message: `part-0.parquet, row group 2, rows 0 to 31`."""
+    spans = [
         f"{span.path}, row group {span.row_group}, rows {span.first} to {span.first + span.rows - 1}"
-        for span in spec[:most]
+        for span in spec[:max_spans]
     ]
-    return "; ".join([*places, *([f"and {len(spec) - most} more row groups"] if len(spec) > most else [])])
-
-
-_SMALL_TASKS = 4
-"""Read tasks' worth of rows in a row group up to which one task reads all of it that is needed."""
+    return "; ".join([*spans, *([f"and {len(spec) - max_spans} more row groups"] if len(spec) > max_spans else [])])
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads and decodes rows of a data set; small, pickled to every read task.
+    """Reads and decodes rows of a data set; small, as it is pickled to every read task.
 
     Args:
         root: Folder (path or URI) that paths are relative to.
         columns: Columns to read.
-        decode: Turns rows as read into arrays, see `Task.decode`.
-        fields: What a decoded row looks like, see `probe`.
-        skips: Whether rows that cannot be decoded are put as zeros, with the reason in a column of its own; otherwise
-            such a row is an error.
-        keyed: Whether `decode` takes keys of the rows, too, in `rows[KEYS]`: it makes something else of a row in every
-            epoch.
+        decode: Turns stored rows into arrays, see `Task.decode`.
+        fields: Specification of a decoded row, see `probe`.
+        skips: Whether a row that cannot be decoded becomes zeros, with the reason in the column `REASON`; otherwise it
+            is an error.
+        keyed: Whether `decode` gets the keys of the rows in `rows[KEYS]`, to decode a row differently in every epoch.
         partitions: The columns that are in the names of folders, see `Manifest.partitions`.
     """
 
@@ -195,13 +122,14 @@ class Reader:
     keyed: bool = False
     partitions: Partitions = field(default_factory=dict)
 
-    def read(self, spec: ReadSpec, sliced: Sliced | None = None) -> Iterator[pa.Table]:
-        """Decodes the rows of `spec` in order, a few at a time, so that their memory serves the next ones, as fresh
-        memory costs more.
+    def read(self, spec: ReadSpec, read_slice: ReadSlice | None = None) -> Iterator[pa.Table]:
+        """Decodes the rows of `spec` in order, a block at a time.
+
+        The memory of a block is used again for the next one, because fresh memory costs more.
 
         Args:
-            spec: Which rows.
-            sliced: Gives the rows of spans of large row groups as they are stored.
+            spec: The rows.
+            read_slice: Reads the spans of large row groups; without it the whole row group is read for each.
 
         Yields:
             Tables with an array column per field, the column of positions and, with `skips`, that of reasons.
@@ -209,81 +137,87 @@ class Reader:
         Raises:
             BadRowError: A row cannot be decoded, without `skips`.
         """
-        step = rows_per_task(self.fields, AT_ONCE / 1e6)
+        block_rows = rows_per_task(self.fields, MAX_BLOCK_BYTES / 1e6)
         with closing(OpenFiles(self.root, self.partitions)) as files:
             for span in spec:
-                if span.of and sliced is not None:
-                    table = sliced(span)
+                if span.group_rows and read_slice is not None:
+                    table = read_slice(span)
                 else:
-                    table = patiently(place_of(self.root) / span.path, partial(self._stored, files, span))
-                yield from self._decoded_span(span, table, step)
+                    table = read_with_retries(locate_data(self.root) / span.path, partial(self._read_span, files, span))
+                yield from self._decode_span(span, table, block_rows)
 
-    def _stored(self, files: OpenFiles, span: Span) -> pa.Table:
-        return stored(files.get(span.path), span, self.columns)
+    def _read_span(self, files: OpenFiles, span: Span) -> pa.Table:
+        return read_span(files.get(span.path), span, self.columns)
 
-    def _decoded_span(self, span: Span, table: pa.Table, step: int) -> Iterator[pa.Table]:
-        """Decodes the rows of a span, `step` at a time; a missing value makes its row a bad one before `decode` sees
-        any.
-        """
-        bad = missing_reasons(table)
+    def _decode_span(self, span: Span, table: pa.Table, block_rows: int) -> Iterator[pa.Table]:
+        """Yields the decoded rows of a span in blocks; a row with a missing value is bad and is not decoded."""
+        bad = find_missing_values(table)
         if bad and not self.skips:
             first = min(bad)
             raise BadRowError(span.path, span.row_group, span.first + first, bad[first])
-        usable = usable_rows(span.rows, bad)
-        rows = self._rows(span, table.filter(pa.array(usable)) if bad else table)
+        usable = usable_mask(span.rows, bad)
+        rows = self._to_rows(span, table.filter(pa.array(usable)) if bad else table)
         if span.key is not None:
             hashed = hash_array(span.key, np.arange(span.position, span.position + span.rows)[usable])
             rows = rows | {KEYS: (hashed >> np.uint64(1)).astype(np.int64)}
         done = 0
-        for low in range(0, span.rows, step):
-            few = replace(span, first=span.first + low, rows=min(step, span.rows - low), position=span.position + low)
-            some = {row - low: reason for row, reason in bad.items() if low <= row < low + few.rows}
-            count = few.rows - len(some)
-            yield self._decoded(few, {name: values[done : done + count] for name, values in rows.items()}, some)
+        for low in range(0, span.rows, block_rows):
+            size = min(block_rows, span.rows - low)
+            block = replace(span, first=span.first + low, rows=size, position=span.position + low)
+            block_bad = {row - low: reason for row, reason in bad.items() if low <= row < low + size}
+            count = size - len(block_bad)
+            selected = {name: values[done : done + count] for name, values in rows.items()}
+            yield self._decode_block(block, selected, block_bad)
             done += count
 
     @staticmethod
-    def _rows(span: Span, table: pa.Table) -> dict[str, Any]:
+    def _to_rows(span: Span, table: pa.Table) -> dict[str, Any]:
         try:
-            return rows_of(table)
+            return table_to_rows(table)
         except DataError as error:
             raise DataError(f"{span.path}, row group {span.row_group}, {error}") from error
 
-    def _decoded(self, span: Span, rows: dict[str, Any], bad: dict[int, str]) -> pa.Table:
-        """Decodes rows; `bad` has the reasons of those that `rows` lacks, by their place in the span."""
+    def _decode_block(self, span: Span, rows: dict[str, Any], bad: dict[int, str]) -> pa.Table:
+        """Returns the decoded rows of a span; `bad` has the reasons of the rows that `rows` lacks, by their index in
+        the span.
+        """
         reasons: list[str | None] = []
         if self.skips:
-            decoded, reasons = decode_around(self.decode, rows, span.rows - len(bad), self.fields)
+            decoded, reasons = decode_good_rows(self.decode, rows, span.rows - len(bad), self.fields)
             if bad:
-                decoded, reasons = with_bad_rows(decoded, reasons, bad, self.fields)
+                decoded, reasons = insert_bad_rows(decoded, reasons, bad, self.fields)
         else:
             try:
                 decoded = decode_all(self.decode, rows, span.rows, self.fields)
             except Exception as error:
-                raise self._named(span, rows, error) from error
+                raise self._locate_error(span, rows, error) from error
         decoded[POSITION] = np.arange(span.position, span.position + span.rows)
         encoded = [to_column(name, values) for name, values in decoded.items()]
         table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
         return table.append_column(REASON, pa.array(reasons, pa.string())) if self.skips else table
 
-    def _named(self, span: Span, rows: dict[str, Any], error: Exception) -> DataError:
-        """The error that says which row cannot be decoded."""
+    def _locate_error(self, span: Span, rows: dict[str, Any], error: Exception) -> DataError:
+        """Returns the error that names the row that cannot be decoded."""
         for i in range(span.rows):
             try:
                 decode_all(self.decode, {name: values[i : i + 1] for name, values in rows.items()}, 1, self.fields)
             except Exception as row_error:
-                return BadRowError(span.path, span.row_group, span.first + i, refusal(row_error))
-        return DataError(f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {refusal(error)}")
+                return BadRowError(span.path, span.row_group, span.first + i, row_error_reason(row_error))
+        return DataError(
+            f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {row_error_reason(error)}"
+        )
 
 
-def stored(file: DataFile, span: Span, columns: list[str]) -> pa.Table:
-    """The rows of a span as they are stored."""
+def read_span(file: DataFile, span: Span, columns: list[str]) -> pa.Table:
+    """Returns the rows of a span as they are stored."""
     return file.read_row_group(span.row_group, columns).slice(span.first, span.rows)
 
 
-def rows_of(table: pa.Table) -> dict[str, Any]:
-    """A table as rows for `Task.decode`: arrays where the column has numbers, arrays or lists of one size, `Ragged`
-    where it has other lists of numbers, lists of bytes or text otherwise.
+def table_to_rows(table: pa.Table) -> dict[str, Any]:
+    """Returns a table as rows for `Task.decode`.
+
+    A column of numbers, arrays or lists of one size becomes an array; other lists of numbers become `Ragged`; all else
+    becomes a list of bytes or text.
 
     Raises:
         DataError: The values of a column cannot be read in Python.
@@ -291,7 +225,7 @@ def rows_of(table: pa.Table) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for item, column in zip(table.schema, table.columns, strict=True):
         try:
-            rows[item.name] = _values(item, column)
+            rows[item.name] = _column_values(item, column)
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DataError(
                 f"column {item.name!r} of type {item.type} cannot be read: {error}. Convert it to numbers, text, bytes"
@@ -300,9 +234,8 @@ def rows_of(table: pa.Table) -> dict[str, Any]:
     return rows
 
 
-def _values(item: pa.Field, column: pa.ChunkedArray) -> Any:
-    """The values of a column, see `rows_of`."""
-    spec = spec_of(item)
+def _column_values(item: pa.Field, column: pa.ChunkedArray) -> Any:
+    spec = spec_of_field(item)
     if spec is not None:
         return from_column(column, spec)
     if is_text(item.type) or is_bytes(item.type):
@@ -314,59 +247,64 @@ def _values(item: pa.Field, column: pa.ChunkedArray) -> Any:
     return column.to_numpy()
 
 
-def specs_of(
+_MAX_TASKS_OF_GROUP = 4
+"""One task reads all needed rows of a row group of up to so many tasks' rows; a larger row group is read in slices."""
+
+
+def plan_reads(
     manifest: Manifest, segments: list[Segment], max_rows: int, window_rows: int | None = None
 ) -> list[ReadSpec]:
-    """Puts segments into read tasks of about `max_rows` rows, keeping their order; what is needed of a row group is
-    read by one task.
+    """Packs segments into read tasks of about `max_rows` rows, in their order; one task reads all that is needed of a
+    row group.
 
-    Only row groups of more than `window_rows` (if given) or of several times `max_rows` are cut, and read in slices.
+    Only row groups of more than `window_rows` (if set) or of several times `max_rows` are cut, and read in slices.
     """
     specs: list[list[Span]] = [[]]
-    room = max_rows
+    free_rows = max_rows
     for segment in segments:
-        of = int(manifest.rows[segment.row_group])
-        is_large = of > _SMALL_TASKS * max_rows or (window_rows is not None and of > window_rows)
-        for (span,) in cut_specs(manifest, [segment], max_rows if is_large else segment.rows):
-            if span.rows > room and specs[-1]:
+        group_rows = int(manifest.rows[segment.row_group])
+        is_large = group_rows > _MAX_TASKS_OF_GROUP * max_rows or (window_rows is not None and group_rows > window_rows)
+        for (span,) in cut_reads(manifest, [segment], max_rows if is_large else segment.rows):
+            if span.rows > free_rows and specs[-1]:
                 specs.append([])
-                room = max_rows
-            specs[-1].append(replace(span, of=of) if is_large else span)
-            room -= span.rows
+                free_rows = max_rows
+            specs[-1].append(replace(span, group_rows=group_rows) if is_large else span)
+            free_rows -= span.rows
     return [tuple(spec) for spec in specs if spec]
 
 
-def cut_specs(manifest: Manifest, segments: list[Segment], max_rows: int) -> list[ReadSpec]:
-    """Cuts segments into reads of exactly `max_rows` rows, the last of fewer, keeping their order."""
+def cut_reads(manifest: Manifest, segments: list[Segment], max_rows: int) -> list[ReadSpec]:
+    """Cuts segments into read tasks of exactly `max_rows` rows, the last one of fewer, in their order."""
     specs: list[list[Span]] = [[]]
-    room = max_rows
+    free_rows = max_rows
     for segment in segments:
         done = 0
         while done < segment.rows:
-            if not room:
+            if not free_rows:
                 specs.append([])
-                room = max_rows
-            take = min(room, segment.rows - done)
-            specs[-1].append(span_of(manifest, segment.row_group, segment.first + done, take))
-            done, room = done + take, room - take
+                free_rows = max_rows
+            rows = min(free_rows, segment.rows - done)
+            specs[-1].append(make_span(manifest, segment.row_group, segment.first + done, rows))
+            done += rows
+            free_rows -= rows
     return [tuple(spec) for spec in specs if spec]
 
 
-def span_of(manifest: Manifest, row_group: int, first: int, rows: int) -> Span:
-    """Some rows of a row group, by its number in the manifest."""
+def plan_all_reads(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
+    """Returns the read tasks of the whole data set in manifest order, of about `max_rows` rows each."""
+    segments = [Segment(i, 0, int(rows)) for i, rows in enumerate(manifest.rows) if rows]
+    return plan_reads(manifest, segments, max_rows)
+
+
+def make_span(manifest: Manifest, row_group: int, first: int, rows: int) -> Span:
+    """Returns rows of a row group, which is named by its number in the manifest, as a span."""
     path = manifest.paths[int(manifest.file_of[row_group])]
     position = int(manifest.first_row[row_group]) + first
     return Span(path, int(manifest.index_in_file[row_group]), first, rows, position)
 
 
-def whole(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
-    """The whole data set in manifest order, in read tasks of about `max_rows` rows."""
-    segments = [Segment(i, 0, int(rows)) for i, rows in enumerate(manifest.rows) if rows]
-    return specs_of(manifest, segments, max_rows)
-
-
 def rows_per_task(fields: dict[str, ArraySpec], read_task_mb: float) -> int:
-    """Rows of one read task so that its decoded bytes stay within `read_task_mb` megabytes, at least one."""
+    """Returns how many rows of one read task stay within `read_task_mb` decoded megabytes, at least 1."""
     return max(1, int(read_task_mb * 1e6 / max(1, sum(spec.row_bytes for spec in fields.values()))))
 
 
@@ -380,8 +318,8 @@ class RowSource:
 
     Args:
         reader: Reads and decodes.
-        manifest: What to read.
-        task_rows: Most rows of one read task.
+        manifest: The row groups to read.
+        task_rows: Maximum rows of one read task.
     """
 
     reader: Reader
@@ -390,45 +328,51 @@ class RowSource:
 
     @property
     def fields(self) -> dict[str, ArraySpec]:
-        """What a decoded row looks like."""
+        """The specification of a decoded row."""
         return self.reader.fields
 
 
 def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:
-    """Checks that a table holds just the expected rows in the expected order.
+    """Checks that a table has exactly the expected rows in the expected order.
 
     Raises:
-        DataError: It does not: the rows would not be consumed exactly once.
+        DataError: It does not, so that rows would not be consumed exactly once.
     """
-    arrived = fixed(table.column(POSITION), ArraySpec("<i8", ()))
-    if not np.array_equal(arrived, expected):
+    positions = fixed_array(table.column(POSITION), ArraySpec("<i8", ()))
+    if not np.array_equal(positions, expected):
         raise DataError(
-            f"A read task delivered {len(arrived)} rows from position {arrived[:1]} where {len(expected)} from"
-            f" {expected[:1]} were planned;"
-            " stopping, because rows would be lost or doubled. Please report this."
+            f"A read task delivered {len(positions)} rows from position {positions[:1]} where {len(expected)} from"
+            f" {expected[:1]} were planned; stopping, because rows would be lost or doubled. Please report this."
         )
+
+
+def fetch_in_process(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
+    """Runs read tasks in this process, one after the other."""
+    with closing(SliceReader.of(reader)) as slices:
+        for spec in specs:
+            yield from reader.read(spec, slices.take)
 
 
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 4 << 20
-"""Bytes of a column that are fetched at once."""
+"""Bytes of a column that are fetched together."""
 _MAX_OPEN = 256
-"""Files that are open at most: a quarter of the usual limit of 1024. Where the limit is lower, a quarter of that."""
+"""Maximum number of open files: a quarter of the usual limit of 1024. A quarter of the limit, where that is lower."""
 
 
 @dataclass
-class _Open:
-    """A row group that is being read, and the row that comes next."""
+class _OpenGroup:
+    """A row group that is being read, and the number of its next row."""
 
     file: DataFile
-    rows: Cut
-    at: int
+    rows: RowStream
+    next_row: int
 
 
-class Slices:
-    """Rows of large row groups as they are stored.
+class SliceReader:
+    """Reads large row groups in slices, each row group once from its beginning to its end.
 
-    Where several read the same row group, each at its own place, each has it open for itself.
+    Where several logical workers read the same row group at different rows, it is open once for each of them.
 
     Args:
         root: Folder (path or URI) that paths are relative to.
@@ -437,28 +381,28 @@ class Slices:
     """
 
     def __init__(self, root: str, columns: list[str], partitions: Partitions) -> None:
-        self._root, self._columns, self._partitions = place_of(root), columns, partitions
+        self._root, self._columns, self._partitions = locate_data(root), columns, partitions
         self._max_open = min(_MAX_OPEN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-        self._open: dict[tuple[str, int, int], _Open] = {}
+        self._open: dict[tuple[str, int, int], _OpenGroup] = {}
 
     @classmethod
-    def of(cls, reader: Reader) -> Slices:
-        """The slices that a reader decodes."""
+    def of(cls, reader: Reader) -> SliceReader:
+        """Returns the slice reader of a reader's data set and columns."""
         return cls(reader.root, reader.columns, reader.partitions)
 
     def take(self, span: Span) -> pa.Table:
-        """The rows of a span; what lies before them in the row group is skipped, unless they continue what was taken
-        before.
+        """Returns the rows of a span as they are stored; where they do not continue a slice that was taken before, the
+        row group is read from its beginning and the rows before the span are skipped.
 
         Raises:
             DataError: The row group has fewer rows.
         """
-        found, table = patiently(self._root / span.path, lambda: self._taken(span))
-        found.at += span.rows
-        if found.at < span.of:
-            self._keep((span.path, span.row_group, found.at), found)
+        group, table = read_with_retries(self._root / span.path, lambda: self._read_slice(span))
+        group.next_row += span.rows
+        if group.next_row < span.group_rows:
+            self._keep_open((span.path, span.row_group, group.next_row), group)
         else:
-            found.file.close()
+            group.file.close()
         return table
 
     def close(self) -> None:
@@ -466,29 +410,88 @@ class Slices:
         while self._open:
             self._open.popitem()[1].file.close()
 
-    def _taken(self, span: Span) -> tuple[_Open, pa.Table]:
-        """The row group and the rows; where that fails, the row group is begun anew the next time."""
-        found = self._open.pop((span.path, span.row_group, span.first), None) or self._begun(span)
-        return found, pa.concat_tables(found.rows.take(span.rows))
+    def _read_slice(self, span: Span) -> tuple[_OpenGroup, pa.Table]:
+        """Returns the row group and the rows; after a failure the next call begins the row group again."""
+        group = self._open.pop((span.path, span.row_group, span.first), None) or self._open_at(span)
+        return group, pa.concat_tables(group.rows.take(span.rows))
 
-    def _begun(self, span: Span) -> _Open:
+    def _open_at(self, span: Span) -> _OpenGroup:
         file = DataFile(self._root, span.path, self._partitions, _BUFFER_BYTES)
-        rows = Cut(file.iter_batches(span.row_group, self._columns, _BATCH_ROWS))
+        rows = RowStream(file.iter_batches(span.row_group, self._columns, _BATCH_ROWS))
         skipped = 0
         while skipped < span.first:
             skipped += rows.next(span.first - skipped).num_rows
-        return _Open(file, rows, span.first)
+        return _OpenGroup(file, rows, span.first)
 
-    def _keep(self, key: tuple[str, int, int], opened: _Open) -> None:
-        if key in self._open:  # two that go on at the same row; the second one begins anew
+    def _keep_open(self, key: tuple[str, int, int], group: _OpenGroup) -> None:
+        # Two logical workers may continue at the same row; the one that comes second begins the row group again.
+        if key in self._open:
             self._open.pop(key).file.close()
-        self._open[key] = opened
+        self._open[key] = group
         if len(self._open) > self._max_open:
             self._open.pop(next(iter(self._open))).file.close()
 
 
-def fetch_here(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    """Reads in this process, one task after the other."""
-    with closing(Slices.of(reader)) as slices:
-        for spec in specs:
-            yield from reader.read(spec, slices.take)
+class RowStream:
+    """A stream of tables of any size, from which tables of the wanted lengths are taken.
+
+    Args:
+        tables: The tables of read tasks.
+    """
+
+    def __init__(self, tables: Iterator[pa.Table]) -> None:
+        self._tables = tables
+        self._rest: pa.Table | None = None
+
+    def take(self, rows: int) -> list[pa.Table]:
+        """Returns the next `rows` rows, in one or more tables.
+
+        Raises:
+            DataError: Fewer are left.
+        """
+        parts: list[pa.Table] = []
+        while rows:
+            parts.append(self.next(rows))
+            rows -= parts[-1].num_rows
+        return parts
+
+    def next(self, max_rows: int) -> pa.Table:
+        """Returns the next table, or its first `max_rows` rows.
+
+        Raises:
+            DataError: There is none left.
+        """
+        table = self._rest if self._rest is not None else next(self._tables, None)
+        if table is None:
+            raise DataError(f"The read tasks ended {max_rows} rows too early; the data set changed while it was read.")
+        self._rest = table.slice(max_rows) if table.num_rows > max_rows else None
+        return table.slice(0, max_rows)
+
+
+RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses between the tries; each try includes retries of the storage client itself."""
+_LASTING_ERRORS = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
+
+
+def read_with_retries(file: DataLocation, read: Callable[[], T]) -> T:
+    """Returns the result of `read`, which reads `file`; tries again for about half a minute where the storage fails in
+    a way that may pass.
+
+    Raises:
+        StorageError: The disk, the network or S3 still fails.
+        DataError: The stored data is damaged or gone, or may not be read.
+    """
+    pauses = iter(RETRY_PAUSES_S)
+    while True:
+        try:
+            return read()
+        except (OSError, pa.ArrowException) as error:
+            is_lasting = any(code in str(error) for code in _LASTING_ERRORS)
+            if isinstance(error, FileNotFoundError | PermissionError) or is_lasting:
+                raise DataError(f"{file} is gone or may not be read: {error}. Restore it, or allow it.") from error
+            failure = to_read_error(file, error, "It cannot be read as Parquet; restore it or ingest the data again.")
+            pause = next(pauses, None)
+            if not isinstance(failure, StorageError) or pause is None:
+                raise failure from error
+            logger.warning("%s cannot be read now, trying again in %.1f s: %s", file, pause, error)
+        time.sleep(pause)

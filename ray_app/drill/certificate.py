@@ -1,4 +1,4 @@
-"""What came of a drill: comparisons with the undisturbed run, the certificate, and the table."""
+"""The result of a drill: the comparison of each run with the undisturbed one, its measurements, and the table."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rich.table import Table
 from ray_app.drill.scenario import Scenario, ScenarioResult, is_gone
 from ray_app.runlog.history import goodput
 from ray_app.runlog.journal import MetricsReader, StepRecord
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
 from ray_app.version import __version__
 
 Outcome = Literal["equal", "different", "failed", "left out"]
-RESTART_BAR = 1.3
-"""How much longer than a first start a start after the driver was killed may take; above it the table says so, and
-nothing fails.
+MAX_RESTART_RATIO = 1.3
+"""Maximum of the time of a start after the driver was killed, divided by that of a first start. The table says when it
+is exceeded; the scenario does not fail.
 """
 _ROOT = Path(__file__).resolve().parents[2]
 _COLORS = {"equal": "green", "different": "red", "failed": "red", "left out": "yellow"}
@@ -35,11 +35,11 @@ _COLORS = {"equal": "green", "different": "red", "failed": "red", "left out": "y
 
 @dataclass(frozen=True)
 class Trace:
-    """What two runs must have in common.
+    """The values that must be equal in two runs.
 
     Args:
         digest: SHA-256 of the parameters and persistent buffers.
-        rows: Rows in all.
+        rows: Rows that the run consumed.
         steps: Loss, rows and row hashes of the logical workers, by step.
     """
 
@@ -48,9 +48,9 @@ class Trace:
     steps: dict[int, tuple[float, list[int], list[int]]]
 
 
-def trace_of(paths: RunPaths, summary: dict[str, Any]) -> Trace:
-    """The trace of a run that ended."""
-    records, _ = _records(paths)
+def read_trace(paths: RunPaths, summary: dict[str, Any]) -> Trace:
+    """Returns the trace of a run that has ended."""
+    records, _ = _read_records(paths)
     return Trace(
         str(summary["params_digest"]),
         summary["rows"],
@@ -60,205 +60,204 @@ def trace_of(paths: RunPaths, summary: dict[str, Any]) -> Trace:
 
 @dataclass(frozen=True)
 class RunStart:
-    """How a run came to a step.
+    """The time that a run needed to its first step.
 
     Args:
-        seconds: From its beginning, or from the moment that its driver was killed, to the next finished step.
-        workers: How many did that step.
+        seconds: From the start of the run, or from the death of its driver, to the next finished step.
+        workers: World size at that step.
     """
 
     seconds: float
     workers: int
 
 
-def start_since(paths: RunPaths, time_s: float) -> RunStart:
-    """The first step that a run finished after a moment.
-
-    Args:
-        paths: The run.
-        time_s: The moment, seconds since 1970 (UTC).
-    """
-    records, repeated = _records(paths)
+def find_start_after(paths: RunPaths, time_s: float) -> RunStart:
+    """Returns the first step that a run finished after a time (seconds since 1970, UTC)."""
+    records, repeated = _read_records(paths)
     first = min((r for r in [*records.values(), *repeated] if r.time_s > time_s), key=lambda r: r.time_s)
     return RunStart(round(first.time_s - time_s, 3), first.workers)
 
 
-def restart(run: ScenarioResult, first: RunStart) -> dict[str, Any]:
-    """How a run whose driver was killed came back, beside a first start on the same cluster; empty if its driver was
-    not killed.
+def compare_restart(run: ScenarioResult, first: RunStart) -> dict[str, Any]:
+    """Returns the start after the driver was killed, compared with a first start on the same cluster; empty if the
+    driver was not killed.
 
     Args:
-        run: The run.
-        first: Of the undisturbed run.
+        run: The run of the scenario.
+        first: The start of the undisturbed run.
     """
     killed = run.proofs.get("driver_killed")
     if killed is None:
         return {}
-    again = start_since(run.paths, killed["time_s"])
-    ratio = round(again.seconds / first.seconds, 2)
-    more = f", more than {RESTART_BAR}" if ratio > RESTART_BAR else ""
-    note = f"back after {ratio:.2f} of a first start{more}, on {again.workers} of {first.workers} workers"
+    restart_start = find_start_after(run.paths, killed["time_s"])
+    ratio = round(restart_start.seconds / first.seconds, 2)
+    warning = f", more than {MAX_RESTART_RATIO}" if ratio > MAX_RESTART_RATIO else ""
+    note = f"back after {ratio:.2f} of a first start{warning}, on {restart_start.workers} of {first.workers} workers"
     return {
-        "restart": {"first": asdict(first), "again": asdict(again), "ratio": ratio, "bar": RESTART_BAR},
+        "restart": {"first": asdict(first), "again": asdict(restart_start), "ratio": ratio, "bar": MAX_RESTART_RATIO},
         "note": note,
     }
 
 
-def difference(one: Trace, other: Trace) -> str | None:
-    """In what a run differs from the undisturbed one, in words; None if in nothing.
-
-    Args:
-        one: The undisturbed run.
-        other: The other.
-    """
-    for step in sorted(one.steps.keys() | other.steps.keys()):
-        here, there = one.steps.get(step), other.steps.get(step)
-        if here is None or there is None:
+def find_difference(undisturbed: Trace, disturbed: Trace) -> str | None:
+    """Returns a message about the first difference of two runs; None if they are equal."""
+    for step in sorted(undisturbed.steps.keys() | disturbed.steps.keys()):
+        undisturbed_step, disturbed_step = undisturbed.steps.get(step), disturbed.steps.get(step)
+        if undisturbed_step is None or disturbed_step is None:
             return f"step {step} is recorded in only one of the runs"
-        if here[1:] != there[1:]:
+        if undisturbed_step[1:] != disturbed_step[1:]:
             return f"from step {step} on it saw other rows"
-        if here[0] != there[0]:
+        if undisturbed_step[0] != disturbed_step[0]:
             return f"from step {step} on its losses are others, on the same rows"
-    if one.rows != other.rows:
-        return f"it consumed {other.rows:,} rows instead of {one.rows:,}"
-    return None if one.digest == other.digest else "its parameters are others, after the same rows and losses"
+    if undisturbed.rows != disturbed.rows:
+        return f"it consumed {disturbed.rows:,} rows instead of {undisturbed.rows:,}"
+    return (
+        None if undisturbed.digest == disturbed.digest else "its parameters are others, after the same rows and losses"
+    )
 
 
-def missing(disturbance: Scenario, run: ScenarioResult) -> list[str]:
-    """What speaks against it that the disturbance really happened."""
+def find_missing_evidence(scenario: Scenario, run: ScenarioResult) -> list[str]:
+    """Returns a message for each trace of the disturbance that is missing: without them it did not really happen."""
     if "trouble" in run.proofs:
         return [str(run.proofs["trouble"]["error"])]
-    absent = [name for name in disturbance.expected if name not in run.proofs]
-    return [f"there is no proof {name!r}" for name in absent] if absent else disturbance.confirm(run)
+    absent = [name for name in scenario.expected if name not in run.proofs]
+    return [f"there is no proof {name!r}" for name in absent] if absent else scenario.confirm(run)
 
 
-def judge(disturbance: Scenario, run: ScenarioResult, undisturbed: Trace) -> tuple[Outcome, str | None]:
-    """Whether a scenario counts, and why not."""
+def assess_scenario(scenario: Scenario, run: ScenarioResult, undisturbed: Trace) -> tuple[Outcome, str | None]:
+    """Returns the outcome of a scenario, and the reason if it is not "equal"."""
     if run.summary["status"] != "finished":
         return "failed", f"the run ended as {run.summary['status']}"
-    lacks = missing(disturbance, run)
-    if lacks:
-        return "failed", "it did not happen: " + "; ".join(lacks)
-    found = difference(undisturbed, trace_of(run.paths, run.summary))
-    return ("different", found) if found else ("equal", None)
+    absences = find_missing_evidence(scenario, run)
+    if absences:
+        return "failed", "it did not happen: " + "; ".join(absences)
+    deviation = find_difference(undisturbed, read_trace(run.paths, run.summary))
+    return ("different", deviation) if deviation else ("equal", None)
 
 
-def proof_of(proofs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What happened, and whether the processes to which it did have ended; one on another machine cannot be asked."""
-    real = {name: proof for name, proof in proofs.items() if not name.startswith("paced-")}
-    here = asdict(Holder.here())
+def collect_proofs(proofs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the proofs of the faults, each with `process_gone`: whether its process has ended, None if the process
+    is on another machine. The pauses of the drill (`paced-`) are not faults.
+    """
+    fault_proofs = {name: proof for name, proof in proofs.items() if not name.startswith("paced-")}
+    this_process = asdict(LeaseHolder.here())
     return {
-        name: proof | ({"process_gone": is_gone(proof)} if proof["process"] != here else {})
-        for name, proof in real.items()
+        name: proof | ({"process_gone": is_gone(proof)} if proof["process"] != this_process else {})
+        for name, proof in fault_proofs.items()
     }
 
 
-def measures(disturbance: Scenario, run: ScenarioResult) -> dict[str, Any]:
-    """What the run's summary and record say of the disturbance; waits of the drill's own making are taken out of
-    `goodput`.
+def collect_measurements(scenario: Scenario, run: ScenarioResult) -> dict[str, Any]:
+    """Returns what the disturbance cost the run, from its summary and step records. `goodput` does not count the waits
+    that the drill itself has caused.
     """
-    found, again = _records(run.paths)
-    records, repeated = (
-        {step: _on_time(r, run.proofs) for step, r in found.items()},
-        [_on_time(r, run.proofs) for r in again],
-    )
-    waits = _waits(disturbance, run.proofs)
-    names = [*disturbance.held.values()] or disturbance.expected
-    struck = sorted(
+    kept_records, repeated_records = _read_records(run.paths)
+    records = {step: _correct_clock(r, run.proofs) for step, r in kept_records.items()}
+    repeated = [_correct_clock(r, run.proofs) for r in repeated_records]
+    waits = _collect_waits(scenario, run.proofs)
+    names = [*scenario.waits.values()] or scenario.expected
+    faults = sorted(
         (run.proofs[name]["time_s"], run.proofs[name]["step"]) for name in names if "step" in run.proofs.get(name, {})
     )
     return {
         "world_sizes": run.summary["world_sizes"],
-        "redone_steps": max(run.summary["redone_steps"], _redone(struck, run)),
+        "redone_steps": max(run.summary["redone_steps"], _count_redone_steps(faults, run)),
         "recovery_s": run.summary["recovery_s"],
-        "next_step_s": _next_step_s(struck, records, repeated),
-        "goodput": goodput(without(records.values(), waits), without(repeated, waits)),
+        "next_step_s": _recovery_times_s(faults, records, repeated),
+        "goodput": goodput(subtract_waits(records.values(), waits), subtract_waits(repeated, waits)),
         "waited_s": round(sum(waits.values()), 3),
         "rows": run.summary["rows"],
         "params_digest": run.summary["params_digest"],
     }
 
 
-def _redone(struck: list[tuple[float, int]], run: ScenarioResult) -> int:
-    """Finished steps that were lost, also those whose record had not reached the storage when they were."""
+def _count_redone_steps(faults: list[tuple[float, int]], run: ScenarioResult) -> int:
+    """Returns the number of finished steps that were lost, also of steps that were lost before their record reached
+    the storage.
+
+    Args:
+        faults: Time and step of each fault.
+        run: The run of the scenario.
+    """
     lost = 0
     for event in run.events("resumed"):
-        before = [step for time_s, step in struck if time_s < event.time_s]
+        before = [step for time_s, step in faults if time_s < event.time_s]
         lost += max(0, before[-1] - event.details["step"]) if before else 0
     return lost
 
 
-def _next_step_s(
-    struck: list[tuple[float, int]], records: dict[int, StepRecord], repeated: list[StepRecord]
+def _recovery_times_s(
+    faults: list[tuple[float, int]], records: dict[int, StepRecord], repeated: list[StepRecord]
 ) -> list[float]:
-    """Seconds to the next finished step, for every time that the run was struck; from the first of several strikes
-    before it.
+    """Returns the seconds from each fault to the next finished step; of several faults before the same step, the first
+    one counts.
     """
-    found: dict[float, float] = {}
-    for time_s, step in struck:
-        own = records[step].generation if step in records else None  # the other ranks may just finish that step
+    recovery_s: dict[float, float] = {}
+    for time_s, step in faults:
+        # The other ranks may still finish the step of the fault, in the generation of the fault. That does not count
+        # as the next step.
+        generation = records[step].generation if step in records else None
         after = [
             r.time_s
             for r in [*records.values(), *repeated]
-            if r.time_s > time_s and (r.step > step or r.generation != own)
+            if r.time_s > time_s and (r.step > step or r.generation != generation)
         ]
         if after:
-            found.setdefault(min(after), round(min(after) - time_s, 3))
-    return list(found.values())
+            recovery_s.setdefault(min(after), round(min(after) - time_s, 3))
+    return list(recovery_s.values())
 
 
-def _waits(disturbance: Scenario, proofs: dict[str, dict[str, Any]]) -> dict[int, float]:
-    """Seconds that the drill itself held the run up, by the step after which it did."""
+def _collect_waits(scenario: Scenario, proofs: dict[str, dict[str, Any]]) -> dict[int, float]:
+    """Returns the seconds for which the drill itself made the run wait, by the step after which it waited."""
     waits: dict[int, float] = {}
     for name, proof in proofs.items():
         if name.startswith("paced-"):
             waits |= {int(step): waits.get(int(step), 0.0) + pause_s for step, pause_s in proof["pauses"].items()}
-    for name, until in disturbance.held.items():
+    for name, until in scenario.waits.items():
         if name in proofs and until in proofs:
             step = proofs[name]["step"]
             waits[step] = waits.get(step, 0.0) + proofs[until]["time_s"] - proofs[name]["time_s"]
     return waits
 
 
-def without(records: Iterable[StepRecord], waits: dict[int, float]) -> list[StepRecord]:
-    """The records as they were without waits. A first step of a generation is timed from its beginning: a wait before
-    that is not in it.
+def subtract_waits(records: Iterable[StepRecord], waits: dict[int, float]) -> list[StepRecord]:
+    """Returns the records with the times that they would have without the waits.
 
     Args:
-        records: Of steps.
+        records: Records of steps.
         waits: Seconds, by the step after which the run waited.
     """
 
-    def shortened(record: StepRecord) -> StepRecord:
-        before_s, wait_ms = (
-            sum(wait_s for step, wait_s in waits.items() if step < record.step),
-            1e3 * waits.get(record.step - 1, 0.0),
-        )
+    def without_waits(record: StepRecord) -> StepRecord:
+        before_s = sum(wait_s for step, wait_s in waits.items() if step < record.step)
+        wait_ms = 1e3 * waits.get(record.step - 1, 0.0)
+        # The first step of a generation is timed from the start of the generation: a wait before that is not in it.
         step_ms = record.step_ms - wait_ms if record.step_ms >= wait_ms else record.step_ms
         return replace(record, time_s=record.time_s - before_s, step_ms=step_ms)
 
-    return [shortened(record) for record in records]
+    return [without_waits(record) for record in records]
 
 
-def _on_time(record: StepRecord, proofs: dict[str, dict[str, Any]]) -> StepRecord:
-    """The record as a clock would have it that the drill has not moved."""
-    moved = sorted((p["step"], p["clock_s"]) for p in proofs.values() if "clock_s" in p and p["step"] < record.step)
-    return replace(record, time_s=record.time_s - moved[-1][1]) if moved else record
+def _correct_clock(record: StepRecord, proofs: dict[str, dict[str, Any]]) -> StepRecord:
+    """Returns the record with the time of a clock that the drill has not changed (scenario `clock_jump`)."""
+    jumps = sorted((p["step"], p["clock_s"]) for p in proofs.values() if "clock_s" in p and p["step"] < record.step)
+    return replace(record, time_s=record.time_s - jumps[-1][1]) if jumps else record
 
 
-def _records(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord]]:
+def _read_records(paths: RunPaths) -> tuple[dict[int, StepRecord], list[StepRecord]]:
+    """Returns the records of a run by step, and those of steps that were repeated."""
     reader = MetricsReader(paths)
     reader.poll()
     return dict(sorted(reader.records.items())), reader.repeated
 
 
-def facts() -> dict[str, Any]:
-    """What the results hold for: versions, this machine, the cluster."""
+def describe_environment() -> dict[str, Any]:
+    """Returns the environment for which the results hold: versions, this machine, the nodes of the cluster."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         "versions": {
-            "ray_app": _own_version(),
+            "ray_app": _describe_version(),
             "ray": ray.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -266,7 +265,7 @@ def facts() -> dict[str, Any]:
         "host": {
             "name": platform.node(),
             "platform": platform.platform(),
-            "cpu": _cpu(),
+            "cpu": _cpu_model(),
             "cores": os.cpu_count(),
             "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
             "gpus": gpus,
@@ -282,61 +281,62 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _own_version() -> str:
-    """The version of this application and, in a clone, the commit."""
-    if not (_ROOT / ".git").exists():  # installed; what is above may be another repository
+def _describe_version() -> str:
+    """Returns the version of this application and, in a clone, the commit."""
+    # Where the package is installed, a folder further up may be another repository: git must not be asked.
+    if not (_ROOT / ".git").exists():
         return __version__
-    done = subprocess.run(
+    git = subprocess.run(
         ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return f"{__version__} ({done.stdout.strip()})" if done.returncode == 0 else __version__
+    return f"{__version__} ({git.stdout.strip()})" if git.returncode == 0 else __version__
 
 
-def _cpu() -> str:
+def _cpu_model() -> str:
     try:
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
+        model = None
+    return model[1] if model else platform.processor() or platform.machine()
 
 
-def conclusion(results: list[dict[str, Any]], digest: str, planned: int) -> str:
-    """One sentence on the whole drill."""
+def summarize_results(results: list[dict[str, Any]], digest: str, planned: int) -> str:
+    """Returns one sentence on the whole drill."""
     left_out = sum(r["outcome"] == "left out" for r in results)
     equal = sum(r["outcome"] == "equal" for r in results)
     text = (
         f"{equal} of {planned - left_out} scenarios ended with the parameters of the undisturbed run: sha256 {digest}"
     )
-    more = {kind: sum(r["outcome"] == kind for r in results) for kind in ("different", "failed", "left out")}
-    more["not reached"] = planned - len(results)
-    said = ", ".join(f"{count} {kind}" for kind, count in more.items() if count)
-    return f"{text} ({said})" if said else text
+    counts = {kind: sum(r["outcome"] == kind for r in results) for kind in ("different", "failed", "left out")}
+    counts["not reached"] = planned - len(results)
+    remainder = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return f"{text} ({remainder})" if remainder else text
 
 
-def table(results: list[dict[str, Any]]) -> Table:
-    """The results for people."""
-    made = Table(box=None, header_style="bold", pad_edge=False)
+def make_results_table(results: list[dict[str, Any]]) -> Table:
+    """Returns the results as a table for the terminal."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("scenario", "at step", "workers", "redone steps", "s to next step", "goodput", "result"):
-        made.add_column(name, justify="right" if name in ("redone steps", "s to next step", "goodput") else "left")
+        table.add_column(name, justify="right" if name in ("redone steps", "s to next step", "goodput") else "left")
     for result in results:
         sizes = " ".join(
             f"{workers}" if not step else f"→ {workers} @{step}" for step, workers in result.get("world_sizes", [])
         )
         seconds = ", ".join(f"{s:.2f}" for s in result.get("next_step_s", []))
         outcome = result["outcome"]
-        said = outcome if outcome in ("equal", "left out") else outcome.upper()
+        shown_outcome = outcome if outcome in ("equal", "left out") else outcome.upper()
         reason = "".join(f": {text}" for text in (result["reason"], result.get("note")) if text)
         share = result.get("goodput")
-        made.add_row(
+        table.add_row(
             result["scenario"],
             ", ".join(map(str, result.get("steps", []))) or "-",
             sizes or "-",
             str(result.get("redone_steps", "-")),
             seconds or "-",
             f"{share:.2f}" if share is not None else "-",
-            f"[{_COLORS[outcome]}]{said}[/]{reason.replace('[', chr(92) + '[')}",
+            f"[{_COLORS[outcome]}]{shown_outcome}[/]{reason.replace('[', chr(92) + '[')}",
         )
-    return made
+    return table

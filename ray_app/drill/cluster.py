@@ -1,5 +1,5 @@
-"""A small cluster on this machine whose nodes can be lost, added and drained: several raylets, each a node of one
-logical CPU.
+"""A small Ray cluster on this machine with nodes that can be killed, added and drained: several raylets, each a node of
+one logical CPU.
 """
 
 from __future__ import annotations
@@ -19,94 +19,102 @@ import ray
 from ray.cluster_utils import Cluster
 
 from ray_app.cluster.ray_private import require_token, search_path
-from ray_app.process import variables
-from ray_app.runlog.lease import Holder
+from ray_app.process import set_variables
+from ray_app.runlog.lease import LeaseHolder
 
-_SETTLE_S = 60.0
+_NODE_TIMEOUT_S = 60.0
 _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000}
 
 
-class Nodes:
-    """The nodes of the drill's own cluster. The head has room for the evaluator only, so every worker is on a node that
-    can be lost.
+class DrillCluster:
+    """The cluster that the drill starts. The head has the capacity of the evaluator only, so that every worker is on a
+    node that can be killed.
 
     Args:
-        workers: Workers that the cluster has room for at first.
-        evaluates: Whether there is an evaluator.
-        storage: Folder in which the head's GCS, the process that knows the nodes and the actors, keeps what it knows;
-            None: nowhere.
+        workers: Number of workers that fit on the cluster at first.
+        evaluates: Whether the runs have an evaluator.
+        gcs_folder: Folder in which the GCS of the head, the process that has the state of the nodes and actors, keeps
+            that state; None: in memory only.
     """
 
-    def __init__(self, workers: int, evaluates: bool, storage: str | None = None) -> None:
-        self._workers, self._evaluates, self._storage = workers, evaluates, storage
-        self._begin()
+    def __init__(self, workers: int, evaluates: bool, gcs_folder: str | None = None) -> None:
+        self._workers = workers
+        self._evaluates = evaluates
+        self._gcs_folder = gcs_folder
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         memory = max(100 << 20, int(0.3 * psutil.virtual_memory().total) // (self._workers + 2))
         self._options = {"object_store_memory": memory, "dashboard_agent_listen_port": 0}
         self._cluster = Cluster()
-        kept = (
-            {"gcs_storage": "rocksdb", "gcs_storage_path": self._storage} if self._storage else {}
-        )  # Ray 2.60 calls it an alpha
+        # Ray 2.60 calls this storage of the GCS an alpha feature.
+        storage = {"gcs_storage": "rocksdb", "gcs_storage_path": self._gcs_folder} if self._gcs_folder else {}
         cpus = int(self._evaluates)
         self._cluster.add_node(
-            num_cpus=cpus, include_dashboard=False, object_store_memory=memory, _system_config=_HEALTH | kept
+            num_cpus=cpus, include_dashboard=False, object_store_memory=memory, _system_config=_HEALTH | storage
         )
         self._nodes: dict[str, Any] = {}
         self._drained: set[str] = set()
         self._connect()
-        self.shape(self._workers)
+        self.resize(self._workers)
 
-    def renew(self) -> None:
-        """Ends all nodes with all that runs there, and starts others in their place, as many as there were at first."""
-        with suppress(Exception):  # of a cluster that was begun in part, or is lost
+    def restart(self) -> None:
+        """Ends all nodes with their processes, and starts the cluster again in its first size."""
+        # A cluster that has started in part, or is lost, may fail to close.
+        with suppress(Exception):
             self.close()
-        self._begin()
+        self._start()
 
     def _connect(self) -> None:
         ray.init(address=self._cluster.address, logging_level=logging.WARNING, log_to_driver=False)
 
     @contextmanager
-    def with_storage(self) -> Iterator[Nodes]:
-        """Another cluster in place of this one meanwhile, as large as this was at first, whose GCS keeps what it knows
-        on disk.
+    def with_storage(self) -> Iterator[DrillCluster]:
+        """Connects this process to another cluster within the context, of this cluster's first size; its GCS keeps its
+        state on disk.
         """
         ray.shutdown()
         try:
             with (
                 tempfile.TemporaryDirectory(prefix="ray-app-drill-") as folder,
-                closing(Nodes(self._workers, self._evaluates, folder)) as other,
+                closing(DrillCluster(self._workers, self._evaluates, folder)) as other,
             ):
                 yield other
         finally:
-            ray.shutdown()  # if the other one is there in part only
+            # The other cluster may have started in part: then this process is still connected to it.
+            ray.shutdown()
             self._connect()
 
-    def lose_gcs(self) -> Holder:
-        """Kills the GCS of the head; returns which process that was."""
-        process = Holder.of(self._gcs)
+    def kill_gcs(self) -> LeaseHolder:
+        """Kills the GCS of the head; returns the identity of that process."""
+        process = LeaseHolder.of(self._gcs)
         self._cluster.head_node.kill_gcs_server()
         return process
 
-    def start_gcs(self) -> Holder:
-        """Starts a GCS where the last one was; returns which process it is once it knows that all nodes are alive."""
+    def start_gcs(self) -> LeaseHolder:
+        """Starts a new GCS at the address of the last one; returns the identity of the process once all nodes have
+        reported to it.
+        """
         self._cluster.head_node.start_gcs_server()
         _wait_until(list(self._nodes), alive=True)
-        return Holder.of(self._gcs)
+        return LeaseHolder.of(self._gcs)
 
     @property
     def _gcs(self) -> int:
+        """The process id of the head's GCS."""
         return int(self._cluster.head_node.all_processes["gcs_server"][0].process.pid)
 
-    def shape(self, workers: int) -> None:
-        """Makes room for so many workers and one reading task, on nodes that are sound."""
-        self._forget_dead()
+    def resize(self, workers: int) -> None:
+        """Adds or kills nodes until this number of workers and one reading task fit on nodes that are neither dead nor
+        drained.
+        """
+        self._remove_unusable_nodes()
         for node in list(self._nodes)[workers + 1 :]:
-            self.lose(node)
-        self.add(workers + 1 - len(self._nodes))
+            self.kill_node(node)
+        self.add_nodes(workers + 1 - len(self._nodes))
 
-    def add(self, count: int) -> list[str]:
-        """Adds nodes with room for one worker each; returns their ids when they are alive."""
+    def add_nodes(self, count: int) -> list[str]:
+        """Adds nodes with the capacity of one worker each; returns their ids when they are alive."""
         added = []
         for _ in range(count):
             node = self._cluster.add_node(num_cpus=1, **self._options)
@@ -115,28 +123,28 @@ class Nodes:
         _wait_until(added, alive=True)
         return added
 
-    def check(self, node: str) -> None:
-        """Refuses nodes that cannot be lost.
+    def check_removable(self, node: str) -> None:
+        """Checks that a node can be killed or drained.
 
         Raises:
-            ValueError: It is the head, or no node of this cluster.
+            ValueError: The node is the head, or not in this cluster.
         """
         if node not in self._nodes:
             raise ValueError(f"the node {node} is the head of the drill's cluster, or not a part of it")
 
-    def lose(self, node: str) -> None:
-        """Kills a node's processes; returns when the cluster knows that it is dead."""
+    def kill_node(self, node: str) -> None:
+        """Kills a node's processes; returns when the cluster has declared the node dead."""
         self._cluster.remove_node(self._nodes.pop(node), allow_graceful=False)
         _wait_until([node], alive=False)
 
-    def drain(self, node: str, deadline_s: int) -> None:
-        """Announces that a node is about to go away, as clouds do.
+    def drain_node(self, node: str, deadline_s: int) -> None:
+        """Drains a node with the reason of a preemption, as clouds do before they take a machine away.
 
         Raises:
-            ValueError: It is no node that can be lost.
-            RuntimeError: Ray does not accept it.
+            ValueError: The node is the head, or not in this cluster.
+            RuntimeError: Ray does not accept the request.
         """
-        self.check(node)
+        self.check_removable(node)
         self._drained.add(node)
         options = {
             "address": self._cluster.address,
@@ -161,39 +169,38 @@ class Nodes:
         ray.shutdown()
         self._cluster.shutdown()
 
-    def _forget_dead(self) -> None:
-        alive = _alive()
+    def _remove_unusable_nodes(self) -> None:
+        """Kills the nodes that are dead or drained, and forgets them."""
+        alive = _alive_nodes()
         for node in [n for n in self._nodes if n not in alive or n in self._drained]:
-            self.lose(node)
+            self.kill_node(node)
 
 
 @contextmanager
-def local_nodes(workers: int, evaluates: bool) -> Iterator[Nodes]:
-    """The drill's own cluster, connected to; it ends with the context."""
-    logging.getLogger("ray._private.utils").setLevel(
-        logging.WARNING
-    )  # that it is the newest cluster of this machine is no news
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that it has a token is no warning
+def open_drill_cluster(workers: int, evaluates: bool) -> Iterator[DrillCluster]:
+    """Starts the drill's own cluster and connects to it; the cluster ends with the context."""
+    # Two messages of Ray tell the user nothing here: that this is the newest cluster of the machine, and that it has a
+    # token.
+    logging.getLogger("ray._private.utils").setLevel(logging.WARNING)
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     require_token()
-    with variables(
-        PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"
-    ):  # for the nodes and their workers
-        nodes = Nodes(workers, evaluates)
+    # The nodes and their workers inherit these variables.
+    with set_variables(PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"):
+        nodes = DrillCluster(workers, evaluates)
         try:
             yield nodes
         finally:
             nodes.close()
 
 
-def _alive() -> set[str]:
+def _alive_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def _wait_until(nodes: list[str], alive: bool) -> None:
-    deadline = time.monotonic() + _SETTLE_S
-    while any((node in _alive()) is not alive for node in nodes):
+    deadline = time.monotonic() + _NODE_TIMEOUT_S
+    while any((node in _alive_nodes()) is not alive for node in nodes):
         if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"Ray does not say within {_SETTLE_S:g} s that the nodes {nodes} are {'alive' if alive else 'dead'}."
-            )
+            state = "alive" if alive else "dead"
+            raise TimeoutError(f"Ray does not say within {_NODE_TIMEOUT_S:g} s that the nodes {nodes} are {state}.")
         time.sleep(0.1)

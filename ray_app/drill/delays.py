@@ -1,6 +1,6 @@
-"""How the drill holds up what goes on: workers that stand still or are slow, storage that is, and pauses of its own.
+"""Hooks of the drill that delay a run: frozen and slow workers, slow and failing storage, and pauses.
 
-As in `faults`, everything is pickled, and what happens first leaves a proof.
+As in `faults`, every hook is pickled and leaves a proof when it acts.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import torch.distributed as dist
 
 from ray_app.checkpoint.store import Commit
 from ray_app.drill.faults import Evidence
-from ray_app.storage.files import location, put_json
+from ray_app.storage.files import put_json, to_location
 
-HELD_S = 120.0
-"""Longest that a worker waits at a step boundary for what is about to happen to its node or its driver."""
+MAX_HOLD_S = 120.0
+"""Maximum time that a worker waits at a step boundary until the drill has disturbed its node or its driver."""
 
 
 @dataclass(frozen=True)
 class Freeze:
-    """SIGSTOP of a rank after a step; it goes on later, whatever has become of the run by then.
+    """Stops a rank with SIGSTOP after a step. A separate process sends SIGCONT later, whether the run still trains or
+    not.
 
     Args:
-        proofs: Where it is recorded.
+        evidence: Records the fault.
         name: Name of the proof.
-        step: Finished steps at which it happens.
-        rank: To which rank.
-        seconds: Until it goes on.
+        step: Finished steps at which the rank stops.
+        rank: The rank.
+        seconds: Time until SIGCONT.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
     step: int
     rank: int
@@ -44,7 +45,7 @@ class Freeze:
         if (
             step == self.step
             and rank == self.rank
-            and self.proofs.claim([self.name], rank=rank, step=step, seconds=self.seconds)
+            and self.evidence.claim([self.name], rank=rank, step=step, seconds=self.seconds)
         ):
             wake = f"sleep {self.seconds:g}; kill -CONT {os.getpid()}"
             null = subprocess.DEVNULL
@@ -54,18 +55,18 @@ class Freeze:
 
 @dataclass
 class Slow:
-    """A rank that takes longer than it needs.
+    """Makes a rank a straggler: it sleeps after each step.
 
     Args:
-        proofs: Where it is recorded, with the seconds that it has wasted, at the end.
+        evidence: Records the fault at the end, with the seconds that the rank has slept.
         name: Name of the proof.
-        first: Finished steps at which it begins.
-        last: Finished steps at which it ends.
-        rank: Which rank.
-        factor: How much longer.
+        first: Finished steps at the start.
+        last: Finished steps at the end.
+        rank: The rank.
+        factor: Duration of a step with the sleep, divided by that without.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
     first: int
     last: int
@@ -83,45 +84,45 @@ class Slow:
             time.sleep(waste_s)
             self._wasted_s += waste_s
         if step == self.last:
-            self.proofs.put(self.name, rank=rank, step=self.first, seconds=self._wasted_s)
+            self.evidence.put(self.name, rank=rank, step=self.first, seconds=self._wasted_s)
         self._since_s = time.monotonic()
 
 
 @dataclass(frozen=True)
 class SlowCommit:
-    """The first checkpoint from a step on takes long to be written.
+    """Delays the commit of the first checkpoint from a step on.
 
     Args:
-        proofs: Where it is recorded.
+        evidence: Records the fault.
         name: Name of the proof.
-        step: From which step on.
-        seconds: How much longer.
+        step: The first checkpoint at or after this step is delayed.
+        seconds: The delay.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
     step: int
     seconds: float
 
     def __call__(self, commit: Commit) -> None:
         """See `Hooks.before_commit`."""
-        if commit.step >= self.step and self.proofs.claim([self.name], step=commit.step, seconds=self.seconds):
+        if commit.step >= self.step and self.evidence.claim([self.name], step=commit.step, seconds=self.seconds):
             time.sleep(self.seconds)
 
 
 @dataclass(frozen=True)
 class RefusedCommit:
-    """The storage takes nothing of the first checkpoint from a step on.
+    """Makes the storage refuse the first checkpoint from a step on.
 
     Args:
-        proofs: Where it is recorded.
+        evidence: Records the fault.
         name: Name of the proof.
-        step: From which step on.
-        seconds: For how long; None: of this checkpoint never.
-        number: The error's, see `errno`.
+        step: The first checkpoint at or after this step is refused.
+        seconds: Duration of the refusals; None: every attempt to write this checkpoint is refused.
+        number: Number of the error, see `errno`.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
     step: int
     seconds: float | None
@@ -131,26 +132,26 @@ class RefusedCommit:
         """See `Hooks.before_commit`."""
         if commit.step < self.step:
             return
-        self.proofs.claim([self.name], step=commit.step, seconds=self.seconds)
-        said = self.proofs.get(self.name)
-        assert said is not None
-        if commit.step == said["step"] and (self.seconds is None or time.time() < said["time_s"] + self.seconds):
+        self.evidence.claim([self.name], step=commit.step, seconds=self.seconds)
+        proof = self.evidence.get(self.name)
+        assert proof is not None
+        if commit.step == proof["step"] and (self.seconds is None or time.time() < proof["time_s"] + self.seconds):
             raise OSError(self.number, f"{os.strerror(self.number)} (the drill's)")
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A rank that waits after a step, in which the others wait for it, until something happens outside.
+    """Makes a rank wait after a step until a proof exists; the other ranks wait for it in the next step.
 
     Args:
-        proofs: Where it is recorded.
-        name: Name of the proof that it waits.
-        until: Name of the proof to wait for.
-        step: Finished steps at which it happens.
-        rank: Which rank.
+        evidence: Records the wait.
+        name: Name of the proof that the rank waits.
+        until: Name of the proof for which the rank waits.
+        step: Finished steps at which the rank waits.
+        rank: The rank.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
     until: str
     step: int
@@ -158,40 +159,41 @@ class Hold:
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
-        if step == self.step and rank == self.rank and self.proofs.claim([self.name], rank=rank, step=step):
-            self.proofs.wait([self.until], HELD_S)
+        if step == self.step and rank == self.rank and self.evidence.claim([self.name], rank=rank, step=step):
+            self.evidence.wait([self.until], MAX_HOLD_S)
 
 
 @dataclass
 class DelayPlan:
-    """Short pauses after steps, so that a worker that starts, which takes seconds, can join before the last step.
+    """Pauses the run shortly after each step, so that a starting worker, which needs seconds, joins before the last
+    step.
 
     Args:
-        proofs: Where the pauses are recorded, by step; they are taken out of what the drill reports.
-        first: Finished steps at which it begins.
-        last: The last step with a pause.
-        sizes: Numbers of workers that are awaited; then it ends.
-        limit_s: Seconds of all pauses at most.
-        least_s: Seconds of all pauses at least.
+        evidence: Records the pauses by step; the drill subtracts them from its measurements.
+        first: Finished steps at the first pause.
+        last: Finished steps at the last pause.
+        sizes: World sizes at which the pauses end.
+        limit_s: Maximum of all pauses together, in seconds.
+        min_s: Minimum of all pauses together, in seconds.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     first: int
     last: int
     sizes: range
     limit_s: float
-    least_s: float = 0.0
+    min_s: float = 0.0
     _pauses: dict[int, float] = field(default_factory=dict)
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
         if rank != 0 or not self.first <= step <= self.last:
             return
-        spent_s = sum(self._pauses.values())
+        paused_s = sum(self._pauses.values())
         size = dist.get_world_size() if dist.is_initialized() else 1
-        if size in self.sizes and spent_s >= self.least_s:
+        if size in self.sizes and paused_s >= self.min_s:
             return
-        pause_s = max(0.0, self.limit_s - spent_s) / (self.last - step + 1)
+        pause_s = max(0.0, self.limit_s - paused_s) / (self.last - step + 1)
         time.sleep(pause_s)
         self._pauses[step] = pause_s
-        put_json(location(self.proofs.folder) / f"paced-{self.first}-{os.getpid()}.json", {"pauses": self._pauses})
+        put_json(to_location(self.evidence.folder) / f"paced-{self.first}-{os.getpid()}.json", {"pauses": self._pauses})

@@ -1,8 +1,7 @@
-"""What the drill does to the processes of a run. Everything here is pickled and happens in a worker, the evaluator or
-another driver.
+"""Hooks of the drill that kill or stop processes of a run, and `Evidence`, which records each fault.
 
-Whatever happens first leaves a file that says where, when and to which process: a fault without its proof does not
-count.
+The hooks are pickled and run in a worker, in the evaluator or in another driver. Before a hook acts it writes a proof:
+a file with the node, the time and the process. A fault without its proof does not count.
 """
 
 from __future__ import annotations
@@ -25,99 +24,101 @@ from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
 from ray_app.driver.run import Faults, run_training
 from ray_app.errors import RayAppError
-from ray_app.runlog.lease import Holder
-from ray_app.storage.files import listing, location, put_json, read_json
+from ray_app.runlog.lease import LeaseHolder
+from ray_app.storage.files import list_tree, put_json, read_json, to_location
 
-TOGETHER_S = 20.0
-"""Longest that workers which are to die together wait for each other."""
-_LOOK_S = 0.02
+MAX_GATHER_S = 20.0
+"""Maximum time that workers which are to die at the same moment wait for each other."""
+_POLL_INTERVAL_S = 0.02
 
 
 class DrillStopError(RayAppError):
-    """Ends a run on purpose, so that it can be started again."""
+    """Raised to end a run on purpose, so that it can be started again."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One file for each thing that happened in a scenario.
+    """The proofs of a scenario: one JSON file for each fault that happened.
 
     Args:
-        folder: Where they are; all nodes must see it, as they see the run.
+        folder: Folder of the files; all nodes must see it, as they see the directory of the run.
     """
 
     folder: str
 
     def put(self, name: str, **facts: Any) -> bool:
-        """Says that something happens now, and to which process; returns whether it is the first to say so."""
+        """Writes the proof that a fault happens now, in this process; returns whether the proof is new."""
         node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
-        said = {"time_s": time.time(), "node": node, "process": asdict(Holder.here())}
-        return put_json(location(self.folder) / f"{name}.json", said | facts, if_absent=True)
+        proof = {"time_s": time.time(), "node": node, "process": asdict(LeaseHolder.here())}
+        return put_json(to_location(self.folder) / f"{name}.json", proof | facts, if_absent=True)
 
     def has(self, name: str) -> bool:
-        """Whether it happened."""
-        return (location(self.folder) / f"{name}.json").exists()
+        """Returns whether a proof exists."""
+        return (to_location(self.folder) / f"{name}.json").exists()
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """What was said of it."""
-        found: dict[str, Any] | None = read_json(location(self.folder) / f"{name}.json")
-        return found
+        """Returns the content of a proof; None if it does not exist."""
+        proof: dict[str, Any] | None = read_json(to_location(self.folder) / f"{name}.json")
+        return proof
 
     def all(self) -> dict[str, dict[str, Any]]:
-        """Everything that happened, by name."""
-        return {name.removesuffix(".json"): read_json(file) for name, file in listing(location(self.folder)).items()}
+        """Returns the contents of all proofs, by name."""
+        return {
+            name.removesuffix(".json"): read_json(file) for name, file in list_tree(to_location(self.folder)).items()
+        }
 
     def wait(self, names: list[str], limit_s: float) -> bool:
-        """Waits until all of it has happened; returns whether it did in time."""
+        """Waits until all of these proofs exist; returns whether they do within the limit."""
         deadline_s = time.monotonic() + limit_s
         while not all(map(self.has, names)):
             if time.monotonic() > deadline_s:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         return True
 
     def claim(self, slots: list[str], **facts: Any) -> bool:
-        """Takes one of several places for things that happen; returns whether there was a free one."""
+        """Writes the first proof of several names that does not exist yet; returns whether there was one."""
         return any(not self.has(slot) and self.put(slot, **facts) for slot in slots)
 
 
 @dataclass(frozen=True)
-class Several:
-    """Several hooks, one after the other."""
+class HookChain:
+    """A hook that calls several hooks, one after the other."""
 
     hooks: tuple[Callable[..., None], ...]
 
     def __call__(self, *arguments: Any) -> None:
-        """Calls all of them."""
+        """Calls all hooks with these arguments."""
         for hook in self.hooks:
             hook(*arguments)
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL after a step, of all given ranks at the same moment.
+    """Kills several ranks with SIGKILL at the same moment, after a step.
 
     Args:
-        proofs: Where it is recorded.
-        names: One name of a proof for each worker that dies.
-        step: Finished steps at which it happens.
-        ranks: To which ranks.
+        evidence: Records the faults.
+        names: Names of the proofs, one for each rank.
+        step: Finished steps at which the ranks die.
+        ranks: The ranks.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     names: list[str]
     step: int
     ranks: list[int]
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
-        if step == self.step and rank in self.ranks and self.proofs.claim(self.names, rank=rank, step=step):
-            self.proofs.wait(self.names, TOGETHER_S)
+        if step == self.step and rank in self.ranks and self.evidence.claim(self.names, rank=rank, step=step):
+            self.evidence.wait(self.names, MAX_GATHER_S)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class KillAt:
-    """SIGKILL when a worker begins something, see `Hooks.at`."""
+    """Kills a worker with SIGKILL when it begins a phase, see `Hooks.at`."""
 
     phase: str
     kill: Kill
@@ -129,75 +130,80 @@ class KillAt:
 
 
 @dataclass
-class KillNewcomer:
-    """SIGKILL of a worker that forms its first generation after something has happened: it comes for somebody who is
-    lost.
+class KillJoiningWorker:
+    """Kills a worker with SIGKILL when it forms its first generation after another fault: it joins to replace a lost
+    worker.
 
     Args:
-        proofs: Where it is recorded.
+        evidence: Records the fault.
         name: Name of the proof.
-        after: Name of the proof of what has happened.
+        after: Name of the other fault's proof.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
     after: str
-    _was_there: bool = False
+    _is_member: bool = False
 
     def __call__(self, phase: str, rank: int, step: int) -> None:
         """See `Hooks.at`."""
         if (
-            not self._was_there
+            not self._is_member
             and phase == "forming"
-            and self.proofs.has(self.after)
-            and self.proofs.claim([self.name], step=step)
+            and self.evidence.has(self.after)
+            and self.evidence.claim([self.name], step=step)
         ):
             os.kill(os.getpid(), signal.SIGKILL)
-        self._was_there = True
+        self._is_member = True
 
 
 @dataclass(frozen=True)
 class KillOnCommit:
-    """SIGKILL of the process that writes, or evaluates, the first checkpoint from a step on."""
+    """Kills the process that writes or evaluates the first checkpoint from a step on, with SIGKILL."""
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
     step: int
 
     def __call__(self, commit: Commit) -> None:
         """See `Hooks.before_commit` and `Faults.before_evaluation`."""
-        if commit.step >= self.step and self.proofs.claim([self.name], step=commit.step):
+        if commit.step >= self.step and self.evidence.claim([self.name], step=commit.step):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """An error in every worker after a step, so that the run ends."""
+    """Raises an error in every worker after a step, so that the run ends."""
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
     step: int
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
         if step == self.step:
-            self.proofs.put(self.name, rank=rank, step=step)
+            self.evidence.put(self.name, rank=rank, step=step)
             raise DrillStopError(f"stopped by the drill at step {step}")
 
 
-def driver_command(file: Path, config: Config, faults: Faults) -> list[str]:
-    """The command of a process of its own that runs a configuration on the cluster that this process is
-    connected to.
+def make_driver_command(file: Path, config: Config, faults: Faults) -> list[str]:
+    """Returns the command of a driver in another process, which runs a configuration on the cluster to which this
+    process is connected.
+
+    Args:
+        file: New file for the pickled arguments of that process.
+        config: The configuration.
+        faults: The faults of the run.
     """
     file.write_bytes(pickle.dumps((config, faults, ray.get_runtime_context().gcs_address)))
     return [sys.executable, "-m", "ray_app.drill.faults", str(file)]
 
 
-def _drive(file: Path) -> None:
+def _run_driver(file: Path) -> None:
     config, faults, address = pickle.loads(file.read_bytes())
     ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
     run_training(config, Console(), faults)
 
 
 if __name__ == "__main__":
-    _drive(Path(sys.argv[1]))
+    _run_driver(Path(sys.argv[1]))

@@ -1,5 +1,5 @@
-"""For a person who wants to see what a run survives: a small cluster whose nodes come and go, and a worker that
-dies.
+"""Tools to watch a run survive faults, for notebooks: a local cluster with nodes that can be added, drained and killed
+(`LocalCluster`), and `kill_worker`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from types import TracebackType
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.drill.cluster import local_nodes
+from ray_app.drill.cluster import open_drill_cluster
 from ray_app.driver.background import Training, Worker
 from ray_app.errors import ConfigError
 
-_LOOK_S = 0.1
-_GONE_S = 60.0
+_POLL_INTERVAL_S = 0.1
+_DEPARTURE_TIMEOUT_S = 60.0
 
 
 class LocalCluster:
-    """A Ray cluster on this machine, connected to: one node for the driver and the evaluator, and nodes with room for
-    one worker each.
+    """Starts a Ray cluster on this machine and connects to it. One node is for the driver and the evaluator; each other
+    node has the capacity of one worker.
 
-    One more node than workers leaves room for reading the data. Close it, or use it as a context manager; it ends with
-    the process, too.
+    One more node than workers provides the capacity to read the data. Close the cluster, or use it as a context
+    manager; it also ends with the process.
 
     Args:
-        workers: Workers that there is room for at first.
+        workers: Number of workers that fit on the cluster at first.
 
     Raises:
         ConfigError: This process is connected to a cluster already.
@@ -42,7 +42,7 @@ class LocalCluster:
                 " LocalCluster.close()."
             )
         self._stack = ExitStack()
-        self._nodes = self._stack.enter_context(local_nodes(workers, evaluates=True))
+        self._nodes = self._stack.enter_context(open_drill_cluster(workers, evaluates=True))
 
     def __enter__(self) -> LocalCluster:
         return self
@@ -53,32 +53,32 @@ class LocalCluster:
         self.close()
 
     def add_node(self) -> str:
-        """Adds a node with room for one worker; returns its id."""
-        return self._nodes.add(1)[0]
+        """Adds a node with the capacity of one worker; returns its id."""
+        return self._nodes.add_nodes(1)[0]
 
     def remove_node(self, node: str) -> None:
-        """Kills a node with all its processes, as when a machine loses its power; returns when the cluster knows.
+        """Kills a node with all its processes, as a power failure does; returns when the cluster has declared it dead.
 
         Args:
-            node: Its id, as `add_node` or `Worker.node` has it.
+            node: Id of the node, from `add_node` or `Worker.node`.
 
         Raises:
-            ValueError: It is the driver's node, or no node of this cluster.
+            ValueError: The node is the driver's, or not in this cluster.
         """
-        self._nodes.check(node)
-        self._nodes.lose(node)
+        self._nodes.check_removable(node)
+        self._nodes.kill_node(node)
 
     def drain_node(self, node: str, deadline_s: int = 60) -> None:
-        """Announces that a node is about to go away, as clouds do; the worker on it leaves by itself.
+        """Drains a node, as clouds do before they take a machine away; the worker on it leaves the run by itself.
 
         Args:
-            node: See `remove_node`.
-            deadline_s: Seconds that it has.
+            node: Id of the node, from `add_node` or `Worker.node`.
+            deadline_s: Seconds until the node goes away.
 
         Raises:
-            ValueError: See `remove_node`.
+            ValueError: The node is the driver's, or not in this cluster.
         """
-        self._nodes.drain(node, deadline_s)
+        self._nodes.drain_node(node, deadline_s)
 
     def close(self) -> None:
         """Ends all nodes."""
@@ -86,33 +86,33 @@ class LocalCluster:
 
 
 def kill_worker(training: Training, rank: int) -> Worker:
-    """Kills a worker's process (SIGKILL), as Linux does when the memory runs out; returns when nobody counts on it any
-    more.
+    """Kills a worker's process (SIGKILL), as Linux does when the memory runs out; returns when the run has declared the
+    worker lost.
 
     Args:
         training: The run.
-        rank: Of the worker.
+        rank: Rank of the worker.
 
     Raises:
-        ValueError: There is no such rank now.
-        TimeoutError: It is still there.
+        ValueError: No worker has this rank now.
+        TimeoutError: The run still counts the worker as its member.
     """
     workers = training.workers()
-    found = next((worker for worker in workers if worker.rank == rank), None)
-    if found is None:
+    victim = next((worker for worker in workers if worker.rank == rank), None)
+    if victim is None:
         raise ValueError(
             f"No worker of rank {rank} trains now; those that do: {workers}. training.watch(workers=...) waits for"
             f" them."
         )
-    there = NodeAffinitySchedulingStrategy(found.node, soft=False)
-    ray.get(ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(found.pid))
-    deadline_s = time.monotonic() + _GONE_S
-    while any(worker.id == found.id for worker in training.workers()):
+    on_its_node = NodeAffinitySchedulingStrategy(victim.node, soft=False)
+    ray.get(ray.remote(_kill_process).options(num_cpus=0, scheduling_strategy=on_its_node).remote(victim.pid))
+    deadline_s = time.monotonic() + _DEPARTURE_TIMEOUT_S
+    while any(worker.id == victim.id for worker in training.workers()):
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"The run still counts on {found} {_GONE_S:g} s after it was killed.")
-        time.sleep(_LOOK_S)
-    return found
+            raise TimeoutError(f"The run still counts on {victim} {_DEPARTURE_TIMEOUT_S:g} s after it was killed.")
+        time.sleep(_POLL_INTERVAL_S)
+    return victim
 
 
-def _kill(pid: int) -> None:
+def _kill_process(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,5 @@
-"""Hardware that computes wrongly: one bit of a worker's gradients, activations or parameters is another.
-
-A worker that the kernel ends because the memory of its control group (cgroup, of either version) is used up.
+"""Two faults of memory: `flip`, a bit that changes in the tensors of a worker (silent data corruption), and `memory`,
+a worker that the kernel kills because the memory of its control group (cgroup, version 1 or 2) is used up.
 """
 
 from __future__ import annotations
@@ -20,33 +19,56 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor, nn
 
-from ray_app.config.checks import BALANCED
-from ray_app.drill.faults import Evidence, Several
-from ray_app.drill.process_scenarios import died
+from ray_app.config.checks import LOAD_BALANCED_STRATEGIES
+from ray_app.drill.faults import Evidence, HookChain
+from ray_app.drill.process_scenarios import confirm_deaths
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
 
-What = Literal["gradient", "activation", "parameter"]
+FlipTarget = Literal["gradient", "activation", "parameter"]
+
+
 _BIT = 1 << 22
-"""The highest of the 23 bits behind the point of a float32."""
+"""The highest bit of the mantissa of a float32."""
+
+
+def flip(context: ScenarioContext) -> Scenario | str:
+    """A bit of an activation of a worker is another one; all shares are computed twice."""
+    train = context.config.train
+    if context.workers < 2:
+        return "there is no other worker to compute again what one has computed"
+    if train.strategy not in LOAD_BALANCED_STRATEGIES or train.reduction != "exact":
+        return f"shares are computed again with {' or '.join(LOAD_BALANCED_STRATEGIES)} and train.reduction exact only"
+    step, rank = context.choose_step(), context.choose_rank()
+    bit = Flip(context.evidence, "flipped", "activation", rank, step)
+    hooks = Hooks(after_step=HookChain((bit, context.make_delay_plan(step + 1))), built=bit.built)
+
+    def confirm(run: ScenarioResult) -> list[str]:
+        blamed_ranks = [e.details["rank"] for e in run.events("sdc_detected")]
+        if blamed_ranks == [rank]:
+            return []
+        return [f"rank {rank} computed wrongly once, found corrupt were: {blamed_ranks or 'none'}"]
+
+    return Scenario([step], ["flipped"], confirm, Faults(train=hooks), changes={"failure__sdc_check_rate": 1.0})
 
 
 @dataclass
 class Flip:
-    """One bit is flipped after a step, or in the next one; a hook for `Hooks.built` and `Hooks.after_step`.
+    """Flips one bit after a step (parameter) or in the next step (gradient, activation); a hook for `Hooks.built` and
+    `Hooks.after_step`.
 
     Args:
-        proofs: Where it is recorded.
+        evidence: Records the fault.
         name: Name of the proof.
-        what: In what.
-        rank: Of which rank.
-        step: After how many finished steps.
+        target: The kind of tensor.
+        rank: The rank.
+        step: Finished steps at which the bit flips.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
-    what: What
+    target: FlipTarget
     rank: int
     step: int
     _model: nn.Module | None = None
@@ -56,227 +78,234 @@ class Flip:
         """See `Hooks.built`."""
         self._model = model
         layer = next(part for part in model.modules() if not list(part.children()) and list(part.parameters()))
-        if self.what == "activation":
-            layer.register_forward_hook(lambda module, args, found: self._flipped(found))
-        if self.what == "gradient":
-            next(p for p in model.parameters() if p.requires_grad).register_hook(self._flipped)
+        if self.target == "activation":
+            layer.register_forward_hook(lambda module, args, output: self._flip_armed(output))
+        if self.target == "gradient":
+            next(p for p in model.parameters() if p.requires_grad).register_hook(self._flip_armed)
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
         if (
             rank != self.rank
             or step != self.step
-            or not self.proofs.put(self.name, rank=rank, step=step, what=self.what)
+            or not self.evidence.put(self.name, rank=rank, step=step, what=self.target)
         ):
             return
         self._is_armed = True
-        if self.what == "parameter":
+        if self.target == "parameter":
             assert self._model is not None
             with torch.no_grad():
                 p = next(p for p in self._model.parameters() if p.requires_grad)
-                p.copy_(self._flipped(p))
+                p.copy_(self._flip_armed(p))
 
-    def _flipped(self, values: Tensor) -> Tensor:
-        """The values with another bit in the largest of them, once."""
+    def _flip_armed(self, values: Tensor) -> Tensor:
+        """Returns the values with one bit flipped in the one of largest magnitude if armed, and disarms the hook."""
         if not self._is_armed:
             return values
         self._is_armed = False
-        bits = values.detach().float().clone().view(torch.int32).reshape(-1)
-        bits[values.detach().abs().argmax()] ^= _BIT
-        other: Any = bits.view(torch.float32).view(values.shape).to(values.dtype)
-        return values + (other - values).detach() if values.requires_grad and not values.is_leaf else other
+        integers = values.detach().float().clone().view(torch.int32).reshape(-1)
+        integers[values.detach().abs().argmax()] ^= _BIT
+        flipped: Any = integers.view(torch.float32).view(values.shape).to(values.dtype)
+        return values + (flipped - values).detach() if values.requires_grad and not values.is_leaf else flipped
 
 
-def flip(ground: ScenarioContext) -> Scenario | str:
-    """A bit of an activation of a worker is another one; all shares are computed twice."""
-    train = ground.config.train
-    if ground.workers < 2:
-        return "there is no other worker to compute again what one has computed"
-    if train.strategy not in BALANCED or train.reduction != "exact":
-        return f"shares are computed again with {' or '.join(BALANCED)} and train.reduction exact only"
-    step, rank = ground.step(), ground.rank()
-    bit = Flip(ground.proofs, "flipped", "activation", rank, step)
-    hooks = Hooks(after_step=Several((bit, ground.pace(step + 1))), built=bit.built)
+MEMORY_LIMIT_BYTES = 64 << 20
+
+
+def memory(context: ScenarioContext) -> Scenario | str:
+    """A worker uses more memory than the kernel lets it have, and is killed by it."""
+    if obstacle := _find_obstacle(context):
+        return obstacle
+    step, evidence = context.choose_step(), context.evidence
+
+    @contextmanager
+    def setup() -> Iterator[dict[str, Any]]:
+        try:
+            yield {}
+        finally:
+            if proof := evidence.get("limited"):
+                with suppress(ray.exceptions.RayError):
+                    _run_on_node(proof["node"], remove_cgroup, proof["group"])
 
     def confirm(run: ScenarioResult) -> list[str]:
-        told = [e.details["rank"] for e in run.events("lied")]
-        return [] if told == [rank] else [f"rank {rank} computed wrongly once, found guilty were: {told or 'none'}"]
+        proof = run.proofs["limited"]
+        kills = _run_on_node(proof["node"], count_oom_kills, proof["group"])
+        missing = [] if kills == 1 else [f"the kernel counts {kills} processes that it ended for their memory"]
+        return missing + confirm_deaths(["limited"])(run)
 
-    return Scenario([step], ["flipped"], confirm, Faults(train=hooks), changes={"failure__sdc_check_rate": 1.0})
-
-
-LIMIT_BYTES = 64 << 20
-_PIECE_BYTES, _PIECES = 16 << 20, 64
-_ANSWER_S, _REMOVE_S, _LOOK_S = 60.0, 10.0, 0.05
-_COUNTS = ("memory.oom_control", "memory.events")
-_LIMITS = {
-    "memory.limit_in_bytes": LIMIT_BYTES,
-    "memory.max": LIMIT_BYTES,
-    "memory.memsw.limit_in_bytes": LIMIT_BYTES,
-    "memory.swap.max": 0,
-}
+    exceed_limit_hook = ExceedMemoryLimit(evidence, step, context.choose_rank())
+    hooks = Hooks(after_step=HookChain((exceed_limit_hook, context.make_delay_plan(step + 1))))
+    return Scenario([step], ["limited"], confirm, Faults(train=hooks), setup=setup)
 
 
-def make_group() -> Path:
-    """Makes a control group below that of this process, or above it, where that is not allowed, with little memory and
-    nobody in it.
-
-    Raises:
-        OSError: This machine lets this process make none.
-    """
-    said = "no control groups of memory are mounted"
-    for parent in _parents():
-        made = parent / f"ray-app-drill-{uuid.uuid4().hex[:12]}"
-        try:
-            made.mkdir()
-        except OSError as error:
-            said = str(error)
-            continue
-        files = [made / name for name in _LIMITS if (made / name).exists()]
-        try:
-            if not {"memory.limit_in_bytes", "memory.max"} & {file.name for file in files}:
-                raise OSError(f"groups in {parent} have no limit of memory")
-            for file in files:
-                file.write_text(str(_LIMITS[file.name]))
-            return made
-        except OSError as error:
-            said = str(error)
-            made.rmdir()
-    raise OSError(said)
+_TASK_TIMEOUT_S = 60.0
 
 
-def _parents() -> Iterator[Path]:
-    """Where a group may be made: first where this process is, then above it."""
-    own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, right = line.split(" - ")
-        (kind, _, options), (root, mounted) = right.split(" ", 2), left.split()[3:5]
-        is_first = kind == "cgroup" and "memory" in options.split(",")
-        if not (is_first or kind == "cgroup2"):
-            continue
-        path = next((path for _, names, path in own if ("memory" in names.split(",") if is_first else not names)), "/")
-        here = Path(mounted) / os.path.relpath(path, root)
-        for parent in (here, *here.parents):
-            if parent.is_relative_to(mounted) and (parent / "cgroup.procs").exists():
-                yield parent
-
-
-def put_into(group: Path, pid: int) -> None:
-    """Puts a process into a group; what it has allocated stays where it was.
-
-    Raises:
-        OSError: It is not allowed.
-    """
-    (group / "cgroup.procs").write_text(str(pid))
-
-
-def kills(group: str) -> int:
-    """How many processes of a group the kernel has ended because its memory was used up."""
-    for name in _COUNTS:
-        with suppress(OSError):
-            found = dict(line.split() for line in (Path(group) / name).read_text().splitlines())
-            return int(found["oom_kill"])
-    return 0
-
-
-def remove(group: str) -> None:
-    """Removes a group, which its last process may just be leaving."""
-    deadline_s = time.monotonic() + _REMOVE_S
-    while Path(group).exists() and time.monotonic() < deadline_s:
-        try:
-            Path(group).rmdir()
-        except OSError:
-            time.sleep(_LOOK_S)
-
-
-def why_not() -> str | None:
-    """Why no process of this machine can be given a group of its own, if so."""
+def _find_obstacle(context: ScenarioContext) -> str | None:
+    """Returns why the nodes on which workers may run cannot limit the memory of a process; None if they can."""
+    if context.nodes is not None:
+        return find_cgroup_obstacle()
     try:
-        group = make_group()
-        try:
-            with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as other:
-                try:
-                    put_into(group, other.pid)
-                finally:
-                    other.kill()
-        finally:
-            remove(str(group))
-    except OSError as error:
-        return f"no control group with a limit of memory can be made here: {error}"
-    return None
+        obstacles = (_run_on_node(node["NodeID"], find_cgroup_obstacle) for node in ray.nodes() if node["Alive"])
+        return next(filter(None, obstacles), None)
+    except ray.exceptions.RayError as error:
+        return f"a node does not say whether control groups can be made there: {type(error).__name__}"
+
+
+def _run_on_node(node: str, work: Callable[..., Any], *arguments: str) -> Any:
+    """Runs a function as a Ray task on a node; returns its result."""
+    on_the_node = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(work).options(num_cpus=0, scheduling_strategy=on_the_node)
+    return ray.get(task.remote(*arguments), timeout=_TASK_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
-class UseUp:
-    """A rank uses more memory than the kernel lets it have, after a step.
+class ExceedMemoryLimit:
+    """Moves a rank into a group with little memory after a step, and uses more than that.
 
     Args:
-        proofs: Where it is recorded.
-        step: Finished steps at which it happens.
-        rank: Which rank.
+        evidence: Records the fault.
+        step: Finished steps at which the rank exceeds the limit.
+        rank: The rank.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     step: int
     rank: int
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
-        if step != self.step or rank != self.rank or self.proofs.has("limited"):
+        if step != self.step or rank != self.rank or self.evidence.has("limited"):
             return
-        group = make_group()
-        if self.proofs.put("limited", rank=rank, step=step, group=str(group), limit_bytes=LIMIT_BYTES):
-            put_into(group, os.getpid())
-            use_up()
+        group = make_cgroup()
+        if self.evidence.put("limited", rank=rank, step=step, group=str(group), limit_bytes=MEMORY_LIMIT_BYTES):
+            add_to_cgroup(group, os.getpid())
+            exceed_limit()
 
 
-def use_up() -> None:
-    """Allocates and touches more than the limit.
+_CHUNK_BYTES = 16 << 20
+
+
+_CHUNKS = 64
+
+
+def exceed_limit() -> None:
+    """Allocates and writes more memory than the limit, so that the kernel kills this process.
 
     Raises:
-        RuntimeError: The kernel lets it.
+        RuntimeError: The kernel does not enforce the limit.
     """
-    held = [b"\1" * _PIECE_BYTES for _ in range(_PIECES)]
-    raise RuntimeError(f"{len(held) * _PIECE_BYTES} bytes are there in spite of a limit of {LIMIT_BYTES}")
+    chunks = [b"\1" * _CHUNK_BYTES for _ in range(_CHUNKS)]
+    raise RuntimeError(f"{len(chunks) * _CHUNK_BYTES} bytes are allocated in spite of a limit of {MEMORY_LIMIT_BYTES}")
 
 
-def memory(ground: ScenarioContext) -> Scenario | str:
-    """A worker uses more memory than the kernel lets it have, and is killed by it."""
-    if impossible := _impossible(ground):
-        return impossible
-    step, proofs = ground.step(), ground.proofs
-
-    @contextmanager
-    def around() -> Iterator[dict[str, Any]]:
-        try:
-            yield {}
-        finally:
-            if said := proofs.get("limited"):
-                with suppress(ray.exceptions.RayError):
-                    _on(said["node"], remove, said["group"])
-
-    def confirm(run: ScenarioResult) -> list[str]:
-        said = run.proofs["limited"]
-        counted = _on(said["node"], kills, said["group"])
-        by_kernel = [] if counted == 1 else [f"the kernel counts {counted} processes that it ended for their memory"]
-        return by_kernel + died(["limited"])(run)
-
-    hooks = Hooks(after_step=Several((UseUp(proofs, step, ground.rank()), ground.pace(step + 1))))
-    return Scenario([step], ["limited"], confirm, Faults(train=hooks), around=around)
-
-
-def _impossible(ground: ScenarioContext) -> str | None:
-    if ground.nodes is not None:
-        return why_not()
+def find_cgroup_obstacle() -> str | None:
+    """Returns why no group with a memory limit can be made on this machine; None if it can."""
     try:
-        return next(filter(None, (_on(node["NodeID"], why_not) for node in ray.nodes() if node["Alive"])), None)
-    except ray.exceptions.RayError as error:
-        return f"a node does not say whether control groups can be made there: {type(error).__name__}"
+        group = make_cgroup()
+        try:
+            with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:
+                try:
+                    add_to_cgroup(group, process.pid)
+                finally:
+                    process.kill()
+        finally:
+            remove_cgroup(str(group))
+    except OSError as error:
+        return f"no control group with a limit of memory can be made here: {error}"
+    return None
 
 
-def _on(node: str, work: Callable[..., Any], *arguments: str) -> Any:
-    """Does something on a node, and waits for it."""
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.get(
-        ray.remote(work).options(num_cpus=0, scheduling_strategy=there).remote(*arguments), timeout=_ANSWER_S
-    )
+_LIMIT_FILES = {
+    "memory.limit_in_bytes": MEMORY_LIMIT_BYTES,
+    "memory.max": MEMORY_LIMIT_BYTES,
+    "memory.memsw.limit_in_bytes": MEMORY_LIMIT_BYTES,
+    "memory.swap.max": 0,
+}
+
+
+def make_cgroup() -> Path:
+    """Makes an empty control group with the memory limit: a child of this process's group or, where that is not
+    allowed, of a group above it.
+
+    Raises:
+        OSError: This process may make no such group on this machine.
+    """
+    message = "no control groups of memory are mounted"
+    for parent in _candidate_parents():
+        group = parent / f"ray-app-drill-{uuid.uuid4().hex[:12]}"
+        try:
+            group.mkdir()
+        except OSError as error:
+            message = str(error)
+            continue
+        files = [group / name for name in _LIMIT_FILES if (group / name).exists()]
+        try:
+            if not {"memory.limit_in_bytes", "memory.max"} & {file.name for file in files}:
+                raise OSError(f"groups in {parent} have no limit of memory")
+            for file in files:
+                file.write_text(str(_LIMIT_FILES[file.name]))
+            return group
+        except OSError as error:
+            message = str(error)
+            group.rmdir()
+    raise OSError(message)
+
+
+def _candidate_parents() -> Iterator[Path]:
+    """Yields the groups below which a new one may be made: first the group of this process, then those above it."""
+    memberships = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, filesystem = line.split(" - ")
+        kind, _, options = filesystem.split(" ", 2)
+        root, mount_point = mount.split()[3:5]
+        is_v1 = kind == "cgroup" and "memory" in options.split(",")
+        if not (is_v1 or kind == "cgroup2"):
+            continue
+        # A line of version 1 names its controllers; that of version 2 names none.
+        paths = (
+            path
+            for _, controllers, path in memberships
+            if ("memory" in controllers.split(",") if is_v1 else not controllers)
+        )
+        group = Path(mount_point) / os.path.relpath(next(paths, "/"), root)
+        for parent in (group, *group.parents):
+            if parent.is_relative_to(mount_point) and (parent / "cgroup.procs").exists():
+                yield parent
+
+
+def add_to_cgroup(group: Path, pid: int) -> None:
+    """Moves a process into a group; the memory that it has allocated before stays charged to its old group.
+
+    Raises:
+        OSError: The kernel does not allow it.
+    """
+    (group / "cgroup.procs").write_text(str(pid))
+
+
+_COUNTER_FILES = ("memory.oom_control", "memory.events")
+
+
+def count_oom_kills(group: str) -> int:
+    """Returns the number of processes that the kernel has killed because the memory of their group was used up."""
+    for name in _COUNTER_FILES:
+        with suppress(OSError):
+            counters = dict(line.split() for line in (Path(group) / name).read_text().splitlines())
+            return int(counters["oom_kill"])
+    return 0
+
+
+_REMOVE_TIMEOUT_S = 10.0
+
+
+_POLL_INTERVAL_S = 0.05
+
+
+def remove_cgroup(group: str) -> None:
+    """Removes a group; it retries because the last process may still be leaving the group."""
+    deadline_s = time.monotonic() + _REMOVE_TIMEOUT_S
+    while Path(group).exists() and time.monotonic() < deadline_s:
+        try:
+            Path(group).rmdir()
+        except OSError:
+            time.sleep(_POLL_INTERVAL_S)

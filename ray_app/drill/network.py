@@ -1,8 +1,9 @@
-"""Connections of a worker that are cut: its kernel throws away whatever comes on them.
+"""Scenarios in which TCP connections of a worker are cut: its kernel drops every packet that arrives on them.
 
-That takes a socket filter (`SO_ATTACH_FILTER`, classic BPF), which a process may attach to its own sockets without any
-rights. What comes is not acknowledged, either, so after a fifth of a second nothing new is sent: as when a cable is
-drawn, no end of a connection is told anything. The kernel counts what it throws away, which is the proof.
+A socket filter (`SO_ATTACH_FILTER`, classic BPF) does that; a process may attach one to its own sockets without
+privileges. The kernel does not acknowledge the dropped packets either, so the other end sends nothing new after a fifth
+of a second. As when a cable is unplugged, neither end of the connection gets an error. The kernel counts the packets
+that it drops; this count is the proof.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
-from ray_app.drill.delays import HELD_S
-from ray_app.drill.faults import Evidence, Several
+from ray_app.drill.delays import MAX_HOLD_S
+from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks, Job
@@ -30,206 +31,237 @@ from ray_app.train.job import Hooks, Job
 _ATTACH, _DETACH, _MEMORY = 26, 27, 55
 """`SO_ATTACH_FILTER`, `SO_DETACH_FILTER`, `SO_MEMINFO` of Linux, which Python does not name."""
 _DROPS = 8
-"""Place of the packets thrown away in what `SO_MEMINFO` says, see `SK_MEMINFO_DROPS`."""
+"""Index of the number of dropped packets in the value of `SO_MEMINFO`, see `SK_MEMINFO_DROPS`."""
 _RETURN = 0x06
-_LOOK_S, _STANDSTILL_S = 0.02, 8.0
+_POLL_INTERVAL_S = 0.02
+_STEP_TIMEOUT_S = 8.0
 
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Wire:
+class TcpConnection:
     """One end of a TCP connection of this process.
 
     Args:
-        socket: A descriptor of its own for it.
-        here: Its address.
-        there: That of the other end.
+        socket: A duplicate of the connection's descriptor.
+        local: Address of this end.
+        remote: Address of the other end.
     """
 
     socket: socket.socket
-    here: Address
-    there: Address
+    local: Address
+    remote: Address
 
     def cut(self) -> None:
-        """Throws away whatever comes from now on."""
-        program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # of every packet keep 0 bytes
+        """Drops every packet that arrives from now on."""
+        # The only instruction of the filter returns how many bytes of a packet to keep: 0.
+        program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
         self.socket.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("HL", 1, ctypes.addressof(program)))
 
-    def mend(self) -> None:
-        """Lets everything through again, also what is sent again."""
+    def restore(self) -> None:
+        """Accepts packets again, also those that the other end sends again."""
         self.socket.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
 
     @property
-    def thrown_away(self) -> int:
-        """Packets that the kernel has thrown away."""
+    def dropped_packets(self) -> int:
+        """The number of packets that the kernel has dropped."""
         return int(struct.unpack("9I", self.socket.getsockopt(socket.SOL_SOCKET, _MEMORY, 36))[_DROPS])
 
 
-def wires() -> list[Wire]:
-    """The open TCP connections of this process."""
-    found, known = list[Wire](), set[str]()
+def open_connections() -> list[TcpConnection]:
+    """Returns the open TCP connections of this process."""
+    connections = list[TcpConnection]()
+    inodes = set[str]()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            identity = os.readlink(f"/proc/self/fd/{name}")
-            if not identity.startswith("socket:") or identity in known:  # several descriptors may be of one socket
+            inode = os.readlink(f"/proc/self/fd/{name}")
+            # Several descriptors may refer to one socket.
+            if not inode.startswith("socket:") or inode in inodes:
                 continue
-            known.add(identity)
-            one = socket.socket(fileno=os.dup(int(name)))
+            inodes.add(inode)
+            duplicate = socket.socket(fileno=os.dup(int(name)))
             try:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                    found.append(Wire(one, _address(one.getsockname()), _address(one.getpeername())))
+                if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+                    local, remote = _parse_address(duplicate.getsockname()), _parse_address(duplicate.getpeername())
+                    connections.append(TcpConnection(duplicate, local, remote))
             finally:
-                if not found or found[-1].socket is not one:
-                    one.close()
-    return found
+                if not connections or connections[-1].socket is not duplicate:
+                    duplicate.close()
+    return connections
 
 
-def _address(name: tuple[Any, ...]) -> Address:
+def _parse_address(name: tuple[Any, ...]) -> Address:
+    """Returns host and port of a socket name; an IPv4 address mapped to IPv6 becomes the plain IPv4 address."""
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
 @dataclass
-class Severed:
-    """The connections of a rank to others are cut after a step; a hook for `Hooks.after_step` and `Hooks.at`.
+class CutConnections:
+    """Cuts the connections of a rank to other ranks after a step; a hook for `Hooks.after_step` and `Hooks.at`.
 
     Args:
-        proofs: Where it is recorded.
-        step: Finished steps at which it happens.
-        rank: Of which rank.
-        others: To which ranks.
-        rendezvous: Whether to the rendezvous, too; its address is the proof `listening`.
-        mends: Whether they come back, once others have formed a generation without it.
+        evidence: Records the fault.
+        step: Finished steps at which the connections are cut.
+        rank: The rank.
+        others: The ranks at the other ends.
+        rendezvous: Whether to cut the connection to the rendezvous, too; the proof `listening` has its address.
+        restores: Whether the connections work again once the other ranks have formed a generation without this one.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     step: int
     rank: int
     others: list[int]
     rendezvous: bool
-    mends: bool
+    restores: bool
     _is_cut: bool = False
-    _wires: list[Wire] = field(default_factory=list)
+    _connections: list[TcpConnection] = field(default_factory=list)
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
-        if step != self.step or self.proofs.has("cut"):
+        if step != self.step or self.evidence.has("cut"):
             return
         if rank in self.others:
-            own = wires()
-            self.proofs.put(f"wires-{rank}", rank=rank, step=step, ends=[[wire.here, wire.there] for wire in own])
-            for wire in own:
-                wire.socket.close()
+            connections = open_connections()
+            ends = [[connection.local, connection.remote] for connection in connections]
+            self.evidence.put(f"connections-{rank}", rank=rank, step=step, ends=ends)
+            for connection in connections:
+                connection.socket.close()
         if rank == self.rank:
             self._cut()
 
     def forming(self, phase: str, rank: int, step: int) -> None:
         """See `Hooks.at`."""
         if (
-            self.mends
+            self.restores
             and phase == "forming"
             and not self._is_cut
-            and self.proofs.has("cut")
-            and not self.proofs.has("went_on")
+            and self.evidence.has("cut")
+            and not self.evidence.has("went_on")
         ):
             size = dist.get_world_size() if dist.is_initialized() else 1
-            self.proofs.put("went_on", rank=rank, workers=size)
+            self.evidence.put("went_on", rank=rank, workers=size)
 
     def _cut(self) -> None:
         listening = ["listening"] if self.rendezvous else []
-        if not self.proofs.wait([f"wires-{rank}" for rank in self.others] + listening, HELD_S):
+        if not self.evidence.wait([f"connections-{rank}" for rank in self.others] + listening, MAX_HOLD_S):
             return
-        said = [self.proofs.get(f"wires-{rank}") or {} for rank in self.others]
-        ends = {(tuple(there), tuple(here)) for one in said for here, there in one["ends"]}
-        to = [tuple((self.proofs.get(name) or {})["address"]) for name in listening]
-        for wire in wires():
-            if (wire.here, wire.there) in ends or wire.there in to:
-                self._wires.append(wire)
+        proofs = [self.evidence.get(f"connections-{rank}") or {} for rank in self.others]
+        # The local end of a connection of another rank is the remote end of this rank's.
+        ends = {(tuple(remote), tuple(local)) for proof in proofs for local, remote in proof["ends"]}
+        rendezvous_addresses = [tuple((self.evidence.get(name) or {})["address"]) for name in listening]
+        for connection in open_connections():
+            if (connection.local, connection.remote) in ends or connection.remote in rendezvous_addresses:
+                self._connections.append(connection)
             else:
-                wire.socket.close()
+                connection.socket.close()
         self._is_cut = True
-        for wire in self._wires:
-            wire.cut()
-        names = [f"{wire.here[0]}:{wire.here[1]} - {wire.there[0]}:{wire.there[1]}" for wire in self._wires]
-        told = sum(wire.there in to for wire in self._wires)
-        self.proofs.put("cut", rank=self.rank, step=self.step, connections=names, of_the_rendezvous=told)
+        for connection in self._connections:
+            connection.cut()
+        names = [f"{c.local[0]}:{c.local[1]} - {c.remote[0]}:{c.remote[1]}" for c in self._connections]
+        to_rendezvous = sum(connection.remote in rendezvous_addresses for connection in self._connections)
+        self.evidence.put("cut", rank=self.rank, step=self.step, connections=names, of_the_rendezvous=to_rendezvous)
         threading.Thread(target=self._watch, name="cut", daemon=True).start()
 
     def _watch(self) -> None:
-        """Says when something was thrown away, and mends what is to come back."""
-        deadline_s = time.monotonic() + HELD_S
-        done = (
-            (lambda: self.proofs.has("went_on"))
-            if self.mends
-            else (lambda: any(wire.thrown_away for wire in self._wires))
-        )
-        while not done() and time.monotonic() < deadline_s:
-            time.sleep(_LOOK_S)
-        thrown_away = [wire.thrown_away for wire in self._wires]
-        if self.mends:
-            for wire in self._wires:
-                wire.mend()
-        self.proofs.put("mended" if self.mends else "silent", rank=self.rank, thrown_away=thrown_away)
-        for wire in self._wires:
-            wire.socket.close()
+        """Records the dropped packets, and restores the connections once the others have gone on."""
+        deadline_s = time.monotonic() + MAX_HOLD_S
+        while not self._is_done() and time.monotonic() < deadline_s:
+            time.sleep(_POLL_INTERVAL_S)
+        dropped_packets = [connection.dropped_packets for connection in self._connections]
+        if self.restores:
+            for connection in self._connections:
+                connection.restore()
+        self.evidence.put("restored" if self.restores else "silent", rank=self.rank, thrown_away=dropped_packets)
+        for connection in self._connections:
+            connection.socket.close()
+
+    def _is_done(self) -> bool:
+        if self.restores:
+            return self.evidence.has("went_on")
+        return any(connection.dropped_packets for connection in self._connections)
 
 
-def _without_wires(ground: ScenarioContext) -> str | None:
-    if ground.workers < 2:
+def _find_obstacle(context: ScenarioContext) -> str | None:
+    """Returns why the run has no connections that can be cut; None if it has."""
+    if context.workers < 2:
         return "one worker has no connection to another"
-    if ground.config.train.strategy == "parameter_server":
+    if context.config.train.strategy == "parameter_server":
         return "workers of parameter servers have no connections to each other"
-    if ground.config.scaling.gpus_per_worker:
+    if context.config.scaling.gpus_per_worker:
         return "what NCCL sends within a machine goes through no connection that could be cut"
     return None
 
 
-def _cut(
-    ground: ScenarioContext, others: int, mends: bool, confirm: Callable[[ScenarioResult, int], list[str]], **more: Any
+def _make_scenario(
+    context: ScenarioContext,
+    others: int,
+    restores: bool,
+    confirm: Callable[[ScenarioResult, int], list[str]],
+    **fields: Any,
 ) -> Scenario:
-    step, (rank, *rest) = ground.step(), ground.random.sample(range(ground.workers), ground.workers)
-    cut = Severed(ground.proofs, step, rank, rest[:others], rendezvous=mends, mends=mends)
+    """Returns a scenario that cuts the connections of a random rank.
+
+    Args:
+        context: The input of the scenario.
+        others: Maximum number of ranks at the other ends.
+        restores: Whether the rendezvous is cut off, too, and the connections are restored later.
+        confirm: Returns what is missing in the run, given the result and the step of the cut.
+        **fields: More fields of `Scenario`.
+    """
+    step, (rank, *rest) = context.choose_step(), context.random.sample(range(context.workers), context.workers)
+    cut = CutConnections(context.evidence, step, rank, rest[:others], rendezvous=restores, restores=restores)
 
     def observe(job: Job) -> None:
-        if mends and not ground.proofs.has("listening"):
-            ground.proofs.put("listening", address=ray.get(ray.get_actor(job.rendezvous).lifeline.remote())[0])
+        if restores and not context.evidence.has("listening"):
+            context.evidence.put("listening", address=ray.get(ray.get_actor(job.rendezvous).lifeline.remote())[0])
 
-    def lacks(run: ScenarioResult) -> list[str]:
-        said, counted = run.proofs["cut"], sum(run.proofs["mended" if mends else "silent"]["thrown_away"])
-        few = (
-            [] if len(said["connections"]) > said["of_the_rendezvous"] else ["no connection to another worker was cut"]
-        )
-        few += [] if said["of_the_rendezvous"] or not mends else ["no connection to the rendezvous was cut"]
-        return few + ([] if counted else ["nothing was thrown away"]) + confirm(run, step)
+    def confirm_cut(run: ScenarioResult) -> list[str]:
+        proof = run.proofs["cut"]
+        missing = []
+        if len(proof["connections"]) <= proof["of_the_rendezvous"]:
+            missing.append("no connection to another worker was cut")
+        if restores and not proof["of_the_rendezvous"]:
+            missing.append("no connection to the rendezvous was cut")
+        if not sum(run.proofs["restored" if restores else "silent"]["thrown_away"]):
+            missing.append("nothing was thrown away")
+        return missing + confirm(run, step)
 
-    hooks = Hooks(after_step=Several((cut, ground.pace(step + 1))), at=cut.forming)
-    return Scenario([step], confirm=lacks, faults=Faults(train=hooks), observe=observe, **more)
+    hooks = Hooks(after_step=HookChain((cut, context.make_delay_plan(step + 1))), at=cut.forming)
+    return Scenario([step], confirm=confirm_cut, faults=Faults(train=hooks), observe=observe, **fields)
 
 
-def partition(ground: ScenarioContext) -> Scenario | str:
+def partition(context: ScenarioContext) -> Scenario | str:
     """A worker is cut off from all others and the rendezvous, until these have gone on without it."""
 
     def confirm(run: ScenarioResult, step: int) -> list[str]:
-        without = run.proofs["went_on"]["workers"]
-        fewer = [] if without < ground.workers else [f"the others went on as {without} workers"]
-        gone, back = is_gone(run.proofs["cut"]), run.sizes[-1] > without
-        return fewer + ([] if gone is not False or back else ["the worker still lives and is not one of them again"])
+        remaining_workers = run.proofs["went_on"]["workers"]
+        missing = []
+        if remaining_workers >= context.workers:
+            missing.append(f"the others went on as {remaining_workers} workers")
+        has_rejoined = run.sizes[-1] > remaining_workers
+        if is_gone(run.proofs["cut"]) is False and not has_rejoined:
+            missing.append("the worker still lives and is not one of them again")
+        return missing
 
-    fewer = {"scaling__min_workers": 1}
-    return _without_wires(ground) or _cut(
-        ground, ground.workers, True, confirm, expected=["cut", "went_on", "mended"], changes=fewer
+    changes = {"scaling__min_workers": 1}
+    return _find_obstacle(context) or _make_scenario(
+        context, context.workers, True, confirm, expected=["cut", "went_on", "restored"], changes=changes
     )
 
 
-def half_open(ground: ScenarioContext) -> Scenario | str:
+def half_open(context: ScenarioContext) -> Scenario | str:
     """The connections between two workers neither say anything more nor end."""
 
     def confirm(run: ScenarioResult, step: int) -> list[str]:
-        stood = [e for e in run.events("stacks") if e.details["step"] == step]
-        again = [e for e in run.events("formed") if e.details["step"] == step]
-        return ([] if stood else ["the run has no record of a standstill"]) + (
-            [] if again else [f"no generation formed at step {step}"]
+        has_stalled = any(e.details["step"] == step for e in run.events("stacks"))
+        has_formed = any(e.details["step"] == step for e in run.events("formed"))
+        return ([] if has_stalled else ["the run has no record of a stalled step"]) + (
+            [] if has_formed else [f"no generation formed at step {step}"]
         )
 
-    changes = {"failure__step_timeout_s": _STANDSTILL_S}
-    return _without_wires(ground) or _cut(ground, 1, False, confirm, expected=["cut", "silent"], changes=changes)
+    changes = {"failure__step_timeout_s": _STEP_TIMEOUT_S}
+    return _find_obstacle(context) or _make_scenario(
+        context, 1, False, confirm, expected=["cut", "silent"], changes=changes
+    )

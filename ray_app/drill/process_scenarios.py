@@ -1,12 +1,7 @@
-"""Scenarios in which processes of a run die or stand still.
+"""Scenarios in which processes of a run die, are stopped or slowed down, end early or have a wrong clock.
 
-Scenarios in which a run ends before it is done, and is started again.
-
-A wall clock that is hours wrong, for one process, for all of its code: Python, C, threads.
-
-A process reads the clock by functions that the kernel gives it, the vDSO, whose pages are its own once it writes to
-them. There each function that tells the wall clock becomes a jump to one that asks the kernel and adds an offset. Other
-clocks stay right.
+In this order: workers and the evaluator are killed; a worker or the storage is slow, or the storage refuses; the
+rendezvous is killed; the run ends early and is started again; the wall clock of a worker is hours wrong (`clock_jump`).
 """
 
 from __future__ import annotations
@@ -35,13 +30,13 @@ from ray_app.drill.delays import Freeze, Hold, RefusedCommit, Slow, SlowCommit
 from ray_app.drill.faults import (
     DrillStopError,
     Evidence,
+    HookChain,
     Kill,
     KillAt,
-    KillNewcomer,
+    KillJoiningWorker,
     KillOnCommit,
-    Several,
     Stop,
-    driver_command,
+    make_driver_command,
 )
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
 from ray_app.driver.run import Faults
@@ -51,11 +46,28 @@ from ray_app.runlog.journal import MetricsReader
 from ray_app.storage.files import put_atomic
 from ray_app.train.job import Hooks, Job
 
-_BACK_S = 60.0
+
+def kill(context: ScenarioContext) -> Scenario | str:
+    """One worker is killed."""
+    return _make_kill_scenario(context, context.choose_step(), [context.choose_rank()])
 
 
-def died(names: list[str]) -> Callable[[ScenarioResult], list[str]]:
-    """Confirms that the processes of these proofs have ended, and that the run has recorded a failure."""
+def _make_kill_scenario(
+    context: ScenarioContext, step: int, ranks: list[int], make_hooks: Callable[[Kill], Hooks] | None = None
+) -> Scenario:
+    """Returns a scenario that kills these ranks; by default right after the step, otherwise with the hooks that
+    `make_hooks` returns.
+    """
+    names = [f"killed-{i}" for i in range(len(ranks))]
+    kill = Kill(context.evidence, names, step, ranks)
+    delay_plan = context.make_delay_plan(step + 1)
+    hooks = make_hooks(kill) if make_hooks else Hooks(after_step=kill)
+    after = HookChain((hooks.after_step, delay_plan)) if hooks.after_step else delay_plan
+    return Scenario([step], names, confirm_deaths(names), Faults(train=Hooks(after_step=after, at=hooks.at)))
+
+
+def confirm_deaths(names: list[str]) -> Callable[[ScenarioResult], list[str]]:
+    """Returns a check that the processes of these proofs have ended, and that the run has recorded a failure."""
 
     def confirm(run: ScenarioResult) -> list[str]:
         missing = [f"the process of {name} still lives" for name in names if is_gone(run.proofs[name]) is False]
@@ -64,308 +76,327 @@ def died(names: list[str]) -> Callable[[ScenarioResult], list[str]]:
     return confirm
 
 
-def _killed(
-    ground: ScenarioContext, step: int, ranks: list[int], how: Callable[[Kill], Hooks] | None = None
-) -> Scenario:
-    names = [f"killed-{i}" for i in range(len(ranks))]
-    kill = Kill(ground.proofs, names, step, ranks)
-    pace = ground.pace(step + 1)
-    hooks = how(kill) if how else Hooks(after_step=kill)
-    after = Several((hooks.after_step, pace)) if hooks.after_step else pace
-    return Scenario([step], names, died(names), Faults(train=Hooks(after_step=after, at=hooks.at)))
-
-
-def kill(ground: ScenarioContext) -> Scenario | str:
-    """One worker is killed."""
-    return _killed(ground, ground.step(), [ground.rank()])
-
-
-def kill_twice(ground: ScenarioContext) -> Scenario | str:
+def kill_twice(context: ScenarioContext) -> Scenario | str:
     """A worker is killed, and after another one has joined, one more in the same epoch."""
-    low, high = int(0.2 * ground.total_steps), int(0.8 * ground.total_steps)
-    starts = range(0, ground.total_steps, ground.steps_per_epoch)
+    low, high = int(0.2 * context.total_steps), int(0.8 * context.total_steps)
+    starts = range(0, context.total_steps, context.steps_per_epoch)
     first, last = max(
-        ((max(low, s) + 1, min(high, s + ground.steps_per_epoch) - 1) for s in starts),
+        ((max(low, s) + 1, min(high, s + context.steps_per_epoch) - 1) for s in starts),
         key=lambda span: span[1] - span[0],
     )
     if last - first < 3:
-        return f"an epoch of {ground.steps_per_epoch} steps is too short to kill twice in it"
-    one, other = Kill(ground.proofs, ["killed-0"], first, [ground.rank()]), Kill(ground.proofs, ["killed-1"], last, [0])
-    paces = ground.pace(first + 1, last - 1), ground.pace(last + 1)
-    hooks = Hooks(after_step=Several((one, other, *paces)))
-    return Scenario([first, last], ["killed-0", "killed-1"], died(["killed-0", "killed-1"]), Faults(train=hooks))
+        return f"an epoch of {context.steps_per_epoch} steps is too short to kill twice in it"
+    first_kill, second_kill = (
+        Kill(context.evidence, ["killed-0"], first, [context.choose_rank()]),
+        Kill(context.evidence, ["killed-1"], last, [0]),
+    )
+    delay_plans = context.make_delay_plan(first + 1, last - 1), context.make_delay_plan(last + 1)
+    hooks = Hooks(after_step=HookChain((first_kill, second_kill, *delay_plans)))
+    return Scenario(
+        [first, last], ["killed-0", "killed-1"], confirm_deaths(["killed-0", "killed-1"]), Faults(train=hooks)
+    )
 
 
-def kill_two(ground: ScenarioContext) -> Scenario | str:
+def kill_two(context: ScenarioContext) -> Scenario | str:
     """Two workers are killed at once."""
-    if ground.workers < 3:
-        return f"it needs 3 workers so that one goes on, there are {ground.workers}"
-    return _killed(ground, ground.step(), ground.random.sample(range(ground.workers), 2))
+    if context.workers < 3:
+        return f"it needs 3 workers so that one goes on, there are {context.workers}"
+    return _make_kill_scenario(context, context.choose_step(), context.random.sample(range(context.workers), 2))
 
 
-def kill_all(ground: ScenarioContext) -> Scenario | str:
+def kill_all(context: ScenarioContext) -> Scenario | str:
     """All workers are killed at once."""
-    return _killed(ground, ground.step(), list(range(ground.workers)))
+    return _make_kill_scenario(context, context.choose_step(), list(range(context.workers)))
 
 
-def kill_exchange(ground: ScenarioContext) -> Scenario | str:
+def kill_exchange(context: ScenarioContext) -> Scenario | str:
     """A worker is killed as it begins to exchange gradients."""
-    if ground.workers < 2:
+    if context.workers < 2:
         return "one worker exchanges nothing"
-    return _killed(ground, ground.step(), [ground.rank()], lambda kill: Hooks(at=KillAt("exchange", kill)))
+    return _make_kill_scenario(
+        context, context.choose_step(), [context.choose_rank()], lambda kill: Hooks(at=KillAt("exchange", kill))
+    )
 
 
-def kill_forming(ground: ScenarioContext) -> Scenario | str:
+def kill_forming(context: ScenarioContext) -> Scenario | str:
     """A worker is killed, and another one as the rest form without it."""
-    if ground.workers < 3:
-        return f"it needs 3 workers so that one goes on, there are {ground.workers}"
-    step, (first, second) = ground.step(), ground.random.sample(range(ground.workers), 2)
-    one, other = Kill(ground.proofs, ["killed-0"], step, [first]), Kill(ground.proofs, ["killed-1"], step, [second])
-    hooks = Hooks(after_step=Several((one, ground.pace(step + 1))), at=KillAt("forming", other))
-    return Scenario([step], ["killed-0", "killed-1"], died(["killed-0", "killed-1"]), Faults(train=hooks))
+    if context.workers < 3:
+        return f"it needs 3 workers so that one goes on, there are {context.workers}"
+    step, (first, second) = context.choose_step(), context.random.sample(range(context.workers), 2)
+    first_kill, second_kill = (
+        Kill(context.evidence, ["killed-0"], step, [first]),
+        Kill(context.evidence, ["killed-1"], step, [second]),
+    )
+    after_step = HookChain((first_kill, context.make_delay_plan(step + 1)))
+    hooks = Hooks(after_step=after_step, at=KillAt("forming", second_kill))
+    return Scenario([step], ["killed-0", "killed-1"], confirm_deaths(["killed-0", "killed-1"]), Faults(train=hooks))
 
 
-def kill_joining(ground: ScenarioContext) -> Scenario | str:
+def kill_joining(context: ScenarioContext) -> Scenario | str:
     """So many workers are killed that others come for them, and the first of these is killed as it joins."""
-    step, victims = ground.step(), ground.workers - ground.enough.start + 1
+    step, victims = context.choose_step(), context.workers - context.sufficient_workers.start + 1
     names = [f"killed-{i}" for i in range(victims)]
-    kill = Kill(ground.proofs, names, step, ground.random.sample(range(ground.workers), victims))
-    newcomer = KillNewcomer(ground.proofs, "newcomer", names[0])
-    hooks = Hooks(after_step=Several((kill, ground.pace(step + 1))), at=newcomer)
-    return Scenario([step], [*names, "newcomer"], died([*names, "newcomer"]), Faults(train=hooks))
+    kill = Kill(context.evidence, names, step, context.random.sample(range(context.workers), victims))
+    kill_joining_worker = KillJoiningWorker(context.evidence, "killed-joining", names[0])
+    hooks = Hooks(after_step=HookChain((kill, context.make_delay_plan(step + 1))), at=kill_joining_worker)
+    return Scenario([step], [*names, "killed-joining"], confirm_deaths([*names, "killed-joining"]), Faults(train=hooks))
 
 
-def kill_phases(ground: ScenarioContext) -> Scenario | str:
+def kill_phases(context: ScenarioContext) -> Scenario | str:
     """Rank 0 is killed three times: as it asks for data, as it computes, and as it exchanges gradients."""
-    phases = ("data", "compute", "exchange" if ground.workers > 1 else "compute")
-    steps = [int(part * ground.total_steps) for part in (0.25, 0.45, 0.65)]
+    phases = ("data", "compute", "exchange" if context.workers > 1 else "compute")
+    steps = [int(part * context.total_steps) for part in (0.25, 0.45, 0.65)]
     names = [f"killed-{i}" for i in range(len(phases))]
     kills = zip(phases, names, steps, strict=True)
-    at = Several(tuple(KillAt(phase, Kill(ground.proofs, [name], step, [0])) for phase, name, step in kills))
-    paces = [
-        ground.pace(step + 1, until)
+    at = HookChain(tuple(KillAt(phase, Kill(context.evidence, [name], step, [0])) for phase, name, step in kills))
+    delay_plans = [
+        context.make_delay_plan(step + 1, until)
         for step, until in zip(steps, [step - 1 for step in steps[1:]] + [None], strict=True)
     ]
-    return Scenario(steps, names, died(names), Faults(train=Hooks(after_step=Several(tuple(paces)), at=at)))
+    hooks = Hooks(after_step=HookChain(tuple(delay_plans)), at=at)
+    return Scenario(steps, names, confirm_deaths(names), Faults(train=hooks))
 
 
-def kill_saving(ground: ScenarioContext) -> Scenario | str:
+def kill_saving(context: ScenarioContext) -> Scenario | str:
     """The worker that writes a checkpoint is killed before it has committed it."""
-    step = ground.checkpoint()
-    hooks = Hooks(ground.pace(step + 1), KillOnCommit(ground.proofs, "killed-0", step))
+    step = context.choose_checkpoint_step()
+    hooks = Hooks(context.make_delay_plan(step + 1), KillOnCommit(context.evidence, "killed-0", step))
 
     def confirm(run: ScenarioResult) -> list[str]:
-        written = any(e.details["step"] == step for e in run.events("checkpointed"))
-        return died(["killed-0"])(run) + ([] if written else [f"the checkpoint of step {step} was never written"])
+        is_committed = any(e.details["step"] == step for e in run.events("checkpointed"))
+        return confirm_deaths(["killed-0"])(run) + (
+            [] if is_committed else [f"the checkpoint of step {step} was never written"]
+        )
 
     return Scenario([step], ["killed-0"], confirm, Faults(train=hooks))
 
 
-def evaluator(ground: ScenarioContext) -> Scenario | str:
+def evaluator(context: ScenarioContext) -> Scenario | str:
     """The evaluator is killed while it evaluates."""
-    if ground.config.data.eval_path is None:
+    if context.config.data.eval_path is None:
         return "there is no evaluator without data.eval_path"
-    if ground.config.evaluate.where == "workers":
+    if context.config.evaluate.where == "workers":
         return "there is no evaluator with evaluate.where workers"
-    step = ground.checkpoint()
+    step = context.choose_checkpoint_step()
 
     def confirm(run: ScenarioResult) -> list[str]:
         missing = ["the evaluator's process still lives"] if is_gone(run.proofs["killed-0"]) is False else []
-        again = any(e.step >= step for e in read_evaluations(run.paths))
-        return missing if again else [*missing, "nothing was evaluated after it"]
+        is_evaluated = any(e.step >= step for e in read_evaluations(run.paths))
+        return missing if is_evaluated else [*missing, "nothing was evaluated after it"]
 
-    kill = KillOnCommit(ground.proofs, "killed-0", step)
+    kill = KillOnCommit(context.evidence, "killed-0", step)
     return Scenario([step], ["killed-0"], confirm, Faults(before_evaluation=kill))
 
 
-def freeze(ground: ScenarioContext) -> Scenario | str:
-    """A worker stands still (SIGSTOP) for longer than failure.heartbeat_timeout_s, then wants to go on."""
-    step, seconds = ground.step(), ground.config.failure.heartbeat_timeout_s + 4.0
-    hook = Freeze(ground.proofs, "frozen", step, ground.rank(), seconds)
-    pace = ground.pace(step + 1, least_s=seconds)
+def freeze(context: ScenarioContext) -> Scenario | str:
+    """A worker is stopped (SIGSTOP) for longer than failure.heartbeat_timeout_s, then wants to go on."""
+    step, seconds = context.choose_step(), context.config.failure.heartbeat_timeout_s + 4.0
+    hook = Freeze(context.evidence, "frozen", step, context.choose_rank(), seconds)
+    delay_plan = context.make_delay_plan(step + 1, min_s=seconds)
 
     def confirm(run: ScenarioResult) -> list[str]:
-        silent = any("no sign of life" in str(e.details["errors"]) for e in run.events("failed"))
-        return [] if silent else ["the run has no record of a worker that was silent"]
+        is_recorded = any("no heartbeat for" in str(e.details["errors"]) for e in run.events("failed"))
+        return [] if is_recorded else ["the run has no record of a worker that was silent"]
 
-    return Scenario([step], ["frozen"], confirm, Faults(train=Hooks(after_step=Several((hook, pace)))))
+    return Scenario([step], ["frozen"], confirm, Faults(train=Hooks(after_step=HookChain((hook, delay_plan)))))
 
 
-def slow(ground: ScenarioContext) -> Scenario | str:
+def slow(context: ScenarioContext) -> Scenario | str:
     """A worker takes three times as long as the others for a third of the steps."""
-    step = ground.step()
-    last = min(step + ground.total_steps // 3, ground.total_steps - 1)
-    hook = Slow(ground.proofs, "slow", step, last, ground.rank(), 3.0)
+    step = context.choose_step()
+    last = min(step + context.total_steps // 3, context.total_steps - 1)
+    hook = Slow(context.evidence, "slow", step, last, context.choose_rank(), 3.0)
 
     def confirm(run: ScenarioResult) -> list[str]:
-        blamed = [str(e.details["errors"]) for e in run.events("failed")]
-        wasted = [] if run.proofs["slow"]["seconds"] > 0 else ["no time was wasted"]
-        return [*wasted, *(f"a slow worker was taken for a lost one: {said}" for said in blamed)]
+        failures = [str(e.details["errors"]) for e in run.events("failed")]
+        missing = [] if run.proofs["slow"]["seconds"] > 0 else ["no time was wasted"]
+        return [*missing, *(f"a slow worker was taken for a lost one: {errors}" for errors in failures)]
 
     return Scenario([step], ["slow"], confirm, Faults(train=Hooks(after_step=hook)))
 
 
-def storage_away(ground: ScenarioContext) -> Scenario | str:
-    """The storage refuses a checkpoint for five seconds."""
-    return _refused(ground, 5.0, errno.EIO, "write_retried")
-
-
-def full_disk(ground: ScenarioContext) -> Scenario | str:
-    """The disk is full until a checkpoint is given up."""
-    return _refused(ground, None, errno.ENOSPC, "write_failed")
-
-
-def _refused(ground: ScenarioContext, seconds: float | None, number: int, kind: str) -> Scenario:
-    step = ground.checkpoint()
-    hooks = Hooks(before_commit=RefusedCommit(ground.proofs, "refused", step, seconds, number))
-
-    def confirm(run: ScenarioResult) -> list[str]:
-        at = run.proofs["refused"]["step"]
-        told = [e for e in run.events(kind) if e.details["step"] == at]
-        written = {e.details["step"] for e in run.events("checkpointed")}
-        missing = [] if told else [f"there is no event {kind} of step {at}"]
-        if (at in written) != (seconds is not None):
-            missing.append(f"the checkpoint of step {at} was {'' if at in written else 'not '}written")
-        return missing if max(written) > at else [*missing, f"no checkpoint after that of step {at}"]
-
-    return Scenario([step], ["refused"], confirm, Faults(train=hooks))
-
-
-def slow_storage(ground: ScenarioContext) -> Scenario | str:
+def slow_storage(context: ScenarioContext) -> Scenario | str:
     """A checkpoint takes five seconds to be written."""
-    step, seconds = ground.checkpoint(), 5.0
-    hooks = Hooks(before_commit=SlowCommit(ground.proofs, "slow", step, seconds))
+    step, seconds = context.choose_checkpoint_step(), 5.0
+    hooks = Hooks(before_commit=SlowCommit(context.evidence, "slow", step, seconds))
 
     def confirm(run: ScenarioResult) -> list[str]:
-        took = [
+        durations_s = [
             e.details["duration_s"]
             for e in run.events("checkpointed")
             if e.details["step"] == run.proofs["slow"]["step"]
         ]
-        return [] if took and took[0] >= seconds else [f"no checkpoint took {seconds:g} s"]
+        return [] if durations_s and durations_s[0] >= seconds else [f"no checkpoint took {seconds:g} s"]
 
     return Scenario([step], ["slow"], confirm, Faults(train=hooks))
 
 
-def rendezvous(ground: ScenarioContext) -> Scenario | str:
-    """The rendezvous, which decides who steps with whom, is killed; a worker is killed right after it is back."""
-    step = ground.step()
-    hold = Hold(ground.proofs, "held", "rendezvous_killed", step, 0)
-    kill = Kill(ground.proofs, ["killed-0"], step + 1, [ground.rank()])
+def storage_away(context: ScenarioContext) -> Scenario | str:
+    """The storage refuses a checkpoint for five seconds."""
+    return _make_refusal_scenario(context, 5.0, errno.EIO, "write_retried")
+
+
+def full_disk(context: ScenarioContext) -> Scenario | str:
+    """The disk is full until a checkpoint is given up."""
+    return _make_refusal_scenario(context, None, errno.ENOSPC, "write_failed")
+
+
+def _make_refusal_scenario(context: ScenarioContext, seconds: float | None, number: int, kind: str) -> Scenario:
+    """Returns a scenario in which the storage refuses a checkpoint.
+
+    Args:
+        context: The input of the scenario.
+        seconds: Duration of the refusals; None: the checkpoint is never written.
+        number: Number of the storage's error, see `errno`.
+        kind: Kind of the event with which the run must record it.
+    """
+    step = context.choose_checkpoint_step()
+    hooks = Hooks(before_commit=RefusedCommit(context.evidence, "refused", step, seconds, number))
+
+    def confirm(run: ScenarioResult) -> list[str]:
+        refused_step = run.proofs["refused"]["step"]
+        has_event = any(e.details["step"] == refused_step for e in run.events(kind))
+        written_steps = {e.details["step"] for e in run.events("checkpointed")}
+        missing = [] if has_event else [f"there is no event {kind} of step {refused_step}"]
+        is_written = refused_step in written_steps
+        if is_written != (seconds is not None):
+            missing.append(f"the checkpoint of step {refused_step} was {'' if is_written else 'not '}written")
+        has_later = max(written_steps) > refused_step
+        return missing if has_later else [*missing, f"no checkpoint after that of step {refused_step}"]
+
+    return Scenario([step], ["refused"], confirm, Faults(train=hooks))
+
+
+_RENDEZVOUS_TIMEOUT_S = 60.0
+
+
+def rendezvous(context: ScenarioContext) -> Scenario | str:
+    """The rendezvous, which forms the generations, is killed; a worker is killed right after it is back."""
+    step = context.choose_step()
+    hold = Hold(context.evidence, "held", "rendezvous_killed", step, 0)
+    kill = Kill(context.evidence, ["killed-0"], step + 1, [context.choose_rank()])
 
     def observe(job: Job) -> None:
-        if ground.proofs.has("held") and not ground.proofs.has("rendezvous_killed"):
+        if context.evidence.has("held") and not context.evidence.has("rendezvous_killed"):
             actor = ray.get_actor(job.rendezvous)
-            before, _ = ray.get(actor.lifeline.remote())
+            old_address, _ = ray.get(actor.lifeline.remote())
             ray.kill(actor, no_restart=False)
-            after, deadline_s = before, time.monotonic() + _BACK_S
-            while (
-                after == before and time.monotonic() < deadline_s
-            ):  # Ray does not wait until it is dead: it may still answer
-                after, _ = ray.get(actor.lifeline.remote())
-            ground.proofs.put("rendezvous_killed", step=step, before=before, after=after)
+            new_address, deadline_s = old_address, time.monotonic() + _RENDEZVOUS_TIMEOUT_S
+            # `ray.kill` does not wait for the death of the actor: the old process may still answer.
+            while new_address == old_address and time.monotonic() < deadline_s:
+                new_address, _ = ray.get(actor.lifeline.remote())
+            context.evidence.put("rendezvous_killed", step=step, before=old_address, after=new_address)
 
     def confirm(run: ScenarioResult) -> list[str]:
         killed = run.proofs["rendezvous_killed"]
-        same = ["the rendezvous listens where it did before"] if killed["before"] == killed["after"] else []
-        return same + died(["killed-0"])(run)
+        missing = ["the rendezvous listens where it did before"] if killed["before"] == killed["after"] else []
+        return missing + confirm_deaths(["killed-0"])(run)
 
-    hooks = Hooks(after_step=Several((hold, kill, ground.pace(step + 2))))
-    names, held = ["held", "rendezvous_killed", "killed-0"], {"held": "rendezvous_killed"}
-    return Scenario([step], names, confirm, Faults(train=hooks), observe, held)
-
-
-_DRIVER_S = 180.0
+    hooks = Hooks(after_step=HookChain((hold, kill, context.make_delay_plan(step + 2))))
+    names, waits = ["held", "rendezvous_killed", "killed-0"], {"held": "rendezvous_killed"}
+    return Scenario([step], names, confirm, Faults(train=hooks), observe, waits)
 
 
-def damage(ground: ScenarioContext) -> Scenario | str:
+def damage(context: ScenarioContext) -> Scenario | str:
     """The run is stopped, one bit of its newest checkpoint flips, and it is started again."""
-    return _damaged(ground, flip_a_bit)
+    return _make_damage_scenario(context, flip_middle_bit)
 
 
-def torn_write(ground: ScenarioContext) -> Scenario | str:
+def torn_write(context: ScenarioContext) -> Scenario | str:
     """The run is stopped, half of the largest file of its newest checkpoint is gone, and it is started again."""
-    return _damaged(ground, cut_in_half)
+    return _make_damage_scenario(context, cut_in_half)
 
 
-def _damaged(ground: ScenarioContext, harm: Callable[[bytearray], bytearray]) -> Scenario:
-    step = ground.random.randrange(2 * ground.checkpoint_every + 1, 5 * ground.checkpoint_every)
+def _make_damage_scenario(context: ScenarioContext, damage: Callable[[bytearray], bytearray]) -> Scenario:
+    """Returns a scenario that stops the run, damages the largest file of its newest checkpoint, and starts the run
+    again.
+    """
+    step = context.random.randrange(2 * context.checkpoint_every + 1, 5 * context.checkpoint_every)
 
-    def before(config: Config) -> None:
+    def first_start(config: Config) -> None:
         try:
-            ground.train(config, Faults(train=Hooks(after_step=Stop(ground.proofs, "stopped", step))))
+            context.train(config, Faults(train=Hooks(after_step=Stop(context.evidence, "stopped", step))))
         except Exception as error:
             if not isinstance(unwrap_app_error(error), DrillStopError):
                 raise
-        newest = CheckpointStore(ground.paths).commits()[-1]
-        folder = ground.paths.checkpoint(newest.step, newest.fence)
+        newest = CheckpointStore(context.paths).commits()[-1]
+        folder = context.paths.checkpoint(newest.step, newest.fence)
         name = max(newest.files, key=lambda name: newest.files[name]["bytes"])
-        put_atomic(folder / name, bytes(harm(bytearray((folder / name).read_bytes()))))
-        ground.proofs.put("damaged", step=newest.step, checkpoint=folder.name, file=name)
+        put_atomic(folder / name, bytes(damage(bytearray((folder / name).read_bytes()))))
+        context.evidence.put("damaged", step=newest.step, checkpoint=folder.name, file=name)
 
     def confirm(run: ScenarioResult) -> list[str]:
         damaged = run.proofs["damaged"]["checkpoint"]
-        passed = any(e.details["checkpoint"] == damaged for e in run.events("fallback"))
-        return [] if passed else [f"the run has no record that {damaged} was passed over"]
+        was_passed_over = any(e.details["checkpoint"] == damaged for e in run.events("fallback"))
+        return [] if was_passed_over else [f"the run has no record that {damaged} was passed over"]
 
-    return Scenario([step], ["stopped", "damaged"], confirm, before=before)
+    return Scenario([step], ["stopped", "damaged"], confirm, first_start=first_start)
 
 
-def flip_a_bit(data: bytearray) -> bytearray:
-    """With another bit in the middle."""
+def flip_middle_bit(data: bytearray) -> bytearray:
+    """Returns the data with one bit flipped in the middle."""
     data[len(data) // 2] ^= 1
     return data
 
 
 def cut_in_half(data: bytearray) -> bytearray:
-    """The first half."""
+    """Returns the first half of the data."""
     return data[: len(data) // 2]
 
 
-def driver(ground: ScenarioContext) -> Scenario | str:
+def driver(context: ScenarioContext) -> Scenario | str:
     """The driver is killed, and the same run is started again."""
-    step = ground.step()
-    return _driver(
-        ground, step, Faults(train=Hooks(after_step=Hold(ground.proofs, "held", "driver_killed", step, 0))), ["held"]
-    )
+    step = context.choose_step()
+    hold = Hold(context.evidence, "held", "driver_killed", step, 0)
+    return _make_driver_scenario(context, step, Faults(train=Hooks(after_step=hold)), ["held"])
 
 
-def evaluator_and_driver(ground: ScenarioContext) -> Scenario | str:
+def evaluator_and_driver(context: ScenarioContext) -> Scenario | str:
     """The evaluator is killed while it evaluates, then the driver, and the same run is started again."""
-    if ground.config.data.eval_path is None or ground.config.evaluate.where == "workers":
+    if context.config.data.eval_path is None or context.config.evaluate.where == "workers":
         return "there is no evaluator without data.eval_path, nor with evaluate.where workers"
-    step = ground.checkpoint()
-    hold = Hold(ground.proofs, "held", "driver_killed", step + 1, 0)
-    faults = Faults(train=Hooks(after_step=hold), before_evaluation=KillOnCommit(ground.proofs, "killed-0", step))
-    made = _driver(ground, step + 1, faults, ["held", "killed-0"])
+    step = context.choose_checkpoint_step()
+    hold = Hold(context.evidence, "held", "driver_killed", step + 1, 0)
+    faults = Faults(train=Hooks(after_step=hold), before_evaluation=KillOnCommit(context.evidence, "killed-0", step))
+    scenario = _make_driver_scenario(context, step + 1, faults, ["held", "killed-0"])
 
     def confirm(run: ScenarioResult) -> list[str]:
-        again = any(e.step >= step for e in read_evaluations(run.paths))
-        return made.confirm(run) + ([] if again else ["nothing was evaluated after it"])
+        is_evaluated = any(e.step >= step for e in read_evaluations(run.paths))
+        return scenario.confirm(run) + ([] if is_evaluated else ["nothing was evaluated after it"])
 
-    return replace(made, confirm=confirm)
+    return replace(scenario, confirm=confirm)
 
 
-def _driver(ground: ScenarioContext, step: int, faults: Faults, first: list[str]) -> Scenario:
-    """A driver of its own that is killed once some things have happened in its run."""
+_DRIVER_TIMEOUT_S = 180.0
 
-    def before(config: Config) -> None:
+
+def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, awaited_proofs: list[str]) -> Scenario:
+    """Returns a scenario that starts the run with a driver in another process, kills it, and starts the run again.
+
+    Args:
+        context: The input of the scenario.
+        step: The step for the certificate.
+        faults: The faults of the first start.
+        awaited_proofs: Proofs that must exist before the driver is killed.
+    """
+
+    def first_start(config: Config) -> None:
         with tempfile.TemporaryDirectory() as folder:
             with (Path(folder) / "output").open("wb") as output:
-                command = driver_command(Path(folder) / "run", config, faults)
+                command = make_driver_command(Path(folder) / "run", config, faults)
                 process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
             try:
-                deadline_s = time.monotonic() + _DRIVER_S
-                while (
-                    not all(map(ground.proofs.has, first)) and process.poll() is None and time.monotonic() < deadline_s
-                ):
+                deadline_s = time.monotonic() + _DRIVER_TIMEOUT_S
+                while process.poll() is None and time.monotonic() < deadline_s:
+                    if all(map(context.evidence.has, awaited_proofs)):
+                        break
                     time.sleep(0.1)
-                if process.poll() is None and all(map(ground.proofs.has, first)):
+                if process.poll() is None and all(map(context.evidence.has, awaited_proofs)):
                     process.kill()
                     process.wait()
-                    ground.proofs.put("driver_killed", step=step, pid=process.pid, exit_code=process.returncode)
+                    context.evidence.put("driver_killed", step=step, pid=process.pid, exit_code=process.returncode)
                 else:
-                    ground.proofs.put("trouble", error=(Path(folder) / "output").read_text()[-2000:])
+                    context.evidence.put("trouble", error=(Path(folder) / "output").read_text()[-2000:])
             finally:
                 with suppress(ProcessLookupError):
                     process.kill()
@@ -375,104 +406,67 @@ def _driver(ground: ScenarioContext, step: int, faults: Faults, first: list[str]
         starts = len(run.events("started"))
         return [] if starts == 2 else [f"the run has the record of {starts} starts"]
 
-    return Scenario([step], [*first, "driver_killed"], confirm, held={"held": "driver_killed"}, before=before)
-
-
-_OFFSET = b"\x48\xb9%s\x48\x8b\x09"  # mov rcx, <address of the offset>; mov rcx, [rcx]
-_CODE = {
-    # rdi: which clock, rsi: where to put it. The real ones are 0 and, less exact, 5
-    "__vdso_clock_gettime": b"\xb8\xe4\0\0\0\x0f\x05\x85\xff\x74\x06\x83\xff\x05\x74\x01\xc3"
-    + _OFFSET
-    + b"\x48\x01\x0e\xc3",
-    "__vdso_gettimeofday": b"\xb8\x60\0\0\0\x0f\x05\x48\x85\xff\x74\x10" + _OFFSET + b"\x48\x01\x0f\xc3",
-    "__vdso_time": b"\xb8\xc9\0\0\0\x0f\x05" + _OFFSET + b"\x48\x01\xc8\x48\x85\xff\x74\x03\x48\x89\x07\xc3",
-}
-"""For each function: the system call of its name, and the offset added to the seconds that it gives (x86-64)."""
-_JUMP = b"\x48\xb8%s\xff\xe0"  # mov rax, <address>; jmp rax
-_FAILED = ctypes.c_void_p(-1).value
-_HOUR_S, _TOLERANCE_S = 3600, 900
-
-
-def why_not() -> str | None:
-    """Why the clock of a process cannot be moved here, if so."""
-    if platform.machine() != "x86_64":
-        return f"the clock of a single process can be moved on x86_64 only, and this is {platform.machine()}"
-    try:
-        absent = _CODE.keys() - dict(_functions()).keys()
-    except OSError as error:
-        return f"the functions that tell the time cannot be read: {error}"
-    return f"this kernel has no {', '.join(sorted(absent))}" if absent else None
-
-
-def move_to(offset_s: int) -> None:
-    """Has the wall clock of this process be wrong by so many seconds from now on.
-
-    Raises:
-        OSError: The kernel does not let a process change its own pages.
-    """
-    _offset().value = offset_s
-
-
-@cache
-def _offset() -> ctypes.c_int64:
-    """The offset of this process, after putting the functions that add it in place; it stays for the life of the
-    process.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype, libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+    return Scenario(
+        [step], [*awaited_proofs, "driver_killed"], confirm, waits={"held": "driver_killed"}, first_start=first_start
     )
-    access, kind = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    page = libc.mmap(
-        None, mmap.PAGESIZE, access, kind, -1, 0
-    )  # nobody unmaps it, unlike one of Python's, while threads still ask
-    if page == _FAILED:
-        raise OSError(ctypes.get_errno(), "no page for code")
-    offset, free = ctypes.c_int64.from_address(page), page + 8
-    with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        for name, address in _functions():
-            if name in _CODE:
-                code = _CODE[name] % struct.pack("<Q", page)
-                ctypes.memmove(free, code, len(code))
-                os.pwrite(memory.fileno(), _JUMP % struct.pack("<Q", free), address)
-                free += len(code)
-    return offset
 
 
-def _functions() -> Iterator[tuple[str, int]]:
-    """Name and address of the functions of the vDSO, an ELF file in memory."""
-    found = re.search(r"^(\w+)-(\w+) .*\[vdso\]$", Path("/proc/self/maps").read_text(), re.MULTILINE)
-    if found is None:
-        raise OSError("there is no vDSO")
-    base, end = int(found[1], 16), int(found[2], 16)
-    image = ctypes.string_at(base, end - base)
-    (sections,) = struct.unpack_from("<Q", image, 40)
-    size, count = struct.unpack_from("<HH", image, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", image, sections + i * size) for i in range(count)]
-    for _, kind, _, _, at, length, link, _, _, each in headers:
-        if kind != 11:  # SHT_DYNSYM
-            continue
-        names = headers[link][4]
-        for place in range(at, at + length, each):
-            name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", image, place)
-            if section:
-                yield image[names + name : image.index(b"\0", names + name)].decode(), base + value
+_HOUR_S = 3600
+
+
+_TOLERANCE_S = 900
+
+
+def clock_jump(context: ScenarioContext) -> Scenario | str:
+    """The wall clock of the worker that writes the record and the checkpoints jumps hours ahead, then hours back, then
+    is right again.
+    """
+    if reason := find_clock_obstacle():
+        return reason
+    if not isinstance(context.paths.root, Path) or "://" in context.config.data.path:
+        return "S3 refuses what is signed at another hour"
+    step, every = context.choose_step(), context.checkpoint_every + 1
+    hours_s = _HOUR_S * context.random.randrange(2, 10)
+    jumps = [(step, hours_s), (step + every, -hours_s), (step + 2 * every, 0)]
+    names = [f"clock-{i}" for i in range(len(jumps))]
+    hooks = tuple(
+        ClockJump(context.evidence, name, jump_step, 0, offset_s)
+        for name, (jump_step, offset_s) in zip(names, jumps, strict=True)
+    )
+    faults = Faults(train=Hooks(after_step=HookChain(hooks)))
+    return Scenario([jump_step for jump_step, _ in jumps], names, confirm_clock_jumps, faults)
+
+
+def confirm_clock_jumps(run: ScenarioResult) -> list[str]:
+    """Confirms that the run was recorded by a clock that was wrong, and then by one that was right; returns what is
+    missing.
+    """
+    reader = MetricsReader(run.paths)
+    reader.poll()
+    jumps = sorted((p for name, p in run.proofs.items() if name.startswith("clock-")), key=lambda p: p["step"])
+    missing = []
+    for jump, last_step in zip(jumps, [jump["step"] for jump in jumps[1:]] + [max(reader.records)], strict=True):
+        errors_s = [
+            reader.records[n].time_s - jump["time_s"] - jump["clock_s"] for n in range(jump["step"] + 1, last_step + 1)
+        ]
+        if not errors_s or max(map(abs, errors_s)) > _TOLERANCE_S:
+            missing.append(f"steps after {jump['step']} were not recorded by a clock that is {jump['clock_s']} s wrong")
+    return missing if run.paths.report.exists() else [*missing, "there is no report of the run"]
 
 
 @dataclass(frozen=True)
-class Jump:
-    """The wall clock of a rank jumps after a step; a hook for `Hooks.after_step`.
+class ClockJump:
+    """Shifts the wall clock of a rank after a step; a hook for `Hooks.after_step`.
 
     Args:
-        proofs: Where it is recorded, by the right clock.
+        evidence: Records the fault with the time of the right clock.
         name: Name of the proof.
-        step: Finished steps at which it happens.
-        rank: Of which rank.
-        offset_s: By how much it is wrong from then on.
+        step: Finished steps at which the clock jumps.
+        rank: The rank.
+        offset_s: Difference of the clock to the right one from then on.
     """
 
-    proofs: Evidence
+    evidence: Evidence
     name: str
     step: int
     rank: int
@@ -480,41 +474,105 @@ class Jump:
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
-        if step == self.step and rank == self.rank and not self.proofs.has(self.name):
+        if step == self.step and rank == self.rank and not self.evidence.has(self.name):
+            # On an error the scenario counts as failed, but the run must go on.
             try:
-                move_to(0)
-                self.proofs.put(self.name, rank=rank, step=step, clock_s=self.offset_s)
-                move_to(self.offset_s)
-            except OSError as error:  # the scenario counts as failed; the run must go on
-                self.proofs.put("trouble", error=f"the clock cannot be moved: {error}")
+                shift_clock(0)
+                self.evidence.put(self.name, rank=rank, step=step, clock_s=self.offset_s)
+                shift_clock(self.offset_s)
+            except OSError as error:
+                self.evidence.put("trouble", error=f"the clock cannot be moved: {error}")
 
 
-def clock_jump(ground: ScenarioContext) -> Scenario | str:
-    """The wall clock of the worker that writes the record and the checkpoints jumps hours ahead, then hours back, then
-    is right again.
+def find_clock_obstacle() -> str | None:
+    """Returns why the wall clock of a process cannot be shifted on this machine; None if it can."""
+    if platform.machine() != "x86_64":
+        return f"the clock of a single process can be moved on x86_64 only, and this is {platform.machine()}"
+    try:
+        absent = _VDSO_CODE.keys() - dict(_vdso_functions()).keys()
+    except OSError as error:
+        return f"the functions that tell the time cannot be read: {error}"
+    return f"this kernel has no {', '.join(sorted(absent))}" if absent else None
+
+
+def shift_clock(offset_s: int) -> None:
+    """Shifts the wall clock of this process by an offset from now on, for all of its code: Python, C, threads.
+
+    A process reads the clocks with functions of the vDSO, a library that the kernel maps into every process. Its pages
+    become private to the process with the first write. Each function that returns the wall clock is overwritten with a
+    jump to a replacement, which makes the system call and adds the offset. Other clocks stay right.
+
+    Raises:
+        OSError: The kernel does not allow a process to change these pages.
     """
-    if reason := why_not():
-        return reason
-    if not isinstance(ground.paths.root, Path) or "://" in ground.config.data.path:
-        return "S3 refuses what is signed at another hour"
-    step, every = ground.step(), ground.checkpoint_every + 1
-    hours_s = _HOUR_S * ground.random.randrange(2, 10)
-    jumps = [(step, hours_s), (step + every, -hours_s), (step + 2 * every, 0)]
-    names = [f"clock-{i}" for i in range(len(jumps))]
-    hooks = tuple(Jump(ground.proofs, name, at, 0, offset_s) for name, (at, offset_s) in zip(names, jumps, strict=True))
-    return Scenario([at for at, _ in jumps], names, wrong_times, Faults(train=Hooks(after_step=Several(hooks))))
+    _install_clock_offset().value = offset_s
 
 
-def wrong_times(run: ScenarioResult) -> list[str]:
-    """What speaks against it that the run was recorded by a clock that was wrong, and then by one that was right."""
-    reader = MetricsReader(run.paths)
-    reader.poll()
-    jumps = sorted((p for name, p in run.proofs.items() if name.startswith("clock-")), key=lambda p: p["step"])
-    missing = []
-    for jump, until in zip(jumps, [jump["step"] for jump in jumps[1:]] + [max(reader.records)], strict=True):
-        off_s = [
-            reader.records[n].time_s - jump["time_s"] - jump["clock_s"] for n in range(jump["step"] + 1, until + 1)
-        ]
-        if not off_s or max(map(abs, off_s)) > _TOLERANCE_S:
-            missing.append(f"steps after {jump['step']} were not recorded by a clock that is {jump['clock_s']} s wrong")
-    return missing if run.paths.report.exists() else [*missing, "there is no report of the run"]
+# mov rcx, <address of the offset>; mov rcx, [rcx]
+_LOAD_OFFSET = b"\x48\xb9%s\x48\x8b\x09"
+
+
+_VDSO_CODE = {
+    # rdi is the number of the clock, rsi the address of the result. The wall clocks are 0 and, with less resolution, 5.
+    "__vdso_clock_gettime": b"\xb8\xe4\0\0\0\x0f\x05\x85\xff\x74\x06\x83\xff\x05\x74\x01\xc3"
+    + _LOAD_OFFSET
+    + b"\x48\x01\x0e\xc3",
+    "__vdso_gettimeofday": b"\xb8\x60\0\0\0\x0f\x05\x48\x85\xff\x74\x10" + _LOAD_OFFSET + b"\x48\x01\x0f\xc3",
+    "__vdso_time": b"\xb8\xc9\0\0\0\x0f\x05" + _LOAD_OFFSET + b"\x48\x01\xc8\x48\x85\xff\x74\x03\x48\x89\x07\xc3",
+}
+"""Machine code (x86-64) of the replacement of each vDSO function: it makes the system call of that name and adds the
+offset to the seconds of the result.
+"""
+
+
+# mov rax, <address>; jmp rax
+_JUMP = b"\x48\xb8%s\xff\xe0"
+
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@cache
+def _install_clock_offset() -> ctypes.c_int64:
+    """Installs the replacements of the vDSO's functions, once in the life of the process; returns their offset."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    # A page of Python's `mmap` would be unmapped with its object, while threads may still read the clock in it.
+    page = libc.mmap(None, mmap.PAGESIZE, access, kind, -1, 0)
+    if page == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), "no page for code")
+    # The page starts with the offset (8 bytes); the code of the replacements follows.
+    offset, free = ctypes.c_int64.from_address(page), page + 8
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        for name, address in _vdso_functions():
+            if name in _VDSO_CODE:
+                code = _VDSO_CODE[name] % struct.pack("<Q", page)
+                ctypes.memmove(free, code, len(code))
+                os.pwrite(memory.fileno(), _JUMP % struct.pack("<Q", free), address)
+                free += len(code)
+    return offset
+
+
+_SHT_DYNSYM = 11
+
+
+def _vdso_functions() -> Iterator[tuple[str, int]]:
+    """Yields name and address of each function of the vDSO, an ELF file in memory."""
+    mapping = re.search(r"^(\w+)-(\w+) .*\[vdso\]$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    if mapping is None:
+        raise OSError("there is no vDSO")
+    base, end = int(mapping[1], 16), int(mapping[2], 16)
+    image = ctypes.string_at(base, end - base)
+    (sections,) = struct.unpack_from("<Q", image, 40)
+    size, count = struct.unpack_from("<HH", image, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", image, sections + i * size) for i in range(count)]
+    for _, kind, _, _, table, length, link, _, _, entry_size in headers:
+        if kind != _SHT_DYNSYM:
+            continue
+        names = headers[link][4]
+        for entry in range(table, table + length, entry_size):
+            name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", image, entry)
+            if section:
+                yield image[names + name : image.index(b"\0", names + name)].decode(), base + value

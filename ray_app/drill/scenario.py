@@ -1,4 +1,6 @@
-"""What the scenarios of a drill have to work with, and what they are made of."""
+"""The description of a drill scenario: `ScenarioContext` is its input, `Scenario` the plan that it returns, and
+`ScenarioResult` the run that the plan has disturbed.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +14,33 @@ from math import ceil
 from typing import Any
 
 from ray_app.config.config import Config
-from ray_app.drill.cluster import Nodes
+from ray_app.drill.cluster import DrillCluster
 from ray_app.drill.delays import DelayPlan
 from ray_app.drill.faults import Evidence
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe
 from ray_app.runlog.journal import Event, read_events
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 
-PACED_S = 40.0
+MAX_DELAY_S = 40.0
+"""Maximum of all pauses of one `DelayPlan` together."""
 
 
 @dataclass(frozen=True)
 class ScenarioContext:
-    """What a scenario has to work with.
+    """The input of a scenario: the configuration and the dimensions of its run, and the cluster.
 
     Args:
-        config: The configuration of its run.
-        workers: Workers that train at first.
-        total_steps: Steps of the run.
-        steps_per_epoch: Steps of an epoch.
-        checkpoint_every: Steps between two checkpoints.
-        proofs: Where it is recorded what happened.
-        random: Chooses steps and ranks.
-        nodes: The drill's own nodes; None on a cluster that is not its own.
+        config: The configuration of the scenario's run.
+        workers: Number of workers that train at first.
+        total_steps: Optimizer steps of the run.
+        steps_per_epoch: Optimizer steps of an epoch.
+        checkpoint_every: Optimizer steps between two checkpoints.
+        evidence: Records the faults that really happened.
+        random: Generator from which the scenario draws steps and ranks.
+        nodes: The cluster that the drill has started; None on a cluster of the user.
         train: Runs a configuration with faults, as `run_training` does.
     """
 
@@ -46,40 +49,49 @@ class ScenarioContext:
     total_steps: int
     steps_per_epoch: int
     checkpoint_every: int
-    proofs: Evidence
+    evidence: Evidence
     random: random.Random
-    nodes: Nodes | None
+    nodes: DrillCluster | None
     train: Callable[[Config, Faults], Result]
 
     @property
     def paths(self) -> RunPaths:
-        """The scenario's run."""
-        return RunPaths(location(self.config.run.storage_path) / str(self.config.run.name))
+        """The directory of the scenario's run."""
+        return RunPaths(to_location(self.config.run.storage_path) / str(self.config.run.name))
 
-    def step(self) -> int:
-        """Some step in the middle."""
+    def choose_step(self) -> int:
+        """Returns a random step in the middle of the run."""
         return self.random.randrange(int(0.3 * self.total_steps), int(0.6 * self.total_steps))
 
-    def checkpoint(self) -> int:
-        """The step of some checkpoint in the middle."""
+    def choose_checkpoint_step(self) -> int:
+        """Returns the step of a random checkpoint in the middle of the run."""
         return self.checkpoint_every * self.random.randrange(3, 6)
 
-    def rank(self) -> int:
-        """Some rank."""
+    def choose_rank(self) -> int:
+        """Returns a random rank."""
         return self.random.randrange(self.workers)
 
     @property
-    def enough(self) -> range:
-        """Numbers of workers at which more of them would not make the run faster."""
+    def sufficient_workers(self) -> range:
+        """The numbers of workers at which the run is as fast as with all workers: the worker with the largest share
+        has as many logical workers.
+        """
         logical = self.config.logical_workers
         return range(ceil(logical / ceil(logical / self.workers)), self.workers + 1)
 
-    def pace(self, first: int, last: int | None = None, sizes: range | None = None, least_s: float = 0.0) -> DelayPlan:
-        """Pauses from a step on until the number of workers is one of `sizes`; not given: until there are
-        enough again.
+    def make_delay_plan(
+        self, first: int, last: int | None = None, sizes: range | None = None, min_s: float = 0.0
+    ) -> DelayPlan:
+        """Returns a hook that pauses the run after steps, until a replacement worker has joined.
+
+        Args:
+            first: Finished steps at the first pause.
+            last: Finished steps at the last pause; by default shortly before the end of the run.
+            sizes: World sizes at which the pauses end; by default `sufficient_workers`.
+            min_s: Minimum of all pauses together, in seconds.
         """
         last = last or self.total_steps - max(3, self.total_steps // 10)
-        return DelayPlan(self.proofs, first, last, sizes or self.enough, PACED_S, least_s)
+        return DelayPlan(self.evidence, first, last, sizes or self.sufficient_workers, MAX_DELAY_S, min_s)
 
 
 @dataclass(frozen=True)
@@ -87,9 +99,9 @@ class ScenarioResult:
     """A run after its disturbance.
 
     Args:
-        paths: The run.
-        summary: Its summary.
-        proofs: What happened, by name.
+        paths: The directory of the run.
+        summary: The run's summary.
+        proofs: The contents of each proof file (see `Evidence`), by name.
     """
 
     paths: RunPaths
@@ -97,30 +109,32 @@ class ScenarioResult:
     proofs: dict[str, dict[str, Any]]
 
     def events(self, kind: str) -> list[Event]:
-        """Events of a kind."""
+        """Returns the run's events of one kind."""
         return read_events(self.paths, kind)
 
     @property
     def sizes(self) -> list[int]:
-        """World sizes, one after the other."""
+        """The world sizes of the run's generations, in the order of time."""
         return [workers for _, workers in self.summary["world_sizes"]]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a scenario does.
+    """The plan of a disturbance: the faults, and how to confirm that they happened.
 
     Args:
-        steps: Where it strikes.
-        expected: Names of the proofs that must be there at the end.
-        confirm: Says what there is to see of it in the run besides; each line is something that is missing.
-        faults: What happens in its processes while the run goes on.
-        observe: What happens in the driver meanwhile.
-        held: Proofs between which the run was made to wait: from the key's to the value's.
-        room: Workers that the drill's own cluster has room for at first; None: for all.
-        changes: Other values of the configuration.
-        before: A start of the same run that ends before; the run itself is then started again.
-        around: What is there from before the run until it has been judged; gives more values of the configuration.
+        steps: Finished steps at which the faults happen, for the certificate.
+        expected: Names of the proofs that must exist at the end.
+        confirm: Returns a line for each trace of the disturbance that is missing in the run.
+        faults: Hooks that run in the processes of the run.
+        observe: Called in the driver while the run goes on.
+        waits: Pairs of proofs between which the drill makes the run wait: from the key to the value. The time between
+            them is taken out of the measurements.
+        initial_workers: Number of workers that fit on the drill's own cluster at first; None: all.
+        changes: Configuration fields of this scenario's run, in place of the drill's.
+        first_start: Starts the same run once and ends it early; the drill then starts the run again.
+        setup: Returns a context manager that the drill enters before the run and leaves after the assessment; it yields
+            more configuration fields.
     """
 
     steps: list[int]
@@ -128,22 +142,22 @@ class Scenario:
     confirm: Callable[[ScenarioResult], list[str]]
     faults: Faults = field(default_factory=Faults)
     observe: Observe | None = None
-    held: dict[str, str] = field(default_factory=dict)
-    room: int | None = None
+    waits: dict[str, str] = field(default_factory=dict)
+    initial_workers: int | None = None
     changes: dict[str, Any] = field(default_factory=dict)
-    before: Callable[[Config], None] | None = None
-    around: Callable[[], AbstractContextManager[dict[str, Any]]] = lambda: nullcontext({})
+    first_start: Callable[[Config], None] | None = None
+    setup: Callable[[], AbstractContextManager[dict[str, Any]]] = lambda: nullcontext({})
 
 
 def is_gone(proof: dict[str, Any]) -> bool | None:
-    """Whether the process that a proof names has ended; None if it is on another machine."""
-    process = Holder(**proof["process"])
-    return process.is_gone() if process.machine == Holder.here().machine else None
+    """Returns whether the process that a proof names has ended; None if it runs on another machine."""
+    process = LeaseHolder(**proof["process"])
+    return process.is_gone() if process.machine == LeaseHolder.here().machine else None
 
 
-def end_frozen(proofs: Evidence) -> None:
-    """Ends what stood still and may still do so, if it is on this machine."""
-    proof = proofs.get("frozen")
+def kill_frozen_process(evidence: Evidence) -> None:
+    """Kills the process that the scenario has stopped with SIGSTOP, if it has not ended and is on this machine."""
+    proof = evidence.get("frozen")
     if proof is not None and is_gone(proof) is False:
         with suppress(ProcessLookupError):
             os.kill(proof["process"]["pid"], signal.SIGKILL)

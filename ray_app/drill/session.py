@@ -1,6 +1,6 @@
-"""One drill: the undisturbed run, then every scenario, and a certificate that grows with each.
+"""One drill: the undisturbed run, then every scenario, and a certificate that is written again after each of them.
 
-A bound for whatever the main thread does, also where it waits in a library.
+Every run has a time limit (`time_limit`), which also ends waits inside of libraries.
 """
 
 from __future__ import annotations
@@ -21,85 +21,40 @@ from rich.markup import escape
 from rich.spinner import Spinner
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.cluster.ray_private import most_resources
+from ray_app.cluster.ray_private import max_resources
 from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config, digest, flatten
 from ray_app.drill import process_scenarios
 from ray_app.drill.certificate import (
     RunStart,
     Trace,
-    conclusion,
-    facts,
-    judge,
-    measures,
-    proof_of,
-    restart,
-    start_since,
-    table,
-    trace_of,
+    assess_scenario,
+    collect_measurements,
+    collect_proofs,
+    compare_restart,
+    describe_environment,
+    find_start_after,
+    make_results_table,
+    read_trace,
+    summarize_results,
 )
-from ray_app.drill.cluster import Nodes
-from ray_app.drill.faults import Evidence, Several
+from ray_app.drill.cluster import DrillCluster
+from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.memory_faults import flip, memory
 from ray_app.drill.network import half_open, partition
 from ray_app.drill.node_scenarios import grow, head, node, node_rank0, shrink
 from ray_app.drill.process_scenarios import clock_jump, damage, driver, evaluator_and_driver, torn_write
-from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, end_frozen
+from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_frozen_process
 from ray_app.drill.tracking import mlflow
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe, run_training
 from ray_app.errors import ConfigError, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import Location, location, put_atomic, put_json
+from ray_app.storage.files import Location, put_atomic, put_json, to_location
 from ray_app.train.job import Job
 
-_AGAIN_S = 60.0
-"""Seconds after which ending what took too long has taken too long itself."""
-
-
-class LimitExceededError(Exception):
-    """Something took longer than it may."""
-
-
-class _Late(BaseException):
-    """Raised wherever the main thread is. No `Exception`: who tries again after those would do so for ever."""
-
-
-@contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Bounds what the main thread does in this context; in another thread there is no bound.
-
-    Args:
-        seconds: How long it may take.
-        what: What takes so long, as the subject of a sentence.
-
-    Raises:
-        LimitExceededError: It took longer.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise _Late
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-    except _Late as error:
-        raise LimitExceededError(
-            f"{what} did not end within {seconds:g} s (drill.limit_s bounds scenarios)."
-        ) from error
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-_MADE = (
+_SCENARIO_FUNCTIONS = (
     *(
         process_scenarios.kill,
         process_scenarios.kill_twice,
@@ -126,44 +81,27 @@ _MADE = (
     *(partition, half_open, memory, clock_jump, node, node_rank0, grow, shrink, head, mlflow),
     *(damage, torn_write, driver, evaluator_and_driver),
 )
-_CLEAR_S, _CLEAR_TRIES = 180.0, 3
-SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {scenario.__name__: scenario for scenario in _MADE}
-
-
-class _Interrupted:
-    """Whether somebody wants to end a run, which may finish all the same."""
-
-    def __init__(self) -> None:
-        self.is_set = self._listens = False
-
-    def listen(self) -> None:
-        """Listens along with the run, which has its own handlers while it goes on."""
-        if self._listens or threading.current_thread() is not threading.main_thread():
-            return
-        self._listens = True
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._heard(signal.getsignal(number)))
-
-    def _heard(self, before: Any) -> Callable[[int, Any], None]:
-        def handler(number: int, frame: Any) -> None:
-            self.is_set = True
-            before(number, frame)
-
-        return handler
+SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {
+    scenario.__name__: scenario for scenario in _SCENARIO_FUNCTIONS
+}
+"""Every scenario by its name: a function that returns the plan, or the reason for which this drill cannot run it. The
+certificate and the terminal show the docstring of the function.
+"""
+_CLEANUP_TIMEOUT_S, _CLEANUP_TRIES = 180.0, 3
 
 
 class Drill:
     """One drill on the connected cluster.
 
     Args:
-        config: The configuration of its runs.
-        own: The user's configuration.
-        names: The scenarios to go through.
-        seed: Chooses the steps and the workers that are struck.
+        config: The configuration of the drill's runs.
+        user_config: The user's configuration, from which `config` was derived.
+        names: The scenarios to run.
+        seed: Seed of the steps and workers at which the faults happen.
         limit_s: Seconds after which a scenario counts as hanging.
-        nodes: The drill's own nodes, if the cluster is its own.
-        console: Where to say how it gets on.
-        renew: Ends what a scenario has left on the cluster, and connects to it, or to another one, anew.
+        nodes: The cluster that the drill has started; None on a cluster of the user.
+        console: Shows the progress.
+        renew: Ends everything that a scenario has left on the cluster, and reconnects to it or to a new one.
 
     Raises:
         ConfigError: No scenario is possible.
@@ -172,38 +110,40 @@ class Drill:
     def __init__(
         self,
         config: Config,
-        own: Config,
+        user_config: Config,
         names: list[str],
         seed: int,
         limit_s: float,
-        nodes: Nodes | None,
+        nodes: DrillCluster | None,
         console: Console,
         renew: Callable[[], None],
     ) -> None:
         self._config, self._seed, self._limit_s = config, seed, limit_s
         self._nodes, self._console, self._renew = nodes, console, renew
-        self._out = location(config.run.storage_path)
-        self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), most_resources())
+        self._out = to_location(config.run.storage_path)
+        self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), max_resources())
         self._log = StringIO()
         job = prepare(config).job
         self._steps, self._per_epoch = job.total_steps, job.plan.steps_per_epoch
-        before, now = flatten(own.to_dict()), flatten(config.to_dict())
+        user_fields, drilled_fields = flatten(user_config.to_dict()), flatten(config.to_dict())
         self._certificate: dict[str, Any] = {
-            **facts(),
+            **describe_environment(),
             "complete": False,
             "verdict": None,
-            "config_digest": digest(own, job.plan.manifest.digest),
+            "config_digest": digest(user_config, job.plan.manifest.digest),
             "drilled_config_digest": job.config_digest,
             "manifest_digest": job.plan.manifest.digest,
             "changed_for_the_drill": {
-                k: {"yours": before.get(k), "drilled": v} for k, v in now.items() if before.get(k) != v
+                k: {"yours": user_fields.get(k), "drilled": v}
+                for k, v in drilled_fields.items()
+                if user_fields.get(k) != v
             },
             "seed": seed,
             "undisturbed": None,
             "scenarios": [],
         }
-        self._grounds = {name: self._ground(name) for name in names}
-        self._plans = plans = {name: SCENARIOS[name](ground) for name, ground in self._grounds.items()}
+        self._contexts = {name: self._make_context(name) for name in names}
+        self._plans = plans = {name: SCENARIOS[name](context) for name, context in self._contexts.items()}
         if all(isinstance(plan, str) for plan in plans.values()):
             raise ConfigError(
                 "No scenario is possible:\n" + "\n".join(f"  - {name}: {plan}" for name, plan in plans.items())
@@ -211,59 +151,60 @@ class Drill:
 
     @property
     def certificate(self) -> Location:
-        """Where the certificate is."""
+        """The file of the certificate."""
         return self._out / "certificate.json"
 
-    def go(self) -> int:
-        """Goes through all scenarios; returns the exit code."""
-        grounds, plans = self._grounds, self._plans
+    def run(self) -> int:
+        """Runs all scenarios and returns the exit code: 0 if each of them ended equal or was left out."""
+        plans = self._plans
         self._say(
             f"{self._steps} steps of every run, on up to {self._workers} workers of"
             f" {'a cluster of the drill' if self._nodes else 'the cluster'}; runs and certificate in {self._out}"
         )
-        undisturbed, first = self._undisturbed()
+        undisturbed, first = self._run_undisturbed()
         results = self._certificate["scenarios"]
         for number, (name, plan) in enumerate(plans.items(), 1):
             began_s = time.monotonic()
-            with self._shown(f"{number}/{len(plans)} {name}: {SCENARIOS[name].__doc__}"):
+            with self._show_activity(f"{number}/{len(plans)} {name}: {SCENARIOS[name].__doc__}"):
                 if isinstance(plan, str):
-                    result = self._left_out(name, plan)
+                    result = self._describe_left_out(name, plan)
                 else:
-                    result = self._scenario(name, plan, grounds[name], undisturbed, first)
+                    result = self._run_scenario(name, plan, self._contexts[name], undisturbed, first)
             is_broken = result.pop("is_broken", False)
             result["seconds"] = round(time.monotonic() - began_s, 1)
             results.append(result)
-            self._save(len(results) == len(plans), conclusion(results, undisturbed.digest, len(plans)))
+            self._save(len(results) == len(plans), summarize_results(results, undisturbed.digest, len(plans)))
             outcome = result["outcome"] if result["outcome"] in ("equal", "left out") else result["outcome"].upper()
             more = f": {result['reason']}" if result["reason"] else ""
             self._say(f"{number:2}/{len(plans)} {name:<14} {outcome}{more} ({result['seconds']:.0f} s)")
             if is_broken and number < len(plans):
-                self._clear_away()
-        self._console.print(table(results))
+                self._clean_up()
+        self._console.print(make_results_table(results))
         self._say(f"{self._certificate['verdict']}\ncertificate: {self.certificate}")
         return 0 if all(r["outcome"] in ("equal", "left out") for r in results) else 1
 
-    def _undisturbed(self) -> tuple[Trace, RunStart]:
+    def _run_undisturbed(self) -> tuple[Trace, RunStart]:
+        """Runs the configuration without faults; returns its trace and its start, to compare the scenarios with."""
         began_s = time.time()
-        with self._shown("the undisturbed run"), time_limit(self._limit_s, "The undisturbed run"):
+        with self._show_activity("the undisturbed run"), time_limit(self._limit_s, "The undisturbed run"):
             result = self._train(self._config, Faults())
         paths = RunPaths(result.path)
-        trace, first = trace_of(paths, result.summary), start_since(paths, began_s)
+        trace, first = read_trace(paths, result.summary), find_start_after(paths, began_s)
         commit = CheckpointStore(paths).commits()[-1]
         fields = ("params_digest", "rows", "steps", "world_sizes", "timing")
         self._certificate["undisturbed"] = {name: result.summary[name] for name in fields} | {
             "environment": commit.environment
         }
         self._save(False, "no scenario was reached")
-        self._keep_log("undisturbed")
+        self._store_log("undisturbed")
         self._say(f"undisturbed: {trace.rows:,} rows, sha256 {trace.digest} ({time.time() - began_s:.0f} s)")
         return trace, first
 
-    def _scenario(
-        self, name: str, plan: Scenario, ground: ScenarioContext, undisturbed: Trace, first: RunStart
+    def _run_scenario(
+        self, name: str, plan: Scenario, context: ScenarioContext, undisturbed: Trace, first: RunStart
     ) -> dict[str, Any]:
-        """Runs one scenario and says what came of it; `is_broken`: it did not come to its end, and may have left
-        something behind.
+        """Runs one scenario and returns its entry of the certificate. The entry has `is_broken` if the run raised or
+        exceeded the limit, and may have left processes behind.
         """
         result: dict[str, Any] = {
             "scenario": name,
@@ -273,89 +214,98 @@ class Drill:
         }
         try:
             with time_limit(self._limit_s, f"The scenario {name!r}"):
-                result |= self._disturbed(plan, ground, undisturbed, first)
+                result |= self._run_disturbed(plan, context, undisturbed, first)
         except Exception as error:
             error = unwrap_app_error(error)  # type: ignore[assignment]
             reason = str(error) if isinstance(error, LimitExceededError) else f"{type(error).__name__}: {error}"
             result |= {"outcome": "failed", "reason": reason, "is_broken": True}
         finally:
-            end_frozen(ground.proofs)
-            self._keep_log(name)
-        return result | {"proof": proof_of(ground.proofs.all()), "run": str(ground.paths.root)}
+            kill_frozen_process(context.evidence)
+            self._store_log(name)
+        return result | {"proof": collect_proofs(context.evidence.all()), "run": str(context.paths.root)}
 
-    def _disturbed(
-        self, plan: Scenario, ground: ScenarioContext, undisturbed: Trace, first: RunStart
+    def _run_disturbed(
+        self, plan: Scenario, context: ScenarioContext, undisturbed: Trace, first: RunStart
     ) -> dict[str, Any]:
-        """The run under a disturbance, and how it compares."""
+        """Trains with the faults of a plan; returns the comparison with the undisturbed run and the measurements."""
         if self._nodes is not None:
-            self._nodes.shape(plan.room or self._workers)
-        with plan.around() as more:
-            config = ground.config.replace(**plan.changes, **more)
-            if plan.before is not None:
-                plan.before(config)
-            ended = self._train(config, plan.faults, plan.observe)
-            end_frozen(ground.proofs)
-            run = ScenarioResult(RunPaths(ended.path), ended.summary, ground.proofs.all())
-            outcome, reason = judge(plan, run, undisturbed)
-            return {"outcome": outcome, "reason": reason, **measures(plan, run), **restart(run, first)}
+            self._nodes.resize(plan.initial_workers or self._workers)
+        with plan.setup() as setup_fields:
+            config = context.config.replace(**plan.changes, **setup_fields)
+            if plan.first_start is not None:
+                plan.first_start(config)
+            result = self._train(config, plan.faults, plan.observe)
+            kill_frozen_process(context.evidence)
+            run = ScenarioResult(RunPaths(result.path), result.summary, context.evidence.all())
+            outcome, reason = assess_scenario(plan, run, undisturbed)
+            return {
+                "outcome": outcome,
+                "reason": reason,
+                **collect_measurements(plan, run),
+                **compare_restart(run, first),
+            }
 
-    def _clear_away(self) -> None:
-        """Ends what a scenario has left that did not come to its end, with all processes of the drill's own cluster, so
-        that the next scenario finds what the first one found.
+    def _clean_up(self) -> None:
+        """Ends the processes that a broken scenario has left, and restarts the drill's own cluster, so that the next
+        scenario starts from the state that the first one had.
 
         Raises:
-            RuntimeError: There is no cluster for the next scenario.
+            RuntimeError: No attempt gave a cluster for the next scenario.
         """
-        left = _CLEAR_TRIES
-        while left:  # on a busy machine Ray's own limit for the start of a node is short
-            left -= 1
+        tries_left = _CLEANUP_TRIES
+        # It tries several times because Ray's own limit for the start of a node is short on a busy machine.
+        while tries_left:
+            tries_left -= 1
             try:
-                with time_limit(_CLEAR_S, "Clearing away after a scenario"):
+                with time_limit(_CLEANUP_TIMEOUT_S, "Clearing away after a scenario"):
                     self._renew()
-                left = 0
+                tries_left = 0
             except Exception as error:
                 self._say(f"What the scenario left could not be cleared away: {type(error).__name__}: {error}")
-                if not left:
+                if not tries_left:
                     raise RuntimeError(f"no cluster for the next scenario: {type(error).__name__}: {error}") from error
 
-    def _left_out(self, name: str, reason: str) -> dict[str, Any]:
+    def _describe_left_out(self, name: str, reason: str) -> dict[str, Any]:
+        """Returns the certificate's entry of a scenario that this drill cannot run."""
         return {"scenario": name, "what": SCENARIOS[name].__doc__, "outcome": "left out", "reason": reason}
 
-    def _ground(self, name: str) -> ScenarioContext:
+    def _make_context(self, name: str) -> ScenarioContext:
+        """Returns the input of a scenario, with a random generator that depends on the seed and the name only."""
         return ScenarioContext(
             config=self._config.replace(run__name=name),
             workers=self._workers,
             total_steps=self._steps,
             steps_per_epoch=self._per_epoch,
             checkpoint_every=int(self._config.checkpoint.every_steps or 1),
-            proofs=Evidence(str(self._out / "proofs" / name)),
+            evidence=Evidence(str(self._out / "proofs" / name)),
             random=random.Random(f"{self._seed} {name}"),
             nodes=self._nodes,
             train=self._train,
         )
 
     def _train(self, config: Config, faults: Faults, observe: Observe | None = None) -> Result:
-        """`run_training` without its output.
+        """Calls `run_training` with its output in the log.
 
         Raises:
-            KeyboardInterrupt: It was interrupted from outside.
+            KeyboardInterrupt: SIGINT or SIGTERM came while the run trained, also if the run then finished.
         """
-        interrupted = _Interrupted()
+        interrupted = _InterruptFlag()
 
         def listen(_: Job) -> None:
             interrupted.listen()
 
-        observe = Several((listen, observe)) if observe is not None else listen
+        observe = HookChain((listen, observe)) if observe is not None else listen
         result = run_training(config, Console(file=self._log, width=160), faults, observe)
         if interrupted.is_set or result.status == "interrupted":
             raise KeyboardInterrupt
         return result
 
-    def _save(self, complete: bool, said: str) -> None:
-        self._certificate |= {"complete": complete, "verdict": said}
+    def _save(self, complete: bool, verdict: str) -> None:
+        self._certificate |= {"complete": complete, "verdict": verdict}
         put_json(self.certificate, self._certificate)
 
-    def _keep_log(self, name: str) -> None:
+    def _store_log(self, name: str) -> None:
+        """Writes the collected output to a file and empties the log for the next run."""
         put_atomic(self._out / "logs" / f"{name}.txt", self._log.getvalue().encode())
         self._log.seek(0)
         self._log.truncate()
@@ -364,12 +314,83 @@ class Drill:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def _shown(self, text: str) -> Iterator[None]:
-        """Says what goes on, on a terminal; what others print meanwhile goes to the log."""
+    def _show_activity(self, text: str) -> Iterator[None]:
+        """Shows a spinner with a text if the console is a terminal; standard output goes to the log meanwhile."""
         spinner = Spinner("dots", escape(text))
-        shown = Live(spinner, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False)
+        live = Live(spinner, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False)
         with ExitStack() as stack:
             stack.enter_context(redirect_stdout(self._log))
             if self._console.is_terminal:
-                stack.enter_context(shown)
+                stack.enter_context(live)
             yield
+
+
+class _InterruptFlag:
+    """Records SIGINT and SIGTERM: a run may finish although the user wanted to end it, and the drill must then end."""
+
+    def __init__(self) -> None:
+        self.is_set = self._is_installed = False
+
+    def listen(self) -> None:
+        """Installs handlers that set the flag and call those of the run, which exist only while the run goes on."""
+        if self._is_installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._is_installed = True
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._make_handler(signal.getsignal(number)))
+
+    def _make_handler(self, previous_handler: Any) -> Callable[[int, Any], None]:
+        def handler(number: int, frame: Any) -> None:
+            self.is_set = True
+            previous_handler(number, frame)
+
+        return handler
+
+
+_REPEAT_S = 60.0
+"""Seconds after the limit until the alarm is raised again, and from then on between two alarms: the code that reacts
+to the first one may hang, too.
+"""
+
+
+class LimitExceededError(Exception):
+    """The work inside of `time_limit` took longer than its limit."""
+
+
+class _LimitReached(BaseException):
+    """Raised in the main thread at the limit. It is not an `Exception`, because code that retries after every
+    `Exception` would continue for ever.
+    """
+
+
+@contextmanager
+def time_limit(seconds: float, subject: str) -> Iterator[None]:
+    """Limits the time that the main thread spends in this context; in another thread there is no limit.
+
+    Args:
+        seconds: The limit.
+        subject: The work, as the subject of the error's sentence.
+
+    Raises:
+        LimitExceededError: The work took longer.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise _LimitReached
+
+    previous_handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    except _LimitReached as error:
+        raise LimitExceededError(
+            f"{subject} did not end within {seconds:g} s (drill.limit_s bounds scenarios)."
+        ) from error
+    finally:
+        signal.signal(signal.SIGALRM, previous_handler)

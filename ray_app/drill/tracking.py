@@ -1,4 +1,4 @@
-"""The scenario of an MLflow server, the drill's own, that is killed while a run is sent to it, and comes back."""
+"""The scenario `mlflow`: the drill's own MLflow server is killed while a run is tracked, and starts again later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.drill.delays import Hold
-from ray_app.drill.faults import Evidence, Several
+from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import MetricsReader, StepRecord
@@ -26,12 +26,12 @@ from ray_app.storage.files import read_json
 from ray_app.track.mlflow_client import connect
 from ray_app.train.job import Hooks, Job
 
-_START_S, _LOOK_S, _STEPS_WITHOUT = 120.0, 0.1, 10
+_START_TIMEOUT_S, _POLL_INTERVAL_S, _STEPS_WITHOUT_SERVER = 120.0, 0.1, 10
 _POINTS = {"loss": lambda r: r.loss, "step_ms": lambda r: r.step_ms, "workers": lambda r: float(r.workers)}
 
 
-class Server:
-    """A real MLflow server on loopback, with a database of its own, that can be killed and started again."""
+class MlflowServer:
+    """A real MLflow server on the loopback interface, with its own database; it can be killed and started again."""
 
     uri = ""
 
@@ -40,7 +40,7 @@ class Server:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """It is there, on a port and with a folder of its own; both go with the context."""
+        """Runs the server within the context, on a free port and with a temporary folder."""
         with tempfile.TemporaryDirectory(prefix="ray-app-drill-") as folder:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self._port = free.getsockname()[1]
@@ -52,35 +52,35 @@ class Server:
                 self.kill()
 
     def start(self) -> int:
-        """Starts it where it was; returns the id of its process when it answers.
+        """Starts the server at its address and on its database; returns the process id once the server answers.
 
         Raises:
-            RuntimeError: It ended, or does not answer.
+            RuntimeError: The server ended, or does not answer.
         """
-        where = ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
+        address = ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
         stores = [
             "--backend-store-uri",
             f"sqlite:///{self._folder}/mlflow.db",
             "--artifacts-destination",
             str(self._folder / "files"),
         ]
-        command = [sys.executable, "-m", "mlflow", "server", *where, *stores]
-        quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        command = [sys.executable, "-m", "mlflow", "server", *address, *stores]
+        settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         with (self._folder / "output").open("ab") as output:
             self._process = subprocess.Popen(
-                command, env=os.environ | quiet, stdout=output, stderr=output, start_new_session=True
+                command, env=os.environ | settings, stdout=output, stderr=output, start_new_session=True
             )
-        deadline_s = time.monotonic() + _START_S
-        while not self.answers():
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not self.is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(
                     f"the drill's MLflow server does not start: {(self._folder / 'output').read_text()[-1000:]}"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         return self._process.pid
 
-    def answers(self) -> bool:
-        """Whether it is there."""
+    def is_ready(self) -> bool:
+        """Returns whether the server answers."""
         try:
             with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as answer:
                 return bool(answer.status == 200)
@@ -88,7 +88,7 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """SIGKILL of all its processes."""
+        """Kills all processes of the server with SIGKILL."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
@@ -97,109 +97,111 @@ class Server:
 
 
 @dataclass
-class Outage:
-    """Kills the server while a rank waits, and starts it again when another step is reached without it; called in the
-    driver.
+class MlflowOutage:
+    """Kills the server while a rank waits, and starts it again when the run has reached a later step without it; called
+    in the driver.
 
     Args:
         server: The server.
-        proofs: What the ranks wait for.
+        evidence: Has the waits of the rank, and records what the rank waits for.
     """
 
-    server: Server
-    proofs: Evidence
+    server: MlflowServer
+    evidence: Evidence
 
     def __call__(self, job: Job) -> None:
         """See `Observe`."""
-        held, again = self.proofs.get("held"), self.proofs.get("held_again")
-        if held and not self.proofs.has("server_killed"):
-            if not _sent(job):
-                return  # it is to be struck while it is used
+        first_hold, second_hold = self.evidence.get("held"), self.evidence.get("held_again")
+        if first_hold and not self.evidence.has("server_killed"):
+            # The server must die while the run uses it, not before the first points have arrived.
+            if not _read_sent_step(job):
+                return
             self.server.kill()
-            self.proofs.put("server_killed", step=held["step"])
-        elif again and not self.proofs.has("server_back"):
-            without = {"answers": self.server.answers(), "sent_step": _sent(job)}
+            self.evidence.put("server_killed", step=first_hold["step"])
+        elif second_hold and not self.evidence.has("server_back"):
+            outage = {"answers": self.server.is_ready(), "sent_step": _read_sent_step(job)}
+            # On an error the scenario counts as failed, but the run must go on: the second proof ends the wait.
             try:
-                self.proofs.put("server_back", step=again["step"], pid=self.server.start(), before=without)
-            except RuntimeError as error:  # the scenario counts as failed; the run must go on
-                self.proofs.put("trouble", error=str(error))
-                self.proofs.put("server_back", step=again["step"], before=without)
+                self.evidence.put("server_back", step=second_hold["step"], pid=self.server.start(), before=outage)
+            except RuntimeError as error:
+                self.evidence.put("trouble", error=str(error))
+                self.evidence.put("server_back", step=second_hold["step"], before=outage)
 
 
-def mlflow(ground: ScenarioContext) -> Scenario | str:
+def mlflow(context: ScenarioContext) -> Scenario | str:
     """The MLflow server that a run is sent to, the drill's own, is killed for a while."""
     if importlib.util.find_spec("mlflow") is None or importlib.util.find_spec("sqlalchemy") is None:
         return 'mlflow is not installed (pip install "ray_app[tracking]")'
-    step, server = ground.step(), Server()
-    first = Hold(ground.proofs, "held", "server_killed", step, 0)
-    second = Hold(ground.proofs, "held_again", "server_back", step + _STEPS_WITHOUT, 0)
+    step, server = context.choose_step(), MlflowServer()
+    first = Hold(context.evidence, "held", "server_killed", step, 0)
+    second = Hold(context.evidence, "held_again", "server_back", step + _STEPS_WITHOUT_SERVER, 0)
 
     @contextmanager
-    def around() -> Iterator[dict[str, Any]]:
+    def setup() -> Iterator[dict[str, Any]]:
         with server.running():
             yield {"tracking__uri": server.uri}
 
     return Scenario(
         [step],
         ["held", "server_killed", "held_again", "server_back"],
-        lambda run: lacks(run, server.uri),
-        Faults(train=Hooks(after_step=Several((first, second)))),
-        Outage(server, ground.proofs),
+        lambda run: confirm_outage(run, server.uri),
+        Faults(train=Hooks(after_step=HookChain((first, second)))),
+        MlflowOutage(server, context.evidence),
         {"held": "server_killed", "held_again": "server_back"},
         changes={"tracking__enabled": True, "tracking__every_steps": 1, "tracking__registered_model": None},
-        around=around,
+        setup=setup,
     )
 
 
-def lacks(run: ScenarioResult, uri: str) -> list[str]:
-    """What speaks against it that the server was away while steps went on, and has every point once, in order, in one
-    MLflow run.
+def confirm_outage(run: ScenarioResult, uri: str) -> list[str]:
+    """Confirms that the run finished steps while the server was away, and that afterwards one MLflow run has every
+    point once and in order; returns what is missing.
 
     Args:
-        run: The run.
-        uri: Of the server, which is back.
+        run: The run of the scenario.
+        uri: Address of the server, which answers again.
     """
     killed, back = run.proofs["server_killed"], run.proofs["server_back"]
     reader = MetricsReader(run.paths)
     reader.poll()
     records = dict(sorted(reader.records.items()))
     missing = ["the server answered while it was away"] if back["before"]["answers"] else []
-    meanwhile = [
+    outage_steps = [
         n
         for n, r in records.items()
         if killed["step"] < n <= back["step"] and killed["time_s"] < r.time_s < back["time_s"]
     ]
-    if len(meanwhile) < back["step"] - killed["step"]:
-        missing.append(f"only the steps {meanwhile} were finished while the server was away")
+    if len(outage_steps) < back["step"] - killed["step"]:
+        missing.append(f"only the steps {outage_steps} were finished while the server was away")
     if back["before"]["sent_step"] > killed["step"]:
         missing.append(f"step {back['before']['sent_step']} was sent while the server was away")
-    return missing + _differences(run, uri, records)
+    return missing + _compare_points(run, uri, records)
 
 
-def _differences(run: ScenarioResult, uri: str, records: dict[int, StepRecord]) -> list[str]:
-    """In what MLflow differs from the run's own record."""
+def _compare_points(run: ScenarioResult, uri: str, records: dict[int, StepRecord]) -> list[str]:
+    """Returns a message for each difference between MLflow and the run's step records."""
     client = connect(uri)
-    found = [
+    runs = [
         r
         for e in client.search_experiments()
         for r in client.search_runs([e.experiment_id])
         if r.info.run_name == run.paths.name
     ]
-    if [r.info.run_id for r in found] != [run.summary["mlflow_run_id"]]:
-        return [f"MLflow has {len(found)} runs of this name"]
-    missing = [] if found[0].info.status == "FINISHED" else [f"MLflow says that the run is {found[0].info.status}"]
+    if [r.info.run_id for r in runs] != [run.summary["mlflow_run_id"]]:
+        return [f"MLflow has {len(runs)} runs of this name"]
+    missing = [] if runs[0].info.status == "FINISHED" else [f"MLflow says that the run is {runs[0].info.status}"]
     for name, value_of in _POINTS.items():
-        has = [(m.step, m.timestamp, m.value) for m in client.get_metric_history(found[0].info.run_id, name)]
-        wanted = [(n, int(r.time_s * 1e3), value_of(r)) for n, r in records.items()]
-        if has != wanted:
+        points = [(m.step, m.timestamp, m.value) for m in client.get_metric_history(runs[0].info.run_id, name)]
+        expected_points = [(n, int(r.time_s * 1e3), value_of(r)) for n, r in records.items()]
+        if points != expected_points:
             missing.append(
-                f"of {name} MLflow has {len(has)} points, {len(set(has))} of them different, instead of the"
-                f" {len(wanted)} recorded"
+                f"of {name} MLflow has {len(points)} points, {len(set(points))} of them different, instead of the"
+                f" {len(expected_points)} recorded"
             )
     return missing
 
 
-def _sent(job: Job) -> int:
-    """The last step that MLflow has, as far as the tracker knows."""
+def _read_sent_step(job: Job) -> int:
+    """Returns the last step that the tracker has sent to MLflow, 0 if none."""
     stored: dict[str, Any] = read_json(job.paths.tracking) or {}
     return int(stored.get("sent_step", 0))

@@ -1,4 +1,4 @@
-"""A run in the background of a notebook, to be watched, disturbed and stopped from other cells."""
+"""Training in the background of a notebook, which other cells watch, disturb and stop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from ray_app.config.config import Config
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Run, open_run
 from ray_app.errors import RunEndedError
-from ray_app.storage.files import Location, location, put_atomic
+from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus
 from ray_app.watch.terminal import RunConsole, SafeConsole
 
-_LOOK_S = 0.25
-_EXIT_S = 60.0
+_POLL_S = 0.25
+_EXIT_TIMEOUT_S = 60.0
+"""Seconds that a run has to write a checkpoint and end when the process ends."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Worker:
 
     Args:
         rank: Its rank.
-        node: Id of its node, as Ray says it.
+        node: Ray's id of its node.
         pid: Id of its process there.
         step: Its finished steps.
         id: Id of its Ray actor.
@@ -51,63 +52,68 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class _Slowly:
-    """Pauses rank 0, and so all of them, after every step, as long as a file is there."""
+class _PauseAfterStep:
+    """Pauses rank 0, for which all ranks wait, after every step, as long as a file exists."""
 
-    while_there: str
+    flag_file: str
     seconds: float
 
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
-        if rank == 0 and location(self.while_there).exists():
+        if rank == 0 and to_location(self.flag_file).exists():
             time.sleep(self.seconds)
 
 
 class Training:
-    """A run that goes on in the background; made by `start_training`.
+    """A run in the background; made by `start_training`.
 
     It ends with the process at the latest: then it is stopped, with a checkpoint, and starting the same run name again
     continues it.
 
     Args:
-        run: What runs.
-        opened: What to leave when it has ended: the lease, the cluster.
-        said: What it says meanwhile.
-        slowed: A file; while it is there the run pauses after steps.
+        run: The run.
+        open_contexts: The contexts of the run, such as its lease and the cluster, which are closed when it has ended.
+        output: Collects the messages of the run.
+        pause_file: While this file exists the run pauses after steps.
     """
 
-    def __init__(self, run: Run, opened: ExitStack, said: StringIO, slowed: Location) -> None:
-        self._run, self._opened, self._said, self._slowed = run, opened, said, slowed
+    def __init__(self, run: Run, open_contexts: ExitStack, output: StringIO, pause_file: Location) -> None:
+        self._run = run
+        self._open_contexts = open_contexts
+        self._output = output
+        self._pause_file = pause_file
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._newest: RendezvousStatus | None = None
-        self._asking, self._over = threading.Lock(), False
-        self._thread = threading.Thread(target=self._go, name="training", daemon=True)
-        atexit.register(self._leave)  # before the thread, which unregisters it
+        self._query_lock = threading.Lock()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run_to_end, name="training", daemon=True)
+        # The thread unregisters the function at its end, so it is registered before the thread starts.
+        atexit.register(self._stop_at_exit)
         self._thread.start()
 
     @property
     def status(self) -> str:
-        """`running`, or how it ended, see `Result.status`."""
+        """`running`, or how the run ended, see `Result.status`."""
         if self._thread.is_alive():
             return "running"
         return self._result.status if self._result is not None else "failed"
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         if self._result is not None:
             return int(self._result.summary["steps"])
-        seen = self._look()
-        return seen.record.step if seen is not None and seen.record is not None else 0
+        status = self._query_status()
+        return status.record.step if status is not None and status.record is not None else 0
 
     def workers(self) -> list[Worker]:
-        """The workers that train now, by rank; none while they form a group, and after the end."""
-        beats = self._ask("workers") or []
-        return [Worker(beat.rank, beat.node, beat.pid, beat.step, beat.worker) for beat in beats]
+        """Returns the workers that train now, by rank; none while they form a generation, and after the end."""
+        heartbeats = self._query("workers") or []
+        return [Worker(beat.rank, beat.node, beat.pid, beat.step, beat.worker) for beat in heartbeats]
 
     def watch(self, *, step: int | None = None, workers: int | None = None, limit_s: float = 600.0) -> None:
-        """Shows progress until the run is where it is awaited; interrupting it leaves the run alone.
+        """Shows progress until the run has reached a step or a number of workers; an interrupt does not affect the run.
 
         Args:
             step: Returns when so many steps are finished.
@@ -115,52 +121,50 @@ class Training:
             limit_s: Seconds to wait at most.
 
         Raises:
-            RunEndedError: The run has ended and did not come there, or no longer has so many workers.
-            TimeoutError: It was not there in time.
+            RunEndedError: The run has ended before, or has ended and no longer has so many workers.
+            TimeoutError: The run has not reached it in time.
         """
-        wanted = (
-            " and ".join([f"step {step}"] * (step is not None) + [f"{workers} workers"] * (workers is not None))
-            or "nothing"
-        )
+        goals = [f"step {step}"] * (step is not None) + [f"{workers} workers"] * (workers is not None)
+        goal = " and ".join(goals) or "nothing"
         deadline_s = time.monotonic() + limit_s
 
-        def is_there() -> bool:
+        def is_reached() -> bool:
+            # The thread is looked at first, so that the last step of a run that ends meanwhile counts.
             is_over = not self._thread.is_alive()
             if self.step >= (step or 0) and (workers is None or self._steps_with(workers)):
                 return True
             if is_over:
-                why = (
-                    f"it failed: {self._error}"
-                    if self._error
-                    else f"it is {self.status}. Let it train longer, or slow it: pause_s"
-                )
-                raise RunEndedError(f"The run never came to {wanted}; {why}.") from self._error
+                why = f"it is {self.status}. Let it train longer, or slow it: pause_s"
+                if self._error:
+                    why = f"it failed: {self._error}"
+                raise RunEndedError(f"The run never came to {goal}; {why}.") from self._error
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"The run did not come to {wanted} within {limit_s:g} s; it is at step {self.step}.")
+                raise TimeoutError(f"The run did not come to {goal} within {limit_s:g} s; it is at step {self.step}.")
             return False
 
-        self._show_until(is_there)
+        self._show_until(is_reached)
 
     def wait(self) -> Result:
-        """Lets it go at full speed, shows progress to its end, and says what came of it, as `run_training` does.
+        """Ends the pauses, shows progress to the end of the run, and prints its result, as `run_training` does.
 
-        Interrupting it leaves the run alone.
+        An interrupt does not affect the run.
 
         Raises:
             RayAppError: See `run_training`.
         """
-        self._slowed.unlink(missing_ok=True)
+        self._pause_file.unlink(missing_ok=True)
         self._show_until(lambda: not self._thread.is_alive(), shows_last=True)
         self._thread.join()
-        _print(self._said)
+        _print_new(self._output)
         if self._error is not None:
             raise self._error
         assert self._result is not None
         return self._result
 
     def stop(self) -> Result:
-        """Stops it after the step at hand, with a checkpoint, and waits until its workers are gone; starting it again
-        continues it.
+        """Stops the run after the present step, with a checkpoint, and waits until its workers have ended.
+
+        Starting it again continues it.
 
         Raises:
             RayAppError: See `run_training`.
@@ -178,55 +182,61 @@ class Training:
     def _job(self) -> Job:
         return self._run.job
 
-    def _show_until(self, is_there: Callable[[], bool], shows_last: bool = False) -> None:
-        with RunConsole(self._job, self._job.config.scaling.most_workers, SafeConsole(Console()), lambda: []) as shown:
+    def _show_until(self, is_reached: Callable[[], bool], shows_last: bool = False) -> None:
+        max_workers = self._job.config.scaling.worker_limit
+        with RunConsole(self._job, max_workers, SafeConsole(Console()), lambda: []) as console:
             while True:
-                is_last_look = is_there()
-                seen = self._look()
-                waiting = seen.waiting if seen is not None else None
-                shown.show(
-                    seen.record if seen else None,
+                is_last = is_reached()
+                status = self._query_status()
+                waiting = status.waiting if status is not None else None
+                console.show(
+                    status.record if status else None,
                     waiting or "waiting for the workers to start ...",
                     waiting is not None,
                 )
-                if is_last_look:
+                if is_last:
                     break
-                self._thread.join(_LOOK_S)
+                self._thread.join(_POLL_S)
             if shows_last:
-                shown.show_last()
+                console.show_last()
 
     def _steps_with(self, workers: int) -> bool:
-        """Whether so many form the group now, and have finished a step together."""
-        seen = self._look()
-        return seen is not None and seen.record is not None and seen.record.workers == workers == len(self.workers())
+        """Returns whether so many workers form the generation now and have finished a step together."""
+        status = self._query_status()
+        if status is None or status.record is None:
+            return False
+        return status.record.workers == workers == len(self.workers())
 
-    def _look(self) -> RendezvousStatus | None:
-        """The newest word of the rendezvous; None before the first."""
-        self._newest = self._ask("status") or self._newest
+    def _query_status(self) -> RendezvousStatus | None:
+        """Returns the newest status of the rendezvous; None before the first."""
+        self._newest = self._query("status") or self._newest
         return self._newest
 
-    def _ask(self, what: str) -> Any:
-        """Asks the rendezvous; None if it is not there yet, or any more."""
-        with self._asking, suppress(ValueError, ray.exceptions.RayError):
-            if not self._over and ray.is_initialized():  # asking would start a cluster
-                return ray.get(getattr(ray.get_actor(self._job.rendezvous), what).remote())
+    def _query(self, method: str) -> Any:
+        """Returns the result of a method of the rendezvous; None if the rendezvous does not exist yet, or any more."""
+        with self._query_lock, suppress(ValueError, ray.exceptions.RayError):
+            # Without a connection the call would start a cluster.
+            if not self._is_over and ray.is_initialized():
+                return ray.get(getattr(ray.get_actor(self._job.rendezvous), method).remote())
         return None
 
-    def _go(self) -> None:
+    def _run_to_end(self) -> None:
         try:
-            with self._opened:
+            with self._open_contexts:
                 try:
-                    self._result = self._run.go()
+                    self._result = self._run.run()
                 finally:
-                    with self._asking:  # whoever asked a cluster that is being left would start another one
-                        self._over = True
-        except BaseException as error:  # raised by `wait`
+                    # A query during the disconnection from the cluster would start another one.
+                    with self._query_lock:
+                        self._is_over = True
+        # The error is raised by `wait`.
+        except BaseException as error:
             self._error = error
-        atexit.unregister(self._leave)
+        atexit.unregister(self._stop_at_exit)
 
-    def _leave(self) -> None:
+    def _stop_at_exit(self) -> None:
         self._run.stop()
-        self._thread.join(_EXIT_S)
+        self._thread.join(_EXIT_TIMEOUT_S)
 
 
 def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
@@ -234,29 +244,28 @@ def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
 
     Args:
         config: From `load_config`.
-        pause_s: Seconds of a pause after each step, for a short run that somebody wants to watch. `wait` and `stop` end
-            the pauses.
+        pause_s: Seconds of a pause after each step, to watch a short run. `wait` and `stop` end the pauses.
 
     Raises:
         ConfigError: The configuration is refused; nothing was started or written.
-        DataError: The data is refused, likewise.
+        DataError: The data is refused; nothing was started or written.
     """
-    said = StringIO()
-    slowed = location(config.run.storage_path) / f"slowed-{uuid.uuid4().hex}"
-    faults = Faults(train=Hooks(after_step=_Slowly(str(slowed), pause_s))) if pause_s else Faults()
+    output = StringIO()
+    pause_file = to_location(config.run.storage_path) / f"slowed-{uuid.uuid4().hex}"
+    faults = Faults(train=Hooks(after_step=_PauseAfterStep(str(pause_file), pause_s))) if pause_s else Faults()
     with ExitStack() as stack:
-        run = stack.enter_context(open_run(config, Console(file=said), faults, background=True))
+        run = stack.enter_context(open_run(config, Console(file=output), faults, background=True))
         if pause_s:
-            put_atomic(slowed, b"")
-            stack.callback(slowed.unlink, missing_ok=True)
-        _print(said)
-        return Training(run, stack.pop_all(), said, slowed)
+            put_atomic(pause_file, b"")
+            stack.callback(pause_file.unlink, missing_ok=True)
+        _print_new(output)
+        return Training(run, stack.pop_all(), output, pause_file)
 
 
-def _print(said: StringIO) -> None:
-    """Prints what was said since the last time."""
-    text = said.getvalue().rstrip()
-    said.seek(0)
-    said.truncate()
+def _print_new(output: StringIO) -> None:
+    """Prints the messages that have been collected since the last call."""
+    text = output.getvalue().rstrip()
+    output.seek(0)
+    output.truncate()
     if text:
         SafeConsole(Console()).print(text)

@@ -1,11 +1,8 @@
-"""`summary.json`: what came of a run, computed from its own record alone.
+"""The end of a run: `summary.json`, the report, and closing runs without a driver.
 
-Runs whose driver is gone: what became of them is said by whoever notices, in the record, in `summary.json` and in
-MLflow.
-
-The lease decides who may: it is free only if the driver has ended, and only one gets it.
-
-The report at the end of a run.
+`summarize` computes `summary.json` from the run directory alone. `close_orphan` records the end of a run if its driver
+did not, in the run directory, in `summary.json` and in MLflow. Any process may call it. The lease admits one process at
+a time, and only after the driver has ended.
 """
 
 from __future__ import annotations
@@ -30,22 +27,25 @@ from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import evaluated_steps, read_scores
 from ray_app.runlog.history import count, goodput, means, recoveries, restarts, start, world_sizes
 from ray_app.runlog.journal import Event, StepRecord, newest_detail, put_event, read_events
-from ray_app.runlog.lease import acquire, is_released, newest_fence
+from ray_app.runlog.lease import acquire_lease, is_released, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import HIDDEN, redact
 from ray_app.runlog.step_records import read_steps
 from ray_app.runlog.stored_config import read_config, read_manifest
-from ray_app.storage.files import location, names, read_json, without_nan
+from ray_app.storage.files import list_files, read_json, replace_nan, to_location
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tracker import Status as MlflowStatus
-from ray_app.track.tracker import Tracker, check_available, run_tags
+from ray_app.track.tracker import Tracker, check_available, make_run_tags
 from ray_app.train.job import Job
 
-Status = Literal["finished", "stopped_early", "interrupted", "failed"]
+logger = logging.getLogger(__name__)
+
+_TRACKING_TIMEOUT_S = 20.0
+RunStatus = Literal["finished", "stopped_early", "interrupted", "failed"]
 
 
-def summarize(job: Job, status: Status) -> dict[str, Any]:
-    """Makes the content of `summary.json`, a public interface; see docs/architecture.md for its fields."""
+def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
+    """Makes the content of `summary.json`, a public interface; see docs/runs.md for its fields."""
     stop = job.early_stop()
     newest = newest_commit(job)
     last_step = stop.stop_step if stop else newest.step if newest else 0
@@ -55,7 +55,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
     evaluations = [e for e in read_scores(job.paths) if e.step <= last_step]
     best = job.best_first()[:1]
     tracking = read_json(job.paths.tracking) or {}
-    found = {
+    summary = {
         "status": status,
         "run_name": job.paths.name,
         "mlflow_run_id": tracking.get("run_id"),
@@ -65,7 +65,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         "steps": last_step,
         "rows": sum(course.rows),
         "rows_by_logical_worker": course.rows,
-        "bad_rows": {"skipped": course.skipped, "distinct": len(names(job.paths.bad_rows))},
+        "bad_rows": {"skipped": course.skipped, "distinct": len(list_files(job.paths.bad_rows))},
         "logical_workers": job.plan.logical_workers,
         "world_sizes": world_sizes(records),
         "restarts": restarts(events),
@@ -92,7 +92,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
             "fallbacks": count(events, "fallback"),
             "failed_writes": count(events, "write_failed"),
         },
-        "replays": {"shares": course.replayed, "wrong": count(events, "lied")},
+        "replays": {"shares": course.replayed, "wrong": count(events, "sdc_detected")},
         "start_s": start(events, records),
         "timing": _timing(records, events),
         "parameter_servers": next(
@@ -100,7 +100,7 @@ def summarize(job: Job, status: Status) -> dict[str, Any]:
         ),
         "model": next((event.details for event in reversed(events) if event.kind == "registered"), None),
     }
-    return without_nan(found)
+    return replace_nan(summary)
 
 
 def _digest_at(job: Job, step: int) -> str | None:
@@ -108,15 +108,16 @@ def _digest_at(job: Job, step: int) -> str | None:
 
 
 def newest_commit(job: Job) -> Commit | None:
-    """The newest checkpoint that is not marked bad."""
+    """Returns the newest checkpoint that is not marked bad; None if there is none."""
     commits = CheckpointStore(job.paths).commits()
     return commits[-1] if commits else None
 
 
 def _timing(records: Sequence[StepRecord], events: list[Event]) -> dict[str, float | None]:
-    events = [e for e in events if e.kind != "driver_lost"]  # that was when it was noticed
+    # The time of `driver_lost` is when the loss was noticed, which may be days later.
+    events = [e for e in events if e.kind != "driver_lost"]
     started = [e.time_s for e in events if e.kind == "started"]
-    stalls = [s for e in events if e.kind == "left" for s in e.details["stalls_ms"]]
+    stalls = [s for e in events if e.kind == "worker_exit" for s in e.details["stalls_ms"]]
     total_ms = sum(r.step_ms for r in records)
     return {
         "wall_s": round(events[-1].time_s - started[0], 3) if started else None,
@@ -127,55 +128,52 @@ def _timing(records: Sequence[StepRecord], events: list[Event]) -> dict[str, flo
     }
 
 
-logger = logging.getLogger(__name__)
-
-_TRACKING_S = 20.0
-_ENDED: dict[str, Status] = {
+_STATUS_BY_EVENT: dict[str, RunStatus] = {
     "finished": "finished",
     "stopped_early": "stopped_early",
     "interrupted": "interrupted",
-    "gave_up": "failed",
+    "run_failed": "failed",
 }
-"""How a run ended, by the event that says it."""
+"""The status of a run by the kind of the event that records its end."""
 
 
-def mlflow_status(status: Status) -> MlflowStatus:
-    """What MLflow calls it."""
-    known: dict[str, Literal["KILLED", "FAILED"]] = {"interrupted": "KILLED", "failed": "FAILED"}
-    return known.get(status, "FINISHED")
+def to_mlflow_status(status: RunStatus) -> MlflowStatus:
+    """Returns MLflow's name of a run's status."""
+    unfinished: dict[str, Literal["KILLED", "FAILED"]] = {"interrupted": "KILLED", "failed": "FAILED"}
+    return unfinished.get(status, "FINISHED")
 
 
 def close_orphan(root: str) -> bool:
-    """Says what became of a run if its driver is gone without having said it, or was killed while it did.
+    """Records the end of a run if its driver ended without doing so, or was killed while it did.
 
-    Blocks for as long as the lease of a driver on another machine must be watched (half a minute), and for MLflow at
-    most 20 s. A start at the same moment waits until this has ended. Once for each lost driver, and again for
-    evaluations that came after that: what MLflow does not get now, `replay` sends.
+    It blocks for as long as the lease of a driver on another machine must be watched (half a minute), and for MLflow at
+    most 20 s. A start at the same moment waits until it has returned. It has an effect once for each lost driver, and
+    again after later evaluations. `send_to_mlflow` sends what MLflow does not take now.
 
     Args:
         root: The run's directory, as a path or an S3 URI.
 
     Returns:
-        Whether it was closed now; False if it has ended in order, or someone else closed it.
+        Whether the run was closed now; False if it has ended in order, or another process closed it.
 
     Raises:
-        RunHeldError: Its driver lives, or someone else closes it at this moment.
+        RunHeldError: The driver lives, or another process closes the run at this moment.
         ConfigError: The run's task cannot be made here.
         OSError: The storage does not answer.
     """
-    paths = RunPaths(location(root))
+    paths = RunPaths(to_location(root))
     before = newest_fence(paths)
     start = _newest_start(paths)
     if start is None or (start.status is not None and is_released(paths) and not _lacks_evaluations(paths)):
         return False
-    with acquire(paths, closing=True, waits=False) as lease:
+    with acquire_lease(paths, closing=True, waits=False) as lease:
         if lease.fence != before + 1:
             return False
         job = stored_job(paths)
-        status = settle(job, start)
+        status = finalize_run(job, start)
         logger.warning("The driver of %s is gone; the run is closed as %s.", paths.name, status)
         if _is_tracked(job.config):
-            late_tracker(job, job.config).close(mlflow_status(status), _TRACKING_S)
+            make_late_tracker(job, job.config).close(to_mlflow_status(status), _TRACKING_TIMEOUT_S)
             put_summary(paths, summarize(job, status))
         return True
 
@@ -186,45 +184,45 @@ class NewestStart:
 
     Args:
         fence: Its number.
-        status: How it ended; None: it did not say.
+        status: How it ended; None if that is not recorded.
     """
 
     fence: int
-    status: Status | None
+    status: RunStatus | None
 
 
 def _newest_start(paths: RunPaths) -> NewestStart | None:
-    """The newest start; None if the run was never started."""
-    events = read_events(paths, "started", "driver_lost", *_ENDED)
+    """Returns the newest start; None if the run was never started."""
+    events = read_events(paths, "started", "driver_lost", *_STATUS_BY_EVENT)
     fence = max((event.fence for event in events if event.kind == "started"), default=None)
     if fence is None:
         return None
     ends = [event for event in events if event.kind != "started" and event.fence == fence]
-    return NewestStart(fence, _ENDED.get(ends[-1].kind) or ends[-1].details["status"] if ends else None)
+    return NewestStart(fence, _STATUS_BY_EVENT.get(ends[-1].kind) or ends[-1].details["status"] if ends else None)
 
 
 def newest_start(paths: RunPaths) -> NewestStart:
-    """The newest start of a run.
+    """Returns the newest start of a run.
 
     Raises:
-        ConfigError: The directory holds no run, or one that was never started.
+        ConfigError: The directory contains no run, or one that was never started.
     """
     start = _newest_start(paths) if paths.config.exists() else None
     if start is None:
         raise ConfigError(
             f"{paths.root} holds no run that was started: there is no config.yaml, or no event of a start. Name the"
-            f" directory of a run,"
-            " <run.storage_path>/<run.name>."
+            " directory of a run, <run.storage_path>/<run.name>."
         )
     return start
 
 
 def stored_job(paths: RunPaths) -> Job:
-    """The run as its directory tells it; the data need not be in reach, so the task is not prepared and no worker could
-    use it.
+    """Returns the job of a run from its directory alone.
+
+    The data need not be reachable, so the task is not prepared, and the job cannot be trained.
 
     Raises:
-        ConfigError: It is no run of this version, or its task cannot be made here.
+        ConfigError: It is not a run of this version, or its task cannot be made here.
     """
     config = read_config(paths)
     task = make_task(config)
@@ -235,12 +233,13 @@ def stored_job(paths: RunPaths) -> Job:
     return Job(config, digest(config, plan.manifest.digest), task, plan, "", {}, str(paths.root), 0, metric, mode)
 
 
-def settle(job: Job, start: NewestStart) -> Status:
-    """Makes sure of `summary.json` of a run that nobody writes any more; records `driver_lost` if its driver did not
-    say how it ended.
+def finalize_run(job: Job, start: NewestStart) -> RunStatus:
+    """Writes `summary.json` of a run without a driver if it is missing or outdated.
+
+    It also records `driver_lost` if the driver did not record how the run ended.
 
     Returns:
-        How the run ended; `finished` also if the last planned step is committed and nothing was said.
+        How the run ended; `finished` also if that is not recorded but the last planned step is committed.
     """
     status = start.status
     if status is None:
@@ -249,30 +248,27 @@ def settle(job: Job, start: NewestStart) -> Status:
         status = "stopped_early" if job.early_stop() else "finished" if step >= job.total_steps else "interrupted"
         noticed_by = f"process {os.getpid()} on {platform.node()}"
         put_event(job.paths, "driver_lost", start.fence, status=status, step=step, noticed_by=noticed_by)
-    if (
-        start.status is None
-        or (read_json(job.paths.summary) or {}).get("status") != status
-        or _lacks_evaluations(job.paths)
-    ):
+    stored_status = (read_json(job.paths.summary) or {}).get("status")
+    if start.status is None or stored_status != status or _lacks_evaluations(job.paths):
         put_summary(job.paths, summarize(job, status))
     return status
 
 
 def _lacks_evaluations(paths: RunPaths) -> bool:
-    """Whether there are evaluations that `summary.json` does not know, or no summary."""
+    """Returns whether `summary.json` does not exist, or was written before the newest evaluations."""
     summary = read_json(paths.summary)
-    return (
-        summary is None
-        or sum(step <= summary["steps"] for step in evaluated_steps(paths)) > summary["evaluation"]["done"]
-    )
+    if summary is None:
+        return True
+    return sum(step <= summary["steps"] for step in evaluated_steps(paths)) > summary["evaluation"]["done"]
 
 
-def late_tracker(job: Job, config: Config) -> Tracker:
-    """A tracker for a run that has ended.
+def make_late_tracker(job: Job, config: Config) -> Tracker:
+    """Returns a tracker for a run that has ended.
 
     Args:
         job: The run.
-        config: Says where MLflow is; without a URI of its own it is where the last driver found it.
+        config: The configuration with the address of MLflow. If it is that of the run, the address that the last driver
+            used goes first.
     """
     manifest = job.plan.manifest
     uri = (read_json(job.paths.tracking) or {}).get("uri")
@@ -280,24 +276,25 @@ def late_tracker(job: Job, config: Config) -> Tracker:
         config = config.replace(tracking__uri=uri)
     data = DataSet("training", config.data.path, manifest.digest, manifest.num_rows)
     return Tracker(
-        job.paths, config, run_tags(config, manifest.digest), config.tracking.every_steps, [data], is_over=True
+        job.paths, config, make_run_tags(config, manifest.digest), config.tracking.every_steps, [data], is_over=True
     )
 
 
 def _is_tracked(config: Config) -> bool:
+    """Returns whether the run is tracked and MLflow can be used here; warns if it cannot."""
     try:
         check_available(config)
     except ConfigError as error:
-        logger.warning("MLflow is not told: %s", error)
+        logger.warning("The run is not recorded in MLflow: %s", error)
         return False
     return config.tracking.enabled
 
 
 def report_end(paths: RunPaths) -> Facts | None:
-    """Makes the report of a run that ended; a failure to do so is a warning and nothing more.
+    """Writes the report of a run that has ended. A failure is only a warning.
 
     Returns:
-        What was read of the run, for the console; None if it could not be read.
+        The facts of the run, for the console; None if they could not be read.
     """
     facts = None
     try:

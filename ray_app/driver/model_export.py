@@ -1,8 +1,8 @@
-"""From the best checkpoint of a run to a version in MLflow's model registry: at the end of a run, and by `ray-app
-register`.
+"""Registration and export of a run's models.
 
-From a checkpoint of a run to a folder with its model, for machines without Ray and registry: `ray-app export`,
-`Result.export`.
+`register_best` makes the best checkpoint a version in MLflow's model registry, at the end of a run and for `ray-app
+register`. `export_run` writes the model of a checkpoint to a folder, for machines without Ray and registry, for
+`ray-app export` and `Result.export`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 
 from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import Config, default_tracking_uri
-from ray_app.data.probes import first_rows
-from ray_app.driver.trained_run import best_commit, chosen, load_model, trained_job
+from ray_app.data.probes import decode_first_rows
+from ray_app.driver.trained_run import best_commit, choose_checkpoint, load_model, load_trained_job
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models.export import refuse_taken, write_export
 from ray_app.models.package import make_package
-from ray_app.models.registry import Registered, find, promote, register, seconds_for
-from ray_app.preflight.prepare import evaluation_source, prepare
+from ray_app.models.registry import Registered, find, promote, register, request_timeout_s
+from ray_app.preflight.prepare import open_evaluation_source, prepare
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import Location, location, read_json
+from ray_app.storage.files import Location, read_json, to_location
 from ray_app.storage.object_stores import S3Path
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tracker import check_available
@@ -41,20 +41,22 @@ from ray_app.train.job import Job
 logger = logging.getLogger(__name__)
 
 _EXAMPLE_ROWS = 2
-_LIMIT_S = 120.0
+_REGISTER_TIMEOUT_S = 120.0
+"""Seconds that registration has at the end of a run, without those for the transfer of the model."""
 REGISTRABLE = ("finished", "stopped_early")
+"""Statuses of runs with a best checkpoint that will not change."""
 
 
 @dataclass(frozen=True)
 class RegisterOptions:
-    """What the command registers.
+    """The options of `ray-app register`.
 
     Args:
         run: Directory of a finished run.
-        name: Name of the model; not given: the run's `tracking.registered_model`.
-        promote: Makes the version the champion for this reason; not given: it is the challenger, or the champion if it
-            is the first.
-        uri: MLflow tracking URI; not given: where the run was tracked.
+        name: Name of the model; by default the run's `tracking.registered_model`.
+        promote: The reason for which the version becomes the champion; by default it is the challenger, or the champion
+            if it is the first.
+        uri: MLflow tracking URI; by default the one where the run was tracked.
     """
 
     run: str
@@ -66,19 +68,19 @@ class RegisterOptions:
 def register_best(
     job: Job, name: str, uri: str, tags: dict[str, str] | None = None, first_serves: bool = True
 ) -> Registered:
-    """Makes the run's best checkpoint a version of a model, unless it is one already, and records that in the run.
+    """Makes the run's best checkpoint a version of a model, unless it is one already, and records the version.
 
     Args:
         job: The run.
         name: Name of the model.
-        uri: Where the run was tracked.
-        tags: More tags of the version.
+        uri: MLflow tracking URI of the run.
+        tags: Additional tags of the version.
         first_serves: Whether the first version of all becomes the champion at once.
 
     Raises:
         RegistryError: MLflow does not have the run yet, or the model cannot be packaged.
         CheckpointError: There is no intact checkpoint.
-        Exception: Whatever MLflow raises, mostly because it cannot be reached.
+        Exception: Any error of MLflow, mostly because it cannot be reached.
     """
     tracking = read_json(job.paths.tracking) or {}
     if not tracking.get("run_id"):
@@ -87,43 +89,44 @@ def register_best(
         )
     commit, best = best_commit(job)
     client = connect(uri)
-    done = find(client, name, tracking["run_uuid"], commit.params_digest)
-    if done is None:
-        done = register(
+    version = find(client, name, tracking["run_uuid"], commit.params_digest)
+    if version is None:
+        version = register(
             client,
             name,
             tracking["run_id"],
             tracking["run_uuid"],
             commit.params_digest,
-            tags_of(job, commit, best) | (tags or {}),
-            lambda folder: make_package(job.task, load_model(job, commit), example_of(job), folder),
-            user(),
+            version_tags(job, commit, best) | (tags or {}),
+            lambda folder: make_package(job.task, load_model(job, commit), input_example(job), folder),
+            user_name(),
             first_serves,
         )
-    put_event(job.paths, "registered", job.fence, name=done.name, version=done.version, aliases=list(done.aliases))
-    return done
+    _put_registered(job.paths, job.fence, version)
+    return version
 
 
 def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None:
-    """`register_best` at the end of a run, bounded in time; whatever goes wrong is a warning that says how to do it
-    later.
+    """Calls `register_best` at the end of a run, with a time limit, and returns the version.
+
+    An error is only a warning, with the command that registers the model later; the result is None then.
 
     Args:
         job: The run, with `tracking.registered_model` set.
-        limit_s: Seconds to wait; not given: two minutes, and what uploading the model and reading it back may take.
+        limit_s: Seconds to wait; by default two minutes and the time for uploading the model and reading it back.
     """
     if limit_s is None:
-        limit_s = _LIMIT_S + 2 * seconds_for(_model_bytes(job))
+        limit_s = _REGISTER_TIMEOUT_S + 2 * request_timeout_s(_model_bytes(job))
     name, uri = str(job.config.tracking.registered_model), default_tracking_uri(job.config)
     result: list[Registered | Exception] = []
 
-    def work() -> None:
+    def register_in_thread() -> None:
         try:
             result.append(register_best(job, name, uri))
         except Exception as error:
             result.append(error)
 
-    thread = threading.Thread(target=work, name="register", daemon=True)
+    thread = threading.Thread(target=register_in_thread, name="register", daemon=True)
     thread.start()
     thread.join(limit_s)
     if result and isinstance(result[0], Registered):
@@ -140,13 +143,13 @@ def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None
 
 
 def _model_bytes(job: Job) -> int:
-    """Bytes of the newest checkpoint's parameters."""
+    """Returns the bytes of the newest checkpoint's parameters."""
     commits = CheckpointStore(job.paths).commits()
     return int(commits[-1].files.get(MODEL, {}).get("bytes", 0)) if commits else 0
 
 
-def tags_of(job: Job, commit: Commit, best: Evaluation | None) -> dict[str, str]:
-    """Where a version comes from: the run, its digests, and what the evaluation said."""
+def version_tags(job: Job, commit: Commit, best: Evaluation | None) -> dict[str, str]:
+    """Returns the tags of a version: its run, the digests, and its evaluation."""
     tags = {
         "ray_app.run_name": job.paths.name,
         "ray_app.step": str(commit.step),
@@ -159,23 +162,23 @@ def tags_of(job: Job, commit: Commit, best: Evaluation | None) -> dict[str, str]
     return tags
 
 
-def example_of(job: Job) -> dict[str, Any]:
-    """Some decoded rows of the evaluation data, or of the training data if there is none."""
+def input_example(job: Job) -> dict[str, Any]:
+    """Returns some decoded rows of the evaluation data, or of the training data if there is none."""
     source = job.evaluation or job.source
-    return first_rows(source.reader, source.manifest, _EXAMPLE_ROWS)
+    return decode_first_rows(source.reader, source.manifest, _EXAMPLE_ROWS)
 
 
 def register_run(options: RegisterOptions) -> Registered:
-    """Registers the best checkpoint of a run that ended; Ray is not started.
+    """Registers the best checkpoint of a run that has ended, without starting Ray.
 
     Raises:
-        ConfigError: There is no such run, it has not ended, or there is no name for the model.
-        DataError: The run's data is not what it was.
+        ConfigError: There is no such run, it has not ended, or a name for the model is missing.
+        DataError: The run's data has changed since.
         Exception: See `register_best`.
     """
     if options.promote is not None and not options.promote.strip():
         raise ConfigError("--promote needs a reason: why is this version better than what serves now?")
-    paths = RunPaths(location(options.run))
+    paths = RunPaths(to_location(options.run))
     config, summary = _config_of(paths, options), read_json(paths.summary)
     status = (summary or {}).get("status", "without a summary")
     if summary is None or status not in REGISTRABLE:
@@ -184,32 +187,39 @@ def register_run(options: RegisterOptions) -> Registered:
         )
     prepared = prepare(config)
     name, uri = str(config.tracking.registered_model), default_tracking_uri(config)
-    done = register_best(prepared.job, name, uri)
-    if options.promote is not None and promote(connect(uri), name, done.version, options.promote, user()):
-        done = Registered(done.name, done.version, tuple(sorted({*done.aliases, "champion"})))
-        put_event(paths, "registered", 0, name=done.name, version=done.version, aliases=list(done.aliases))
-    put_summary(paths, summary | {"model": {"name": done.name, "version": done.version, "aliases": list(done.aliases)}})
-    return done
+    version = register_best(prepared.job, name, uri)
+    if options.promote is not None and promote(connect(uri), name, version.version, options.promote, user_name()):
+        version = Registered(version.name, version.version, tuple(sorted({*version.aliases, "champion"})))
+        _put_registered(paths, 0, version)
+    model = {"name": version.name, "version": version.version, "aliases": list(version.aliases)}
+    put_summary(paths, summary | {"model": model})
+    return version
 
 
-def user() -> str:
-    """Who this process works for."""
+def _put_registered(paths: RunPaths, fence: int, version: Registered) -> None:
+    put_event(paths, "registered", fence, name=version.name, version=version.version, aliases=list(version.aliases))
+
+
+def user_name() -> str:
+    """Returns the name of the user of this process."""
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container whose user has no name
+    # The user of a container may be without a name.
+    except (OSError, KeyError):
         return "unknown"
 
 
 def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:
-    """The run's configuration as this process needs it: where the run is now, and where it was tracked."""
+    """Returns the run's configuration with the directory where the run is now and the address where it was tracked."""
     config = read_config(paths)
     tracked = (read_json(paths.tracking) or {}).get("uri", "")
-    known = tracked if tracked and "***" not in tracked else config.tracking.uri
+    # A stored address is without its secrets, and then cannot be used.
+    stored_uri = tracked if tracked and "***" not in tracked else config.tracking.uri
     config = config.replace(
         run__name=paths.name,
         run__storage_path=str(_parent(paths.root)),
         tracking__enabled=True,
-        tracking__uri=options.uri or known,
+        tracking__uri=options.uri or stored_uri,
         tracking__registered_model=options.name or config.tracking.registered_model,
     )
     if not config.tracking.registered_model:
@@ -217,7 +227,7 @@ def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:
             "The run has no tracking.registered_model; say with --name which model its best checkpoint is to be a"
             " version of."
         )
-    check(config)
+    check_config(config)
     check_available(config)
     return config
 
@@ -228,12 +238,12 @@ def _parent(root: Location) -> Location:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What the command exports.
+    """The options of `ray-app export`.
 
     Args:
         run: Directory of a run, or its s3:// URI; it may still train.
-        out: Folder that the model becomes, on this machine.
-        checkpoint: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, such as
+        out: Folder of the export, on this machine.
+        checkpoint: `best` by the evaluation metric, `newest`, or the name of a checkpoint below `checkpoints`, such as
             `step-00000120-0003` or `step-120`.
         overwrite: Replace `out` if it is an export.
     """
@@ -245,14 +255,14 @@ class ExportOptions:
 
 
 def export_run(options: ExportOptions) -> dict[str, Any]:
-    """Writes the model of a checkpoint to a folder; neither Ray nor MLflow is started or asked.
+    """Writes the model of a checkpoint to a folder, without Ray and MLflow.
 
     Returns:
         The content of `export.json`.
 
     Raises:
         ConfigError: There is no such run or checkpoint, or the folder is taken.
-        DataError: The run's data is not what it was; its task cannot be made again.
+        DataError: The run's data has changed since, so that its task cannot be made again.
         CheckpointError: The checkpoint is damaged.
         RegistryError: The model cannot be stored without pickle.
     """
@@ -260,20 +270,20 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
         raise ConfigError(
             f"--out is {options.out!r}; an export is made in a folder of this machine. Copy it from there."
         )
-    paths, out = RunPaths(location(options.run)), Path(options.out).expanduser().resolve()
+    paths, out = RunPaths(to_location(options.run)), Path(options.out).expanduser().resolve()
     refuse_taken(out, options.overwrite)
-    job = trained_job(paths)
-    commit = chosen(job, options.checkpoint)
+    job = load_trained_job(paths)
+    commit = choose_checkpoint(job, options.checkpoint)
     data = job.config.data
     if data.eval_path is not None:
-        job = replace(job, evaluation=evaluation_source(job.task, data.eval_path, data.read_task_mb))
+        job = replace(job, evaluation=open_evaluation_source(job.task, data.eval_path, data.read_task_mb))
     return write_export(
-        job.task, load_model(job, commit), example_of(job), out, _source(job, commit), options.overwrite
+        job.task, load_model(job, commit), input_example(job), out, _source(job, commit), options.overwrite
     )
 
 
 def _source(job: Job, commit: Commit) -> dict[str, Any]:
-    """Where a model comes from."""
+    """Returns the run, the step, the digests and the metrics of an exported model."""
     digests = {
         "params_digest": commit.params_digest,
         "config_digest": commit.config_digest,

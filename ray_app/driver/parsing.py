@@ -1,9 +1,8 @@
-"""YAML as it is given: what a reader of it would take for something else, or complain about without saying where, is
-refused.
+"""Parsing of YAML files and command lines into a `Config`, with help and checks from the signatures of the classes.
 
-Import paths below the arguments of a task: models, losses, transforms, functions of a script.
-
-The typed parser: YAML files and command line to a `Config`, with help and checks from the classes' own signatures.
+`load_config` and `parse` are the functions for users and commands. Before jsonargparse parses anything, `check_files`
+checks the YAML files, with errors that name the line, and afterwards `check_import_paths` checks the classes and
+functions that the arguments of a task name. `driver/refusals.py` explains jsonargparse's errors.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, s
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import SECTIONS, Config, expand_home, from_dict
 from ray_app.config.import_paths import TurnSpec, load_class
-from ray_app.driver.refusals import explained, missing
+from ray_app.driver.refusals import explain_error, explain_missing
 from ray_app.errors import ConfigError
-from ray_app.runlog.redaction import guard, redact
+from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.task.base import Task
 
 
-class _Once(yaml.SafeLoader):
-    """Refuses a name that stands twice in a section, of which YAML's readers keep the last in silence."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A YAML loader that refuses a key that occurs twice in a section, where others keep the last one silently."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """See `yaml.SafeLoader.construct_mapping`."""
@@ -43,33 +42,32 @@ class _Once(yaml.SafeLoader):
             if key.value in lines:
                 raise ConfigError(
                     f"{key.start_mark.name} has {key.value!r} twice in one section, in lines {lines[key.value]} and"
-                    f" {line}; the second"
-                    " would replace all of the first. Put what belongs to it in one place."
+                    f" {line}; the second would replace all of the first. Put what belongs to it in one place."
                 )
             lines[key.value] = line
         return super().construct_mapping(node, deep)
 
 
-def refuse_bad_files(arguments: Sequence[str]) -> None:
-    """Reads the files that a command line names with `--config`.
+def check_files(arguments: Sequence[str]) -> None:
+    """Checks the YAML files that a command line names with `--config`.
 
     Raises:
-        ConfigError: One is no YAML, or has a section twice; the message names the file, the line and what to do.
+        ConfigError: A file is not YAML, or has a section twice; the message names the file, the line and what to do.
     """
     following = [*arguments[1:], ""]
-    for argument, after in zip(arguments, following, strict=True):
-        name, given_here, value = argument.partition("=")
-        place = value if given_here else after
-        if name == "--config" and os.path.isfile(place):
-            _read(Path(place))
+    for argument, next_argument in zip(arguments, following, strict=True):
+        name, equals_sign, value = argument.partition("=")
+        path = value if equals_sign else next_argument
+        if name == "--config" and os.path.isfile(path):
+            _check_file(Path(path))
 
 
-def _read(file: Path) -> None:
+def _check_file(file: Path) -> None:
     try:
         with file.open() as text:
-            yaml.load(text, _Once)
+            yaml.load(text, _UniqueKeyLoader)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is no text in UTF-8 ({error}); save it as such.") from error
+        raise ConfigError(f"{file} is not a text in UTF-8 ({error}); save it as such.") from error
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             f"{file} has a character that no text has (#x{error.character:04x}, at {error.position}); remove it."
@@ -77,7 +75,8 @@ def _read(file: Path) -> None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 0
-        has_tab = "\t" in "".join(file.read_text().splitlines()[line - 1 : line])  # the line itself may hold a secret
+        # The message does not quote the line, which may contain a secret.
+        has_tab = "\t" in "".join(file.read_text().splitlines()[line - 1 : line])
         remedy = (
             "YAML is indented by blanks, and this line has a tab: put two blanks in its place."
             if has_tab
@@ -86,49 +85,48 @@ def _read(file: Path) -> None:
         raise ConfigError(f"{file}, line {line}: {error.problem or error.context}. {remedy}") from error
 
 
-def refuse_missing(task: str, init_args: dict[str, Any]) -> None:
-    """Refuses what cannot be imported, by where it stands, with what is there and like it.
+def check_import_paths(task: str, init_args: dict[str, Any]) -> None:
+    """Checks the import paths in the arguments of a task: models, losses, transforms, functions of a script.
 
     Args:
         task: Class path of the task.
         init_args: Its arguments.
 
     Raises:
-        ConfigError: There is no such class or function.
+        ConfigError: A class or function cannot be imported; the message names its field and similar names.
     """
     functions = getattr(load_class(task), "functions", ())
     paths = [
         (f"task.init_args.{name}", "", init_args[name]) for name in functions if isinstance(init_args.get(name), str)
     ]
-    for place, field, path in [*paths, *_class_paths("task.init_args", init_args)]:
+    for parent, field, path in [*paths, *_class_paths("task.init_args", init_args)]:
         try:
             load_class(path)
-        except Exception as error:  # its module may raise what it likes
-            why = missing(path, object)
-            told = (
-                f"{field}{why.removeprefix('class_path')}"
-                if why is not None
-                else f"{field} is {path!r}: {type(error).__name__}: {error}."
-            )
-            raise ConfigError(f"The configuration is refused: {place}{told}") from error
+        # The imported module may raise any error.
+        except Exception as error:
+            reason = explain_missing(path, object)
+            problem = f"{field} is {path!r}: {type(error).__name__}: {error}."
+            if reason is not None:
+                problem = f"{field}{reason.removeprefix('class_path')}"
+            raise ConfigError(f"The configuration is refused: {parent}{problem}") from error
 
 
-def _class_paths(place: str, value: Any) -> Iterator[tuple[str, str, str]]:
-    """Where import paths stand, and what they are."""
+def _class_paths(parent: str, value: Any) -> Iterator[tuple[str, str, str]]:
+    """Yields the name of the section, the field below it, and the path of each `class_path` in a value."""
     if isinstance(value, list):
-        for number, one in enumerate(value):
-            yield from _class_paths(f"{place}[{number}]", one)
+        for number, element in enumerate(value):
+            yield from _class_paths(f"{parent}[{number}]", element)
     elif isinstance(value, dict):
         if isinstance(value.get("class_path"), str):
-            yield place, ".class_path", value["class_path"]
-        for name, one in value.items():
-            yield from _class_paths(place if name == "init_args" else f"{place}.{name}", one)
+            yield parent, ".class_path", value["class_path"]
+        for name, element in value.items():
+            yield from _class_paths(parent if name == "init_args" else f"{parent}.{name}", element)
 
 
 _GROUPS = "groups"
-"""Stands beside `class_path` and `init_args` of an optimizer; the parser has it among the latter."""
+"""The key beside `class_path` and `init_args` of an optimizer, which the parser handles as one of `init_args`."""
 _UNTYPED = {"fail_untyped": False}
-"""An argument without a type hint may be anything: people write models so."""
+"""An argument without a type hint takes any value, because many models are written without type hints."""
 _TRAINS = "Trains a model on a Ray cluster of any size; the number of workers does not change the result."
 
 
@@ -136,8 +134,8 @@ def load_config(path: str | os.PathLike[str] | None = None, **fields: Any) -> Co
     """Reads and checks a configuration.
 
     Args:
-        path: YAML file; not given: only `fields` and defaults.
-        **fields: Values that go before the file's, dotted names with `__` for the dot: `train__epochs=3`.
+        path: YAML file; without one only `fields` and the defaults count.
+        **fields: Values that override those of the file, with `__` for the dot in names: `train__epochs=3`.
 
     Raises:
         ConfigError: A field is unknown or mistyped, or values do not fit together; the message names the file.
@@ -162,49 +160,55 @@ def parse(arguments: Sequence[str] | None = None, prog: str = "ray-app train", e
     """Parses a command line.
 
     Args:
-        arguments: The command line without the program; not given: that of this process.
+        arguments: The command line without the program; by default that of this process.
         prog: Name of the program, for messages.
-        exit_on_error: Print an error and exit with code 2, as a command should, rather than raise.
+        exit_on_error: Print an error and exit with code 2, as a command should, instead of raising.
 
     Raises:
         ConfigError: Values do not fit together, or any other error with `exit_on_error=False`.
     """
-    return parse_more(arguments, {}, prog, exit_on_error)[0]
+    return parse_with_sections(arguments, {}, prog, exit_on_error)[0]
 
 
-def parse_more(
+def parse_with_sections(
     arguments: Sequence[str] | None,
     more: dict[str, type],
     prog: str,
     exit_on_error: bool = True,
     description: str = _TRAINS,
 ) -> tuple[Config, dict[str, Any]]:
-    """`parse` with sections that are not part of a run's configuration, such as a command's own options.
+    """Parses a command line with sections that are not part of a run's configuration, such as options of a command.
 
     Args:
         arguments: See `parse`.
-        more: A dataclass for every further section, by name.
+        more: A dataclass for each additional section, by name.
         prog: See `parse`.
         exit_on_error: See `parse`.
         description: What the program does, for its help.
 
     Returns:
-        The configuration, and the further sections by name.
+        The configuration, and the additional sections by name.
+
+    Raises:
+        ConfigError: See `parse`.
     """
-    importable_from_here()
+    add_current_folder_to_path()
     parser = _parser(prog, description, exit_on_error, SECTIONS | more)
-    given = sys.argv[1:] if arguments is None else arguments
-    refuse_bad_files(given)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    check_files(arguments)
     try:
-        # A default of the parser's would hand all its arguments on to whatever class is named instead.
-        parsed = parser.parse_args([f"--optimizer={Config.optimizer.class_path}", *given])
+        # The default is an argument: the parser would pass all arguments of a default on to another class.
+        parsed = parser.parse_args([f"--optimizer={Config.optimizer.class_path}", *arguments])
     except ArgumentError as error:
-        raise ConfigError(f"The configuration is refused: {explained(str(error), _fields(SECTIONS | more))}") from error
+        raise ConfigError(
+            f"The configuration is refused: {explain_error(str(error), _fields(SECTIONS | more))}"
+        ) from error
     if parsed.task is not None:
-        refuse_missing(parsed.task.class_path, Namespace(parsed.task.get("init_args") or {}).as_dict())
+        check_import_paths(parsed.task.class_path, Namespace(parsed.task.get("init_args") or {}).as_dict())
     try:
         dumped = parser.dump(parsed, skip_default=True, skip_unset=False)
-    except (AttributeError, ImportError, TypeError, ValueError) as error:  # it imports every class_path below init_args
+    # The parser imports every `class_path` below `init_args` here.
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ConfigError(
             f"The configuration is refused: a class_path below init_args cannot be imported: {error}."
         ) from error
@@ -216,29 +220,28 @@ def parse_more(
     groups = (values["optimizer"].get("init_args") or {}).pop(_GROUPS, None)
     for name in ("task", "optimizer", "schedule"):
         if values.get(name):
-            values[name] = _as_set(values[name])
+            values[name] = _without_defaults(values[name])
     values["optimizer"][_GROUPS] = groups
-    if any("class_path" not in given for given in values.get("observers") or []):
+    if any("class_path" not in spec for spec in values.get("observers") or []):
         raise ConfigError(
             "The configuration is refused: observers is a list of class_path and init_args; one has no class_path."
         )
     if values.get("optimizers"):
-        values["optimizers"] = {name: _turn(name, given) for name, given in values["optimizers"].items()}
-    made = {name: section(**expand_home(values.pop(name, {}))) for name, section in more.items()}
+        values["optimizers"] = {name: _parse_optimizer(name, spec) for name, spec in values["optimizers"].items()}
+    more_sections = {name: section(**expand_home(values.pop(name, {}))) for name, section in more.items()}
     config = from_dict(values)
-    check(config)
-    return config, made
+    check_config(config)
+    return config, more_sections
 
 
-def importable_from_here() -> None:
-    """Lets `class_path` name classes in files of the current folder."""
+def add_current_folder_to_path() -> None:
+    """Adds the current folder to the search path, so that `class_path` can name classes in its files."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
 
 class Parser(ArgumentParser):
-    """Knows that an optimizer is no argument of a schedule, also of one in another, and tells no secrets when it
-    refuses something.
+    """A parser that does not take the optimizer for an argument of a schedule, and redacts secrets in its messages.
 
     jsonargparse makes parsers of this class for nested classes, too.
     """
@@ -247,23 +250,22 @@ class Parser(ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
         """See `ArgumentParser.parse_args`."""
-        _guard_given(sys.argv[1:] if args is None else args)
+        _register_secrets_of(sys.argv[1:] if args is None else args)
         return super().parse_args(args, *more, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """See `ArgumentParser.error`."""
-        told = (
-            explained(message, self.fields) if self.exit_on_error else message
-        )  # what a nested one says the outer one reads
-        super().error(redact(told), ex)
-        raise AssertionError("it has ended")
+        # The message of a nested parser is not changed, because the outer parser reads it.
+        text = explain_error(message, self.fields) if self.exit_on_error else message
+        super().error(redact(text), ex)
+        raise AssertionError("the parser has exited or raised")
 
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
         """See `ArgumentParser.add_class_arguments`."""
         if isinstance(theclass, type) and issubclass(theclass, LRScheduler):
             kwargs["skip"] = {"optimizer", *kwargs.get("skip", ())}
         added = super().add_class_arguments(theclass, *args, **(kwargs | _UNTYPED))
-        self._need_untyped(theclass, added)
+        self._require_untyped(theclass, added)
         if isinstance(theclass, type) and issubclass(theclass, Optimizer):
             self.add_argument(f"--{_GROUPS}", type=list[dict[str, Any]] | None, default=None)
         return added
@@ -271,38 +273,38 @@ class Parser(ArgumentParser):
     def add_function_arguments(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
         """See `ArgumentParser.add_function_arguments`."""
         added: list[str] = super().add_function_arguments(function, *args, **(kwargs | _UNTYPED))
-        self._need_untyped(function, added)
+        self._require_untyped(function, added)
         return added
 
-    def _need_untyped(self, of: Callable[..., Any], added: list[str]) -> None:
-        """Marks arguments without type hint and default as needed, which jsonargparse takes for None where they are not
-        given.
-        """
+    def _require_untyped(self, function: Callable[..., Any], added: list[str]) -> None:
+        """Marks arguments without a type hint and a default as required; jsonargparse passes None for them."""
         empty, parameters = inspect.Parameter.empty, list[inspect.Parameter]()
-        with suppress(TypeError, ValueError):  # some that are written in C have no signature
-            parameters = list(inspect.signature(of).parameters.values())
-        needed = {parameter.name for parameter in parameters if parameter.annotation is parameter.default is empty}
+        # Some functions in C have no signature.
+        with suppress(TypeError, ValueError):
+            parameters = list(inspect.signature(function).parameters.values())
+        required = {parameter.name for parameter in parameters if parameter.annotation is parameter.default is empty}
         for action in self._actions:
-            if action.dest in needed.intersection(added):
+            if action.dest in required.intersection(added):
                 action.required, action.default = True, argparse.SUPPRESS
 
 
-def _guard_given(arguments: Sequence[str]) -> None:
-    """Makes the secrets of a command line and of the files that it names known, also if something in it is wrong."""
+def _register_secrets_of(arguments: Sequence[str]) -> None:
+    """Registers the secrets of a command line and of the files that it names, also if they contain errors."""
     following = [*arguments[1:], ""]
-    for argument, after in zip(arguments, following, strict=True):
-        name, given_here, value = argument.partition("=")
+    for argument, next_argument in zip(arguments, following, strict=True):
+        name, equals_sign, value = argument.partition("=")
         if not name.startswith("--"):
             continue
-        value = value if given_here or after.startswith("--") else after
-        guard({name.rpartition(".")[2].lstrip("-"): value})
-        with suppress(Exception):  # what is wrong with it the parser says
-            given = yaml.safe_load(Path(value).read_text() if name == "--config" else value)
-            guard(given if isinstance(given, dict) else {})
+        value = value if equals_sign or next_argument.startswith("--") else next_argument
+        register_secrets({name.rpartition(".")[2].lstrip("-"): value})
+        # The parser reports errors.
+        with suppress(Exception):
+            content = yaml.safe_load(Path(value).read_text() if name == "--config" else value)
+            register_secrets(content if isinstance(content, dict) else {})
 
 
 def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str, type]) -> ArgumentParser:
-    set_loader("ray_app", _loaded, (yaml.YAMLError,))
+    set_loader("ray_app", _load_yaml, (yaml.YAMLError,))
     parser = Parser(
         prog=prog,
         parser_mode="ray_app",
@@ -345,42 +347,49 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: dict[str
     return parser
 
 
-def _turn(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """One of several optimizers, its class and schedule checked as those of a single one are."""
-    field, known = f"optimizers.{name}", [item.name for item in dataclasses.fields(TurnSpec)]
-    if unknown := given.keys() - set(known):
+def _parse_optimizer(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns one of several optimizers, with its class and its schedule checked like those of a single optimizer.
+
+    Raises:
+        ConfigError: It has an unknown or mistyped field.
+    """
+    field, allowed = f"optimizers.{name}", [item.name for item in dataclasses.fields(TurnSpec)]
+    if unknown := spec.keys() - set(allowed):
         raise ConfigError(
-            f"The configuration is refused: {field} has {', '.join(sorted(unknown))}; there are {', '.join(known)}."
+            f"The configuration is refused: {field} has {', '.join(sorted(unknown))}; there are {', '.join(allowed)}."
         )
-    _refuse_mistyped(field, given)
+    _check_optimizer_types(field, spec)
     parser = Parser(exit_on_error=False, parser_mode="ray_app")
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False)
     parser.add_subclass_arguments(LRScheduler, "schedule", instantiate=False)
-    init_args = {**(given.get("init_args") or {}), _GROUPS: given.get(_GROUPS)}
-    spec: dict[str, Any] = {"optimizer": {"class_path": given.get("class_path"), "init_args": init_args}}
+    init_args = {**(spec.get("init_args") or {}), _GROUPS: spec.get(_GROUPS)}
+    classes: dict[str, Any] = {"optimizer": {"class_path": spec.get("class_path"), "init_args": init_args}}
+    if spec.get("schedule"):
+        classes["schedule"] = spec["schedule"]
     try:
-        parsed = parser.parse_object(spec | ({"schedule": given["schedule"]} if given.get("schedule") else {}))
+        parsed = parser.parse_object(classes)
     except ArgumentError as error:
         raise ConfigError(
-            f"The configuration is refused: of {field}: {explained(str(error), ['optimizer', 'schedule'])}"
+            f"The configuration is refused: of {field}: {explain_error(str(error), ['optimizer', 'schedule'])}"
         ) from error
     values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False))
     groups = values["optimizer"]["init_args"].pop(_GROUPS, None)
-    rest = {key: given[key] for key in ("parameters", "steps") if key in given}
-    return {**_as_set(values["optimizer"]), _GROUPS: groups, "schedule": _as_set(values.get("schedule")), **rest}
+    rest = {key: spec[key] for key in ("parameters", "steps") if key in spec}
+    schedule = _without_defaults(values.get("schedule"))
+    return {**_without_defaults(values["optimizer"]), _GROUPS: groups, "schedule": schedule, **rest}
 
 
-def _refuse_mistyped(field: str, given: dict[str, Any]) -> None:
-    """Refuses what would be taken for something else: a text for its letters, a number in words.
+def _check_optimizer_types(field: str, spec: dict[str, Any]) -> None:
+    """Checks the types of the fields that the parser does not check, where a text would count as a list of letters.
 
     Raises:
-        ConfigError: Something is no list of texts, or no number.
+        ConfigError: `parameters` is not a list of texts, or `steps` is not a number.
     """
-    names, steps = given.get("parameters", []), given.get("steps", 1)
+    names, steps = spec.get("parameters", []), spec.get("steps", 1)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"The configuration is refused: {field}.parameters is {names!r}; it must be a list of names, as"
-            f" ['critic.*']."
+            " ['critic.*']."
         )
     if not isinstance(steps, int) or isinstance(steps, bool):
         raise ConfigError(
@@ -388,15 +397,14 @@ def _refuse_mistyped(field: str, given: dict[str, Any]) -> None:
         )
 
 
-def _loaded(text: str) -> Any:
-    """YAML as the parser reads it."""
-    found = get_loader("yaml")(text)
-    optimizer = (
-        found.get("optimizer", found) if isinstance(found, dict) else None
-    )  # a file's, or the value of --optimizer
+def _load_yaml(text: str) -> Any:
+    """Returns YAML as the parser reads it, with `groups` of the optimizer among its `init_args`."""
+    content = get_loader("yaml")(text)
+    # The text is that of a file, or the value of --optimizer.
+    optimizer = content.get("optimizer", content) if isinstance(content, dict) else None
     if isinstance(optimizer, dict) and optimizer.keys() >= {"class_path", _GROUPS}:
         optimizer["init_args"] = {**(optimizer.get("init_args") or {}), _GROUPS: optimizer.pop(_GROUPS)}
-    return found
+    return content
 
 
 def _fields(sections: dict[str, type]) -> list[str]:
@@ -406,27 +414,31 @@ def _fields(sections: dict[str, type]) -> list[str]:
     ]
 
 
-def _as_set(value: Any) -> Any:
-    """A class, or several, with those arguments only that differ from their defaults: what a library adds later is not
-    part of a run.
+def _without_defaults(value: Any) -> Any:
+    """Returns the specification of a class, or of several, with only those arguments that differ from their defaults.
+
+    So an argument that a library adds later does not become a part of a run.
     """
     if isinstance(value, list):
-        return [_as_set(part) for part in value]
+        return [_without_defaults(part) for part in value]
     if isinstance(value, dict) and value.keys() >= {"class_path", "dict_kwargs"}:
         raise ConfigError(
             f"{value['class_path']} has dict_kwargs {sorted(value['dict_kwargs'])}; a run keeps init_args only. Name"
-            f" these arguments in the"
-            " signature of the class, and give them in init_args."
+            " these arguments in the signature of the class, and give them in init_args."
         )
     if isinstance(value, dict) and value.keys() == {"class_path"}:
-        return {**value, "init_args": {}}  # as it is read again from a run, which has all of them
+        # A stored run has `init_args` of every class.
+        return {**value, "init_args": {}}
     if not isinstance(value, dict) or not value.keys() >= {"class_path", "init_args"}:
         return value
     parameters = inspect.signature(load_class(value["class_path"])).parameters
-    given = value["init_args"] or {}
-    kept = {k: _as_set(v) for k, v in given.items() if k not in parameters or not _same(parameters[k].default, v)}
-    return {"class_path": value["class_path"], "init_args": kept}
+    init_args = {
+        name: _without_defaults(argument)
+        for name, argument in (value["init_args"] or {}).items()
+        if name not in parameters or not _is_default(parameters[name].default, argument)
+    }
+    return {"class_path": value["class_path"], "init_args": init_args}
 
 
-def _same(default: Any, value: Any) -> bool:
+def _is_default(default: Any, value: Any) -> bool:
     return bool((list(default) if isinstance(default, tuple) else default) == value)

@@ -1,5 +1,6 @@
-"""What jsonargparse refuses, in a line: the field, what was given, the nearest valid names. Its own text buries
-these.
+"""Explanations of jsonargparse's errors in one line: the field, its value, and the nearest valid names.
+
+jsonargparse's messages contain these too, but between many lines about other alternatives.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.task.base import Task
 
 _BASES: dict[str, type] = {"task": Task, "optimizer": Optimizer, "schedule": LRScheduler}
-_LIKE = {
+_EXAMPLES = {
     "task": "my_project.task.MyTask",
     "optimizer": "torch.optim.Adam",
     "schedule": "torch.optim.lr_scheduler.OneCycleLR",
@@ -36,7 +37,7 @@ _IN_A_FILE = re.compile(r"^\s*(?:Group '([\w.]+)' does not accept option|Option)
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.-]+)")
 _SECTION_VALUE = re.compile(r"""Parser key "([\w.]+)":.*?(?:Got value: ([^\n]*)|Given value: ([^\n]*))""", re.DOTALL)
 _EXPECTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[([^\]]*)\])")
-_CALLED = {
+_TYPE_NAMES = {
     "str": "text",
     "int": "an integer",
     "float": "a number",
@@ -44,148 +45,167 @@ _CALLED = {
     "NoneType": "null",
     "dict": "a mapping",
 }
-_MOST_NAMED = 12
+_MAX_NAMES = 12
 
 
-def explained(message: str, fields: Iterable[str]) -> str:
-    """A refusal of jsonargparse's in the house's words, or as it is if it is of no kind that is known.
+def explain_error(message: str, fields: Iterable[str]) -> str:
+    """Returns an explanation of an error of jsonargparse, or its message if the error is of an unknown kind.
 
     Args:
-        message: What it says.
-        fields: The dotted names that a configuration has.
+        message: The message of the error.
+        fields: The dotted names of the fields of a configuration.
     """
     names = sorted(fields)
     if not names:
         return message
-    if found := _UNKNOWN.search(message):
-        return _of_field(f"--{found[1]}", found[1], names)
-    if found := _IN_A_FILE.search(message):
-        place = ".".join(filter(None, found.groups()))
-        return _of_field(place, place, names)
+    if match := _UNKNOWN.search(message):
+        return _explain_field(f"--{match[1]}", match[1], names)
+    if match := _IN_A_FILE.search(message):
+        field_name = ".".join(filter(None, match.groups()))
+        return _explain_field(field_name, field_name, names)
     if 'Parser key "optimizers"' in message:
         return (
             "optimizers is a mapping of names to optimizers that take turns, each with class_path and parameters, and"
-            " if you like with"
-            " init_args, groups, steps and schedule; look at its shape."
+            " if you like with init_args, groups, steps and schedule; look at its shape."
         )
     field = _FIELD.search(message)
     if field is None and (value := _SECTION_VALUE.search(message)):
-        return _of_section(value[1], value[3] or value[2], _EXPECTED.findall(message)) or message
-    return (_of_class(field[1], message) if field is not None else None) or message
+        return _explain_value(value[1], value[3] or value[2], _EXPECTED.findall(message)) or message
+    return (_explain_class(field[1], message) if field is not None else None) or message
 
 
-def _of_section(name: str, given: str, expected: list[tuple[str, str]]) -> str | None:
-    """What is wrong with the value of a field; None if it is not known what the field holds."""
+def _explain_value(name: str, value: str, expected: list[tuple[str, str]]) -> str | None:
+    """Returns what is wrong with the value of a field; None if the type of the field is not known."""
     allowed = list(
         dict.fromkeys(
-            f"one of {choices.replace(chr(39), '')}" if choices else _CALLED.get(kind, kind)
+            f"one of {choices.replace(chr(39), '')}" if choices else _TYPE_NAMES.get(kind, kind)
             for kind, choices in expected
         )
     )
     if not allowed:
         return None
     quotes = ""
-    if "text" in allowed and given[:1] not in ("'", "[", "{"):
+    if "text" in allowed and value[:1] not in ("'", "[", "{"):
         quotes = (
             " YAML takes what is not in quotes, as 007, 1e3, 12:30 and on, for a number, a time or true; write it in"
-            " quotes:"
-            f" {name.rpartition('.')[2]}: '...'."
+            f" quotes: {name.rpartition('.')[2]}: '...'."
         )
-    return f"{name} is {given}; it must be {' or '.join(allowed)}.{quotes}"
+    return f"{name} is {value}; it must be {' or '.join(allowed)}.{quotes}"
 
 
-def _of_class(field: str, message: str) -> str | None:
-    """What is wrong with a class or its arguments; None if that is not known."""
-    named, wanted = _CLASS.findall(message), f"{_BASES[field].__module__}.{_BASES[field].__qualname__}"
-    told: str | None = None
-    if named and (option := _OPTION.search(message)):
-        told = _of_argument(field, named[-1], option[1])
-    elif found := _NO_SUBCLASS.search(message):
-        told = (
-            f"{field}.class_path is {found[1]!r}, which is no subclass of {wanted}. Derive it from that, or name one."
+def _explain_class(field: str, message: str) -> str | None:
+    """Returns what is wrong with a class or its arguments; None if that is not known."""
+    base = _BASES[field]
+    class_paths = _CLASS.findall(message)
+    if class_paths and (option := _OPTION.search(message)):
+        return _explain_argument(field, class_paths[-1], option[1])
+    if match := _NO_SUBCLASS.search(message):
+        return (
+            f"{field}.class_path is {match[1]!r}, which is not a subclass of {base.__module__}.{base.__qualname__}."
+            " Derive it from that, or name one."
         )
-    elif f"Not a valid subclass of {_BASES[field].__name__}\n" in message:
+    if f"Not a valid subclass of {base.__name__}\n" in message:
         keys = "class_path, init_args and groups" if field == "optimizer" else "class_path and init_args"
-        told = f"{field} has {keys}, and nothing else; look at the names of its keys."
-    elif named and (why := missing(named[-1], _BASES[field])):
-        told = f"{field}.{why}"
-    elif named and (needed := _NEEDED.search(message)):
-        told = f"{named[-1]} needs {needed[1]}, which is not given; write it below {field}.init_args."
-    elif named and (value := _VALUE.search(message)):
-        told = _of_value(named[-1], value[1], value[2])
-    elif (found := _NO_PATH.search(message)) and not named:
-        told = (
-            f"{field}.class_path is {found[1]!r}, which is no import path of a class. Give module and class, such as"
-            f" {_LIKE[field]}."
+        return f"{field} has {keys}, and nothing else; look at the names of its keys."
+    if class_paths:
+        return _explain_named_class(field, class_paths[-1], message)
+    if match := _NO_PATH.search(message):
+        return (
+            f"{field}.class_path is {match[1]!r}, which is not an import path of a class. Give module and class, such"
+            f" as {_EXAMPLES[field]}."
         )
-    return told
+    return None
 
 
-def _of_value(class_path: str, name: str, given: str) -> str | None:
+def _explain_named_class(field: str, class_path: str, message: str) -> str | None:
+    """Returns what is wrong with the import path of a class or its required arguments; None if that is not known."""
+    if reason := explain_missing(class_path, _BASES[field]):
+        return f"{field}.{reason}"
+    if needed := _NEEDED.search(message):
+        return f"{class_path} needs {needed[1]}, which is not given; write it below {field}.init_args."
+    if value := _VALUE.search(message):
+        return _explain_argument_value(class_path, value[1], value[2])
+    return None
+
+
+def _explain_argument_value(class_path: str, name: str, value: str) -> str | None:
+    """Returns what is wrong with the value of an argument of a class; None if the class cannot be inspected."""
     if name == "groups":
         return (
-            f"optimizer.groups is {given}; it must be a list of mappings, each with names and options, such as"
-            f" weight_decay: 0.0."
+            f"optimizer.groups is {value}; it must be a list of mappings, each with names and options, such as"
+            " weight_decay: 0.0."
         )
     try:
-        wanted = inspect.signature(_get(class_path)).parameters[name].annotation
-    except Exception:  # it cannot be looked into
+        annotation = inspect.signature(_import(class_path)).parameters[name].annotation
+    # The class may raise any error when it is imported or inspected.
+    except Exception:
         return None
-    told = (wanted if isinstance(wanted, str) else inspect.formatannotation(wanted)).replace(" | torch.Tensor", "")
-    where = ", where Spec is {class_path: IMPORT.PATH, init_args: {NAME: VALUE}}" if "Spec" in told else ""
-    return f"{class_path} got {name} = {_own(given, name)!r}; it must be {told}{where}."
+    type_text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    type_text = type_text.replace(" | torch.Tensor", "")
+    shape = ", where Spec is {class_path: IMPORT.PATH, init_args: {NAME: VALUE}}" if "Spec" in type_text else ""
+    return f"{class_path} got {name} = {_argument_of(value, name)!r}; it must be {type_text}{shape}."
 
 
-def _own(given: str, name: str) -> Any:
-    """What an argument was given, where jsonargparse says what its whole class was given."""
+def _argument_of(text: str, name: str) -> Any:
+    """Returns the value of an argument from a message, which may contain the value of its whole class."""
     try:
-        value = ast.literal_eval(given)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return given
+        return text
     return value["init_args"].get(name, value) if isinstance(value, dict) and "init_args" in value else value
 
 
-def _of_field(shown: str, given: str, fields: list[str]) -> str:
-    section = given.rpartition(".")[0]
-    top = given.partition(".")[0]
+def _explain_field(option: str, name: str, fields: list[str]) -> str:
+    """Returns that a field does not exist, with the nearest name and the fields of its section.
+
+    Args:
+        option: The field as the user has written it.
+        name: Its dotted name.
+        fields: The dotted names of all fields.
+    """
+    section = name.rpartition(".")[0]
+    top = name.partition(".")[0]
     if top in _BASES:
-        return f"{shown} is no field; {top} has class_path and init_args."
-    near = _near(given, fields)
-    own = [field.removeprefix(f"{section}.") for field in fields if section and field.startswith(f"{section}.")]
+        return f"{option} is not a field; {top} has class_path and init_args."
+    nearest = _nearest(name, fields)
+    siblings = [field.removeprefix(f"{section}.") for field in fields if section and field.startswith(f"{section}.")]
     sections = dict.fromkeys([*_BASES, *(field.partition(".")[0] for field in fields)])
-    has = f"{section} has {', '.join(own)}." if own else f"Sections are {', '.join(sections)}."
-    return f"{shown} is no field.{f' Did you mean {near}?' if near else ''} {has}"
+    available = f"{section} has {', '.join(siblings)}." if siblings else f"Sections are {', '.join(sections)}."
+    return f"{option} is not a field.{f' Did you mean {nearest}?' if nearest else ''} {available}"
 
 
-def _of_argument(field: str, class_path: str, given: str) -> str:
-    if given in ("clas_path", "classpath", "class", "init_arg", "args", "kwargs"):
-        return f"{field} has a key {given!r}; it has class_path and init_args."
+def _explain_argument(field: str, class_path: str, argument: str) -> str:
+    """Returns that a class has no argument of a name, with the nearest name and its arguments."""
+    if argument in ("clas_path", "classpath", "class", "init_arg", "args", "kwargs"):
+        return f"{field} has a key {argument!r}; it has class_path and init_args."
     try:
-        parameters = inspect.signature(_get(class_path)).parameters.values()
-    except Exception:  # it cannot be looked into
-        return f"{class_path} has no argument {given!r}."
+        parameters = inspect.signature(_import(class_path)).parameters.values()
+    # The class may raise any error when it is imported or inspected.
+    except Exception:
+        return f"{class_path} has no argument {argument!r}."
     names = [
         p.name
         for p in parameters
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in ("params", "optimizer")
     ]
-    near = _near(given, names)
+    nearest = _nearest(argument, names)
     return (
-        f"{class_path} has no argument {given!r}.{f' Did you mean {near}?' if near else ''} It has"
+        f"{class_path} has no argument {argument!r}.{f' Did you mean {nearest}?' if nearest else ''} It has"
         f" {', '.join(names) or 'none'}."
     )
 
 
-def missing(class_path: str, base: type) -> str | None:
-    """Which part of an import path is not there, and what is like it; None if all of it is."""
-    there: Any = None
+def explain_missing(class_path: str, base: type) -> str | None:
+    """Returns which part of an import path does not exist, with the nearest name; None if all parts exist."""
+    parent: Any = None
     parts = class_path.split(".")
     for i, part in enumerate(parts):
         before = ".".join(parts[:i])
         try:
-            there = _part(there, ".".join(parts[: i + 1]), part)
+            parent = _import_part(parent, ".".join(parts[: i + 1]), part)
         except AttributeError:
-            return _told(class_path, before, part, _names(there, base, i == len(parts) - 1), parts[i + 1 :])
+            names = _names_in(parent, base, i == len(parts) - 1)
+            return _explain_missing_part(class_path, before, part, names, parts[i + 1 :])
         except Exception as error:
             return (
                 f"class_path is {class_path!r}, and {'.'.join(parts[: i + 1])} cannot be imported:"
@@ -194,61 +214,72 @@ def missing(class_path: str, base: type) -> str | None:
     return None
 
 
-def _part(there: Any, path: str, name: str) -> Any:
-    """The next part of an import path: a module, or what a module has.
+def _import_part(parent: Any, path: str, name: str) -> Any:
+    """Returns the next part of an import path: a module, or an attribute of a module or a class.
 
     Raises:
-        AttributeError: There is none.
+        AttributeError: The part does not exist.
     """
-    if there is None or isinstance(there, ModuleType):
+    if parent is None or isinstance(parent, ModuleType):
         try:
             return importlib.import_module(path)
         except ModuleNotFoundError as error:
             if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
-                raise  # of another module, which this one imports
-            if there is None or not hasattr(there, name):
+                # Another module is missing, which this one imports.
+                raise
+            if parent is None or not hasattr(parent, name):
                 raise AttributeError(name) from error
-    return getattr(there, name)
+    return getattr(parent, name)
 
 
-def _names(there: Any, base: type, is_last: bool) -> list[str]:
-    if there is None:
+def _names_in(parent: Any, base: type, is_last: bool) -> list[str]:
+    """Returns the names that could follow in an import path.
+
+    Args:
+        parent: The module or class before; None at the beginning of the path.
+        base: The base class that the path has to name; `object` for any callable.
+        is_last: Whether it is the last part of the path.
+    """
+    if parent is None:
         return [module.name for module in pkgutil.iter_modules()]
-    if base is object and is_last:  # whatever can be called
-        return sorted(name for name, value in vars(there).items() if callable(value) and not name.startswith("_"))
+    if base is object and is_last:
+        return sorted(name for name, value in vars(parent).items() if callable(value) and not name.startswith("_"))
     classes = [
         name
-        for name, value in vars(there).items()
+        for name, value in vars(parent).items()
         if isinstance(value, type) and issubclass(value, base) and value is not base
     ]
-    modules = [module.name for module in pkgutil.iter_modules(getattr(there, "__path__", []))]
+    modules = [module.name for module in pkgutil.iter_modules(getattr(parent, "__path__", []))]
     return sorted(classes if is_last and classes else [*classes, *modules])
 
 
-def _told(class_path: str, before: str, part: str, names: list[str], after: list[str]) -> str:
-    where = (
-        f"{before} has no {part!r}"
-        if before
-        else f"there is no module {part!r} where Python looks (the current folder, PYTHONPATH)"
-    )
-    near = difflib.get_close_matches(part, names, 1, 0.6)
-    if near:
-        return (
-            f"class_path is {class_path!r}, but {where}. Did you mean"
-            f" {'.'.join([*([before] if before else []), near[0], *after])}?"
-        )
-    has = (
-        f" It has {', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}."
-        if before and names
-        else ""
-    )
-    return f"class_path is {class_path!r}, but {where}.{has}"
+def _explain_missing_part(class_path: str, before: str, part: str, names: list[str], after: list[str]) -> str:
+    """Returns the message about a missing part of an import path.
+
+    Args:
+        class_path: The whole path.
+        before: The path before the part.
+        part: The missing part.
+        names: Names that exist in its place.
+        after: The parts that follow.
+    """
+    problem = f"there is no module {part!r} where Python looks (the current folder, PYTHONPATH)"
+    if before:
+        problem = f"{before} has no {part!r}"
+    nearest = difflib.get_close_matches(part, names, 1, 0.6)
+    if nearest:
+        suggestion = ".".join([*([before] if before else []), nearest[0], *after])
+        return f"class_path is {class_path!r}, but {problem}. Did you mean {suggestion}?"
+    available = ""
+    if before and names:
+        available = f" It has {', '.join(names[:_MAX_NAMES])}{', ...' if len(names) > _MAX_NAMES else ''}."
+    return f"class_path is {class_path!r}, but {problem}.{available}"
 
 
-def _near(given: str, names: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(given, names, 1, 0.6)), None)
+def _nearest(name: str, names: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, names, 1, 0.6)), None)
 
 
-def _get(class_path: str) -> Any:
+def _import(class_path: str) -> Any:
     module, _, name = class_path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -1,7 +1,4 @@
-"""What `run_training` returns.
-
-Runs side by side, for a notebook.
-"""
+"""The result of a run, which `run_training` returns, and the comparison of several runs in a notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch import nn
 
 from ray_app.driver.finalize import stored_job
 from ray_app.driver.model_export import ExportOptions, export_run
-from ray_app.driver.trained_run import chosen, load_model
+from ray_app.driver.trained_run import choose_checkpoint, load_model
 from ray_app.errors import CheckpointError, ConfigError, DataError
 from ray_app.models.export import read_decoded, read_rows
 from ray_app.report.comparison import Comparison, run_cell
@@ -25,16 +22,16 @@ from ray_app.report.facts import read_facts
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.journal import MetricsReader, StepRecord
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import Location, location
+from ray_app.storage.files import Location, to_location
 from ray_app.task.base import Batch, Task, WithoutTargets
 from ray_app.task.metrics import combine, score
-from ray_app.task.ragged import Arrays, Field, joined, to_batch
+from ray_app.task.ragged import Arrays, Field, concat_fields, to_batch
 from ray_app.train.job import Job
 
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """A run that ended.
+    """A run that has ended.
 
     Args:
         path: The run's directory.
@@ -48,15 +45,13 @@ class Result:
 
     def __repr__(self) -> str:
         best = self.summary.get("best")
-        reached = (
-            f", {best['metric']} {best['value']:.4f} at step {best['step']}"
-            if best and best["value"] is not None
-            else ""
-        )
-        return f"<{self.status} run of {self.summary['steps']} steps{reached}, in {self.path}>"
+        score_text = ""
+        if best and best["value"] is not None:
+            score_text = f", {best['metric']} {best['value']:.4f} at step {best['step']}"
+        return f"<{self.status} run of {self.summary['steps']} steps{score_text}, in {self.path}>"
 
     def _repr_html_(self) -> str:
-        """The run's key figures and curves, for notebooks."""
+        """Returns the run's key figures and curves, for notebooks."""
         return run_cell(read_facts(RunPaths(self.path)))
 
     @property
@@ -66,36 +61,36 @@ class Result:
 
     @property
     def best_checkpoint(self) -> Location | None:
-        """Folder of the best checkpoint by the evaluation metric, or the newest if nothing was evaluated."""
+        """The folder of the best checkpoint by the evaluation metric, or of the newest if nothing was evaluated."""
         try:
-            commit = chosen(self._job, "best")
+            commit = choose_checkpoint(self._job, "best")
         except CheckpointError:
             return None
         return RunPaths(self.path).checkpoint(commit.step, commit.fence)
 
-    def load_model(self, which: str = "best") -> nn.Module:
-        """Loads a model in plain PyTorch; needs no Ray.
+    def load_model(self, checkpoint: str = "best") -> nn.Module:
+        """Loads a model in plain PyTorch, without Ray.
 
         Args:
-            which: See `ExportOptions.checkpoint`.
+            checkpoint: See `ExportOptions.checkpoint`.
 
         Returns:
             The model in evaluation mode, on the CPU.
 
         Raises:
             ConfigError: There is no checkpoint of this name.
-            CheckpointError: There is none at all, or it is damaged.
+            CheckpointError: There is no checkpoint at all, or it is damaged.
         """
-        return load_model(self._job, chosen(self._job, which))
+        return load_model(self._job, choose_checkpoint(self._job, checkpoint))
 
-    def export(self, folder: str, which: str = "best", overwrite: bool = False) -> dict[str, Any]:
+    def export(self, folder: str, checkpoint: str = "best", overwrite: bool = False) -> dict[str, Any]:
         """Writes a model to a folder, as `ray-app export` does; `ray_app.load_model(folder)` loads it without Ray and
         MLflow.
 
         Args:
-            folder: What it becomes.
-            which: See `ExportOptions.checkpoint`.
-            overwrite: Replace an export that is there.
+            folder: Folder of the export.
+            checkpoint: See `ExportOptions.checkpoint`.
+            overwrite: Replace an existing export.
 
         Returns:
             The content of `export.json`.
@@ -103,86 +98,87 @@ class Result:
         Raises:
             RayAppError: See `export_run`.
         """
-        return export_run(ExportOptions(str(self.path), folder, which, overwrite))
+        return export_run(ExportOptions(str(self.path), folder, checkpoint, overwrite))
 
     def read(self, path: str) -> Batch:
-        """Reads a data set as the model takes it, whole, in this process: `result.task.forward(model,
+        """Reads a whole data set as input of the model, in this process: `result.task.forward(model,
         result.read(path))`.
 
         Args:
             path: Folder (or file) of Parquet, with the columns of the training data.
 
         Returns:
-            A tensor for each decoded field, its first axis the rows.
+            A tensor for each decoded field, with the rows as its first axis.
 
         Raises:
-            DataError: It is not there, or cannot be decoded.
+            DataError: The data set does not exist, or cannot be decoded.
         """
         return read_rows(self.task, path)
 
-    def evaluate(self, path: str, which: str = "best") -> dict[str, float]:
-        """Scores a model on a data set, such as test rows that have chosen nothing, in this process; needs no Ray and
-        records nothing.
+    def evaluate(self, path: str, checkpoint: str = "best") -> dict[str, float]:
+        """Scores a model on a data set, such as test rows that were used for no choice, in this process, without Ray.
+
+        The scores are not recorded.
 
         Args:
             path: Folder (or file) of Parquet, with the columns of the training data.
-            which: See `ExportOptions.checkpoint`.
+            checkpoint: See `ExportOptions.checkpoint`.
 
         Returns:
             The mean `loss` and the task's metrics of one number, by name.
 
         Raises:
-            DataError: It is not there, or cannot be decoded.
+            DataError: The data set does not exist, or cannot be decoded.
             CheckpointError: There is no checkpoint, or it is damaged.
         """
         rows, batch_size = read_decoded(self.task, path), self._job.config.evaluate.batch_size
         return combine(
-            self.task, score(self.task, self.load_model(which), rows, batch_size, torch.device("cpu"))
+            self.task, score(self.task, self.load_model(checkpoint), rows, batch_size, torch.device("cpu"))
         ).values
 
-    def predict(self, data: str | npt.ArrayLike | dict[str, Any], which: str = "best") -> dict[str, Field]:
-        """Predicts rows in this process; needs no Ray, and the rows no targets.
+    def predict(self, data: str | npt.ArrayLike | dict[str, Any], checkpoint: str = "best") -> dict[str, Field]:
+        """Predicts rows in this process, without Ray; the rows need no targets.
 
         Args:
-            data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes; where the task reads
-                one column besides its targets also the array alone. Or the folder (or file) of a data set.
-            which: See `ExportOptions.checkpoint`.
+            data: Columns by name, as in the training data: arrays (rows, ...), or lists of bytes. If the task reads one
+                column besides its targets, the array alone is enough. Or the folder (or file) of a data set.
+            checkpoint: See `ExportOptions.checkpoint`.
 
         Returns:
-            What `Task.predictions` gives, by name, each (rows, ...) or `Ragged`: of a classification `predicted`,
+            The result of `Task.predictions` by name, each (rows, ...) or `Ragged`: for a classification `predicted`,
             `predicted_index` and `confidence`.
 
         Raises:
             DataError: A column is missing.
         """
-        model, size = self.load_model(which), self._job.config.evaluate.batch_size
+        model, size = self.load_model(checkpoint), self._job.config.evaluate.batch_size
         rows = read_decoded(self.task, data, targets=False) if isinstance(data, str) else self._decoded(data)
-        found = []
+        parts = []
         with torch.inference_mode():
             for low in range(0, len(next(iter(rows.values()))), size):
                 batch = to_batch(rows, slice(low, low + size))
-                found.append(self.task.predicted(self.task.forward(model, batch), batch))
-        return {name: joined([part[name] for part in found]) for name in found[0]}
+                parts.append(self.task.predictions(self.task.forward(model, batch), batch))
+        return {name: concat_fields([part[name] for part in parts]) for name in parts[0]}
 
     def _decoded(self, data: Any) -> Arrays:
-        """Decodes columns that are given."""
+        """Decodes columns of the caller."""
         decode = WithoutTargets(self.task)
         rows = data if isinstance(data, dict) else dict.fromkeys(decode.columns[:1], np.asarray(data))
         if missing := [name for name in decode.columns if name not in rows]:
             raise DataError(
                 f"No column {', '.join(map(repr, missing))} is given; the task reads {decode.columns}. Give all by"
-                f" name."
+                " name."
             )
         return decode({name: rows[name] for name in decode.columns})
 
     def metrics(self) -> list[StepRecord]:
-        """The record of every step, in order."""
+        """Returns the record of every step, in order."""
         reader = MetricsReader(RunPaths(self.path))
         reader.poll()
         return [record for _, record in sorted(reader.records.items())]
 
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations by step."""
+        """Returns the evaluations by step."""
         return read_evaluations(RunPaths(self.path))
 
     @property
@@ -191,18 +187,18 @@ class Result:
 
 
 def compare_runs(runs: Sequence[Result | str | os.PathLike[str]]) -> Comparison:
-    """Reads some runs, in whatever state they are, to be compared.
+    """Returns a comparison of runs, which may be in any state.
 
     Args:
-        runs: What `run_training` returned, or directories of runs, also on s3://.
+        runs: Results of `run_training`, or directories of runs, also on s3://.
 
     Raises:
-        ConfigError: There is none, or something is no run.
+        ConfigError: The list is empty, or an element is not a run.
         OSError: The storage does not answer.
     """
     if isinstance(runs, str) or not runs:
         raise ConfigError(
             f"compare_runs got {runs!r}; give a list of results or of run directories: compare_runs([first, second])."
         )
-    roots = [run.path if isinstance(run, Result) else location(os.fspath(run)) for run in runs]
+    roots = [run.path if isinstance(run, Result) else to_location(os.fspath(run)) for run in runs]
     return Comparison(tuple(read_facts(RunPaths(root), with_earlier=False) for root in roots))

@@ -1,7 +1,7 @@
-"""What a run starts to be recorded for others: the tracker, the writer of TensorBoard's files, metrics, and the sampler
-of the nodes.
+"""The services that a run starts beside training.
 
-The run's own evaluator, as the driver sees it.
+These are the tracker for MLflow, the writer of TensorBoard's files, metrics, observers, the sampler of the nodes, and
+the evaluator with the driver's client of it.
 """
 
 from __future__ import annotations
@@ -19,77 +19,82 @@ from ray_app.config.config import Config
 from ray_app.config.import_paths import load_class
 from ray_app.driver.finalize import close_orphan, newest_commit
 from ray_app.errors import ConfigError, DataError, EvaluationError
-from ray_app.evaluate.job import EvaluationJob, pending
-from ray_app.preflight.changes import completed
+from ray_app.evaluate.job import EvaluationJob, pending_commits
+from ray_app.preflight.changes import fill_defaults
 from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import DataSet
-from ray_app.track.tensorboard import Board
-from ray_app.track.tracker import Tracker, run_tags
+from ray_app.track.tensorboard import EventFileWriter
+from ray_app.track.tracker import Tracker, make_run_tags
 from ray_app.train.job import Job
 from ray_app.watch.node_sampler import NodeSampler
 from ray_app.watch.observers import Observer, Observers
 from ray_app.watch.prometheus import RunMetrics
 from ray_app.watch.terminal import SafeConsole
 
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+"""Seconds between two looks at the evaluator, and for which it has to answer."""
+
 
 def make_tracker(job: Job, console: SafeConsole) -> Tracker | None:
-    """The tracker of a run, to be started; None if it is not tracked. On a cluster with a dashboard it says which
-    MLflow run it is.
+    """Returns the tracker of a run, which the caller starts; None if the run is not tracked.
+
+    On a cluster with a dashboard it prints which MLflow run it is.
     """
     config, manifest = job.config, job.plan.manifest
     if not config.tracking.enabled:
         return None
     datasets = [DataSet("training", config.data.path, manifest.digest, manifest.num_rows)]
     if job.evaluation is not None:
-        held_out = job.evaluation.manifest
-        datasets.append(DataSet("evaluation", str(config.data.eval_path), held_out.digest, held_out.num_rows))
-    tags, here = run_tags(config, manifest.digest), ray_job()
-    if here is None or here["page"] is None:
-        return Tracker(job.paths, completed(config)[0], tags, config.tracking.every_steps, datasets)
-    tags["ray_app.ray_job"] = here["page"]
-    return Tracker(job.paths, completed(config)[0], tags, config.tracking.every_steps, datasets, say=console.print)
+        evaluated = job.evaluation.manifest
+        datasets.append(DataSet("evaluation", str(config.data.eval_path), evaluated.digest, evaluated.num_rows))
+    tags, submission = make_run_tags(config, manifest.digest), ray_job()
+    if submission is None or submission["page"] is None:
+        return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets)
+    tags["ray_app.ray_job"] = submission["page"]
+    return Tracker(job.paths, fill_defaults(config)[0], tags, config.tracking.every_steps, datasets, say=console.print)
 
 
-def make_board(job: Job) -> Board | None:
-    """What writes TensorBoard's event files, to be started; None if they are not wanted."""
-    return Board(job.paths, job.config) if job.config.tracking.tensorboard else None
+def make_board(job: Job) -> EventFileWriter | None:
+    """Returns the writer of TensorBoard's event files, which the caller starts; None if it is not configured."""
+    return EventFileWriter(job.paths, job.config) if job.config.tracking.tensorboard else None
 
 
 def make_metrics(job: Job) -> RunMetrics:
-    """What Ray's metrics agent is told, where there is one."""
+    """Returns the metrics of a run for Ray's metrics agent, which have no effect without an agent."""
     return RunMetrics(job.paths.name)
 
 
 def make_observers(job: Job) -> Observers:
-    """Who is told what happens, to be entered."""
-    return Observers(job, observers_of(job.config))
+    """Returns the observers of a run; the caller enters their context."""
+    return Observers(job, load_observers(job.config))
 
 
-def observers_of(config: Config) -> list[Observer]:
+def load_observers(config: Config) -> list[Observer]:
     """Makes the observers that a configuration names.
 
     Raises:
-        ConfigError: One cannot be made.
+        ConfigError: An observer cannot be made.
     """
-    made = []
+    observers = list[Observer]()
     for spec in config.observers or []:
         try:
-            made.append(load_class(spec)(**spec.init_args))
+            observer = load_class(spec)(**spec.init_args)
         except Exception as error:
             raise ConfigError(
                 f"observers has {spec.class_path!r} with init_args {spec.init_args}, which cannot be made: {error}."
             ) from error
-        if not isinstance(made[-1], Observer):
+        if not isinstance(observer, Observer):
             raise ConfigError(
-                f"observers has {spec.class_path!r}, which is no subclass of ray_app.Observer. Derive it from that."
+                f"observers has {spec.class_path!r}, which is not a subclass of ray_app.Observer. Derive it from that."
             )
-    return made
+        observers.append(observer)
+    return observers
 
 
 def make_sampler(job: Job) -> NodeSampler | None:
-    """The sampler of a run, to be entered; None if it is not wanted, or there is no cluster whose nodes it could look
-    at.
-    """
+    """Returns the sampler of the nodes, which the caller enters; None if it is not configured or without a cluster."""
     tracking = job.config.tracking
     if not (tracking.enabled or tracking.tensorboard) or tracking.system_metrics_s is None or not ray.is_initialized():
         return None
@@ -97,27 +102,28 @@ def make_sampler(job: Job) -> NodeSampler | None:
     return NodeSampler(job.paths, job.fence, tracking.system_metrics_s, commit.step if commit else 0)
 
 
-logger = logging.getLogger(__name__)
-
-_LOOK_S = 0.25
-
-
 class EvaluatorClient:
-    """Starts the evaluator; leave it as a context manager to end it.
+    """Starts the evaluator, which ends with this context.
 
     Args:
-        job: What it evaluates on; None: there is no evaluator, and nothing is waited for.
-        outlives: Whether the cluster outlives the driver, so that the evaluator may, too.
-        before: For fault tests: called before each evaluation.
+        job: What it evaluates; None if there is no evaluator, and then nothing waits for one.
+        is_cluster_shared: Whether the cluster outlives the driver, so that the evaluator may, too.
+        before_evaluation: Called before each evaluation, for fault tests.
     """
 
-    def __init__(self, job: EvaluationJob | None, outlives: bool, before: Callable[[Commit], None] | None) -> None:
+    def __init__(
+        self,
+        job: EvaluationJob | None,
+        is_cluster_shared: bool,
+        before_evaluation: Callable[[Commit], None] | None,
+    ) -> None:
         self._job, self._metrics = job, RunMetrics(job.paths.name) if job is not None else None
         self._actor: Any = None
         if job is not None:
-            from ray_app.evaluate.evaluator import start_evaluator  # with it Ray Data, see `import_ahead`
+            # The module imports Ray Data, which the driver imports while the cluster starts.
+            from ray_app.evaluate.evaluator import start_evaluator
 
-            self._actor = start_evaluator(job, before, close_orphan if outlives else None)
+            self._actor = start_evaluator(job, before_evaluation, close_orphan if is_cluster_shared else None)
 
     def __enter__(self) -> EvaluatorClient:
         return self
@@ -127,14 +133,14 @@ class EvaluatorClient:
             ray.kill(self._actor, no_restart=True)
 
     def waiting(self) -> list[Commit]:
-        """The checkpoints that wait for an evaluation.
+        """Returns the checkpoints that wait for an evaluation.
 
         Raises:
             OSError: The storage does not answer.
         """
         if self._job is None or self._metrics is None:
             return []
-        waiting = pending(self._job)
+        waiting = pending_commits(self._job)
         self._metrics.set("evaluator_lag_seconds", max(0.0, time.time() - waiting[0].time_s) if waiting else 0.0)
         return waiting
 
@@ -142,14 +148,14 @@ class EvaluatorClient:
         """Waits until the evaluator has caught up, at most `evaluate.drain_timeout_s`.
 
         Args:
-            is_over: Whether nobody waits for it any more.
-            console: Where it is said if that does not work out.
+            is_over: Returns whether to stop waiting.
+            console: Where to print that the evaluator has not caught up.
 
         Returns:
-            Whether it is done: nothing is left that the next start would have evaluated.
+            Whether the evaluations are complete: the next start would have none to catch up.
 
         Raises:
-            EvaluationError: It gave up, and `evaluate.on_error` is `fail`.
+            EvaluationError: The evaluator failed, and `evaluate.on_error` is `fail`.
         """
         if self._job is None:
             return True
@@ -161,38 +167,41 @@ class EvaluatorClient:
                 steps = [commit.step for commit in self.waiting()]
                 if not steps:
                     return True
-            except OSError as error:  # a passing outage
+            # The storage may fail for a while.
+            except OSError as error:
                 logger.warning("The evaluations could not be read, will try again: %s", error)
             if time.monotonic() > deadline_s:
                 console.print(f"The evaluator did not finish in time; the next start goes on with steps {steps}.")
                 return False
-            why = self._gave_up()
-            if why is not None:
-                self._tell(why, console)
+            failure = self._failure()
+            if failure is not None:
+                self._report_failure(failure, console)
                 return True
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         try:
             return not self.waiting()
         except OSError:
             return False
 
-    def _tell(self, why: DataError | str, console: SafeConsole) -> None:
+    def _report_failure(self, failure: DataError | str, console: SafeConsole) -> None:
+        """Prints the failure of the evaluator, or raises it with `evaluate.on_error: fail`."""
         assert self._job is not None
-        message = f"The evaluator gave up: {why}"
+        message = f"The evaluator gave up: {failure}"
         if self._job.section.on_error == "fail":
-            kind = DataError if isinstance(why, DataError) else EvaluationError
-            raise kind(
+            error_class = DataError if isinstance(failure, DataError) else EvaluationError
+            raise error_class(
                 f"{message}\nAll checkpoints are there. Fix the cause, then start the run again, which evaluates them,"
-                f" or use ray-app"
-                f" evaluate --run {self._job.run_root}. With evaluate.on_error: warn the run would count as finished."
+                f" or use ray-app evaluate --run {self._job.run_root}. With evaluate.on_error: warn the run would count"
+                " as finished."
             )
         console.print(redact(message))
 
-    def _gave_up(self) -> DataError | str | None:
-        """Why, or None while it works or is being started again."""
+    def _failure(self) -> DataError | str | None:
+        """Returns why the evaluator has failed for good; None while it works or restarts."""
         try:
-            return ray.get(self._actor.error.remote(), timeout=_LOOK_S)
-        except ray.exceptions.ActorDiedError as error:  # it will not be started again
+            return ray.get(self._actor.error.remote(), timeout=_POLL_S)
+        # Ray has no restarts left for the actor.
+        except ray.exceptions.ActorDiedError as error:
             return str(error)
         except (ray.exceptions.RayError, TimeoutError):
             return None

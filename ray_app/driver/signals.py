@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a running run stops at its next step boundary; before a run, they end the command."""
+"""Handlers of SIGINT and SIGTERM: a training run stops at its next step boundary, and any other command ends."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 
 
 @contextmanager
-def stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
+def stop_at_signals(interrupted: threading.Event) -> Iterator[None]:
     """Turns SIGINT and SIGTERM into a stop at the next step boundary; a second SIGINT raises `KeyboardInterrupt`.
 
-    To be entered after `ray.init`, which puts a handler of its own in place, and left when the run is closed: a run
-    that is claimed says how it ended, also if the signal comes before its workers are there or while its record is
-    being closed.
+    The context is entered after `ray.init`, which installs its own handler, and left when the run is closed. So a
+    claimed run records how it ended, also if the signal comes before its workers start or while its record is closed.
     """
 
     def stop(number: int, _: Any) -> None:
@@ -28,9 +27,9 @@ def stopping_at_signals(interrupted: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
-def ending_at_sigterm() -> Iterator[None]:
-    """Lets SIGTERM raise `KeyboardInterrupt`, as SIGINT does; also after `ray.init`, whose own handler raises
-    `SystemExit(SIGTERM)`.
+def interrupt_at_sigterm() -> Iterator[None]:
+    """Has SIGTERM raise `KeyboardInterrupt`, as SIGINT does, also after `ray.init`, which installs a
+    handler that raises `SystemExit(SIGTERM)`.
     """
     with _handled((signal.SIGTERM,), signal.default_int_handler):
         try:
@@ -43,6 +42,7 @@ def ending_at_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _handled(numbers: tuple[signal.Signals, ...], handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Installs a handler for some signals; does nothing outside of the main thread, where Python allows none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The actors that a run needs beside its workers, and the thread in which Ray Train's trainer runs.
+"""The actors that the workers of a run share, and the thread in which Ray Train's trainer runs.
 
 The module imports Ray Train and Ray Data, so it is imported while the cluster starts.
 """
@@ -12,40 +12,43 @@ from typing import Any
 import ray
 
 from ray_app.cluster.rendezvous.server import start_rendezvous
-from ray_app.cluster.resources import (
-    reserved_cpus,
-)
+from ray_app.cluster.resources import reserved_cpus
 from ray_app.cluster.trainer import WorkerArgs, fit
 from ray_app.config.config import Config
 from ray_app.data.memory_cache import end_memory_cache, is_small, start_memory_cache
-from ray_app.data.ray_tasks import anchor_here
+from ray_app.data.ray_tasks import start_shared_actors
 from ray_app.errors import unwrap_app_error
-from ray_app.train.checkpointing.snapshots import start_keepers
+from ray_app.train.checkpointing.snapshots import start_snapshot_actors
 from ray_app.train.job import Hooks, Job
-from ray_app.train.strategies.parameter_server.actors import start_parameters
+from ray_app.train.strategies.parameter_server.actors import start_parameter_service
 
-_COMPILING_S = 600.0
-
-
+_COMPILE_TIMEOUT_S = 600.0
+"""Seconds that a step may take with `train.compile`."""
 _CLOSE_S = 2.0
+_ABANDON_S = 15.0
+"""Seconds for which the driver waits for the trainer of an abandoned run to end its workers."""
 
 
 def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
-    """Starts the rendezvous and, where the configuration has them, keepers of snapshots, caches and parameter servers.
+    """Starts the rendezvous and, if they are configured, snapshot actors, memory caches and parameter servers.
 
     Args:
-        stack: Ends them.
+        stack: Ends the actors when it is closed.
         job: The run.
         hooks: For fault tests.
+
+    Returns:
+        The arguments of every worker.
     """
     config = job.config
-    least = (
-        config.scaling.min_workers if config.train.strategy == "fsdp" else 1
-    )  # fewer have not the memory; others go on meanwhile
-    rendezvous = start_rendezvous(job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), least)
+    # Fewer workers would not have the memory with `fsdp`. With other strategies those that remain go on.
+    min_workers = config.scaling.min_workers if config.train.strategy == "fsdp" else 1
+    rendezvous = start_rendezvous(
+        job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), min_workers
+    )
     stack.callback(_end_rendezvous, rendezvous)
-    keepers = start_keepers() if config.checkpoint.snapshot_every_steps else []
-    for actor in keepers:
+    snapshot_actors = start_snapshot_actors() if config.checkpoint.snapshot_every_steps else []
+    for actor in snapshot_actors:
         stack.callback(_end_actor, actor)
     memory_cache = None
     if config.data.cache == "memory":
@@ -57,20 +60,18 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
         stack.callback(end_memory_cache, evaluation)
     parameters = None
     if config.train.strategy == "parameter_server":
-        parameters = start_parameters(job, keepers, hooks)
+        parameters = start_parameter_service(job, snapshot_actors, hooks)
         for actor in parameters.actors:
             stack.callback(_end_actor, actor)
-    held = [
-        source for source in (job.source if memory_cache is not None else None, job.evaluation) if source is not None
-    ]
-    if memory_cache is None or not all(map(is_small, held)):
-        threading.Thread(target=anchor_here, name="anchor", daemon=True).start()
-    return WorkerArgs(job, rendezvous, memory_cache, tuple(keepers), evaluation, hooks, parameters)
+    cached = [job.source if memory_cache is not None else None, job.evaluation]
+    if memory_cache is None or not all(is_small(source) for source in cached if source is not None):
+        threading.Thread(target=start_shared_actors, name="anchor", daemon=True).start()
+    return WorkerArgs(job, rendezvous, memory_cache, tuple(snapshot_actors), evaluation, hooks, parameters)
 
 
 def _step_timeout_s(config: Config) -> float | None:
-    """See `failure.step_timeout_s`."""
-    return config.failure.step_timeout_s or (_COMPILING_S if config.train.compile else None)
+    """Returns the limit of the step watchdog, see `failure.step_timeout_s`."""
+    return config.failure.step_timeout_s or (_COMPILE_TIMEOUT_S if config.train.compile else None)
 
 
 def _end_rendezvous(rendezvous: Any) -> None:
@@ -83,44 +84,43 @@ def _end_actor(actor: Any) -> None:
     ray.kill(actor, no_restart=True)
 
 
-_GIVE_UP_S = 15.0
-
-
 class TrainThread(threading.Thread):
-    """Trains while its context lasts; who leaves that earlier has given the run up, and its workers are ended.
+    """Trains while its context lasts. A caller that leaves the context earlier abandons the run, which ends its
+    workers.
 
     Args:
-        start: See `fit`.
-        max_workers: Likewise.
+        args: See `fit`.
+        max_workers: See `fit`.
 
     Attributes:
-        error: What ended the run, if anything did.
+        error: The error that ended the run; None if there is none.
     """
 
-    def __init__(self, start: WorkerArgs, max_workers: int) -> None:
+    def __init__(self, args: WorkerArgs, max_workers: int) -> None:
         super().__init__(name="fit", daemon=True)
-        self._passed, self._max_workers = start, max_workers
-        self._given_up = threading.Event()
+        self._worker_args, self._max_workers = args, max_workers
+        self._abandoned = threading.Event()
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """See `fit`."""
+        """Calls `fit` and keeps its error for the main thread."""
         try:
-            fit(self._passed, self._max_workers, reserved_cpus(self._passed.job.config), self._given_up)
-        except BaseException as error:  # shown and raised by the main thread
-            if not self._given_up.is_set():
+            fit(self._worker_args, self._max_workers, reserved_cpus(self._worker_args.job.config), self._abandoned)
+        except BaseException as error:
+            if not self._abandoned.is_set():
                 self.error = unwrap_app_error(error)
 
     def __enter__(self) -> TrainThread:
-        """Begins."""
+        """Starts the thread."""
         self.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Waits until the workers are gone, which they are if it has ended. What ended it explains what the other
-        thread then met.
+        """Waits until the workers have ended, which they have if the thread has ended.
+
+        If both threads have an error, that of this thread is the cause and is raised.
         """
-        self._given_up.set()
-        self.join(_GIVE_UP_S)
+        self._abandoned.set()
+        self.join(_ABANDON_S)
         if isinstance(error, Exception) and self.error is not None:
             raise self.error from error

@@ -1,6 +1,6 @@
-"""A run that was trained, from its directory: its task as it was, and the checkpoint that somebody means.
+"""Trained runs, read from their directories: the prepared task, the choice of a checkpoint, and its model.
 
-Sends what MLflow lacks of a run that has ended.
+`send_to_mlflow` sends to MLflow what it lacks of a run that has ended.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ from ray_app.checkpoint.format import params_digest, unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
 from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.probes import specs_like
-from ray_app.driver.finalize import late_tracker, mlflow_status, newest_start, settle, stored_job, summarize
+from ray_app.data.probes import infer_specs
+from ray_app.driver.finalize import (
+    finalize_run,
+    make_late_tracker,
+    newest_start,
+    stored_job,
+    summarize,
+    to_mlflow_status,
+)
 from ray_app.errors import CheckpointError, ConfigError, DataError, TrackingError
-from ray_app.preflight.prepare import training_row
+from ray_app.preflight.prepare import read_training_row
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_scores
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_manifest
-from ray_app.storage.files import location, read_json
+from ray_app.storage.files import read_json, to_location
 from ray_app.task.schema import prepare_task, refuse_other_schema
 from ray_app.track.tracker import check_available
 from ray_app.train.job import Job
@@ -36,97 +43,102 @@ logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 
-def trained_job(paths: RunPaths) -> Job:
-    """A run with its task prepared from its data, which can be read, as they were for the training; without evaluation
-    data.
+def load_trained_job(paths: RunPaths) -> Job:
+    """Returns the job of a run with its task prepared from the training data, as in training; without evaluation data.
 
     Raises:
-        ConfigError: It is no run, or its task cannot be made here.
-        DataError: The data is not what it was.
+        ConfigError: It is not a run, or its task cannot be made here.
+        DataError: The data has changed since.
     """
     job = stored_job(paths)
-    dataset = training_data(paths, job.config)
+    dataset = open_training_data(paths, job.config)
     refuse_other_schema(
         read_json(paths.schema) or {}, dataset.facts, f"data.path {job.config.data.path}", f"the run {paths.name!r}"
     )
     task = prepare_task(job.task, dataset.facts)
     skips = job.config.data.on_bad_row == "skip"
-    fields = specs_like(training_row(job.config, dataset, task)[1], dataset, task.columns(), task.decode, skips)
+    fields = infer_specs(read_training_row(job.config, dataset, task)[1], dataset, task.columns(), task.decode, skips)
     return replace(job, task=task, data_root=dataset.root, fields=fields)
 
 
-def training_data(paths: RunPaths, config: Config) -> Dataset:
-    """The data that a run was trained on.
+def open_training_data(paths: RunPaths, config: Config) -> Dataset:
+    """Opens the data on which a run was trained.
 
     Raises:
-        DataError: It is not what it was.
+        DataError: The data has changed since.
     """
     dataset = open_dataset(config.data.path)
     if dataset.manifest.digest != read_manifest(paths).digest:
         raise DataError(
             f"The data {config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task"
-            f" is made again."
-            " Restore it, or use the version that the run was registered as."
+            " is made again. Restore it, or use the version that the run was registered as."
         )
     return dataset
 
 
-def chosen(job: Job, which: str) -> Commit:
-    """The checkpoint of a run that is meant.
+def choose_checkpoint(job: Job, name: str) -> Commit:
+    """Returns the checkpoint of a run that a name stands for.
 
     Args:
         job: The run.
-        which: `best` by the evaluation metric, `newest`, or the name of one below `checkpoints`, as
+        name: `best` by the evaluation metric, `newest`, or the name of a checkpoint below `checkpoints`, such as
             `step-00000120-0003` or `step-120`.
 
     Raises:
-        ConfigError: There is none of this name.
-        CheckpointError: There is none at all.
+        ConfigError: There is no checkpoint of this name.
+        CheckpointError: There is no checkpoint at all.
     """
-    if which == "best":
+    if name == "best":
         return best_commit(job)[0]
     commits = _commits(job)
-    if which == "newest":
+    if name == "newest":
         return commits[-1]
-    named = _STEP.fullmatch(which)
-    found = [c for c in commits if named and c.step == int(named[1]) and (named[2] is None or c.fence == int(named[2]))]
-    if not found:
+    match = _STEP.fullmatch(name)
+    matching = [
+        c for c in commits if match and c.step == int(match[1]) and (match[2] is None or c.fence == int(match[2]))
+    ]
+    if not matching:
         valid = ", ".join(job.paths.checkpoint(c.step, c.fence).name for c in commits)
         raise ConfigError(
-            f"The run {job.paths.name!r} has no checkpoint {which!r}; it must be best, newest or one of {valid}."
+            f"The run {job.paths.name!r} has no checkpoint {name!r}; it must be best, newest or one of {valid}."
         )
-    return found[-1]
+    return matching[-1]
 
 
 def best_commit(job: Job) -> tuple[Commit, Evaluation | None]:
-    """The checkpoint with the best evaluation of those that are there, or the newest if none of them was evaluated.
+    """Returns the existing checkpoint with the best evaluation, or the newest if none of them was evaluated.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no checkpoint.
     """
     commits = {(c.step, c.params_digest): c for c in _commits(job)}
     evaluations = job.best_first()
-    here = [(commits[key], e) for e in evaluations if (key := (e.step, e.params_digest)) in commits]
-    commit, found = here[0] if here else (list(commits.values())[-1], None)
+    existing = [(commits[key], e) for e in evaluations if (key := (e.step, e.params_digest)) in commits]
+    commit, evaluation = existing[0] if existing else (list(commits.values())[-1], None)
     if not any(math.isfinite(e.metrics[job.best_metric]) for e in evaluations) and read_scores(job.paths):
-        none = (
+        logger.warning(
             "%s is not a number in any evaluation of %s, so none says which checkpoint is best; that of step %d is"
-            " taken."
+            " taken.",
+            job.best_metric,
+            job.paths.name,
+            commit.step,
         )
-        logger.warning(none, job.best_metric, job.paths.name, commit.step)
         return commit, None
-    if evaluations and found is not evaluations[0]:
-        others = "the newest" if found is None else "the best of the others"
-        gone = "The best checkpoint, of step %d, is gone (checkpoint.keep_best); %s is taken: step %d."
-        logger.warning(gone, evaluations[0].step, others, commit.step)
-    return commit, found
+    if evaluations and evaluation is not evaluations[0]:
+        logger.warning(
+            "The best checkpoint, of step %d, is gone (checkpoint.keep_best); %s is taken: step %d.",
+            evaluations[0].step,
+            "the newest" if evaluation is None else "the best of the others",
+            commit.step,
+        )
+    return commit, evaluation
 
 
 def load_model(job: Job, commit: Commit) -> torch.nn.Module:
-    """The model of a checkpoint, on the CPU and in evaluation mode, with the very parameters that were committed.
+    """Returns the model of a checkpoint, on the CPU and in evaluation mode, after a check of its parameters' digest.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: The checkpoint is damaged.
     """
     model = job.task.build_model()
     model.load_state_dict(unpack_model(CheckpointStore(job.paths).load(commit)))
@@ -136,6 +148,11 @@ def load_model(job: Job, commit: Commit) -> torch.nn.Module:
 
 
 def _commits(job: Job) -> list[Commit]:
+    """Returns the checkpoints of a run.
+
+    Raises:
+        CheckpointError: There is none.
+    """
     commits = CheckpointStore(job.paths).commits()
     if not commits:
         raise CheckpointError(f"{job.paths.root} holds no committed checkpoint yet.")
@@ -143,15 +160,15 @@ def _commits(job: Job) -> list[Commit]:
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """What was sent.
+class SentSummary:
+    """A summary of what was sent to MLflow.
 
     Args:
         run_id: Id of the MLflow run.
-        uri: Where it is, without credentials.
-        status: How the run ended, as MLflow calls it.
-        points: Points that MLflow lacked, evaluations among them.
-        evaluations: Evaluations that it lacked.
+        uri: Address of MLflow, without credentials.
+        status: MLflow's name of the run's status.
+        points: Number of points that MLflow lacked, those of evaluations included.
+        evaluations: Number of evaluations that MLflow lacked.
     """
 
     run_id: str
@@ -161,30 +178,32 @@ class Replayed:
     evaluations: int
 
 
-def replay(root: str, uri: str | None = None, experiment: str | None = None) -> Replayed:
-    """Sends what MLflow lacks of a run that no driver writes; nothing twice, and in the order of the record.
+def send_to_mlflow(root: str, uri: str | None = None, experiment: str | None = None) -> SentSummary:
+    """Sends what MLflow lacks of a run without a driver, each point once, and in the order of the record.
 
     Args:
         root: The run's directory, as a path or an S3 URI.
-        uri: MLflow tracking URI; not given: the run's own.
-        experiment: Name of the experiment, for a run that MLflow does not know; not given: the run's own.
+        uri: MLflow tracking URI; by default that of the run.
+        experiment: Name of the experiment, for a run that MLflow does not have; by default that of the run.
 
     Raises:
-        ConfigError: There is no such run, a driver writes it, or MLflow is no database or server.
+        ConfigError: There is no such run, a driver writes it, or MLflow is not a database or server.
         TrackingError: MLflow did not take everything; what it took is not sent again.
     """
-    paths = RunPaths(location(root))
+    paths = RunPaths(to_location(root))
     newest_start(paths)
-    with acquire(paths, closing=True):
+    with acquire_lease(paths, closing=True):
         job = stored_job(paths)
         config = job.config.replace(tracking__enabled=True)
-        config = config if uri is None else config.replace(tracking__uri=uri)
-        config = config if experiment is None else config.replace(tracking__experiment=experiment)
+        if uri is not None:
+            config = config.replace(tracking__uri=uri)
+        if experiment is not None:
+            config = config.replace(tracking__experiment=experiment)
         check_available(config)
-        status = settle(job, newest_start(paths))
-        tracker = late_tracker(job, config if uri or experiment else job.config)
+        status = finalize_run(job, newest_start(paths))
+        tracker = make_late_tracker(job, config if uri or experiment else job.config)
         try:
-            tracker.send_all(mlflow_status(status))
+            tracker.send_all(to_mlflow_status(status))
         except Exception as error:
             raise TrackingError(
                 f"MLflow at {redact(tracker.uri)} did not take everything: {type(error).__name__}:"
@@ -193,10 +212,10 @@ def replay(root: str, uri: str | None = None, experiment: str | None = None) -> 
             ) from error
         if (read_json(paths.summary) or {}).get("mlflow_run_id") != tracker.run_id:
             put_summary(paths, summarize(job, status))
-        return Replayed(
+        return SentSummary(
             str(tracker.run_id),
             redact(tracker.uri),
-            mlflow_status(status),
+            to_mlflow_status(status),
             tracker.sent_points,
             tracker.sent_evaluations,
         )

@@ -1,10 +1,9 @@
-"""What an evaluator evaluates, and in which order.
+"""The evaluator actor, which watches the checkpoint store, scores committed checkpoints, and writes a file per step.
 
-The evaluator actor: watches the store, evaluates what is committed, and writes one file per step.
-
-It shares nothing with the trainer but the run directory, so neither can hold the other up: it says in a hold what it
-still needs, and an evaluation is written once, whoever gets to it first. Where the cluster outlives the driver it does,
-too: when the driver is gone it finishes what is committed, has the run's end recorded, and ends itself.
+It shares only the run directory with the trainer, so neither waits for the other. A hold in that directory names the
+checkpoints that it still needs, and an evaluation is written once, by the first evaluator that finishes it. If the
+cluster outlives the driver, so does the evaluator: when the driver is gone it evaluates what is committed, has the end
+of the run recorded, and ends itself.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ import torch
 from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.data.local_readers import load_all
-from ray_app.data.memory_cache import fetch_at_once
-from ray_app.data.process_deaths import MAX_DEATHS, died
+from ray_app.data.memory_cache import fetch_auto
+from ray_app.data.process_deaths import MAX_DEATHS, process_died_error
 from ray_app.data.reader import Fetch
 from ray_app.errors import DamagedError, DataError, RunHeldError, is_refusal, unwrap_app_error
-from ray_app.evaluate.job import EvaluationJob, choose, last_evaluated, pause_s, pending
+from ray_app.evaluate.job import EvaluationJob, choose_next, last_evaluated, pause_s, pending_commits
 from ray_app.process import keep_freed_memory
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import LIFE_S, LeaseWatch, is_taken_over
 from ray_app.runlog.output import Output
-from ray_app.runlog.redaction import guard_run
-from ray_app.storage.files import poll_s
+from ray_app.runlog.redaction import register_run_secrets
+from ray_app.storage.files import poll_interval_s
 from ray_app.task import device
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Arrays
@@ -42,43 +41,48 @@ logger = logging.getLogger(__name__)
 
 _NAMESPACE = "ray_app"
 HOLD_S = 1500.0
-"""Seconds that a hold outlives the evaluator, by its own clock: ten minutes for Ray to start it again, and the quarter
-of an hour that clocks may be apart.
+"""Seconds that a hold outlives the evaluator, by the evaluator's clock: ten minutes in which Ray restarts the
+evaluator, and the quarter of an hour by which clocks may differ.
 """
-_LONGEST_PAUSE_S = 10.0
-_LOOKS_PER_LEASE = 10
+_MAX_RETRY_S = 10.0
+_CHECKS_PER_LEASE = 10
+"""Checks of the driver's lease during the time for which a lease is valid."""
 
 
 class Evaluator:
     """Follows the checkpoints of one run until it is stopped. An actor, see `start_evaluator`.
 
     Args:
-        job: What to evaluate on, and how.
-        fetch: How read tasks run.
-        before_evaluation: For fault tests: called before each evaluation.
+        job: The settings and the data.
+        fetch: Runs the read tasks.
+        before_evaluation: Called before each evaluation, for fault tests.
         when_orphaned: Called with the run's directory when the driver is gone and everything is evaluated, and again if
-            it raises RunHeldError or OSError; not given: the driver is not watched, and the evaluator ends with it.
+            it raises `RunHeldError` or `OSError`. Without it the driver is not watched, and the evaluator ends with the
+            driver.
     """
 
     def __init__(
         self,
         job: EvaluationJob,
-        fetch: Fetch = fetch_at_once,
+        fetch: Fetch = fetch_auto,
         before_evaluation: Callable[[Commit], None] | None = None,
         when_orphaned: Callable[[str], object] | None = None,
     ) -> None:
-        self._job, self._fetch, self._before, self._when_orphaned = job, fetch, before_evaluation, when_orphaned
-        guard_run(job.paths.config)
+        self._job, self._fetch = job, fetch
+        self._before_evaluation, self._when_orphaned = before_evaluation, when_orphaned
+        register_run_secrets(job.paths.config)
         self._store = CheckpointStore(job.paths)
-        self._stopped, self._hurry = threading.Event(), threading.Event()
+        self._stopped = threading.Event()
+        # While it is set the evaluator does not pause between evaluations.
+        self._hurry = threading.Event()
+        # The state of the driver's lease, as `LeaseWatch.look` returns it.
         self._driver = "held"
         self._error: DataError | str | None = None
-        self._is_noted = False
-        self._itself, name = _this_actor(), job.name or "evaluator"
-        self._output = (
-            Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name) if self._itself is not None else None
-        )
-        if self._itself is not None:
+        self._is_start_recorded = False
+        self._actor, name = _this_actor(), job.name or "evaluator"
+        self._output: Output | None = None
+        if self._actor is not None:
+            self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name)
             keep_freed_memory()
         device.pin(job.section.threads, job.deterministic)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -87,21 +91,21 @@ class Evaluator:
         self._model = job.task.build_model().to(self._device)
         self._arrays: Arrays | None = None
         self._done_step = last_evaluated(evaluated_steps(job.paths, job.name))
-        runs = [self._follow, self._renew, *([self._watch] if when_orphaned else [])]
-        self._threads = [threading.Thread(target=run, name=run.__name__, daemon=True) for run in runs]
+        loops = [self._follow, self._renew, *([self._watch] if when_orphaned else [])]
+        self._threads = [threading.Thread(target=loop, name=loop.__name__, daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
 
     def error(self) -> DataError | str | None:
-        """Why the evaluator gave up, if it did; an error where the data is to blame."""
+        """Returns why the evaluator has failed, as an error if the data is the cause; None while it works."""
         return self._error
 
     def hurry(self) -> None:
-        """Pauses no more between evaluations: nobody trains any longer, and somebody waits."""
+        """Ends the pauses between evaluations, when training is over and the driver waits."""
         self._hurry.set()
 
     def stop(self) -> None:
-        """Ends after the evaluation at hand."""
+        """Ends the evaluator after the present evaluation."""
         self._stopped.set()
         self._hurry.set()
         for thread in self._threads:
@@ -109,17 +113,18 @@ class Evaluator:
         if self._output is not None:
             self._output.close()
 
-    def _note_life(self, commit: Commit) -> None:
-        """Records once that this process evaluates, before its first evaluation: a process that dies while it waits
-        dies of no checkpoint.
+    def _record_start(self, commit: Commit) -> None:
+        """Records once that this process evaluates, before its first evaluation.
+
+        A process that dies while it waits has not died at a checkpoint.
 
         Args:
-            commit: The checkpoint that is next.
+            commit: The next checkpoint.
 
         Raises:
-            ProcessDiedError: Several processes before it died of the same checkpoint; a lost node does not count.
+            ProcessDiedError: Several processes before it died at the same checkpoint; a lost node does not count.
         """
-        if self._itself is None or self._is_noted:
+        if self._actor is None or self._is_start_recorded:
             return
         job, context = self._job, ray.get_runtime_context()
         earlier = [
@@ -129,35 +134,41 @@ class Evaluator:
         ]
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         facts = {"by": job.follower, "node": context.get_node_id(), "pid": os.getpid(), "after_step": self._done_step}
-        self._is_noted = put_event(job.paths, "evaluator_started", job.fence, **facts)
-        if deaths_in_a_row([e.details for e in earlier], self._done_step, alive) >= MAX_DEATHS:
+        self._is_start_recorded = put_event(job.paths, "evaluator_started", job.fence, **facts)
+        if count_deaths_in_a_row([e.details for e in earlier], self._done_step, alive) >= MAX_DEATHS:
             reader, rows = job.data.reader, job.data.manifest.num_rows
-            raise died(f"while it evaluated the checkpoint after step {commit.step} on {rows:,} rows of {reader.root}")
+            raise process_died_error(
+                f"while it evaluated the checkpoint after step {commit.step} on {rows:,} rows of {reader.root}"
+            )
 
     def _follow(self) -> None:
-        device.use_device(self._device)  # a new thread begins on the first GPU
-        look_s = wait_s = poll_s(self._job.paths.root)
+        # A new thread uses the first GPU by default.
+        device.use_device(self._device)
+        poll_s = wait_s = poll_interval_s(self._job.paths.root)
         while not self._stopped.is_set():
             try:
                 if self._driver == "superseded":
                     return self._leave()
-                waiting = pending(self._job) if self._error is None else []
+                # After a failure only the end of the driver is waited for.
+                waiting = pending_commits(self._job) if self._error is None else []
                 if waiting:
                     wait_s, duration_s = 0.0, self._evaluate_next(waiting)
                     self._hurry.wait(pause_s(duration_s, self._share(), self._job.section.budget))
                 elif self._driver == "over":
                     return self._end_of_driver()
                 else:
-                    wait_s = look_s
-            except RunHeldError as error:  # the driver lives after all, or somebody else closes the run at this moment
+                    wait_s = poll_s
+            # The driver lives after all, or another process closes the run at this moment.
+            except RunHeldError as error:
                 logger.warning("The evaluator goes on: %s", error)
-                wait_s = LIFE_S / _LOOKS_PER_LEASE
-            except (OSError, ray.exceptions.RayError) as error:  # storage or cluster; may pass
+                wait_s = LIFE_S / _CHECKS_PER_LEASE
+            # The storage or the cluster may fail for a while.
+            except (OSError, ray.exceptions.RayError) as error:
                 logger.warning("The evaluator will try again: %s", error)
-                wait_s = min(_LONGEST_PAUSE_S, 2 * max(wait_s, look_s))
-            except Exception as error:  # only the end of the driver is waited for now
+                wait_s = min(_MAX_RETRY_S, 2 * max(wait_s, poll_s))
+            except Exception as error:
                 logger.exception("The evaluator gives up")
-                cause, wait_s = unwrap_app_error(error), look_s
+                cause, wait_s = unwrap_app_error(error), poll_s
                 self._error = (
                     cause if isinstance(cause, DataError) and is_refusal(cause) else f"{type(cause).__name__}: {cause}"
                 )
@@ -173,77 +184,81 @@ class Evaluator:
                 logger.warning("The evaluator's hold could not be renewed, will try again: %s", error)
 
     def _watch(self) -> None:
-        """Looks whether the driver that started this evaluator still lives, also after it seemed to be gone."""
+        """Watches whether the driver that started this evaluator lives, also after it seemed to be gone."""
         job, observer = self._job, LeaseWatch(self._job.paths, self._job.fence)
-        while not self._stopped.wait(LIFE_S / _LOOKS_PER_LEASE):
+        while not self._stopped.wait(LIFE_S / _CHECKS_PER_LEASE):
             try:
-                seen = observer.look()
-                if seen == "superseded" and not is_taken_over(job.paths, job.fence):
-                    seen = "over"
+                lease_state = observer.poll()
+                if lease_state == "superseded" and not is_taken_over(job.paths, job.fence):
+                    lease_state = "over"
             except OSError as error:
                 logger.warning("The driver's lease could not be read, will try again: %s", error)
                 continue
-            if seen in ("over", "superseded"):
+            if lease_state in ("over", "superseded"):
                 self._hurry.set()
             elif self._driver == "over":
                 self._hurry.clear()
-            self._driver = seen
+            self._driver = lease_state
 
     def _end_of_driver(self) -> None:
         assert self._when_orphaned is not None
         try:
             self._when_orphaned(self._job.run_root)
+        # The caller tries again, since these errors may pass.
         except (RunHeldError, OSError):
-            raise  # may pass
+            raise
         except Exception:
             logger.exception("The run could not be closed")
         self._leave()
 
     def _leave(self) -> None:
-        """Ends this actor for good: a detached actor has nobody else to end it."""
+        """Ends this actor for good, because no other process ends a detached actor."""
         self._stopped.set()
         if self._output is not None:
             self._output.close()
-        if self._itself is not None:
-            ray.kill(self._itself, no_restart=True)
+        if self._actor is not None:
+            ray.kill(self._actor, no_restart=True)
 
     def _share(self) -> float:
-        """Share of the cluster that this evaluator reserves."""
+        """Returns the share of the cluster that this evaluator reserves, 0 to 1."""
         section = self._job.section
         if section.budget >= 1:
             return 0.0
         cluster = ray.cluster_resources() if ray.is_initialized() else {"CPU": float(os.cpu_count() or 1)}
-        kind, own = ("GPU", section.num_gpus) if section.num_gpus else ("CPU", max(section.num_cpus, section.threads))
-        return min(1.0, own / max(cluster.get(kind, own), 1e-9))
+        name, reserved = "CPU", max(section.num_cpus, section.threads)
+        if section.num_gpus:
+            name, reserved = "GPU", section.num_gpus
+        return min(1.0, reserved / max(cluster.get(name, reserved), 1e-9))
 
     def _hold(self, done_step: int) -> None:
-        """Says which checkpoints are still needed: those after `done_step`."""
+        """Holds the checkpoints that are still needed, which are those after `done_step`."""
         self._done_step = done_step
         self._store.hold(self._job.follower, self._job.hold(done_step, time.time() + HOLD_S))
 
     def _evaluate_next(self, waiting: list[Commit]) -> float:
         """Evaluates one checkpoint; returns the seconds that it took."""
-        began = time.perf_counter()
-        commit, passed = choose(waiting, self._job.section.every)
-        self._note_life(commit)
+        started_s = time.perf_counter()
+        commit, skipped = choose_next(waiting, self._job.section.every)
+        self._record_start(commit)
         self._hold(commit.step - 1)
-        for older in passed:
-            self._skipped(older, f"a newer one was there, step {commit.step}")
-        self._evaluate(commit, len(waiting) - len(passed) - 1)
-        return time.perf_counter() - began
+        for older in skipped:
+            self._record_skipped(older, f"a newer one was there, step {commit.step}")
+        self._evaluate(commit, len(waiting) - len(skipped) - 1)
+        return time.perf_counter() - started_s
 
     def _evaluate(self, commit: Commit, behind: int) -> None:
-        job, began = self._job, time.perf_counter()
-        if self._before is not None:
-            self._before(commit)
+        job, started_s = self._job, time.perf_counter()
+        if self._before_evaluation is not None:
+            self._before_evaluation(commit)
         try:
             self._model.load_state_dict(unpack_model(self._store.load(commit)))
         except DamagedError as error:
-            self._skipped(commit, str(error))
+            self._record_skipped(commit, str(error))
             self._store.mark_bad(commit, str(error))
             return
+        # Retention has removed the checkpoint meanwhile.
         except FileNotFoundError:
-            return  # retention removed it meanwhile
+            return
         if self._arrays is None:
             self._arrays = load_all(self._fetch, job.data).arrays
         manifest = job.data.manifest
@@ -251,57 +266,59 @@ class Evaluator:
             job.task,
             score(job.task, self._model, self._arrays, job.section.batch_size, self._device, manifest=manifest),
         )
+        # A driver that waits for this evaluation may end this process as soon as it is recorded.
         if self._output is not None:
-            self._output.copy()  # who waits for this evaluation may end this process
+            self._output.copy()
         now_s = time.time()
-        made = Evaluation(
+        evaluation = Evaluation(
             step=commit.step,
             epoch=commit.epoch,
             params_digest=commit.params_digest,
             rows=manifest.num_rows,
-            duration_s=time.perf_counter() - began,
+            duration_s=time.perf_counter() - started_s,
             time_s=now_s,
             data_digest=manifest.digest,
             behind=behind,
             lag_s=now_s - commit.time_s,
             **scores.record(job.task.classes),
         )
-        if put_evaluation(job.paths, made, job.name):
+        if put_evaluation(job.paths, evaluation, job.name):
             details = {"by": job.name} if job.name else {}
             put_event(
                 job.paths,
                 "evaluated",
                 job.fence,
                 step=commit.step,
-                metrics=made.metrics,
-                duration_s=made.duration_s,
+                metrics=evaluation.metrics,
+                duration_s=evaluation.duration_s,
                 **details,
             )
 
-    def _skipped(self, commit: Commit, reason: str) -> None:
+    def _record_skipped(self, commit: Commit, reason: str) -> None:
         details = {"by": self._job.name} if self._job.name else {}
         put_event(self._job.paths, "evaluation_skipped", self._job.fence, step=commit.step, reason=reason, **details)
 
 
-def deaths_in_a_row(lives: Sequence[Mapping[str, Any]], done_step: int, alive: Collection[str]) -> int:
-    """How many processes of an evaluator died since its last evaluation, on nodes that still live.
+def count_deaths_in_a_row(starts: Sequence[Mapping[str, Any]], done_step: int, alive: Collection[str]) -> int:
+    """Returns how many processes of an evaluator died since its last evaluation, on nodes that still live.
 
     Args:
-        lives: `node` and `after_step`, the step that was evaluated last, of each process that has ended, in their
-            order.
+        starts: Of each process that has ended, in their order: `node`, and `after_step`, the step that had been
+            evaluated last when it started.
         done_step: The step that was evaluated last.
-        alive: Ids of the nodes that live.
+        alive: Ids of the live nodes.
     """
     deaths = 0
-    for life in reversed(lives):
-        deaths += life["node"] in alive
-        if life["after_step"] != done_step:  # it evaluated that step, and died after it
+    for start in reversed(starts):
+        deaths += start["node"] in alive
+        # This process evaluated `done_step` and died after it, so earlier deaths do not count.
+        if start["after_step"] != done_step:
             break
     return deaths
 
 
 def _this_actor() -> Any | None:
-    """A handle to the actor that this runs in; None outside of Ray."""
+    """Returns a handle of the actor that this code runs in; None outside of an actor."""
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return None
     return ray.get_runtime_context().current_actor
@@ -312,14 +329,14 @@ def start_evaluator(
     before_evaluation: Callable[[Commit], None] | None = None,
     when_orphaned: Callable[[str], object] | None = None,
 ) -> Any:
-    """Holds the checkpoints, starts the actor with its own resources, and returns its handle.
+    """Holds the checkpoints, starts the evaluator actor with its resources, and returns its handle.
 
-    Ray starts it again whenever it dies; what it had not finished is then evaluated anew. It gives up after three
+    Ray restarts the actor whenever it dies; an unfinished evaluation is then repeated. It fails for good after three
     deaths at one checkpoint.
 
     Args:
-        job: What to evaluate on, and how.
-        before_evaluation: For fault tests.
+        job: The settings and the data.
+        before_evaluation: Called before each evaluation, for fault tests.
         when_orphaned: See `Evaluator`; with it the actor outlives the driver.
     """
     done = last_evaluated(evaluated_steps(job.paths, job.name))
@@ -335,4 +352,4 @@ def start_evaluator(
         options["label_selector"] = job.section.label_selector
     if when_orphaned is not None:
         options |= {"lifetime": "detached", "name": job.actor_name, "namespace": _NAMESPACE}
-    return ray.remote(Evaluator).options(**options).remote(job, fetch_at_once, before_evaluation, when_orphaned)
+    return ray.remote(Evaluator).options(**options).remote(job, fetch_auto, before_evaluation, when_orphaned)

@@ -1,17 +1,16 @@
-"""Raw data -> Parquet shards: the raw format's reader, tasks that write shards of their own, and `dataset.json` last.
+"""The ingest: turns raw data into Parquet shards with a `dataset.json`.
 
-a. a reader (`readers/`) cuts the source into pieces, by what is in it and not by who will read them b. each piece is a
-task (`pieces.py`), in threads or on a cluster (`runners.py`): it streams tables with a `row_id`, renames columns, holds
-   `label` to int64 without gaps, makes tokens of texts (`texts.py`), refuses rows with a reason, and lets a keyed hash
-   of the row's id choose `train` or `eval`; tokens may be packed into blocks then
-c. the rows of all pieces are put into the order of a hash of their ids, in two stages of tasks (`mixing.py`), unless
-   the source mixes them itself; `Shards` cuts them into row groups and files bounded in rows and bytes
-d. what the pieces say of themselves is put together (`described.py`), and the folder becomes the target (`target.py`)
+1. A reader (`readers/`) cuts the source into input splits, by its content and not by the number of tasks.
+2. Each input split is a task (`splits.py`), in threads or on a cluster. It streams tables with a `row_id`, renames
+   columns, makes `label` an int64 without missing values, turns texts into tokens (`tokenize.py`), refuses rows with a
+   reason, and assigns each row to `train` or `eval` by a keyed hash of its id; tokens may then be packed into blocks.
+3. Two stages of tasks put the rows of all input splits into the order of a hash of their ids (`shuffle.py`), unless the
+   source has mixed them itself. `Shards` (`shards.py`) cuts them into row groups and files of limited rows and bytes.
+4. The descriptions of the input splits are merged (`shards.py`), and the folder becomes the target
+   (`output_folder.py`).
 
-Running the tasks of an ingest: in threads of this process, or as Ray tasks on any CPU of a cluster. Both give results
-in order.
-
-Arrays of a notebook or a program as a data set.
+`ingest` does all of it; `run_in_threads` and `run_on_cluster` run the tasks and return the results in order;
+`ingest_arrays` makes a data set of the arrays of a notebook or a program.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_app.data.parquet_files import read_footers
-from ray_app.errors import ConfigError, DataError, StorageError, without_addresses
+from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
 from ray_app.ingest.options import IngestOptions
@@ -46,66 +45,78 @@ from ray_app.ingest.readers.image_folders import Images
 from ray_app.ingest.readers.json_lines import JsonLines
 from ray_app.ingest.readers.tfrecord import TFRecord
 from ray_app.ingest.readers.webdataset import WebDataset
-from ray_app.ingest.shards import Counts, columns_of, describe_parquet, merged, notes_of, refused_lines
-from ray_app.ingest.shuffle import buckets, write_bucket
-from ray_app.ingest.splits import PieceTask, check_count, write_piece
+from ray_app.ingest.shards import (
+    Counts,
+    describe_parquet,
+    format_refused,
+    make_notes,
+    merge_columns,
+    merge_descriptions,
+)
+from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
+from ray_app.ingest.splits import InputSplitTask, check_refused_count, write_input_split
 from ray_app.ingest.tokenize import Texts
-from ray_app.storage.data_files import Place, files_below, is_within, place_of, relative
-from ray_app.storage.files import Location, location, put_atomic, put_json
+from ray_app.storage.data_files import DataLocation, files_below, is_within, locate_data, relative_path
+from ray_app.storage.files import Location, put_atomic, put_json, to_location
 
-_AHEAD = 4
-"""Ray tasks per CPU that are asked for before the first of them is waited for."""
+_TASKS_PER_CPU = 4
+"""Ray tasks per CPU that are submitted before the result of the first one is awaited."""
 _CANCEL_S = 60.0
-_MOST_CHARS = 500
+_MAX_TASK_CHARS = 500
+"""Length of the description of a task in a message."""
 
 
 def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> Iterator[Any]:
-    """Calls `function` with every item; what takes long (decoding, compressing, reading) does not hold Python's lock.
+    """Calls `function` with every item in threads and yields the results in order.
+
+    Threads suffice, because decoding, compressing and reading release the interpreter lock.
 
     Args:
-        function: What to do.
-        items: With what.
-        threads: How many at a time; not given: one per CPU.
+        function: The function.
+        items: Its arguments, one for each call.
+        threads: Number of threads; None: one per CPU.
     """
     if len(items) == 1:
         yield function(items[0])
         return
     pool = ThreadPoolExecutor(threads or os.cpu_count(), "ingest")
     try:
-        for made in [pool.submit(function, item) for item in items]:
-            yield made.result()
+        for future in [pool.submit(function, item) for item in items]:
+            yield future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-    """Calls `function` with every item in tasks of the Ray cluster that this process is connected to, each on a CPU.
+    """Calls `function` with every item in tasks of the Ray cluster that this process is connected to, one CPU each, and
+    yields the results in order.
 
-    A task whose node is lost is run again, and so is one whose process dies, three times in all.
+    A task runs again when its node is lost; when its process dies, it runs three times in all.
 
     Raises:
         ProcessDiedError: The process of a task died again and again.
     """
     import ray
 
-    from ray_app.data.process_deaths import Attempts
+    from ray_app.data.process_deaths import RetriedTask
 
     task = ray.remote(_call).options(num_cpus=1, max_retries=0)
-    most = max(_AHEAD, _AHEAD * int(ray.cluster_resources().get("CPU", 1)))
-    waiting: deque[Attempts] = deque()
+    max_waiting = max(_TASKS_PER_CPU, _TASKS_PER_CPU * int(ray.cluster_resources().get("CPU", 1)))
+    waiting: deque[RetriedTask] = deque()
     try:
         for item in items:
-            what = f"while it ingested {without_addresses(str(item))[:_MOST_CHARS]}"
-            waiting.append(Attempts(partial(task.remote, function, item), partial(str, what)))
-            if len(waiting) >= most:
+            activity = f"while it ingested {remove_addresses(str(item))[:_MAX_TASK_CHARS]}"
+            waiting.append(RetriedTask(partial(task.remote, function, item), partial(str, activity)))
+            if len(waiting) >= max_waiting:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     finally:
-        references = [left.reference for left in waiting]
+        references = [unconsumed.reference for unconsumed in waiting]
         for reference in references:
             ray.cancel(reference)
-        if references:  # they write no more when the caller goes on
+        # No task may still write when the caller goes on.
+        if references:
             ray.wait(references, num_returns=len(references), timeout=_CANCEL_S)
 
 
@@ -119,16 +130,16 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 LAYOUT = 5
-"""Another number wherever the order of rows or the pieces change, so that nobody goes on with what an older version has
-begun.
+"""Increases whenever the order of rows or the input splits change, so that no ingest continues what an older version
+has begun.
 """
 
 READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
     "images": lambda path, options: Images(
-        place_of(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)
+        locate_data(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)
     ),
     "csv": lambda path, options: Csv(
-        place_of(path),
+        locate_data(path),
         options.label,
         options.on_bad_row == "skip",
         options.piece_bytes,
@@ -136,16 +147,16 @@ READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
         options.column_names,
     ),
     "jsonl": lambda path, options: JsonLines(
-        place_of(path),
+        locate_data(path),
         options.label,
         options.columns,
         options.ragged or [],
         options.on_bad_row == "skip",
         options.piece_bytes,
     ),
-    "numpy": lambda path, options: Numpy(place_of(path), options.shard_rows),
-    "idx": lambda path, options: Idx(place_of(path), options.shard_rows),
-    "cifar": lambda path, options: Cifar(place_of(path)),
+    "numpy": lambda path, options: Numpy(locate_data(path), options.shard_rows),
+    "idx": lambda path, options: Idx(locate_data(path), options.shard_rows),
+    "cifar": lambda path, options: Cifar(locate_data(path)),
     "webdataset": lambda path, options: WebDataset(
         path, options.label, options.columns, options.check, options.piece_bytes
     ),
@@ -153,7 +164,7 @@ READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
         path, options.label, options.columns, options.check, options.piece_bytes
     ),
     "hf": lambda path, options: HuggingFace(
-        place_of(path),
+        locate_data(path),
         options.label,
         options.columns,
         options.ragged or [],
@@ -167,7 +178,7 @@ READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
 
 @dataclass(frozen=True)
 class PartSummary:
-    """One data set: a folder of shards and what its `dataset.json` says.
+    """One data set: a folder of shards and the content of its `dataset.json`.
 
     Args:
         path: Folder of the shards.
@@ -176,9 +187,9 @@ class PartSummary:
         class_counts: Rows by class name (by label where classes have no names), or None without labels.
         columns: By name: type, shape of one row, dtype, missing values.
         shards: File name, rows, row groups and bytes of each shard.
-        skipped_files: Files of the input that are not data and were left out, listed with reasons in `refused.jsonl`.
-        refused: Rows that were left out, listed with reasons in `refused.jsonl`.
-        notes: What the user should know of how the source was understood, such as which value made a column text.
+        skipped_files: Number of files of the input that are not data; `refused.jsonl` lists them with reasons.
+        refused: Number of rows that were left out; `refused.jsonl` lists them with reasons.
+        notes: Notes for the user on how the source was interpreted, such as which value made a column text.
     """
 
     path: str
@@ -194,8 +205,8 @@ class PartSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What `ingest` made or found: one part with the name "", or `train` and `eval`, also `test`, or those that the
-    source has.
+    """The data sets that `ingest` made or reused: one part with the name ""; or `train` and `eval`, possibly `test`; or
+    the parts of the source.
     """
 
     path: str
@@ -215,48 +226,48 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     folder appears complete or not at all. After an interruption the same call does what is left.
 
     Args:
-        options: What to do.
-        run: How tasks run; they give the same files in any way. Not given: in threads of this process.
+        options: The source, the target and how to write it.
+        run: Runs the tasks, by default in threads of this process; the files do not depend on it.
 
     Raises:
         ConfigError: The options are refused, or the target folder holds something else.
-        DataError: The input is missing, empty, damaged or inconsistent; then nothing is left of what was made.
+        DataError: The input is missing, empty, damaged or inconsistent; nothing that was written is left then.
         StorageError: A disk, the network or S3 failed; what is finished is kept.
     """
-    checks.check(options, [*READERS, "parquet"])
+    checks.check_options(options, [*READERS, "parquet"])
     if options.source == "parquet":
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
-    reader, out = READERS[options.source](options.input or "", options), location(options.out)
+    reader, out = READERS[options.source](options.input or "", options), to_location(options.out)
     made_from = _made_from(options, reader)
-    if found := output.existing(out, made_from):
-        return _summary(str(out), found, reused=True)
+    if described := output.load_existing(out, made_from):
+        return _summary(str(out), described, reused=True)
     parts = reader.parts(run)
     options = replace(options, eval_fraction=options.held_out([part.name for part in parts]))
     sides = _sides(parts, options)
     with output.work_folder(out, made_from, sorted({side for part in sides.values() for side in part})) as folder:
-        if found := output.existing(out, made_from):  # another process had the folder and has finished it
-            return _summary(str(out), found, reused=True)
+        # Another process may have had the folder and finished it.
+        if described := output.load_existing(out, made_from):
+            return _summary(str(out), described, reused=True)
         try:
             _write_all(parts, sides, options, made_from, folder, run)
         except (StorageError, OSError) as error:
-            if found := output.existing(
-                out, made_from
-            ):  # on S3, where two may write the same, the other one has finished it
-                return _summary(str(out), found, reused=True)
+            # On S3 two processes may write the same, and the other one may have finished it.
+            if described := output.load_existing(out, made_from):
+                return _summary(str(out), described, reused=True)
             raise StorageError(
-                f"{str(error).rstrip('.')}. Once that is mended, start the same again: it does what is left."
+                f"{str(error).rstrip('.')}. Once that is fixed, start the same again: it does what is left."
             ) from error
         except (ConfigError, DataError):
             output.discard(folder)
             raise
-        output.finish(folder, out, [side for part in sides.values() for side in part])
-    made = output.existing(out, made_from)
-    assert made is not None
-    return _summary(str(out), made, reused=False)
+        output.finish_output(folder, out, [side for part in sides.values() for side in part])
+    written = output.load_existing(out, made_from)
+    assert written is not None
+    return _summary(str(out), written, reused=False)
 
 
 def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> DatasetSummary:
-    """The content of each `dataset.json` as a summary, `train` before `eval`; logs the notes in it."""
+    """Returns the content of each `dataset.json` as a summary, `train` before `eval`, and logs its notes."""
     names = {f.name for f in fields(PartSummary)} - {"path"}
     parts = {}
     for side in sorted(described, reverse=True):
@@ -268,12 +279,12 @@ def _summary(out: str, described: dict[str, dict[str, Any]], reused: bool) -> Da
 
 
 def _path(out: str, side: str) -> str:
-    return str(side_folder(location(out), side)) if side else out
+    return str(side_folder(to_location(out), side)) if side else out
 
 
 def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
-    """What decides the output: the options without paths, a digest of the files' names, sizes and times, and how this
-    version writes.
+    """Returns everything that decides the output: the options without paths, a digest of the files' names, sizes and
+    times, and the layout of this version.
     """
     chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
     chosen["row_group_rows"] = options.limits[1]
@@ -284,23 +295,25 @@ def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
     sha = hashlib.sha256()
     for file in reader.files():
         sha.update(
-            f"{_name_in(file.place, options)}\0{file.size}\0{file.changed_ns}\n".encode(errors="surrogateescape")
+            f"{_relative_name(file.location, options)}\0{file.size}\0{file.changed_ns}\n".encode(
+                errors="surrogateescape"
+            )
         )
     return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 
 
-def _name_in(place: Place, options: IngestOptions) -> str:
-    """The name of a source's file below the input; "." for the input itself; its own name where the input is a
-    pattern.
+def _relative_name(file: DataLocation, options: IngestOptions) -> str:
+    """Returns the name of a source's file below the input; "." for the input itself; the last part of its path where
+    the input is a pattern.
     """
-    root = place_of(str(options.input))
-    if place == root:
+    root = locate_data(str(options.input))
+    if file == root:
         return "."
-    return relative(place, root) if is_within(place, root) else place.name
+    return relative_path(file, root) if is_within(file, root) else file.name
 
 
 def _sides(parts: list[base.Part], options: IngestOptions) -> dict[str, tuple[str, ...]]:
-    """The data sets that each part goes to."""
+    """Returns the names of the data sets that the rows of each part go to."""
     names = [part.name for part in parts]
     if not options.eval_fraction or options.source == "digits":
         return {name: (name,) for name in names}
@@ -318,14 +331,16 @@ def _write_all(
     run: base.Run,
 ) -> None:
     """Writes the shards of all parts, then each `dataset.json`."""
-    made, text_columns = _write_pieces(parts, sides, options, folder, run)
+    records, text_columns = _write_input_splits(parts, sides, options, folder, run)
     part_of = {side: part for part in parts for side in sides[part.name]}
-    refused = {side: [row for piece in made[side] for row in piece["refused"]] for side in made}
+    refused = {side: [row for record in records[side] for row in record["refused"]] for side in records}
     for side, part in part_of.items():
         files = "shards" if part.keeps_order else "runs"
-        columns_of(made[side], files)
-        if not any(piece[files] for piece in made[side]):
-            kept = sum(file["rows"] for other in sides[part.name] for piece in made[other] for file in piece[files])
+        # This checks that the columns of all input splits are the same.
+        merge_columns(records[side], files)
+        if not any(record[files] for record in records[side]):
+            part_records = [record for other in sides[part.name] for record in records[other]]
+            kept = sum(file["rows"] for record in part_records for file in record[files])
             rows = kept + sum(len(refused[other]) for other in sides[part.name])
             where = (
                 f"the side {side!r} of the split gets"
@@ -333,17 +348,19 @@ def _write_all(
                 else f"source {options.source!r} has"
             )
             raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
-    mixed = _mix({side: made[side] for side, part in part_of.items() if not part.keeps_order}, options, folder, run)
+    runs = {side: records[side] for side, part in part_of.items() if not part.keeps_order}
+    shuffled = _shuffle(runs, options, folder, run)
     for side, part in part_of.items():
-        facts = merged(part, mixed.get(side, made[side]), len(refused[side]), notes_of(text_columns[part.name]))
+        notes = make_notes(text_columns[part.name])
+        facts = merge_descriptions(part, shuffled.get(side, records[side]), len(refused[side]), notes)
         index = [options.rename.get(name, name) for name in part.index_columns]
         facts["index_columns"] = [name for name in index if name in facts["columns"]]
         if options.pack:
-            facts["rows_in"] = sum(piece["texts"] for piece in made[side]) + len(refused[side])
-        place = side_folder(folder, side)
+            facts["rows_in"] = sum(record["texts"] for record in records[side]) + len(refused[side])
+        target = side_folder(folder, side)
         if refused[side] or part.skipped_files:
-            put_atomic(place / "refused.jsonl", refused_lines([*refused[side], *part.skipped_files]))
-        about = {
+            put_atomic(target / "refused.jsonl", format_refused([*refused[side], *part.skipped_files]))
+        description = {
             "format_version": FORMAT_VERSION,
             "source": options.source,
             **facts,
@@ -351,56 +368,68 @@ def _write_all(
             "made_from": made_from,
         }
         shards = {shard["path"] for shard in facts["shards"]}
-        read_footers(
-            place, [file for file in files_below(place, ".parquet") if relative(file, place) in shards], trusted=True
-        ).put(place)
-        put_json(place / "dataset.json", about)
+        files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
+        read_footers(target, files_written, trusted=True).put(target)
+        put_json(target / "dataset.json", description)
 
 
-def _write_pieces(
+def _write_input_splits(
     parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
-    """Reads the source; returns what each side's pieces have written, and what is in each part's columns of text, in
-    their order.
+    """Runs the tasks of all input splits.
+
+    Returns:
+        What the input splits have written to each side, and the counts of the text columns of each part, both in the
+        order of the input splits.
     """
     tasks = [
-        PieceTask(part.name, number, piece, sides[part.name], options, folder, part.keeps_order)
+        InputSplitTask(part.name, number, input_split, sides[part.name], options, folder, part.keeps_order)
         for part in parts
-        for number, piece in enumerate(part.pieces)
+        for number, input_split in enumerate(part.input_splits)
     ]
-    made: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
+    records: dict[str, list[dict[str, Any]]] = {side: [] for part in parts for side in sides[part.name]}
     text_columns: dict[str, list[dict[str, Counts]]] = {part.name: [] for part in parts}
     refused = 0
-    for task, record in zip(tasks, run(write_piece, tasks), strict=True):
+    for task, record in zip(tasks, run(write_input_split, tasks), strict=True):
         text_columns[task.part].append(record["text_columns"])
-        for side, piece in record["sides"].items():
-            made[side].append(piece)
-            refused += len(piece["refused"])
-            if piece["refused"]:
-                check_count(refused, options, *piece["refused"][-1])
-    return made, text_columns
+        for side, side_record in record["sides"].items():
+            records[side].append(side_record)
+            refused += len(side_record["refused"])
+            if side_record["refused"]:
+                check_refused_count(refused, options, *side_record["refused"][-1])
+    return records, text_columns
 
 
-def _mix(
-    made: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: Location, run: base.Run
+def _shuffle(
+    records: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: Location, run: base.Run
 ) -> dict[str, list[dict[str, Any]]]:
-    """Makes shards of the runs of sides; returns what each side's shards are, in their order.
+    """Writes the rows of the runs of each side as shards in the order of their hashes.
+
+    Args:
+        records: What the input splits have written to each side.
+        options: The options of the ingest.
+        folder: The folder that is written.
+        run: Runs the tasks.
+
+    Returns:
+        The descriptions of each side's shards, in their order.
 
     Raises:
-        StorageError: Not all rows came back.
+        StorageError: The shards have not as many rows as the runs.
     """
-    tasks = [task for side, pieces in made.items() for task in buckets(side, pieces, options, folder)]
-    mixed: dict[str, list[dict[str, Any]]] = {side: [] for side in made}
+    tasks = [task for side in records for task in make_bucket_tasks(side, records[side], options, folder)]
+    buckets: dict[str, list[dict[str, Any]]] = {side: [] for side in records}
     for task, shards in zip(tasks, run(write_bucket, tasks), strict=True):
-        mixed[task.side].append(shards)
-    for side, pieces in made.items():
-        put = sum(run["rows"] for piece in pieces for run in piece["runs"])
-        got = sum(shard["rows"] for bucket in mixed[side] for shard in bucket["shards"])
-        if put != got:
+        buckets[task.side].append(shards)
+    for side, side_records in records.items():
+        rows_in = sum(run["rows"] for record in side_records for run in record["runs"])
+        rows_out = sum(shard["rows"] for bucket in buckets[side] for shard in bucket["shards"])
+        if rows_in != rows_out:
             raise StorageError(
-                f"{folder}: of {put} rows that were written to be mixed {got} came back. Remove it and start again."
+                f"{folder}: of {rows_in} rows that were written to be mixed {rows_out} came back. Remove it and start"
+                " again."
             )
-    return mixed
+    return buckets
 
 
 def ingest_arrays(
@@ -409,40 +438,42 @@ def ingest_arrays(
     """Makes a data set of arrays, as `ray-app ingest --source numpy` does of files: `ingest_arrays("datasets/mine",
     x=x, y=y)`.
 
-    The same call with the same arrays returns what is there. For a moment the arrays are also in files of the temporary
+    The same call with the same arrays reuses the data set. While it runs, the arrays are also in files of the temporary
     folder.
 
     Args:
-        folder: What to create, on a disk or on s3://; it holds the data set, or the data sets `train` and `eval`, also
-            `test`.
+        folder: Folder to create, on a disk or on s3://; it holds the data set, or the data sets `train` and `eval` and
+            possibly `test`.
         eval_fraction: See `IngestOptions.eval_fraction`.
         seed: See `IngestOptions.seed`.
-        **arrays: Of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the column
-            `label` (integers) or `target`, others keep their names. With `x_train`, `y_train`, `x_test`, `y_test` the
-            data sets are `train`, `eval` and `test`.
+        **arrays: Arrays of shape (rows, ...): `x` becomes the column `image` (3 or more axes) or `features`, `y` the
+            column `label` (integers) or `target`, others keep their names. With `x_train`, `y_train`, `x_test`,
+            `y_test` the data sets are `train`, `eval` and `test`.
 
     Raises:
         ConfigError: The folder holds something else.
-        DataError: The arrays differ in rows, or hold no numbers.
+        DataError: The arrays differ in rows, or do not hold numbers.
     """
-    with tempfile.TemporaryDirectory(prefix="ray_app-arrays-") as place:
+    with tempfile.TemporaryDirectory(prefix="ray_app-arrays-") as temporary:
         for name, values in arrays.items():
-            file = Path(place) / f"{name}.npy"
-            np.save(file, _numbers(name, values), allow_pickle=False)
-            same_s = int.from_bytes(hashlib.blake2b(file.read_bytes(), digest_size=7).digest(), "big")
-            os.utime(file, ns=(same_s, same_s))  # by its time an ingest knows a file again
-        return ingest(IngestOptions("numpy", folder, place, eval_fraction=eval_fraction, seed=seed))
+            file = Path(temporary) / f"{name}.npy"
+            np.save(file, _to_numbers(name, values), allow_pickle=False)
+            # An ingest recognizes a file by its time, so the time is a function of the content.
+            content_ns = int.from_bytes(hashlib.blake2b(file.read_bytes(), digest_size=7).digest(), "big")
+            os.utime(file, ns=(content_ns, content_ns))
+        return ingest(IngestOptions("numpy", folder, temporary, eval_fraction=eval_fraction, seed=seed))
 
 
-def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
-    """The values as an array of numbers, rows first.
+def _to_numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
+    """Returns the values as an array of numbers, rows first.
 
     Raises:
-        DataError: Some are missing, or they are no numbers.
+        DataError: Values are missing or not numbers.
     """
     try:
         array = np.ma.asarray(values) if isinstance(values, np.ma.MaskedArray) else np.asarray(values)
-    except ValueError as error:  # rows of different lengths
+    except ValueError as error:
+        # The rows have different lengths.
         raise DataError(f"{name}: {error}. Give an array with one entry for each row, all of one shape.") from error
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise DataError(
@@ -451,7 +482,6 @@ def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
     if array.dtype.kind not in "biuf":
         raise DataError(
             f"{name}: an array of {array.dtype}; allowed are bool, integers and floats without missing values. Convert"
-            f" it to numbers,"
-            " labels by numpy.unique(y, return_inverse=True)[1]."
+            " it to numbers, labels by numpy.unique(y, return_inverse=True)[1]."
         )
     return np.ascontiguousarray(array)

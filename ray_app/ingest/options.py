@@ -1,4 +1,4 @@
-"""What an ingest is asked to do, and the refusal of what cannot be meant."""
+"""The options of an ingest and their check."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ray_app.errors import ConfigError
-from ray_app.storage.data_files import is_within, place_of
-from ray_app.storage.files import location
+from ray_app.storage.data_files import is_within, locate_data
+from ray_app.storage.files import to_location
 
 Source = Literal["images", "csv", "jsonl", "numpy", "idx", "cifar", "webdataset", "tfrecord", "hf", "parquet", "digits"]
 _GROUP_ROWS, _DIGITS_GROUP_ROWS = 500, 5_000
 _EVAL_FRACTION: dict[str, float] = {"digits": 0.2, "idx": 0.1, "cifar": 0.1, "numpy": 0.1}
-"""Where it is not given: of digits, and of the training rows of sources that have rows to train on and rows to test on.
-"""
+"""Default of `eval_fraction` for digits, and for the training rows of sources that have training and test rows."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,9 @@ class IngestOptions:
             with x.npy and y.npy, or with x_train, y_train, x_test and y_test as Keras' mnist.npz. idx: a folder with
             MNIST-format files. cifar: the folder of CIFAR-10 or CIFAR-100, binary or python version. webdataset: tar
             files, as a folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of
-            `tf.train.Example`, likewise. hf: what Hugging Face `datasets` saved with save_to_disk, or its .arrow or
-            .parquet files. parquet: nothing to do; it is checked and described. digits: scikit-learn's bundled 8x8
-            images.
+            `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with save_to_disk, or its
+            .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: scikit-learn's
+            bundled 8x8 images.
         out: Folder to create, on a disk or on s3://. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused. Not for parquet.
         input: File or folder to read, on a disk or on s3://; not for digits.
@@ -50,9 +49,9 @@ class IngestOptions:
             truncation is not done.
         text: With a tokenizer: the column of texts, by the name that it would have; `tokens` stands in its place.
         end_of_text: With a tokenizer: the token that is added at the end of each text, such as <|endoftext|>.
-        pack: With a tokenizer: so many tokens a row. The texts of a piece, and of a data set, are put one after the
-            other and cut into blocks, each token once; the last block of a piece may be shorter. There are no other
-            columns then.
+        pack: With a tokenizer: number of tokens of a row. The texts of an input split, and of a data set, are put one
+            after the other and cut into blocks, each token once; the last block of an input split may be shorter.
+            There are no other columns then.
         eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`, chosen
             by a keyed hash of the row's id: not exactly this fraction, nor exactly the same in each class. Of sources
             with `train` and `test` a part of `train`; not for those that have other data sets themselves. Not given:
@@ -63,13 +62,13 @@ class IngestOptions:
             not in training.
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in
             `refused.jsonl`.
-        max_bad_rows: Most rows that skip may leave out.
-        shard_rows: Most rows of one Parquet file.
-        row_group_rows: Most rows of one row group. Not given: 500, few against a shuffle window, which reads whole row
-            groups; 5,000 for digits.
-        row_group_bytes: Most bytes of one row group before compression; a larger single row has one of its own.
-        piece_bytes: Most bytes of input that one task reads; a larger single file is read by one. Decides where files
-            begin, like shard_rows, and not how many tasks there are.
+        max_bad_rows: Maximum rows that skip may leave out.
+        shard_rows: Maximum rows of one Parquet file.
+        row_group_rows: Maximum rows of one row group. Not given: 500, few against a shuffle window, which reads whole
+            row groups; 5,000 for digits.
+        row_group_bytes: Maximum bytes of one row group before compression; a larger single row has one of its own.
+        piece_bytes: Maximum bytes of an input split, which one task reads; a larger single file is one input split.
+            Decides where files begin, like shard_rows, and not how many tasks run.
     """
 
     source: Source
@@ -96,14 +95,14 @@ class IngestOptions:
     piece_bytes: int = 256 << 20
 
     def held_out(self, parts: list[str]) -> float:
-        """The part of the rows to train on that goes to `eval`, 0 for none, of a source with these data sets."""
+        """Returns the fraction of the training rows that goes to `eval`, 0 for none, for a source with these parts."""
         if self.eval_fraction is not None:
             return self.eval_fraction
         return _EVAL_FRACTION.get(self.source, 0.0) if parts != [""] else 0.0
 
     @property
     def limits(self) -> tuple[int, int, int]:
-        """Most rows of a file, most rows of a row group, most bytes of a row group."""
+        """Maximum rows of a file, maximum rows of a row group, maximum bytes of a row group."""
         return (
             self.shard_rows,
             self.row_group_rows or (_DIGITS_GROUP_ROWS if self.source == "digits" else _GROUP_ROWS),
@@ -120,9 +119,10 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "check": ("images", "webdataset", "tfrecord", "hf"),
     "tokenizer": ("csv", "jsonl", "hf", "webdataset"),
 }
-_INSTEAD = {"label": " (a column gets another name by rename={NAME: 'label'})"}
-_OF_TEXTS = ("text", "end_of_text", "pack")
-_AT_LEAST_ONE: dict[str, int | None] = {
+"""The formats that have an option; all formats have the other options."""
+_ALTERNATIVES = {"label": " (a column gets another name by rename={NAME: 'label'})"}
+_TOKENIZER_OPTIONS = ("text", "end_of_text", "pack")
+_POSITIVE: dict[str, int | None] = {
     "shard_rows": None,
     "row_group_rows": None,
     "row_group_bytes": 1 << 30,
@@ -132,21 +132,21 @@ _AT_LEAST_ONE: dict[str, int | None] = {
 
 
 def _is_delimiter(text: str) -> bool:
-    r"""Whether a text is one ASCII character that may stand between values, or `\t`, as a command line passes a
-    tab on.
+    r"""Returns whether a text is one ASCII character that may separate values, or `\t`, which a command line passes for
+    a tab.
     """
     return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
 
 
-def check(options: IngestOptions, sources: list[str]) -> None:
-    """Refuses options that cannot be meant.
+def check_options(options: IngestOptions, sources: list[str]) -> None:
+    """Checks the options.
 
     Args:
-        options: What was asked for.
+        options: The options.
         sources: The formats that can be read.
 
     Raises:
-        ConfigError: With the option, what was given, what is allowed.
+        ConfigError: An option has a value that is not allowed, or does not fit the others.
     """
     if options.source not in sources:
         raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(sources)}.")
@@ -158,15 +158,14 @@ def check(options: IngestOptions, sources: list[str]) -> None:
     if (options.source == "parquet") == bool(options.out):
         needs = "is trained on as it is; leave out away" if options.source == "parquet" else "needs a folder to create"
         raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
-    if options.input and options.out and is_within(location(options.out), place_of(options.input)):
+    if options.input and options.out and is_within(to_location(options.out), locate_data(options.input)):
         raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")
     for name, allowed in _ONLY_FOR.items():
         value = getattr(options, name)
         if value != getattr(IngestOptions, name) and options.source not in allowed:
             raise ConfigError(
                 f"{name} is {value!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave it"
-                f" out for"
-                f" {options.source!r}{_INSTEAD.get(name, '')}."
+                f" out for {options.source!r}{_ALTERNATIVES.get(name, '')}."
             )
     _check_text(options)
     if options.eval_fraction is not None and not 0 <= options.eval_fraction < 1:
@@ -176,19 +175,22 @@ def check(options: IngestOptions, sources: list[str]) -> None:
             f"on_bad_row is {options.on_bad_row!r}, max_bad_rows {options.max_bad_rows}; allowed are fail or skip, and"
             f" 0 or more."
         )
-    for name, most in _AT_LEAST_ONE.items():
-        if (value := getattr(options, name)) is not None and (value < 1 or (most and value > most)):
-            raise ConfigError(f"{name} is {value}; allowed is 1 or more{f', up to {most}' if most else ''}.")
+    for name, maximum in _POSITIVE.items():
+        if (value := getattr(options, name)) is not None and (value < 1 or (maximum and value > maximum)):
+            raise ConfigError(f"{name} is {value}; allowed is 1 or more{f', up to {maximum}' if maximum else ''}.")
 
 
 def _check_text(options: IngestOptions) -> None:
-    """Refuses options of text files and of texts that cannot be meant."""
-    if options.tokenizer is None and (
-        given := [name for name in _OF_TEXTS if getattr(options, name) != getattr(IngestOptions, name)]
-    ):
+    """Checks the options of text files and of texts.
+
+    Raises:
+        ConfigError: An option has a value that is not allowed, or does not fit the others.
+    """
+    changed = [name for name in _TOKENIZER_OPTIONS if getattr(options, name) != getattr(IngestOptions, name)]
+    if options.tokenizer is None and changed:
         raise ConfigError(
-            f"{given[0]} is {getattr(options, given[0])!r}, which is of texts that become tokens; give a tokenizer,"
-            f" too."
+            f"{changed[0]} is {getattr(options, changed[0])!r}, which is of texts that become tokens; give a"
+            " tokenizer, too."
         )
     if options.pack is not None and options.ragged:
         raise ConfigError(
@@ -202,6 +204,6 @@ def _check_text(options: IngestOptions) -> None:
     if options.columns is not None and not options.columns:
         raise ConfigError("columns is []; name at least one column to keep, or leave it out to keep all.")
     if options.column_names is not None:
-        twice = [name for name in options.column_names if options.column_names.count(name) > 1]
-        if twice or not options.column_names:
+        repeated = [name for name in options.column_names if options.column_names.count(name) > 1]
+        if repeated or not options.column_names:
             raise ConfigError(f"column_names is {options.column_names}; allowed are one or more names, each once.")

@@ -1,10 +1,10 @@
-"""Parquet shards bounded in rows and bytes, written from a stream of tables, and what `dataset.json` says about them.
+"""Parquet shards of limited rows and bytes, and the content of `dataset.json`.
 
-What `dataset.json` says about a data set: put together from what its pieces say, or read from a folder of Parquet.
+`Shards` writes a stream of tables. `merge_descriptions` merges the descriptions of input splits or buckets into the
+facts of a data set, and `describe_parquet` reads these facts from a folder of Parquet.
 
-Columns of text that hold numbers for the most part: which value in which row made them text.
-
-A single `?` makes a column of a CSV file text, and tasks that take numbers then leave it out.
+`TextColumns` and `make_notes` name the value and the row that made a column text which holds mostly numbers: a single
+`?` makes a column of a CSV file text, and tasks that take numbers then leave the column out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ray_app.data.arrays import is_number, is_text, spec_of
-from ray_app.data.bad_rows import missing_reasons
+from ray_app.data.arrays import is_number, is_text, spec_of_field
+from ray_app.data.bad_rows import find_missing_values
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
 from ray_app.ingest.readers.base import Part
 from ray_app.plan.manifest import ColumnFacts
-from ray_app.storage.data_files import parsing, place_of, publish
+from ray_app.storage.data_files import locate_data, parser_errors, publish
 from ray_app.storage.files import Location
 
 MAX_COUNTED_LABELS = 100_000
@@ -37,16 +37,16 @@ MAX_COUNTED_LABELS = 100_000
 class Shards:
     """Cuts a stream of tables into files: `part-00000.parquet`, and if that is full `part-00000_001.parquet` and so on.
 
-    Where it cuts depends on the rows and the limits only, not on how the stream comes in tables. A file gets its name
-    when it is finished.
+    The cuts depend on the rows and the limits only, not on the sizes of the tables. A file gets its name when it is
+    finished.
 
     Args:
-        folder: Where the files go; created here.
+        folder: Folder of the files; created here.
         stem: Name of the first file without `.parquet`.
         scratch: Folder on a disk for the file that is being written; created here.
-        shard_rows: Most rows of one file.
-        row_group_rows: Most rows of one row group.
-        row_group_bytes: Most bytes of one row group before compression; a larger single row has one of its own.
+        shard_rows: Maximum rows of one file.
+        row_group_rows: Maximum rows of one row group.
+        row_group_bytes: Maximum bytes of one row group before compression; a larger single row has one of its own.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Shards:
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(row_bytes(table))])
         start = 0
         while start < table.num_rows:
-            count = self._fitting(before, start)
+            count = self._count_fitting(before, start)
             if count:
                 self._pending.append(table.slice(start, count))
                 self._pending_rows += count
@@ -86,14 +86,14 @@ class Shards:
                 self._end_row_group()
 
     def close(self) -> None:
-        """Writes what is left and ends the last file."""
+        """Writes the remaining rows and finishes the last file."""
         if self._pending:
             self._end_row_group()
         if self._writer:
             self._end_shard()
 
     def description(self) -> dict[str, Any]:
-        """Its `shards`, `columns` and `labels` (rows by label; None: too many to count)."""
+        """Returns the `shards`, `columns` and `labels` (rows by label; None: too many to count), plain JSON."""
         labels = (
             {str(label): rows for label, rows in self._labels.items()}
             if len(self._labels) <= MAX_COUNTED_LABELS
@@ -103,18 +103,18 @@ class Shards:
 
     @property
     def _name(self) -> str:
-        """Name of the file that is being written, or of the next one."""
+        """The name of the file that is being written, or of the next one."""
         return f"{self._stem}{f'_{len(self._shards):03d}' if self._shards else ''}.parquet"
 
-    def _fitting(self, before: npt.NDArray[np.int64], start: int) -> int:
-        """How many rows from `start` fit into the row group, at least 1 if it is empty; `before`: bytes before each
-        row.
+    def _count_fitting(self, before: npt.NDArray[np.int64], start: int) -> int:
+        """Returns how many rows from `start` on fit into the row group, at least 1 if it is empty; `before` has the
+        bytes before each row.
         """
         shard_rows, row_group_rows, row_group_bytes = self._limits
-        room_rows = min(row_group_rows, shard_rows - self._shard_rows) - self._pending_rows
-        room_bytes = row_group_bytes - self._pending_bytes
-        by_bytes = int(np.searchsorted(before, before[start] + room_bytes, side="right")) - 1 - start
-        return max(min(by_bytes, room_rows, len(before) - 1 - start), 0 if self._pending else 1)
+        free_rows = min(row_group_rows, shard_rows - self._shard_rows) - self._pending_rows
+        free_bytes = row_group_bytes - self._pending_bytes
+        by_bytes = int(np.searchsorted(before, before[start] + free_bytes, side="right")) - 1 - start
+        return max(min(by_bytes, free_rows, len(before) - 1 - start), 0 if self._pending else 1)
 
     def _end_row_group(self) -> None:
         table = pa.concat_tables(self._pending).combine_chunks()
@@ -124,7 +124,8 @@ class Shards:
                 self._writer = _parquet_writer(self._scratch / self._name, table.schema)
             self._writer.write_table(table, row_group_size=table.num_rows)
         except OSError as error:
-            if error.errno is None:  # pyarrow's word for what Parquet cannot hold; an error of the disk has a number
+            # pyarrow raises it without a number for types that Parquet cannot store; an error of the disk has one.
+            if error.errno is None:
                 raise DataError(
                     f"the columns {table.column_names} cannot be written: {error}. Leave out the one that it is."
                 ) from error
@@ -134,24 +135,24 @@ class Shards:
             self._end_shard()
 
     def _end_shard(self) -> None:
-        """Ends the file, reads its footer back and holds it against the rows written."""
+        """Finishes the file, reads its footer back and compares it with the written rows."""
         assert self._writer is not None
         self._writer.close()
         path = self._scratch / self._name
         footer = pq.read_metadata(path)
         assert footer.num_rows == self._shard_rows
-        described = {
+        description = {
             "path": path.name,
             "rows": footer.num_rows,
             "row_groups": footer.num_row_groups,
             "bytes": path.stat().st_size,
         }
         publish(path, self._folder / path.name)
-        self._shards.append(described)
+        self._shards.append(description)
         self._writer, self._shard_rows = None, 0
 
     def _describe(self, table: pa.Table) -> None:
-        """Counts labels (up to a bound) and missing values."""
+        """Counts labels, up to `MAX_COUNTED_LABELS` different ones, and missing values."""
         for column in table.schema:
             self._columns.setdefault(column.name, column_facts(column))["nulls"] += table[column.name].null_count
         if "label" in table.column_names and len(self._labels) <= MAX_COUNTED_LABELS:
@@ -160,24 +161,24 @@ class Shards:
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
-    """Whether values of this type differ in length: text or encoded files."""
+    """Returns whether values of this type differ in length: text or encoded files."""
     return bool(pa.types.is_binary(kind) or pa.types.is_string(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    """Whether values are lists of any length, of numbers or of lists of one size: tokens, boxes."""
+    """Returns whether values are lists of any length, of numbers or of lists of one size: tokens, boxes."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _item_bytes(kind: pa.DataType) -> int:
-    """Bytes of a number, or of a list of one size."""
+    """Returns the bytes of a number, or of a list of one size."""
     if pa.types.is_fixed_size_list(kind):
         return int(kind.list_size) * _item_bytes(kind.value_type)
     return max(1, kind.bit_width // 8)
 
 
 def _leaf(column: pa.Field) -> str:
-    """What Parquet calls the numbers in a column of lists."""
+    """Returns the path of the numbers of a column of lists in a Parquet schema."""
     name, kind = column.name, column.type
     while _is_list(kind) or pa.types.is_fixed_size_list(kind):
         name, kind = f"{name}.list.element", kind.value_type
@@ -185,7 +186,7 @@ def _leaf(column: pa.Field) -> str:
 
 
 def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Bytes of each row before compression, shape (rows,)."""
+    """Returns the bytes of each row before compression, shape (rows,)."""
     total = np.zeros(table.num_rows, np.int64)
     for column in table.columns:
         if _is_bytes(column.type):
@@ -198,8 +199,10 @@ def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
 
 
 def column_facts(column: pa.Field) -> dict[str, Any]:
-    """Type, shape of one row and NumPy dtype of a column; the last two are None where a row is no array of numbers."""
-    if spec := spec_of(column):
+    """Returns type, shape of one row and NumPy dtype of a column; shape and dtype are None unless a row is an array of
+    numbers.
+    """
+    if spec := spec_of_field(column):
         return {"type": "array", "shape": list(spec.shape), "dtype": np.dtype(spec.dtype).name, "nulls": 0}
     if _is_bytes(column.type) or _is_list(column.type):
         return {"type": str(column.type), "shape": None, "dtype": None, "nulls": 0}
@@ -208,8 +211,12 @@ def column_facts(column: pa.Field) -> dict[str, Any]:
 
 
 def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Statistics and dictionaries only for plain columns; encoded images are not compressed twice."""
-    plain = [f.name for f in schema if spec_of(f) is None and not pa.types.is_binary(f.type) and not _is_list(f.type)]
+    """Opens a Parquet file with statistics and dictionaries for plain columns only, and without compression of encoded
+    images, which are compressed already.
+    """
+    plain = [
+        f.name for f in schema if spec_of_field(f) is None and not pa.types.is_binary(f.type) and not _is_list(f.type)
+    ]
     lists = {_leaf(f): "ZSTD" for f in schema if _is_list(f.type)}
     return pq.ParquetWriter(
         path,
@@ -224,44 +231,47 @@ def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 _MAX_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 1 << 16, 8 << 20, 4 << 20
 
 
-def merged(part: Part, made: list[dict[str, Any]], refused: int, notes: list[str]) -> dict[str, Any]:
-    """The facts of one side of a part, of which `made` describes the shards, in their order.
+def merge_descriptions(
+    part: Part, descriptions: list[dict[str, Any]], refused: int, notes: list[str]
+) -> dict[str, Any]:
+    """Returns the facts of one side of a part.
 
     Args:
         part: The part.
-        made: What describes the shards.
-        refused: Rows that were left out.
-        notes: What is to be said about the part's columns.
+        descriptions: The descriptions of its shards, see `Shards.description`, in their order.
+        refused: Number of rows that were left out.
+        notes: Notes about the part's columns.
 
     Raises:
         DataError: Shards have different columns.
     """
-    shards = [shard for piece in made for shard in piece["shards"]]
+    shards = [shard for description in descriptions for shard in description["shards"]]
     rows = sum(shard["rows"] for shard in shards)
     return {
         "rows": rows,
         "rows_in": rows + refused,
         "refused": refused,
         "classes": part.classes,
-        "class_counts": _class_counts(part, made),
-        "columns": columns_of(made, "shards"),
+        "class_counts": _class_counts(part, descriptions),
+        "columns": merge_columns(descriptions, "shards"),
         "shards": shards,
         "skipped_files": len(part.skipped_files),
         "notes": [*part.notes, *notes],
     }
 
 
-def refused_lines(refused: list[tuple[str, str]]) -> bytes:
-    """Refused rows, and files that were left out, with the reasons, one JSON object a line."""
+def format_refused(refused: list[tuple[str, str]]) -> bytes:
+    """Returns refused rows and skipped files with the reasons, one JSON object a line."""
     return "".join(json.dumps({"row_id": row_id, "reason": reason}) + "\n" for row_id, reason in refused).encode()
 
 
-def _class_counts(part: Part, made: list[dict[str, Any]]) -> dict[str, int] | None:
+def _class_counts(part: Part, descriptions: list[dict[str, Any]]) -> dict[str, int] | None:
+    """Returns the rows by class name, or by label where classes have no names; None if they were not counted."""
     labels: Counter[int] = Counter()
-    for piece in made:
-        if piece["labels"] is None:
+    for description in descriptions:
+        if description["labels"] is None:
             return None
-        labels.update({int(label): rows for label, rows in piece["labels"].items()})
+        labels.update({int(label): rows for label, rows in description["labels"].items()})
     if part.classes is not None:
         return {name: labels[label] for label, name in enumerate(part.classes)}
     return (
@@ -269,59 +279,63 @@ def _class_counts(part: Part, made: list[dict[str, Any]]) -> dict[str, int] | No
     )
 
 
-def columns_of(made: list[dict[str, Any]], files: str) -> dict[str, Any]:
-    """The columns of pieces, missing values counted over all of them; `files`: the name of what they list.
+def merge_columns(descriptions: list[dict[str, Any]], files: str) -> dict[str, Any]:
+    """Returns the columns of all descriptions, with the missing values added up.
+
+    Args:
+        descriptions: The descriptions of input splits or buckets.
+        files: Key of the list of files in a description: `shards` or `runs`; one without files is left out.
 
     Raises:
-        DataError: They are not the same in all.
+        DataError: The columns differ.
     """
-    found: dict[str, Any] = {}
-    for piece in made:
-        if not piece[files]:
+    columns: dict[str, Any] = {}
+    for description in descriptions:
+        if not description[files]:
             continue
-        facts = piece["columns"]
-        same = {name: {**column, "nulls": 0} for name, column in facts.items()}
-        if found and same != {name: {**column, "nulls": 0} for name, column in found.items()}:
+        facts = description["columns"]
+        without_nulls = {name: {**column, "nulls": 0} for name, column in facts.items()}
+        if columns and without_nulls != {name: {**column, "nulls": 0} for name, column in columns.items()}:
             raise DataError(
-                f"A part of the input gives the columns {same}, another one {found}; all files of a data set have the"
-                f" same. Correct the"
-                " input."
+                f"A part of the input gives the columns {without_nulls}, another one {columns}; all files of a data set"
+                " have the same. Correct the input."
             )
         for name, column in facts.items():
-            found.setdefault(name, {**column, "nulls": 0})["nulls"] += column["nulls"]
-    return found
+            columns.setdefault(name, {**column, "nulls": 0})["nulls"] += column["nulls"]
+    return columns
 
 
 def describe_parquet(path: str) -> dict[str, Any]:
-    """What there is in a file or folder of Parquet that is trained on as it is.
+    """Returns the facts of a file or folder of Parquet that is trained on as it is.
 
     Raises:
         DataError: It cannot be trained on.
     """
     dataset = open_dataset(path)
     facts, manifest = dataset.facts, dataset.manifest
-    missing = _missing(dataset)
+    missing = _count_missing(dataset)
     columns = {
         name: {
             "type": column.kind,
             "shape": list(column.shape),
             "dtype": column.dtype,
             "nulls": missing[name],
-            "unusable": _why_unusable(column, missing[name], manifest.num_rows),
+            "unusable": _explain_unusable(column, missing[name], manifest.num_rows),
         }
         for name, column in facts.columns.items()
     }
     counts = Counter(manifest.paths[int(i)] for i in manifest.file_of)
     rows: Counter[str] = Counter()
-    for group, held in enumerate(manifest.rows):
-        rows[manifest.paths[int(manifest.file_of[group])]] += int(held)
+    for group, group_rows in enumerate(manifest.rows):
+        rows[manifest.paths[int(manifest.file_of[group])]] += int(group_rows)
     shards = [{"path": name, "rows": rows[name], "row_groups": counts[name]} for name in manifest.paths]
     classes = list(facts.classes) if facts.classes else None
     return {"rows": manifest.num_rows, "classes": classes, "class_counts": None, "columns": columns, "shards": shards}
 
 
-def _missing(dataset: Dataset) -> dict[str, int]:
-    """Rows with a missing value in each column; reads all pages once, so that a damaged one is refused here.
+def _count_missing(dataset: Dataset) -> dict[str, int]:
+    """Returns the number of rows with a missing value by column; reads all pages once, so that it refuses a damaged
+    one.
 
     Raises:
         DataError: A page is damaged, or has another checksum.
@@ -331,7 +345,7 @@ def _missing(dataset: Dataset) -> dict[str, int]:
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
         path = manifest.paths[number]
         with (
-            parsing(place_of(dataset.root) / path, "It cannot be read as Parquet; restore it."),
+            parser_errors(locate_data(dataset.root) / path, "It cannot be read as Parquet; restore it."),
             DataFile(dataset.root, path, manifest.partitions, _BUFFER_BYTES) as file,
         ):
             for index in map(int, manifest.index_in_file[list(groups)]):
@@ -339,12 +353,12 @@ def _missing(dataset: Dataset) -> dict[str, int]:
                     index, names, min(_MAX_ROWS, file.rows_within(index, names, _BATCH_BYTES))
                 ):
                     for name in names:
-                        missing[name] += len(missing_reasons(table.select([name])))
+                        missing[name] += len(find_missing_values(table.select([name])))
     return missing
 
 
-def _why_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:
-    """Why no task of the application can be trained on a column; None if one can."""
+def _explain_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:
+    """Returns the reason why no task of the application can be trained on a column; None if one can."""
     if column.kind == "other":
         return "convert it to numbers, text, bytes or lists of numbers"
     return "it has no value in any row" if rows and missing == rows else None
@@ -353,32 +367,33 @@ def _why_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:
 _MISSING = pa.array(["", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A"])
 _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 _WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
-"""Numbers as people and spreadsheets write them: with a decimal comma, groups of three digits, a sign of a currency or
-of per cent.
+"""Numbers as people and spreadsheets write them: with a decimal comma, groups of three digits, or a sign of a currency
+or of per cent.
 """
 _TRUTH = r"(?i)^\s*(true|false)\s*$"
-_MAX_SAID = 40
+_MAX_VALUE_CHARS = 40
+"""Characters of a value that a message repeats."""
 
 Counts = dict[str, Any]
-"""Of a column of text: `values` that are not missing, those that are `numbers`, `written` as numbers in another way or
-`truth` values, and `first`: the id and the value of the first row that is none of what most are.
+"""Counts of a column of text: `values` that are not missing; of these the `numbers`, those `written` as numbers in
+another way, and the `truth` values; and `first`, the id and the value of the first row that does not fit each kind.
 """
 
 
 class TextColumns:
-    """Counts what is in the columns of text of a stream of tables."""
+    """Counts the numbers and booleans in the columns of text of a stream of tables."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counts] = {}
 
     def add(self, table: pa.Table) -> None:
-        """Takes rows, which have their ids in the first column."""
+        """Adds rows, which have their ids in the first column."""
         for column in table.schema:
             if column.name != "row_id" and is_text(column.type):
                 self._add(column.name, table["row_id"], pc.utf8_trim_whitespace(table[column.name].cast(pa.string())))
 
     def description(self) -> dict[str, Counts]:
-        """The counts by column, plain JSON."""
+        """Returns the counts by column, plain JSON."""
         return self._counts
 
     def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
@@ -388,26 +403,26 @@ class TextColumns:
         written = pc.match_substring_regex(values, _WRITTEN)
         counts = self._counts.setdefault(name, {"values": 0, "numbers": 0, "written": 0, "truth": 0, "first": {}})
         counts["values"] += len(values)
-        for kind, found in (("numbers", numbers), ("written", pc.and_not(written, numbers)), ("truth", truth)):
-            counts[kind] += pc.sum(found).as_py() or 0
-        # What is no number and, where all are written as such, what is no plain one.
+        for kind, matches in (("numbers", numbers), ("written", pc.and_not(written, numbers)), ("truth", truth)):
+            counts[kind] += pc.sum(matches).as_py() or 0
+        # "numbers": the first value that is not a number in any notation; "written": the first that is not a plain one.
         for kind, fits in (("numbers", pc.or_(numbers, written)), ("written", numbers), ("truth", truth)):
-            odd = pc.index(fits, False).as_py()
-            if odd >= 0:
-                counts["first"].setdefault(kind, [row_ids[odd].as_py(), values[odd].as_py()[:_MAX_SAID]])
+            row = pc.index(fits, False).as_py()
+            if row >= 0:
+                counts["first"].setdefault(kind, [row_ids[row].as_py(), values[row].as_py()[:_MAX_VALUE_CHARS]])
         if len(values):
-            counts["first"].setdefault("any", [row_ids[0].as_py(), values[0].as_py()[:_MAX_SAID]])
+            counts["first"].setdefault("any", [row_ids[0].as_py(), values[0].as_py()[:_MAX_VALUE_CHARS]])
 
 
-def notes_of(described: list[dict[str, Counts]]) -> list[str]:
-    """A sentence about each column of text that is made up of numbers or truth values for the most part.
+def make_notes(split_counts: list[dict[str, Counts]]) -> list[str]:
+    """Returns a sentence about each column of text that consists mostly of numbers or booleans.
 
     Args:
-        described: What `TextColumns` says of the pieces of a source, in their order.
+        split_counts: The counts of `TextColumns` for the input splits of a source, in their order.
     """
     notes = []
-    for name in dict.fromkeys(name for some in described for name in some):
-        parts = [some[name] for some in described if name in some]
+    for name in dict.fromkeys(name for counts in split_counts for name in counts):
+        parts = [counts[name] for counts in split_counts if name in counts]
         total = {kind: sum(part[kind] for part in parts) for kind in ("values", "numbers", "written", "truth")}
         first: dict[str, list[str]] = {}
         for part in parts:
@@ -418,30 +433,31 @@ def notes_of(described: list[dict[str, Counts]]) -> list[str]:
 
 
 def _note(name: str, total: dict[str, int], first: dict[str, list[str]]) -> str | None:
-    """What is said about one column; None where most of its values are text."""
+    """Returns the sentence about one column; None where most of its values are text."""
     values, numbers = total["values"], total["numbers"] + total["written"]
     if not values or 2 * max(numbers, total["truth"]) <= values:
         return None
     if numbers >= total["truth"]:
-        kind, odd = "numbers", values - numbers
-        cause = "numbers" if odd else "written" if total["written"] else "any"
+        kind, others = "numbers", values - numbers
+        cause = "numbers" if others else "written" if total["written"] else "any"
     else:
-        kind, odd, cause = "true or false", values - total["truth"], "truth"
+        kind, others = "true or false", values - total["truth"]
+        cause = "truth"
     row_id, value = first.get(cause) or first["any"]
     if cause == "any":
-        why = (
+        reason = (
             f"all of its {values} values are {kind}, such as {value!r} in {row_id}: they are text in the source, or too"
             f" long for 64 bits"
         )
-        return f"column {name!r} is text, although {why}."
+        return f"column {name!r} is text, although {reason}."
     if cause == "written":
-        why = (
+        reason = (
             f"{total['written']} of its {values} values are numbers written in another way, the first is {value!r} in"
             f" {row_id}"
         )
-        return f"column {name!r} is text: {why}. Write them with digits and a decimal point alone, as in 1234.5."
-    why = f"{odd} of its {values} values are not {kind}, the first is {value!r} in {row_id}"
+        return f"column {name!r} is text: {reason}. Write them with digits and a decimal point alone, as in 1234.5."
+    reason = f"{others} of its {values} values are not {kind}, the first is {value!r} in {row_id}"
     return (
-        f"column {name!r} is text: {why}. Correct them, or leave them empty where they are missing, if it is to hold"
+        f"column {name!r} is text: {reason}. Correct them, or leave them empty where they are missing, if it is to hold"
         f" {kind}."
     )

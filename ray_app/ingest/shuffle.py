@@ -1,9 +1,10 @@
-"""Rows in the order of a hash of their ids, however sorted the source is: training mixes within windows, which then are
-like the whole.
+"""The shuffle of an ingest: it puts rows into the order of a hash of their ids, however sorted the source is.
 
-Two stages of tasks, so that memory is bounded and the order depends on the rows alone: the pieces of the source write
-runs, files of some rows in the order of their hashes; then each bucket, a range of hashes, takes its rows out of all
-runs and writes shards.
+Training shuffles rows within windows; after this shuffle a window is a random sample of the data set.
+
+Two stages of tasks bound the memory, and the order depends on the rows alone. The input splits write runs: files of
+some rows in the order of their hashes. Then each bucket, a range of hashes, reads its rows from all runs and writes
+shards.
 """
 
 from __future__ import annotations
@@ -23,33 +24,33 @@ import pyarrow as pa
 
 from ray_app.errors import DataError, StorageError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.output_folder import RECORDS, RUNS, scratch, side_folder
+from ray_app.ingest.output_folder import RECORDS, RUNS, make_scratch, side_folder
 from ray_app.ingest.shards import Shards, column_facts, row_bytes
-from ray_app.storage.data_files import arrow, find, publish
+from ray_app.storage.data_files import find_file, publish, to_arrow
 from ray_app.storage.files import Location, put_json, read_json
 
 RUN_BYTES = 64 << 20
-"""Bytes of the rows of a run, which are held in memory."""
+"""Bytes of the rows of a run; as many are in memory."""
 BUCKET_BYTES = 128 << 20
-"""Bytes of the rows of a bucket, on an average; as much is in memory, or mapped to it."""
+"""Mean bytes of the rows of a bucket; as many are in memory, or mapped to it."""
 _BATCH_BYTES = 1 << 20
-"""Bytes that are read of a run at once."""
+"""Bytes of a run that are read together."""
 _MERGED_BYTES = 8 << 20
-"""Bytes of a bucket that are put in order at once."""
-_HASH, _FIRST = "__hash__", b"ray_app.first"
-_END = 1 << 63
-"""Above every hash."""
+"""Bytes of a bucket that are sorted together."""
+_HASH, _FIRST_HASHES = "__hash__", b"ray_app.first"
+_HASH_END = 1 << 63
+"""Smallest number above every hash."""
 
 Int64 = npt.NDArray[np.int64]
 
 
 class Runs:
-    """Writes a stream of tables as files of rows in the order of their hashes, each with the hashes at which its
-    batches begin.
+    """Writes a stream of tables as runs: files of rows in the order of their hashes, with the first hash of each batch
+    in the metadata.
 
     Args:
-        folder: Where the files go.
-        stem: Beginning of their names.
+        folder: Folder of the files; created here.
+        stem: Prefix of their names.
         scratch: Folder on a disk for the file that is being written; created here.
     """
 
@@ -76,26 +77,25 @@ class Runs:
         """
         for column in table.schema:
             facts = column_facts(column)
-            known = self._columns.setdefault(column.name, facts)
-            if {**known, "nulls": 0} != {**facts, "nulls": 0}:
+            total = self._columns.setdefault(column.name, facts)
+            if {**total, "nulls": 0} != {**facts, "nulls": 0}:
                 raise DataError(
-                    f"the column {column.name!r} is {known} in one file of the input and {facts} in another one; all"
-                    f" files of a data set"
-                    " have the same. Correct the input."
+                    f"the column {column.name!r} is {total} in one file of the input and {facts} in another one; all"
+                    " files of a data set have the same. Correct the input."
                 )
-            known["nulls"] += table[column.name].null_count
+            total["nulls"] += table[column.name].null_count
         self._pending.append(table)
         self._pending_bytes += int(row_bytes(table).sum())
         if self._pending_bytes >= RUN_BYTES:
             self._end_run()
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the rows that are in memory as the last run."""
         if sum(table.num_rows for table in self._pending):
             self._end_run()
 
     def description(self) -> dict[str, Any]:
-        """Its `runs` and `columns`."""
+        """Returns the `runs` and `columns`, plain JSON."""
         return {"runs": self._runs, "columns": self._columns}
 
     def _end_run(self) -> None:
@@ -108,7 +108,7 @@ class Runs:
         table = table.append_column(_HASH, pa.array(hashes))
         first = json.dumps([int(hashes[part[0]]) for part in parts]).encode()
         path = self._scratch / f"{self._stem}-{len(self._runs):03d}.arrow"
-        schema = table.schema.with_metadata({_FIRST: first})
+        schema = table.schema.with_metadata({_FIRST_HASHES: first})
         with pa.ipc.new_file(path, schema) as file:
             for part in parts:
                 file.write_table(table.take(part).combine_chunks())
@@ -119,12 +119,12 @@ class Runs:
 
 
 def _hash(row_id: str) -> int:
-    """What decides where a row goes: from 0, below `_END`."""
+    """Returns the hash by which rows are ordered, from 0 to below `_HASH_END`."""
     return int.from_bytes(hashlib.blake2b(row_id.encode(), digest_size=8, key=b"mixed").digest(), "big") >> 1
 
 
 def _cut(order: Int64, sizes: Int64) -> Iterator[Int64]:
-    """Rows in parts of about `_BATCH_BYTES`, each of at least one."""
+    """Yields the rows of `order` in parts of about `_BATCH_BYTES`, at least one row each; `sizes` has their bytes."""
     before = np.cumsum(sizes[order])
     low = 0
     while low < len(order):
@@ -135,16 +135,16 @@ def _cut(order: Int64, sizes: Int64) -> Iterator[Int64]:
 
 @dataclass(frozen=True)
 class BucketTask:
-    """A range of hashes of a side that a task makes shards of; pickled to it.
+    """The task that writes the rows of a side in a range of hashes as shards; pickled to the process that runs it.
 
     Args:
         side: Data set that the rows go to.
-        number: Of the bucket.
-        low: Least hash.
-        high: The one above the greatest.
+        number: Number of the bucket.
+        low: Smallest hash of the range.
+        high: End of the range, not included.
         runs: Names of the side's runs, in the order of the source.
-        options: Of the ingest.
-        folder: Where to write.
+        options: Options of the ingest.
+        folder: Folder that the ingest writes.
     """
 
     side: str
@@ -157,74 +157,86 @@ class BucketTask:
 
     @property
     def record(self) -> Location:
-        """Its record."""
+        """The file of the record."""
         return self.folder / RECORDS / f"{self.side}-{self.number:05d}.mixed.json"
 
 
-def buckets(side: str, made: list[dict[str, Any]], options: IngestOptions, folder: Location) -> list[BucketTask]:
-    """The tasks that make shards of the runs of a side."""
-    runs = [run for piece in made for run in piece["runs"]]
+def make_bucket_tasks(
+    side: str, records: list[dict[str, Any]], options: IngestOptions, folder: Location
+) -> list[BucketTask]:
+    """Returns the tasks that write the runs of a side as shards.
+
+    Args:
+        side: The side.
+        records: What the input splits have written to the side, in their order.
+        options: Options of the ingest.
+        folder: Folder that the ingest writes.
+    """
+    runs = [run for record in records for run in record["runs"]]
     count = max(1, -(-sum(run["row_bytes"] for run in runs) // BUCKET_BYTES))
-    bounds = [_END * i // count for i in range(count + 1)]
+    bounds = [_HASH_END * i // count for i in range(count + 1)]
     names = tuple(run["path"] for run in runs)
     return [BucketTask(side, i, bounds[i], bounds[i + 1], names, options, folder) for i in range(count)]
 
 
 def write_bucket(task: BucketTask) -> dict[str, Any]:
-    """Does a task, unless it was done before; returns what `Shards.description` says.
+    """Writes a bucket as shards and returns their description; only returns it where the bucket was written before.
 
     Raises:
         StorageError: A run is gone or damaged.
     """
     side = side_folder(task.folder, task.side)
-    done: dict[str, Any] | None = read_json(task.record)
-    if done is not None and all((found := find(side / s["path"])) and found.size == s["bytes"] for s in done["shards"]):
-        return done
-    parts = [part for name in task.runs for part in _taken(task.folder / RUNS / name, task.low, task.high)]
-    with scratch(task.folder) as own:
-        shards = Shards(side, f"part-{task.number:05d}", Path(own) / "bucket", *task.options.limits)
+    record: dict[str, Any] | None = read_json(task.record)
+    if record is not None and all(
+        (stored := find_file(side / shard["path"])) and stored.size == shard["bytes"] for shard in record["shards"]
+    ):
+        return record
+    parts = [part for name in task.runs for part in _read_run(task.folder / RUNS / name, task.low, task.high)]
+    with make_scratch(task.folder) as scratch:
+        shards = Shards(side, f"part-{task.number:05d}", Path(scratch) / "bucket", *task.options.limits)
         count = 1 + sum(part.nbytes for part in parts) // _MERGED_BYTES
         for i in range(count):
             low, high = (task.low + (task.high - task.low) * j // count for j in (i, i + 1))
-            shards.write(_merged([_between(part, low, high) for part in parts]))
+            shards.write(_merge([_between(part, low, high) for part in parts]))
         shards.close()
-    made = shards.description()
-    put_json(task.record, made)
-    return made
+    record = shards.description()
+    put_json(task.record, record)
+    return record
 
 
-def _merged(parts: list[pa.Table]) -> pa.Table:
-    """The rows of tables in the order of their hashes, of equal ones in that of the tables."""
+def _merge(parts: list[pa.Table]) -> pa.Table:
+    """Returns the rows of tables in the order of their hashes; rows of equal hashes keep the order of the tables."""
     table = pa.concat_tables(parts, promote_options="default").combine_chunks()
     order = np.argsort(table[_HASH].to_numpy(), kind="stable")
     return table.drop_columns([_HASH]).replace_schema_metadata(None).take(order)
 
 
 def _between(table: pa.Table, low: int, high: int) -> pa.Table:
-    """The rows with hashes in [low, high) of a table that is in the order of hashes."""
+    """Returns the rows with hashes in [low, high) of a table in the order of hashes."""
     hashes = table[_HASH].to_numpy()
     start = int(np.searchsorted(hashes, low))
     return table.slice(start, int(np.searchsorted(hashes, high - 1, side="right")) - start)
 
 
-def _taken(run: Location, low: int, high: int) -> list[pa.Table]:
-    """The rows of a run with hashes in [low, high), in their order.
+def _read_run(run: Location, low: int, high: int) -> list[pa.Table]:
+    """Returns the rows of a run with hashes in [low, high), in their order.
 
     Raises:
-        StorageError: It is gone or damaged.
+        StorageError: The run is gone or damaged.
     """
     try:
-        with closing(_opened(run)) as source:
+        with closing(_open_run(run)) as source:
             file = pa.ipc.open_file(source)
-            first = json.loads(file.schema.metadata[_FIRST])
+            first = json.loads(file.schema.metadata[_FIRST_HASHES])
             numbers = range(max(0, bisect_left(first, low) - 1), bisect_left(first, high))
             return [_between(pa.Table.from_batches([file.get_batch(number)]), low, high) for number in numbers]
     except (OSError, pa.ArrowException) as error:
         raise StorageError(f"{run}, which this ingest wrote, cannot be read: {error}") from error
 
 
-def _opened(place: Location) -> Any:
-    if isinstance(place, Path):
-        return pa.memory_map(str(place))  # what is taken stays mapped
-    filesystem, path = arrow(place)
+def _open_run(run: Location) -> Any:
+    if isinstance(run, Path):
+        # The tables that are read keep the file mapped after it is closed.
+        return pa.memory_map(str(run))
+    filesystem, path = to_arrow(run)
     return filesystem.open_input_file(path)

@@ -1,5 +1,5 @@
-"""Texts to tokens, by a tokenizer of the user's own, and the tokens of texts, one after the other, to blocks of one
-length.
+"""Tokens of texts: `Texts` encodes a column of texts by the user's tokenizer, `Packed` cuts the tokens of successive
+texts into blocks of one length.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base
 from ray_app.ingest.shuffle import Runs
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 
 TOKENS = "tokens"
-_AT_ONCE = 256
-"""Texts that are encoded together."""
+"""Name of the column of tokens."""
+_BATCH_TEXTS = 256
+"""Number of texts that are encoded together."""
 
 
 class Texts:
     """Encodes the column of texts of an ingest.
 
     Args:
-        options: With a `tokenizer`.
+        options: Options with a `tokenizer`.
 
     Raises:
-        ConfigError: The library is not installed, or the file is no tokenizer, or lacks the token to end texts with.
+        ConfigError: The library is not installed, the file is not a tokenizer, or it lacks the token `end_of_text`.
     """
 
     def __init__(self, options: IngestOptions) -> None:
@@ -41,15 +42,15 @@ class Texts:
 
         self._options = options
         try:
-            content = location(str(options.tokenizer)).read_bytes()
+            content = to_location(str(options.tokenizer)).read_bytes()
             if foreign := name_foreign_file(content[:HEAD_BYTES]):
                 raise ValueError(f"it is {foreign}")
             self._tokenizer = Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:
+            # The library raises `Exception` itself.
             raise ConfigError(
                 f"tokenizer {options.tokenizer!r} cannot be read: {error}. Give a JSON file that the library tokenizers"
-                f" has saved"
-                " (tokenizer.json)."
+                " has saved (tokenizer.json)."
             ) from error
         self.digest = hashlib.sha256(content).hexdigest()
         self._tokenizer.no_padding()
@@ -63,11 +64,12 @@ class Texts:
                 )
             self._end = [end]
 
-    def encoded(self, table: pa.Table, refuse: base.Refuse) -> pa.Table:
-        """The table with the column `tokens` (lists of int32) in the place of the texts, without rows that have none.
+    def encode(self, table: pa.Table, refuse: base.Refuse) -> pa.Table:
+        """Returns the table with the column `tokens` (lists of int32) instead of texts; refuses rows without a text.
 
         Raises:
-            DataError: There is no such column, or it holds no text.
+            DataError: The table has no column of texts.
+            ConfigError: Another column has the name of the tokens.
         """
         name = self._options.text
         if name not in table.column_names:
@@ -87,25 +89,27 @@ class Texts:
         for row_id in table["row_id"].filter(pc.is_null(table[name])).to_pylist():
             refuse(row_id, f"no {name}; every row needs a text")
         table = table.filter(pc.is_valid(table[name]))
-        found = self._ids(table[name].to_pylist())
-        lengths = np.array([len(ids) for ids in found], np.int64)
+        token_ids = self._encode(table[name].to_pylist())
+        lengths = np.array([len(ids) for ids in token_ids], np.int64)
         if not self._options.pack:
             for row_id in table["row_id"].filter(pa.array(lengths == 0)).to_pylist():
                 refuse(row_id, f"the tokenizer makes no token of its {name}")
-            found, table = [ids for ids in found if len(ids)], table.filter(pa.array(lengths > 0))
-        tokens = _lists(
-            np.concatenate([*found, np.empty(0, np.int32)]), np.array([len(ids) for ids in found], np.int64)
+            token_ids = [ids for ids in token_ids if len(ids)]
+            table = table.filter(pa.array(lengths > 0))
+        tokens = _to_lists(
+            np.concatenate([*token_ids, np.empty(0, np.int32)]), np.array([len(ids) for ids in token_ids], np.int64)
         )
         return table.drop_columns([name]).append_column(TOKENS, tokens)
 
-    def _ids(self, texts: list[str]) -> list[npt.NDArray[np.int32]]:
-        parts = (
-            self._tokenizer.encode_batch_fast(texts[low : low + _AT_ONCE]) for low in range(0, len(texts), _AT_ONCE)
+    def _encode(self, texts: list[str]) -> list[npt.NDArray[np.int32]]:
+        batches = (
+            self._tokenizer.encode_batch_fast(texts[low : low + _BATCH_TEXTS])
+            for low in range(0, len(texts), _BATCH_TEXTS)
         )
-        return [np.array(one.ids + self._end, np.int32) for part in parts for one in part]
+        return [np.array(encoding.ids + self._end, np.int32) for batch in batches for encoding in batch]
 
 
-def _lists(values: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> pa.ListArray:
+def _to_lists(values: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> pa.ListArray:
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
 
@@ -114,50 +118,49 @@ class Packed:
     """Puts the tokens of texts one after the other and writes them as blocks of one length, each token once; the last
     block may be shorter.
 
-    A block is called by the text and the token of it that it begins with: `a.jsonl:17@384`.
+    The id of a block names the text and the token in it at which the block begins: `a.jsonl:17@384`.
 
     Args:
-        sink: What takes the blocks.
-        length: Tokens of a block.
+        sink: Writer of the blocks.
+        length: Number of tokens of a block.
     """
 
     def __init__(self, sink: Runs, length: int) -> None:
         self._sink, self._length = sink, length
-        self._left, self._name = np.empty(0, np.int32), ""
+        self._rest, self._rest_id = np.empty(0, np.int32), ""
         self.rows = 0
 
     def write(self, table: pa.Table) -> None:
-        """Adds texts as `Texts.encoded` gives them; their other columns are not kept."""
+        """Adds texts as `Texts.encode` returns them; their other columns are dropped."""
         if not table.num_rows:
             return
         self.rows += table.num_rows
         lists = table[TOKENS].combine_chunks()
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(pc.list_value_length(lists).to_numpy())[:-1]]) + len(
-            self._left
-        )
-        values = np.concatenate([self._left, pc.list_flatten(lists).to_numpy()])
+        text_lengths = pc.list_value_length(lists).to_numpy()
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(text_lengths)[:-1]]) + len(self._rest)
+        values = np.concatenate([self._rest, pc.list_flatten(lists).to_numpy()])
         begins = np.arange(0, len(values), self._length)
         text_of = np.searchsorted(starts, begins, side="right") - 1
         ids = table["row_id"].to_pylist()
-        names = [
-            f"{ids[text]}@{at - starts[text]}" if text >= 0 else self._name
-            for text, at in zip(text_of, begins, strict=True)
+        block_ids = [
+            f"{ids[text]}@{begin - starts[text]}" if text >= 0 else self._rest_id
+            for text, begin in zip(text_of, begins, strict=True)
         ]
         full = len(values) // self._length
-        self._put(values[: full * self._length], names[:full])
-        self._left, self._name = values[full * self._length :], names[full] if full < len(names) else ""
+        self._write_blocks(values[: full * self._length], block_ids[:full])
+        self._rest, self._rest_id = values[full * self._length :], block_ids[full] if full < len(block_ids) else ""
 
     def close(self) -> None:
-        """Writes what is left as one block that is shorter, and ends the sink."""
-        if len(self._left):
-            self._put(self._left, [self._name])
+        """Writes the remaining tokens as one shorter block, and closes the sink."""
+        if len(self._rest):
+            self._write_blocks(self._rest, [self._rest_id])
         self._sink.close()
 
     def description(self) -> dict[str, Any]:
-        """That of the sink, and how many `texts` are in it."""
+        """Returns the description of the sink, with the number of `texts`."""
         return self._sink.description() | {"texts": self.rows}
 
-    def _put(self, values: npt.NDArray[np.int32], names: list[str]) -> None:
-        if names:
-            lengths = np.minimum(self._length, len(values) - np.arange(len(names)) * self._length)
-            self._sink.write(base.table(names, {TOKENS: _lists(values, lengths)}))
+    def _write_blocks(self, values: npt.NDArray[np.int32], block_ids: list[str]) -> None:
+        if block_ids:
+            lengths = np.minimum(self._length, len(values) - np.arange(len(block_ids)) * self._length)
+            self._sink.write(base.make_table(block_ids, {TOKENS: _to_lists(values, lengths)}))

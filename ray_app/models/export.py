@@ -1,12 +1,12 @@
-"""A trained model in a folder of its own, without a registry: how it is written, and how it is used on a machine
-without Ray.
+"""Exports of trained models: folders without a registry, which are written here and loaded on machines without Ray.
 
 ::
 
-    code/  data/model/                         see `package_files`, as in a version of the registry
-    export.json                                where it comes from, and the SHA-256 of every other file
+    code/  data/model/    the files of a package as in a version of the registry, see `ray_app.models.package`
+    export.json           the origin of the model, and the SHA-256 of every other file
 
-A version of a registered model, or an export, as what a prediction needs; nothing of it is executed or unpickled here.
+`read_export` and `fetch_package` return an export, or a version of a registered model, as the `Packaged` that a
+prediction needs; they execute and unpickle nothing of it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch import nn
 from ray_app.data.dataset import open_dataset
 from ray_app.data.local_readers import load_all
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_here, rows_per_task
+from ray_app.data.reader import Reader, RowSource, fetch_in_process, rows_per_task
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.package import write_files
-from ray_app.models.registry import fetch, named, parameters
+from ray_app.models.registry import download_version, load_parameters, resolve_version
 from ray_app.storage.files import to_json
 from ray_app.task.base import Batch, Task, WithoutTargets
 from ray_app.task.ragged import Arrays, to_batch
@@ -49,7 +49,7 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
     """Refuses a folder for an export that must not be replaced.
 
     Raises:
-        ConfigError: It is there, without `overwrite`; or it is no export.
+        ConfigError: The folder exists without `overwrite`, or is not an export.
     """
     if not (folder.exists() or folder.is_symlink()):
         return
@@ -58,7 +58,9 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
             f"{folder} is there already. Give another folder, or --overwrite true if it is an export to be replaced."
         )
     if not (folder / EXPORT).is_file():
-        raise ConfigError(f"{folder} holds no {EXPORT}, so it is no export, and is not replaced. Give another folder.")
+        raise ConfigError(
+            f"{folder} holds no {EXPORT}, so it is not an export, and is not replaced. Give another folder."
+        )
 
 
 def write_export(
@@ -69,22 +71,24 @@ def write_export(
     source: dict[str, Any],
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes a model to a folder, which is there whole or not at all; one that is replaced is away for a moment.
+    """Writes a model to a folder, which appears complete or not at all.
+
+    A folder that is replaced is missing for a moment.
 
     Args:
         task: See `write_files`.
         model: See `write_files`.
         example: See `write_files`.
-        folder: Where to.
-        source: Where the model comes from, for `export.json`.
-        overwrite: Replace an export that is there.
+        folder: The folder of the export.
+        source: The origin of the model, for `export.json`.
+        overwrite: Whether to replace an existing export.
 
     Returns:
         The content of `export.json`.
 
     Raises:
         ConfigError: See `refuse_taken`.
-        RegistryError: It can be stored in no way without pickle; the message says why.
+        RegistryError: The model cannot be stored without pickle; the message has the reasons.
     """
     refuse_taken(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,36 +116,36 @@ def write_export(
                 os.rename(old, folder)
             raise
     finally:
-        for left in (temporary, old):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (temporary, old):
+            shutil.rmtree(leftover, ignore_errors=True)
     return described
 
 
 def load_model(folder: str | Path) -> loader.Predictor:
-    """Loads an exported model, or a downloaded version of a registered one, on the CPU; needs neither Ray nor MLflow.
+    """Loads an exported model, or a downloaded version of a registered one, on the CPU, without Ray and MLflow.
 
-    A model that `torch.export` refused brings Python files along, which are run: load those only if you trust them.
+    The package of a model that `torch.export` refused contains Python files, which are run: load it only if you trust
+    it.
 
     Args:
         folder: The folder of the export.
 
     Returns:
-        A `Predictor`, whose `predict` takes and returns arrays and whose `module` takes and returns tensors.
+        A `Predictor`: its `predict` takes and returns arrays, its `module` tensors.
 
     Raises:
-        ConfigError: The folder holds no such model.
-        RegistryError: Its files are not those that were written.
-        ValueError: It asks for code to be unpickled, or another module of the name of one of its own is imported.
+        ConfigError: The folder has no such model.
+        RegistryError: Its files differ from those that were written.
+        ValueError: The package requires unpickling, or another module with the name of one of its modules is imported.
     """
-    data, described = checked(Path(folder).expanduser())
+    data, described = check_export(Path(folder).expanduser())
     return loader.Predictor(loader.load(data), described["inputs"])
 
 
 def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
-    """Makes task and model of an export again in plain PyTorch, to train on from its parameters; needs neither Ray nor
-    MLflow.
+    """Restores task and model of an export in plain PyTorch to continue training, without Ray and MLflow.
 
-    It imports the class of the task by its name: do this only with an export that you trust.
+    It imports the class of the task by its name: load only an export that you trust.
 
     Args:
         folder: See `load_model`.
@@ -150,43 +154,43 @@ def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
         The prepared task, and its model with the exported parameters, on the CPU and in training mode.
 
     Raises:
-        ConfigError: The folder holds no such model, or the class of its task cannot be imported here.
-        RegistryError: Its files are not those that were written, or do not say how to make the task again.
+        ConfigError: The folder has no such model, or the class of its task cannot be imported.
+        RegistryError: Its files differ from those that were written, or lack the settings of the task.
     """
-    data, described = checked(Path(folder).expanduser())
-    made = described["task"]
-    if made["settings"] is None:
+    data, described = check_export(Path(folder).expanduser())
+    stored = described["task"]
+    if stored["settings"] is None:
         raise RegistryError(
             f"{folder} does not hold the settings of its task: JSON does not keep them, or one is a secret."
         )
-    task = _imported(made["class_path"]).from_settings(made["settings"])
+    task = _import_task_class(stored["class_path"]).from_settings(stored["settings"])
     model = task.build_model()
-    model.load_state_dict(parameters(data))
+    model.load_state_dict(load_parameters(data))
     return task, model.train()
 
 
 def read_rows(task: Task, path: str) -> Batch:
-    """Reads a data set as a task's model takes it, whole, in this process; needs neither Ray nor MLflow.
+    """Reads a whole data set in this process as the batch that a task's model takes, without Ray and MLflow.
 
     Args:
         task: A prepared task.
-        path: Folder (or file) of Parquet with the columns of the training data, on a disk or S3.
+        path: Folder or file of Parquet with the columns of the training data, on a disk or S3.
 
     Returns:
         A tensor for each decoded field, its first axis the rows.
 
     Raises:
-        DataError: It is not there, the task cannot use it, or a row cannot be decoded.
+        DataError: The data does not exist, the task cannot use it, or a row cannot be decoded.
     """
     return to_batch(read_decoded(task, path))
 
 
 def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
-    """Decodes a data set, whole, in this process; see `read_rows`.
+    """Decodes a whole data set in this process; see `read_rows`.
 
     Args:
         task, path: See `read_rows`.
-        targets: Whether it has the columns that `Task.targets` names; otherwise what is decoded of them is of zeros.
+        targets: Whether to read the columns that `Task.targets` names; otherwise they are decoded from zeros.
     """
     dataset, unread = open_dataset(path), WithoutTargets(task)
     columns, decode = (task.columns(), task.decode) if targets else (unread.columns, unread)
@@ -195,32 +199,35 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
         task.prepare(dataset.facts)
     fields = probe(dataset, columns, decode)
     reader = Reader(dataset.root, columns, decode, fields, partitions=dataset.manifest.partitions)
-    return load_all(fetch_here, RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))).arrays
+    return load_all(fetch_in_process, RowSource(reader, dataset.manifest, rows_per_task(fields, _READ_MB))).arrays
 
 
-def checked(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder with `package.json` and its content, after all files were compared with `export.json`; code becomes
-    importable.
+def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Compares all files of an export with `export.json`; returns the folder with `package.json` and its content.
+
+    It also makes the code of the package importable.
 
     Raises:
-        ConfigError: There is none.
-        RegistryError: A file is missing, or is another.
+        ConfigError: The folder has no `package.json`.
+        RegistryError: A file is missing, or differs.
     """
     data = folder / "data" / "model"
     if not (data / loader.DESCRIPTION).is_file():
         raise ConfigError(
-            f"{folder} holds no data/model/{loader.DESCRIPTION}: it is no exported model. ray-app export makes one of a"
-            f" run."
+            f"{folder} holds no data/model/{loader.DESCRIPTION}: it is not an exported model. ray-app export makes one"
+            " of a run."
         )
-    said = origin(folder)
-    if said is not None:
-        found = _digests(folder)
-        wrong = sorted(name for name, digest in said["files"].items() if found.get(name) != digest)
+    origin = read_origin(folder)
+    if origin is not None:
+        digests = _digests(folder)
+        wrong = sorted(name for name, digest in origin["files"].items() if digests.get(name) != digest)
         if wrong:
             raise RegistryError(
                 f"{folder} is damaged: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was exported."
             )
-    described = _object(data / loader.DESCRIPTION, {"format": str, "inputs": list, "params_digest": str, "task": dict})
+    described = _read_object(
+        data / loader.DESCRIPTION, {"format": str, "inputs": list, "params_digest": str, "task": dict}
+    )
     if not {"class_path", "settings"} <= described["task"].keys():
         raise RegistryError(f"{data / loader.DESCRIPTION} is damaged: it does not say which task the model is of.")
     code = str((folder / "code").resolve())
@@ -229,31 +236,39 @@ def checked(folder: Path) -> tuple[Path, dict[str, Any]]:
     return data, described
 
 
-def origin(folder: Path) -> dict[str, Any] | None:
-    """The content of `export.json`; None if there is none, as in a downloaded version.
+def read_origin(folder: Path) -> dict[str, Any] | None:
+    """Returns the content of `export.json`, None if there is none, as in a downloaded version.
 
     Raises:
-        RegistryError: It is damaged.
+        RegistryError: The file is damaged.
     """
-    place = folder / EXPORT
-    return _object(place, {"run": str, "step": int, "params_digest": str, "files": dict}) if place.is_file() else None
+    file = folder / EXPORT
+    return (
+        _read_object(file, {"run": str, "step": int, "params_digest": str, "files": dict}) if file.is_file() else None
+    )
 
 
-def _object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
-    """The JSON object in a file, which has some fields."""
+def _read_object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
+    """Reads a JSON object with required fields.
+
+    Raises:
+        RegistryError: The file is not JSON, or lacks a field.
+    """
     try:
-        said = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except ValueError as error:
         raise RegistryError(f"{file} is damaged: {error}.") from error
     wrong = sorted(
-        name for name, kind in fields.items() if not isinstance(said, dict) or not isinstance(said.get(name), kind)
+        name
+        for name, kind in fields.items()
+        if not isinstance(content, dict) or not isinstance(content.get(name), kind)
     )
     if wrong:
         raise RegistryError(f"{file} is damaged: it does not say {', '.join(wrong)}.")
-    return said
+    return content
 
 
-def _imported(class_path: str) -> type[Task]:
+def _import_task_class(class_path: str) -> type[Task]:
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -264,7 +279,7 @@ def _imported(class_path: str) -> type[Task]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder but `export.json` and what Python makes of code when it is run."""
+    """Returns the SHA-256 of every file of a folder except `export.json` and Python's bytecode, by relative path."""
     files = (f for f in sorted(folder.rglob("*")) if f.is_file() and f.suffix != ".pyc" and f.name != EXPORT)
     return {f.relative_to(folder).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
@@ -277,9 +292,9 @@ class Packaged:
     """A packaged model.
 
     Args:
-        called: What it is called in messages.
+        called: Its name in messages.
         source: Name and version, or the run and the step that it was exported from.
-        format: How it is stored: `torch.export` or `safetensors`.
+        format: The format of its model: `torch.export` or `safetensors`.
         inputs: Name, dtype and shape of one row of every input.
         params_digest: Digest of the parameters that were registered.
         class_path: Class of the task.
@@ -298,24 +313,24 @@ class Packaged:
 
 
 def fetch_package(uri: str, model: str) -> Packaged:
-    """Downloads a version.
+    """Downloads a version of a registered model.
 
     Args:
         uri: MLflow tracking URI.
         model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
     Raises:
-        ConfigError: There is no such version, or its files are none of ours.
+        ConfigError: There is no such version, or ray_app did not package it.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
-    version = named(uri, model)
+    version = resolve_version(uri, model)
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            folder = fetch(uri, version, Path(temporary))
+            folder = download_version(uri, version, Path(temporary))
         except RegistryError as error:
             raise ConfigError(str(error)) from error
         source = {"name": version.name, "version": version.version}
-        return _read(folder, f"{version.name} version {version.version}", source, version.params_digest)
+        return _read_package(folder, f"{version.name} version {version.version}", source, version.params_digest)
 
 
 def is_export(model: str) -> bool:
@@ -327,42 +342,51 @@ def read_export(folder: str) -> Packaged:
     """Reads an exported model, or a downloaded version of a registered one.
 
     Raises:
-        ConfigError: It is no folder of ours.
-        RegistryError: Its files are not those that were exported.
+        ConfigError: The folder is not an export.
+        RegistryError: Its files differ from those that were exported.
     """
-    place = Path(folder).expanduser()
-    data, described = checked(place)
-    said = origin(place)
-    source = {"run": said["run"], "step": said["step"]} if said else {"folder": place.resolve().name}
-    return _read(data, folder, source, (said or described)["params_digest"])
+    path = Path(folder).expanduser()
+    data, described = check_export(path)
+    origin = read_origin(path)
+    source = {"run": origin["run"], "step": origin["step"]} if origin else {"folder": path.resolve().name}
+    return _read_package(data, folder, source, (origin or described)["params_digest"])
 
 
-def _read(data: Path, called: str, source: dict[str, Any], digest: str) -> Packaged:
-    """A package from its folder with `package.json`, whose parameters must have a digest."""
+def _read_package(data: Path, called: str, source: dict[str, Any], digest: str) -> Packaged:
+    """Reads a package from its folder with `package.json`, without loading its parameters.
+
+    Raises:
+        ConfigError: The package lacks what a prediction needs.
+    """
     try:
         described = loader.describe(data)
-        made, form = described["task"], described["format"]
-        if made["settings"] is None:
+        stored, form = described["task"], described["format"]
+        if stored["settings"] is None:
             raise KeyError("the settings of its task")
         weights = (data / _FILES[form]).read_bytes()
         return Packaged(
-            called, source, form, described["inputs"], digest, made["class_path"], made["settings"], weights
+            called=called,
+            source=source,
+            format=form,
+            inputs=described["inputs"],
+            params_digest=digest,
+            class_path=stored["class_path"],
+            settings=stored["settings"],
+            weights=weights,
         )
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{called} cannot be predicted with, its package lacks {error}: it comes from something else, from an older"
-            f" version of ray_app,"
-            " or its task has settings that JSON does not keep or that are secret. Use --predict.run with the run that"
-            " it came from, or"
-            " register that again."
+            " version of ray_app, or its task has settings that JSON does not keep or that are secret. Use"
+            " --predict.run with the run that it came from, or register that again."
         ) from error
 
 
-def module_on(exported: torch.export.ExportedProgram, device: torch.device) -> nn.Module:
+def exported_module(exported: torch.export.ExportedProgram, device: torch.device) -> nn.Module:
     """Returns the module of an exported program on a device.
 
-    `Module.to` would move the parameters alone: the operations of the graph that make a tensor, such as `arange`, keep
-    the device that they were exported on, and the module checks that its inputs are there.
+    `Module.to` would move only the parameters: operations of the graph that make a tensor, such as `arange`, keep the
+    device of the export, and the module checks that its inputs are on it.
     """
     from torch.export.passes import move_to_device_pass
 

@@ -1,8 +1,8 @@
-"""Loads a packaged model, for MLflow and for plain PyTorch; a copy of this file is the code of every package.
+"""Loads a packaged model, for MLflow and for plain PyTorch; every package has a copy of this file as its code.
 
-It stands alone: it needs torch and NumPy, safetensors for a package with weights of its own, and neither Ray nor the
-rest of ray_app. Nothing is unpickled, and no expression of an archive is evaluated that does more than count rows; a
-package that asks for it is refused.
+The module stands alone: it needs torch and NumPy, safetensors for a package with separate weights, and neither Ray nor
+the rest of ray_app. It unpickles nothing and evaluates no expression of an archive except those of sizes; a package
+that requires more is refused.
 """
 
 from __future__ import annotations
@@ -25,26 +25,24 @@ from torch import Tensor, nn
 
 DESCRIPTION, EXPORTED, WEIGHTS, TASK = "package.json", "model.pt2", "model.safetensors", "task.json"
 
-_HARMLESS = re.compile(
+_ALLOWED_MEMBER = re.compile(
     r"[^/]+/(archive_format|archive_version|byteorder|\.data/\w+|models/\w+\.json|data/weights/weight_\d+|data/constants/tensor_\d+|"
     r"data/(weights|constants)/\w+_config\.json)"
 )
-"""What an archive of `torch.export.save` holds besides pickles: JSON, raw numbers, and notes of zip's writer."""
-
-
-_OPERATOR = re.compile(
+"""Members of an archive of `torch.export.save` that are not pickles: JSON, raw numbers, and notes of the zip writer."""
+_ALLOWED_OPERATOR = re.compile(
     r"torch\.ops\.(aten|prims|torchvision|higher_order)\.(?!(save|load|from_file)\b|__(?!and|or|xor|[lr]shift))\w+(\.(?!__)\w+)?|torch\.sym_\w+|math\.[a-z]\w*|"
     r"_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|and_|or_|not_|invert|xor|lshift|rshift|eq|ne|lt|le|gt|ge)"
 )
-"""Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, do what they are
-told.
+"""Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, can execute any
+code.
 """
-_CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
-"""What arguments and results may be nested in; for others, such as `collections.defaultdict`, torch imports a module
-named there.
+_ALLOWED_CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
+"""Containers that arguments and results may be nested in; for others, such as `collections.defaultdict`, torch imports
+a module that the archive names.
 """
 _FUNCTION, _SYMBOL = re.compile(r"[A-Z][A-Za-z]*|floor|ceiling"), re.compile(r"[a-z]+\d+")
-_SIZE_PARTS = (
+_ALLOWED_SIZE_NODES = (
     ast.Expression,
     ast.Call,
     ast.Name,
@@ -56,7 +54,7 @@ _SIZE_PARTS = (
     ast.operator,
     ast.unaryop,
 )
-_SIZE_PARTS += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
+_ALLOWED_SIZE_NODES += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
 
 
 class Served(nn.Module):
@@ -73,12 +71,12 @@ class Served(nn.Module):
         self.task, self.model, self.names = task, model, names
 
     def forward(self, *fields: Tensor) -> Any:
-        """The task's outputs for a batch, each field of shape (rows, ...)."""
+        """Returns the task's outputs for the fields of a batch, each of shape (rows, ...)."""
         return self.task.forward(self.model, dict(zip(self.names, fields, strict=True)))
 
 
 class Predictor:
-    """What MLflow calls: arrays in, arrays out.
+    """Predicts from arrays to arrays; MLflow calls it.
 
     Args:
         module: The loaded module.
@@ -94,26 +92,28 @@ class Predictor:
         Args:
             data: One input: an array (rows, ...), or a table of numbers. Several: a dictionary, or a table with an
                 array in every cell.
-            params: Not used.
+            params: Ignored; part of MLflow's interface.
 
         Returns:
             The task's outputs as an array (rows, ...); a dictionary of arrays if there are several.
 
         Raises:
-            ValueError: An array does not fit the model's input, or an input is missing.
+            ValueError: An array does not match the model's input, or an input is missing.
         """
         del params
         with torch.no_grad():
-            outputs = self.module(*(_tensor(_field(data, spec, len(self._inputs) == 1), spec) for spec in self._inputs))
+            outputs = self.module(
+                *(_input_tensor(_input_values(data, spec, len(self._inputs) == 1), spec) for spec in self._inputs)
+            )
         arrays = {
             name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
-            for name, values in named(outputs)
+            for name, values in name_outputs(outputs)
         }
         return arrays[""] if list(arrays) == [""] else arrays
 
 
 def _load_pyfunc(data_path: str) -> Predictor:
-    """What MLflow calls to load a model."""
+    """Loads a model; MLflow calls this function by its name."""
     return Predictor(load(data_path), describe(data_path)["inputs"])
 
 
@@ -124,28 +124,28 @@ def load(folder: str | Path) -> nn.Module:
         folder: The folder with `package.json`, in an MLflow model `data/model`.
 
     Returns:
-        A module whose arguments are the inputs that `package.json` names, in that order.
+        A module that takes the inputs that `package.json` names as arguments, in that order.
 
     Raises:
-        ValueError: The package holds pickled code, which is not run, or its code is another than what is imported
-            already.
+        ValueError: The package holds pickled code, which is not run, or other code than a module of the same name that
+            is imported already.
     """
     folder = Path(folder)
     if describe(folder)["format"] == "torch.export":
         return load_exported(folder / EXPORTED).module()
-    return _restored(folder).eval().requires_grad_(False)
+    return _restore_task_module(folder).eval().requires_grad_(False)
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
-    """The content of `package.json`."""
+    """Returns the content of `package.json`."""
     return json.loads((Path(folder) / DESCRIPTION).read_text())
 
 
-def named(outputs: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of a task's outputs by name; a single one has the empty name.
+def name_outputs(outputs: Any) -> list[tuple[str, Tensor]]:
+    """Returns the tensors of a task's outputs with their names; a single tensor has the empty name.
 
     Raises:
-        ValueError: The outputs are no tensor, and no dictionary or sequence of tensors.
+        ValueError: The outputs are not a tensor, a dictionary or a sequence of tensors.
     """
     if isinstance(outputs, Tensor):
         return [("", outputs)]
@@ -155,37 +155,36 @@ def named(outputs: Any) -> list[tuple[str, Tensor]]:
     if not pairs or not all(isinstance(name, str) and isinstance(values, Tensor) for name, values in pairs):
         raise ValueError(
             f"forward returned {type(outputs).__name__}; a packaged model returns a tensor, or a dict or tuple of"
-            f" tensors."
+            " tensors."
         )
     return pairs
 
 
 def load_exported(archive: Path) -> torch.export.ExportedProgram:
-    """Loads what `torch.export.save` wrote, unless something in it would be executed.
+    """Loads an archive of `torch.export.save`, unless loading would execute something in it.
 
     Raises:
-        ValueError: Something would; the message names it.
+        ValueError: Loading would execute something; the message names it.
     """
     refuse_code(archive)
     return torch.export.load(archive)
 
 
 def refuse_code(archive: Path) -> None:
-    """Refuses an archive of `torch.export.save` with anything in it that `torch.export.load` would unpickle or
-    evaluate.
+    """Refuses an archive of `torch.export.save` with contents that `torch.export.load` would unpickle or evaluate.
 
     Raises:
-        ValueError: It holds such a thing; the message names it.
+        ValueError: The archive has such contents; the message names them.
     """
     try:
         file = zipfile.ZipFile(archive)
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{archive} is refused: it is no archive of torch.export.save.") from error
+        raise ValueError(f"{archive} is refused: it is not an archive of torch.export.save.") from error
     with file:
         for member in file.infolist():
             if re.fullmatch(r"[^/]+/data/sample_inputs/\w+\.pt", member.filename) and not member.file_size:
                 continue
-            if not _HARMLESS.fullmatch(member.filename):
+            if not _ALLOWED_MEMBER.fullmatch(member.filename):
                 raise ValueError(f"{archive} is refused: {member.filename} may hold pickled code.")
             if member.filename.endswith("_config.json"):
                 payloads = json.loads(file.read(member))["config"]
@@ -193,20 +192,20 @@ def refuse_code(archive: Path) -> None:
                     if payload["use_pickle"]:
                         raise ValueError(f"{archive} is refused: {name} is pickled.")
             elif member.filename.endswith(".json"):
-                for problem in _code_in(json.loads(file.read(member))):
+                for problem in _find_code(json.loads(file.read(member))):
                     raise ValueError(f"{archive} is refused: {member.filename} holds {problem}.")
 
 
-def _code_in(value: Any, key: str = "") -> Iterator[str]:
-    """What torch would execute of a program in JSON besides operators on tensors and sizes."""
+def _find_code(value: Any, key: str = "") -> Iterator[str]:
+    """Yields what torch would execute of a program in JSON besides operators on tensors and sizes."""
     if isinstance(value, dict):
         if key == "range_constraints":
             yield from (f"the size {name[:80]!r}" for name in value if not _is_size(name))
         for name, inner in value.items():
-            yield from _code_in(inner, name)
+            yield from _find_code(inner, name)
     elif isinstance(value, list):
         for inner in value:
-            yield from _code_in(inner, key)
+            yield from _find_code(inner, key)
     elif isinstance(value, str):
         if key == "expr_str" and not _is_size(value):
             yield f"the size {value[:80]!r}"
@@ -214,14 +213,14 @@ def _code_in(value: Any, key: str = "") -> Iterator[str]:
             re.sub(r"L\['\w+'\](\[('\w+'|\d+)\])*\.size\(\)\[\d+\]", "s0", value)
         ):
             yield f"the check {value[:80]!r}"
-        elif key in ("target", "as_operator") and not _OPERATOR.fullmatch(value):
+        elif key in ("target", "as_operator") and not _ALLOWED_OPERATOR.fullmatch(value):
             yield f"the operator {value[:80]!r}"
         elif key in ("in_spec", "out_spec") and not _is_nesting(value):
             yield f"the structure {value[:80]!r}"
 
 
 def _is_nesting(text: str) -> bool:
-    """Whether a text says how arguments or results are nested in plain containers, by plain names, and nothing else."""
+    """Whether a text describes only a nesting of arguments or results in plain containers, with plain names."""
     try:
         _, root = json.loads(text)
         todo = [root]
@@ -231,7 +230,7 @@ def _is_nesting(text: str) -> bool:
             is_plain = names is None or (
                 isinstance(names, list) and all(isinstance(name, str | int | float | None) for name in names)
             )
-            if not is_plain or (kind is None and children) or (kind is not None and kind not in _CONTAINERS):
+            if not is_plain or (kind is None and children) or (kind is not None and kind not in _ALLOWED_CONTAINERS):
                 return False
             todo += children
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -240,16 +239,14 @@ def _is_nesting(text: str) -> bool:
 
 
 def _is_size(text: str) -> bool:
-    """Whether a text is an expression of sizes, such as `Mul(Integer(2), Symbol('s0', positive=True))`, and nothing
-    else.
-    """
+    """Whether a text is only an expression of sizes, such as `Mul(Integer(2), Symbol('s0', positive=True))`."""
     try:
         nodes = list(ast.walk(ast.parse(text, mode="eval")))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     calls = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     return all(
-        isinstance(node, _SIZE_PARTS)
+        isinstance(node, _ALLOWED_SIZE_NODES)
         and (not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node.value.isidentifier())
         and (not isinstance(node, ast.Call) or isinstance(node.func, ast.Name))
         and (not isinstance(node, ast.Name) or (_FUNCTION if id(node) in calls else _SYMBOL).fullmatch(node.id))
@@ -257,31 +254,34 @@ def _is_size(text: str) -> bool:
     )
 
 
-def _restored(folder: Path) -> nn.Module:
-    """Makes the task from its settings and the shipped code, and gives its model the weights."""
+def _restore_task_module(folder: Path) -> nn.Module:
+    """Restores the task from its settings and the packaged code, and loads the weights into its model.
+
+    Raises:
+        ValueError: Another module with the name of a packaged one is imported.
+    """
     import safetensors.torch
 
-    made = json.loads((folder / TASK).read_text())
-    task_class: Any = importlib.import_module(made["module"])
-    for name, digest in made["code"].items():
+    stored = json.loads((folder / TASK).read_text())
+    task_class: Any = importlib.import_module(stored["module"])
+    for name, digest in stored["code"].items():
         source = inspect.getsourcefile(importlib.import_module(name))
         if source is None or hashlib.sha256(Path(source).read_bytes()).hexdigest() != digest:
             raise ValueError(
                 f"{folder} needs the module {name} that it brings along, but another one of that name is imported"
-                f" ({source}). Load the"
-                " model in a process of its own."
+                f" ({source}). Load the model in a process of its own."
             )
-    for part in made["class"].split("."):
+    for part in stored["class"].split("."):
         task_class = getattr(task_class, part)
     task = task_class.__new__(task_class)
-    task.__dict__.update(made["settings"])
+    task.__dict__.update(stored["settings"])
     model = task.build_model()
     model.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
     return Served(task, model, [spec["name"] for spec in describe(folder)["inputs"]])
 
 
-def _field(data: Any, spec: dict[str, Any], only: bool) -> Any:
-    """The values of one input in what a caller gave."""
+def _input_values(data: Any, spec: dict[str, Any], only: bool) -> Any:
+    """Extracts the values of one input from the data of a caller."""
     name = spec["name"]
     if isinstance(data, dict) or (hasattr(data, "columns") and not only):
         if name not in data:
@@ -290,19 +290,19 @@ def _field(data: Any, spec: dict[str, Any], only: bool) -> Any:
     return data.to_numpy() if hasattr(data, "to_numpy") else data
 
 
-def _tensor(values: Any, spec: dict[str, Any]) -> Tensor:
-    given = np.asarray(values)
-    if given.dtype.kind not in "biufO":
+def _input_tensor(values: Any, spec: dict[str, Any]) -> Tensor:
+    raw = np.asarray(values)
+    if raw.dtype.kind not in "biufO":
         raise ValueError(
-            f"The input {spec['name']!r} is of {spec['dtype']}; the values given are of {given.dtype} and do not fit."
+            f"The input {spec['name']!r} is of {spec['dtype']}; the values given are of {raw.dtype} and do not fit."
         )
-    array: npt.NDArray = np.array(given, dtype=np.dtype(spec["dtype"]), order="C", copy=True)
-    if not np.can_cast(given.dtype, array.dtype, "same_kind") and not np.array_equal(array, given):
+    array: npt.NDArray = np.array(raw, dtype=np.dtype(spec["dtype"]), order="C", copy=True)
+    if not np.can_cast(raw.dtype, array.dtype, "same_kind") and not np.array_equal(array, raw):
         raise ValueError(
-            f"The input {spec['name']!r} is of {array.dtype}; the values given are of {given.dtype} and do not fit."
+            f"The input {spec['name']!r} is of {array.dtype}; the values given are of {raw.dtype} and do not fit."
         )
     if array.ndim != len(spec["shape"]) + 1 or any(
-        want not in (-1, got) for want, got in zip(spec["shape"], array.shape[1:], strict=True)
+        length not in (-1, actual) for length, actual in zip(spec["shape"], array.shape[1:], strict=True)
     ):
         raise ValueError(
             f"The input {spec['name']!r} is of shape (rows, {str(spec['shape'])[1:-1]}); {array.shape} was given."

@@ -1,22 +1,16 @@
-"""A trained model as an MLflow model; what it holds besides MLflow's own files is made by `package_files`.
+"""The files of a packaged model, without pickle, and the MLflow model that contains them.
+
+The model is stored by `torch.export` where that works, and otherwise as safetensors with the code of its task.
+`sources_of` determines the source files to ship with a model and the libraries that it requires.
 
 ::
 
-    MLmodel  requirements.txt  ...             MLflow's own: signature, input example, environment
-    code/  data/model/                         see `package_files`
-
-The code that a task needs: which source files to ship with a model, and which libraries to name as its requirements.
-
-The files of a packaged model, without pickle: `torch.export` where the model allows it, safetensors and the code
-otherwise.
-
-::
-
-    code/ray_app_loader_1a2b3c4d.py            a copy of `models/loader.py`; beside it the task's code, if that is
-    needed data/model/package.json                    format, inputs, digest of the parameters, classes, the task's
-    class and settings data/model/model.safetensors               the parameters, also to train on from them
-    data/model/model.pt2                       the task's `forward` for any number of rows, as `torch.export` saves it;
-    or data/model/task.json                       the class and the settings of the prepared task
+    MLmodel  requirements.txt  ...      of MLflow: signature, input example, environment
+    code/ray_app_loader_1a2b3c4d.py     a copy of `models/loader.py`, and the code of the task if it is needed
+    data/model/package.json             format, inputs, digest of the parameters, classes, class and settings of a task
+    data/model/model.safetensors        the parameters, also to continue training from
+    data/model/model.pt2                the task's `forward` for any number of rows, as `torch.export` saves it; or
+    data/model/task.json                the class and the settings of the prepared task
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ from torch import Tensor, nn
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import RegistryError
 from ray_app.models import loader
-from ray_app.runlog.redaction import redacted
+from ray_app.runlog.redaction import redact_value
 from ray_app.storage.files import to_json
 from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Arrays, Ragged, to_batch
@@ -53,11 +47,11 @@ _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class Sources:
-    """What a module is made of.
+    """The source files and libraries that a module needs.
 
     Args:
         files: The file of every module that is not installed, by the module's dotted name; packages included.
-        libraries: Top-level names of the installed libraries that these import.
+        libraries: Top-level names of the installed libraries that these files import.
     """
 
     files: dict[str, Path]
@@ -65,29 +59,25 @@ class Sources:
 
 
 def sources_of(module: str) -> Sources:
-    """Follows the imports of a module, wherever they stand in the code except under `TYPE_CHECKING`, without running
-    anything.
-
-    Args:
-        module: Dotted name of an importable module.
+    """Returns the source files and libraries of a module that can be shipped with a model.
 
     Raises:
-        RegistryError: A module is not found, has no source, or needs Ray.
+        RegistryError: The module has no source file, or its code needs Ray.
     """
-    found = followed(module)
-    if module not in found.files:
+    sources = follow_imports(module)
+    if module not in sources.files:
         raise RegistryError(
             f"The task's module {module!r} is not a source file of its own that could be shipped with the model."
         )
-    if "ray" in found.libraries:
+    if "ray" in sources.libraries:
         raise RegistryError(
             f"The code of {module!r} imports ray, so the model could not be loaded without it; import it elsewhere."
         )
-    return found
+    return sources
 
 
-def followed(module: str, ours: bool = True) -> Sources:
-    """`sources_of` whatever is found.
+def follow_imports(module: str, ours: bool = True) -> Sources:
+    """Follows the imports of a module anywhere in its code except under `TYPE_CHECKING`, without running it.
 
     Args:
         module: Dotted name of an importable module.
@@ -95,63 +85,63 @@ def followed(module: str, ours: bool = True) -> Sources:
     """
     files: dict[str, Path] = {}
     libraries: set[str] = set()
-    todo = _with_packages(module)
+    todo = _module_and_parents(module)
     while todo:
         name = todo.pop()
         top = name.partition(".")[0]
         if name in files or top in sys.stdlib_module_names:
             continue
-        if not _is_own(top) or (top == "ray_app" and not ours):
+        if not _is_shippable(top) or (top == "ray_app" and not ours):
             libraries.add(top)
             continue
-        found = _origin(name)
-        if found is None:
+        file = _source_file(name)
+        if file is None:
             continue
-        files[name] = found
-        for imported in _imports(name, found):
-            todo += _with_packages(imported)
+        files[name] = file
+        for imported in _imported_names(name, file):
+            todo += _module_and_parents(imported)
     return Sources(files, libraries)
 
 
 def requirements(libraries: set[str]) -> list[str]:
-    """The installed versions of importable libraries, as lines of `requirements.txt`; those that are not installed are
-    left out.
-    """
+    """Returns the installed versions of libraries as lines of `requirements.txt`, without missing libraries."""
     owners = importlib.metadata.packages_distributions()
     names = {owner for library in libraries for owner in owners.get(library, [])}
     return sorted(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in names)
 
 
-def _with_packages(module: str) -> list[str]:
+def _module_and_parents(module: str) -> list[str]:
     parts = module.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
-def _is_own(top: str) -> bool:
-    """Whether a top-level module is the user's or ours, and not an installed library."""
-    if top == "__main__":  # which has no specification
+def _is_shippable(top: str) -> bool:
+    """Whether a top-level module is of the user or of ray_app, and not an installed library."""
+    # `__main__` has no import specification.
+    if top == "__main__":
         return True
     spec = importlib.util.find_spec(top)
     if spec is None or top == "ray_app":
         return spec is not None
-    places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or [])
-    return any(place and not set(_LIBRARY_FOLDERS) & set(Path(place).parts) for place in places)
+    paths = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or [])
+    return any(path and not set(_LIBRARY_FOLDERS) & set(Path(path).parts) for path in paths)
 
 
-def _origin(module: str) -> Path | None:
-    """The source file of a module, or None if it has none or is not there."""
+def _source_file(module: str) -> Path | None:
+    """Returns the source file of a module, None if it has none or does not exist."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
     file = Path(spec.origin).resolve() if spec is not None and spec.origin and spec.origin.endswith(".py") else None
-    return file if file is not None and file.is_file() else None  # in a zip there is none
+    # A module in a zip archive has no file.
+    return file if file is not None and file.is_file() else None
 
 
-def _imports(module: str, file: Path) -> set[str]:
-    """The dotted names that a source file imports; of `from a import b` both `a` and, if it is a module, `a.b`."""
+def _imported_names(module: str, file: Path) -> set[str]:
+    """Returns the dotted names that a source file imports: of `from a import b` `a` and, if it is a module, `a.b`."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    found: set[str] = set()
+    imported: set[str] = set()
     todo: list[ast.AST] = [ast.parse(file.read_bytes())]
     while todo:
         node = todo.pop()
@@ -159,24 +149,26 @@ def _imports(module: str, file: Path) -> set[str]:
             todo += node.orelse
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = (
                 importlib.util.resolve_name("." * node.level + (node.module or ""), package)
                 if node.level
                 else node.module or ""
             )
-            found.add(base)
-            if base.partition(".")[0] not in sys.stdlib_module_names and _is_own(base.partition(".")[0]):
-                found |= {f"{base}.{alias.name}" for alias in node.names if _origin(f"{base}.{alias.name}") is not None}
+            imported.add(base)
+            if base.partition(".")[0] not in sys.stdlib_module_names and _is_shippable(base.partition(".")[0]):
+                imported |= {
+                    f"{base}.{alias.name}" for alias in node.names if _source_file(f"{base}.{alias.name}") is not None
+                }
         todo += ast.iter_child_nodes(node)
-    return found
+    return imported
 
 
 LOADER_MODULE = f"ray_app_loader_{hashlib.sha256(Path(loader.__file__).read_bytes()).hexdigest()[:8]}"
-"""Another version of the loader is another module, so that one process can load models of both."""
+"""Each version of the loader is a module of its own, so that one process can load models of several versions."""
 _SEED = 1
-_CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+_TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -184,15 +176,15 @@ class Files:
     """The folders `data/model` and `code` of a package.
 
     Args:
-        folder: Where they are.
-        format: How the model is stored: `torch.export` or `safetensors`.
+        folder: The folder of both folders.
+        format: The format of the model: `torch.export` or `safetensors`.
         outputs: How its outputs for 1, 2 and 3 rows compare with the trained model's: `equal`, bit for bit, or `close`,
             within 1e-5.
-        refused: Why the formats before this one were not possible.
-        libraries: What loading them needs.
+        refused: The reasons why the formats before this one were not possible.
+        libraries: The libraries that loading them needs.
         example: The input example, (rows, ...) by field.
-        predicted: What the model says to it.
-        ragged: Fields of the example whose second axis, too, may have any length.
+        predicted: The outputs of the model for the example.
+        ragged: Fields of the example that may have any length on the second axis, too.
     """
 
     folder: Path
@@ -216,17 +208,18 @@ class Files:
 
 
 def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Files:
-    """Writes the files from which a model is loaded that predicts what a trained one does, and has compared the two;
-    needs no MLflow.
+    """Writes the files of a packaged model, and checks that the loaded model predicts what the trained one does.
+
+    It does not need MLflow.
 
     Args:
         task: The prepared task.
-        model: The trained model, on the CPU; it is put into evaluation mode and needs no gradients from then on.
-        rows: Every decoded field of some rows; those that `forward` reads become the input example.
+        model: The trained model, on the CPU; it is set to evaluation mode, without gradients.
+        rows: Every decoded field of some rows; the fields that `forward` reads become the input example.
         folder: An empty folder.
 
     Raises:
-        RegistryError: It can be stored in no way without pickle; the message says why.
+        RegistryError: The model cannot be stored without pickle; the message has the reasons.
     """
     model = model.eval().requires_grad_(False)
     example = {name: values.numpy() for name, values in to_batch(rows).items()}
@@ -239,47 +232,49 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
         data.mkdir(parents=True)
         code.mkdir()
         shutil.copy(loader.__file__, code / f"{LOADER_MODULE}.py")
-        _describe(data, name, served, inputs, ragged)
+        _write_description(data, name, served, inputs, ragged)
         try:
             _write_parameters(model, data)
             libraries = write(served, inputs, data, code, ragged)
-            outputs = _compared(served, inputs, data)
-        except Exception as error:  # torch.export raises whatever it meets
+            outputs = _compare_outputs(served, inputs, data)
+        except Exception as error:
+            # torch.export raises errors of any type.
             refused.append(f"{name}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
             shutil.rmtree(folder / "data")
             shutil.rmtree(code)
             continue
-        return Files(folder, name, outputs, tuple(refused), libraries, inputs, _outputs(served, inputs), ragged)
+        return Files(folder, name, outputs, tuple(refused), libraries, inputs, _example_outputs(served, inputs), ragged)
     raise RegistryError(
         "The model cannot be stored without pickle:\n" + "\n".join(f"  - {reason}" for reason in refused)
     )
 
 
 def read_fields(task: Task, model: nn.Module, example: dict[str, npt.NDArray]) -> list[str]:
-    """The decoded fields that `forward` needs, such as `image` and not `label`, in the order of the example."""
-    whole = _batch(example, 2)
-    batch = _Watched(whole)
+    """Returns the decoded fields that `forward` needs, such as `image` but not `label`, in the order of the example."""
+    whole = _example_batch(example, 2)
+    batch = _RecordingBatch(whole)
     model.eval()
     with torch.no_grad():
-        wanted = _forwarded(task, model, batch)
+        expected = _seeded_forward(task, model, batch)
         names = [name for name in example if name in batch.read]
         try:
-            got = _forwarded(task, model, {name: whole[name] for name in names})
-        except Exception:  # more were read, in a way that is not watched
+            actual = _seeded_forward(task, model, {name: whole[name] for name in names})
+        except Exception:
+            # `forward` reads further fields in a way that `_RecordingBatch` does not record.
             return list(example)
-    same = all(torch.equal(mine, other) for (_, mine), (_, other) in zip(wanted, got, strict=True))
+    same = all(torch.equal(one, other) for (_, one), (_, other) in zip(expected, actual, strict=True))
     return names if same else list(example)
 
 
-def _forwarded(task: Task, model: nn.Module, batch: Batch) -> list[tuple[str, Tensor]]:
-    """See `_drawn_alike`."""
+def _seeded_forward(task: Task, model: nn.Module, batch: Batch) -> list[tuple[str, Tensor]]:
+    """Returns the outputs of a task for a batch by name, with seeded generators; see `_seeded_outputs`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        return loader.named(task.forward(model, batch))
+        return loader.name_outputs(task.forward(model, batch))
 
 
-class _Watched(dict[str, Tensor]):
-    """A batch that remembers which of its fields were read one by one."""
+class _RecordingBatch(dict[str, Tensor]):
+    """A batch that records the names of the fields that are read one by one."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -295,22 +290,24 @@ class _Watched(dict[str, Tensor]):
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """See `dict.get`."""
+        """Returns the field or the default, see `dict.get`."""
         self.read.add(name)
         return super().get(name, default)
 
 
-def _batch(example: dict[str, npt.NDArray], rows: int) -> Batch:
-    """So many rows of an example, the same ones again where it has fewer."""
+def _example_batch(example: dict[str, npt.NDArray], rows: int) -> Batch:
+    """Returns a number of rows of an example, repeating its rows where it has fewer."""
     return {
         name: torch.from_numpy(np.take(values, np.arange(rows), axis=0, mode="wrap"))
         for name, values in example.items()
     }
 
 
-def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, npt.NDArray], ragged: set[str]) -> None:
+def _write_description(
+    data: Path, name: str, served: loader.Served, inputs: dict[str, npt.NDArray], ragged: set[str]
+) -> None:
     def shape(field: str) -> list[int]:
-        """Of one row; -1 is any length."""
+        """Returns the shape of one row; -1 is any length."""
         one = list(inputs[field].shape[1:])
         return [-1, *one[1:]] if field in ragged else one
 
@@ -322,22 +319,22 @@ def _describe(data: Path, name: str, served: loader.Served, inputs: dict[str, np
         "params_digest": params_digest(served.model.state_dict()),
         "torch": torch.__version__,
         "classes": served.task.classes,
-        "task": {"class_path": class_path(served.task), "settings": _settings(served.task)},
+        "task": {"class_path": class_path(served.task), "settings": _storable_settings(served.task)},
     }
     (data / loader.DESCRIPTION).write_text(to_json(described, indent=1))
 
 
 def class_path(task: Task) -> str:
-    """The import path of a task's class."""
+    """Returns the import path of a task's class."""
     return f"{type(task).__module__}.{type(task).__qualname__}"
 
 
-def _settings(task: Task) -> dict[str, Any] | None:
-    """The settings of a prepared task, from which it can be made again; None if JSON does not keep them or they hold a
-    secret.
+def _storable_settings(task: Task) -> dict[str, Any] | None:
+    """Returns the settings from which a prepared task can be restored, None if JSON does not preserve them or they
+    contain a secret.
     """
     settings = vars(task)
-    return settings if _is_json(settings) and redacted(settings) == settings else None
+    return settings if _is_json(settings) and redact_value(settings) == settings else None
 
 
 def _write_exported(
@@ -346,14 +343,17 @@ def _write_exported(
     """Writes `model.pt2`; returns the libraries that loading it needs.
 
     Raises:
-        Exception: Whatever `torch.export` meets in the model.
+        Exception: Whatever `torch.export` raises for the model.
     """
     del code
     any_rows, any_length = {0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     shapes = tuple(any_length if name in ragged else any_rows for name in inputs)
     with torch.no_grad():
-        exported = torch.export.export(served, tuple(_batch(inputs, 2).values()), dynamic_shapes={"fields": shapes})
-    exported.example_inputs = None  # they would be pickled
+        exported = torch.export.export(
+            served, tuple(_example_batch(inputs, 2).values()), dynamic_shapes={"fields": shapes}
+        )
+    # torch.export would pickle the example inputs.
+    exported.example_inputs = None
     torch.export.save(exported, data / loader.EXPORTED)
     state = {name.removeprefix("model."): values for name, values in exported.state_dict.items()}
     if params_digest(state) != params_digest(served.model.state_dict()):
@@ -367,35 +367,39 @@ def _write_weights(
     """Writes `task.json` and the task's code; returns the libraries that loading them needs.
 
     Raises:
-        RegistryError: The task's settings are no JSON, or its code cannot be shipped.
+        RegistryError: JSON does not preserve the task's settings, or its code cannot be shipped.
     """
     del inputs, ragged
-    made = type(served.task)
-    if "<locals>" in made.__qualname__ or made.__module__ == "__main__":
+    task_class = type(served.task)
+    if "<locals>" in task_class.__qualname__ or task_class.__module__ == "__main__":
         raise RegistryError(
-            f"the task's class {made.__module__}.{made.__qualname__} cannot be imported; define it at the top of a"
-            f" module"
+            f"the task's class {task_class.__module__}.{task_class.__qualname__} cannot be imported; define it at the"
+            " top of a module"
         )
     for name, value in vars(served.task).items():
         if not _is_json(value):
             raise RegistryError(
                 f"the task's attribute {name!r} is a {type(value).__name__} that JSON does not keep; hold numbers,"
-                f" text, lists and"
-                " dictionaries of these, and make the rest of them when they are needed"
+                " text, lists and dictionaries of these, and make the rest of them when they are needed"
             )
-        if redacted(value, name) != value:
+        if redact_value(value, name) != value:
             raise RegistryError(
                 f"the task's attribute {name!r} holds a secret, which a package must not; read it from the environment"
             )
-    sources = sources_of(made.__module__)
+    sources = sources_of(task_class.__module__)
     for module, file in sources.files.items():
         target = code / Path(*module.split("."))
         target = target / "__init__.py" if file.name == "__init__.py" else target.with_suffix(".py")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
     digests = {module: hashlib.sha256(file.read_bytes()).hexdigest() for module, file in sources.files.items()}
-    task = {"module": made.__module__, "class": made.__qualname__, "settings": vars(served.task), "code": digests}
-    (data / loader.TASK).write_text(json.dumps(task, indent=1))
+    description = {
+        "module": task_class.__module__,
+        "class": task_class.__qualname__,
+        "settings": vars(served.task),
+        "code": digests,
+    }
+    (data / loader.TASK).write_text(json.dumps(description, indent=1))
     return {"torch", "numpy", "safetensors"} | sources.libraries
 
 
@@ -412,41 +416,38 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _compared(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path) -> Literal["equal", "close"]:
-    """Loads what was written, as a user would, and compares its outputs with the trained model's.
+def _compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path) -> Literal["equal", "close"]:
+    """Loads the written model as a user would, and compares its outputs with the trained model's.
 
     Raises:
-        RegistryError: They differ.
+        RegistryError: The outputs differ.
     """
     loaded = loader.load(data)
     equal = True
     for rows in (1, 2, 3):
-        batch = tuple(_batch(inputs, rows).values())
+        batch = tuple(_example_batch(inputs, rows).values())
         with torch.no_grad():
-            ours, theirs = (_drawn_alike(one, batch) for one in (served, loaded))
-        for (name, mine), (other, packaged) in zip(ours, theirs, strict=True):
-            if (
-                name != other
-                or mine.shape != packaged.shape
-                or not torch.allclose(mine, packaged, equal_nan=True, **_CLOSE)
-            ):
+            ours, theirs = (_seeded_outputs(one, batch) for one in (served, loaded))
+        for (name, trained), (other, packaged) in zip(ours, theirs, strict=True):
+            has_same_form = name == other and trained.shape == packaged.shape
+            if not has_same_form or not torch.allclose(trained, packaged, equal_nan=True, **_TOLERANCES):
                 raise RegistryError(f"loaded again, it predicts something else for {rows} rows")
-            equal = equal and torch.equal(mine, packaged)
+            equal = equal and torch.equal(trained, packaged)
     return "equal" if equal else "close"
 
 
-def _drawn_alike(module: nn.Module, batch: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
-    """Outputs of a model that may draw from torch's generators, as that of a GAN does: each time the same numbers."""
+def _seeded_outputs(module: nn.Module, batch: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
+    """Returns the outputs of a model by name, with seeded generators: a model such as a GAN may draw from them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        return loader.named(module(*batch))
+        return loader.name_outputs(module(*batch))
 
 
-def _outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:
+def _example_outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> dict[str, npt.NDArray]:
     with torch.no_grad():
-        found = loader.named(served(*_batch(inputs, 2).values()))
+        outputs = loader.name_outputs(served(*_example_batch(inputs, 2).values()))
     return {
-        name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy() for name, values in found
+        name: values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy() for name, values in outputs
     }
 
 
@@ -455,7 +456,7 @@ class Package:
     """An MLflow model in a folder.
 
     Args:
-        folder: Where it is.
+        folder: The folder of the MLflow model.
         format: See `Files`.
         outputs: See `Files`.
         refused: See `Files`.
@@ -468,25 +469,25 @@ class Package:
 
 
 def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], folder: Path) -> Package:
-    """Writes an MLflow model that predicts what a trained one does, and has compared the two.
+    """Writes an MLflow model, and checks that it predicts what the trained model does.
 
     Args:
         task: See `write_files`.
         model: See `write_files`.
         example: See `write_files`.
-        folder: Where to; it must not exist.
+        folder: The folder to write; it must not exist.
 
     Raises:
-        RegistryError: It can be stored in no way without pickle; the message says why.
+        RegistryError: The model cannot be stored without pickle; the message has the reasons.
     """
     with tempfile.TemporaryDirectory() as temporary:
         files = write_files(task, model, example, Path(temporary))
-        _save(folder, files)
+        _save_mlflow_model(folder, files)
     return Package(folder, files.format, files.outputs, files.refused)
 
 
-def _save(folder: Path, files: Files) -> None:
-    """Lets MLflow make a model of the files; nothing is logged anywhere."""
+def _save_mlflow_model(folder: Path, files: Files) -> None:
+    """Makes an MLflow model of the files in a folder, without logging it to a server."""
     import mlflow.pyfunc
     from mlflow.models import ModelSignature
 
@@ -498,13 +499,15 @@ def _save(folder: Path, files: Files) -> None:
         data_path=str(files.data),
         code_paths=[str(path) for path in sorted(files.code.iterdir())],
         pip_requirements=[f"mlflow=={importlib.metadata.version('mlflow')}", *requirements(files.libraries)],
-        signature=ModelSignature(_schema(inputs, only, files.ragged), _schema(outputs, "" in outputs)),
+        signature=ModelSignature(_mlflow_schema(inputs, only, files.ragged), _mlflow_schema(outputs, "" in outputs)),
         input_example=next(iter(inputs.values())) if only else inputs,
     )
 
 
-def _schema(arrays: dict[str, npt.NDArray], only: bool, ragged: Container[str] = ()) -> Any:
-    """MLflow's schema of arrays with any number of rows, and ragged ones of any length; a single one has no name."""
+def _mlflow_schema(arrays: dict[str, npt.NDArray], only: bool, ragged: Container[str] = ()) -> Any:
+    """Returns MLflow's schema of arrays with any number of rows, and any length of ragged ones; a single array has no
+    name.
+    """
     from mlflow.types import Schema, TensorSpec
 
     shapes = {name: (-1, -1, *v.shape[2:]) if name in ragged else (-1, *v.shape[1:]) for name, v in arrays.items()}

@@ -1,13 +1,10 @@
-"""The model registry: packages become versions, once each, and `champion` is an alias that moves last.
+"""Versions of registered models in MLflow: registration, promotion, rollback, download and tags.
 
-Whoever serves `models:/name@champion` gets a whole, verified version at any moment: a version is made only of files
-that were uploaded and read back, all its tags are there from its first moment, and a promotion changes what is served
-in its last call. So a crash anywhere leaves the old champion serving, and doing the same again completes it.
+A server of `models:/name@champion` gets a complete, verified version at any moment. A version is created only of files
+that were uploaded and read back, with all its tags, and a promotion moves the alias `champion` in its last call. So a
+crash at any point leaves the old champion serving, and repeating the call completes it.
 
-Files of any size to MLflow's artifacts, and back to see whether they arrived: with time in proportion, and again after
-an outage.
-
-Versions of a registered model: what is known of one, its package, its parameters, and more tags.
+Uploads have a timeout in proportion to the size of the files, and are repeated after an outage.
 """
 
 from __future__ import annotations
@@ -39,44 +36,44 @@ from ray_app.track.mlflow_client import connect
 
 logger = logging.getLogger(__name__)
 
-_LEAST_S, _SLOWEST_BYTES_S = 60.0, 5e6
+_MIN_TIMEOUT_S, _MIN_BYTES_PER_S = 60.0, 5e6
 _PAUSES_S = (1.0, 5.0)
-"""Before the second and the third try."""
+"""Pauses before the second and the third attempt."""
 _TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 T = TypeVar("T")
 
 
-def seconds_for(num_bytes: int) -> float:
-    """How long one request with so many bytes may take: a server answers when it has passed them on to where they are
-    kept.
+def request_timeout_s(num_bytes: int) -> float:
+    """Returns how long one request with a number of bytes may take: a server answers after it has written them to its
+    artifact store.
     """
-    return _LEAST_S + num_bytes / _SLOWEST_BYTES_S
+    return _MIN_TIMEOUT_S + num_bytes / _MIN_BYTES_PER_S
 
 
-def upload(client: Any, run_id: str, place: str, folder: Path) -> str:
-    """Logs a folder as artifacts and reads it back; returns its URI.
+def upload(client: Any, run_id: str, path: str, folder: Path) -> str:
+    """Logs a folder as artifacts of a run and reads it back; returns its URI.
 
     Raises:
-        RegistryError: What was stored differs.
-        Exception: Whatever MLflow raises, three times.
+        RegistryError: The stored files differ.
+        Exception: Whatever MLflow raises in the third attempt.
     """
     from mlflow.utils.uri import append_to_uri_path
 
-    wanted = _digests(folder)
+    expected = _digests(folder)
     largest = max((file.stat().st_size for file in folder.rglob("*") if file.is_file()), default=0)
-    with _patient(largest), tempfile.TemporaryDirectory() as temporary:
-        _tried(lambda: client.log_artifacts(run_id, str(folder), place))
-        got = _digests(Path(_tried(lambda: client.download_artifacts(run_id, place, temporary))))
-    wrong = [name for name, digest in wanted.items() if got.get(name) != digest]
+    with _request_timeout(largest), tempfile.TemporaryDirectory() as temporary:
+        _retry(lambda: client.log_artifacts(run_id, str(folder), path))
+        stored = _digests(Path(_retry(lambda: client.download_artifacts(run_id, path, temporary))))
+    wrong = [name for name, digest in expected.items() if stored.get(name) != digest]
     if wrong:
         raise RegistryError(
-            f"MLflow stored other files than were uploaded to {place} of its run {run_id}: {', '.join(wrong)}."
+            f"MLflow stored other files than were uploaded to {path} of its run {run_id}: {', '.join(wrong)}."
         )
-    return str(append_to_uri_path(client.get_run(run_id).info.artifact_uri, place))
+    return str(append_to_uri_path(client.get_run(run_id).info.artifact_uri, path))
 
 
-def _tried(call: Callable[[], T]) -> T:
-    """What a call returns that may be done again: with the same files in the same place."""
+def _retry(call: Callable[[], T]) -> T:
+    """Returns the result of a call, which is repeated after an error; it must be idempotent."""
     from mlflow.exceptions import MlflowException
     from requests.exceptions import RequestException
 
@@ -90,12 +87,13 @@ def _tried(call: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _patient(num_bytes: int) -> Iterator[None]:
-    """Lets MLflow's requests take as long as such a file may need; elsewhere they end soon, since training does not
-    wait for a server.
+def _request_timeout(num_bytes: int) -> Iterator[None]:
+    """Raises the timeout of MLflow's requests to what a file of a size needs.
+
+    Elsewhere the timeout is short, since training does not wait for a server.
     """
     before = os.environ.get(_TIMEOUT)
-    os.environ[_TIMEOUT] = str(int(max(seconds_for(num_bytes), float(before or 0))))
+    os.environ[_TIMEOUT] = str(int(max(request_timeout_s(num_bytes), float(before or 0))))
     try:
         yield
     finally:
@@ -117,22 +115,26 @@ def _digest(file: Path) -> str:
 CHAMPION, CHALLENGER = "champion", "challenger"
 RUN_UUID, PARAMS_DIGEST = "ray_app.run_uuid", "ray_app.params_digest"
 _REGISTERED = "ray_app.registered_at"
-_BECAUSE, _AT, _BY, _REPLACES = (
+_PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES = (
     "ray_app.promoted_because",
     "ray_app.promoted_at",
     "ray_app.promoted_by",
     "ray_app.replaces",
 )
-_WHY = (_BECAUSE, _AT, _BY, _REPLACES)
-_WAS = "ray_app.promoted_before"
-"""What a version's tags said before its newest promotion: a rollback to it says that again, if that promotion was
-stopped. The next that happens to a version that serves removes it.
+_PROMOTION_TAGS = (_PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES)
+_EARLIER_PROMOTION = "ray_app.promoted_before"
+"""Tag with the promotion tags of a version before its newest promotion. A rollback to the version restores them if that
+promotion was interrupted; the next promotion or rollback of a serving version removes the tag.
 """
-FIRST, _FIRST = "first version", "1"
-"""Why the first version of all serves, and its number, which MLflow gives to no other, also when it is deleted."""
-_BACK_BECAUSE, _BACK_AT, _BACK_BY = "ray_app.rolled_back_because", "ray_app.rolled_back_at", "ray_app.rolled_back_by"
+FIRST_REASON, _FIRST_VERSION = "first version", "1"
+"""The promotion reason of the very first version, and its number, which MLflow never reuses after a deletion."""
+_ROLLED_BACK_BECAUSE, _ROLLED_BACK_AT, _ROLLED_BACK_BY = (
+    "ray_app.rolled_back_because",
+    "ray_app.rolled_back_at",
+    "ray_app.rolled_back_by",
+)
 _TAG_CHARS = 5000
-_KEPT_CHARS = 1000
+_EARLIER_TAG_CHARS = 1000
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Registered:
     Args:
         name: Name of the model.
         version: Its version.
-        aliases: The aliases that point to it.
+        aliases: Its aliases.
     """
 
     name: str
@@ -151,9 +153,9 @@ class Registered:
 
 
 def find(client: Any, name: str, run_uuid: str, params_digest: str) -> Registered | None:
-    """The complete version that a run's parameters became already, or None."""
-    found = _find(client, name, run_uuid, params_digest)
-    return _registered(client, found) if found is not None and _REGISTERED in found.tags else None
+    """Returns the complete version of a run's parameters, None if there is none."""
+    version = _find_version(client, name, run_uuid, params_digest)
+    return _registered(client, version) if version is not None and _REGISTERED in version.tags else None
 
 
 def register(
@@ -167,73 +169,72 @@ def register(
     by: str,
     first_serves: bool = True,
 ) -> Registered:
-    """Makes a package the newest version of a model, and the `challenger`; the first version of all becomes `champion`
-    too.
+    """Makes a package the newest version of a model, and the `challenger`; the very first version also becomes
+    `champion`.
 
-    The same parameters of the same run become one version, however often this is called and wherever it was stopped
-    before; a version that is complete is returned as it is.
+    The same parameters of the same run become one version, however often this is called and wherever an earlier call
+    was interrupted; a complete version is returned unchanged.
 
     Args:
         client: MLflow's client.
-        name: Name of the model, made when it is not there.
+        name: Name of the model, which is created if it does not exist.
         run_id: The MLflow run that the files are logged to, in a new folder below `models`: a version's files are never
             written again.
-        run_uuid: What identifies the run.
-        params_digest: What identifies the parameters.
-        tags: More tags of the version.
-        package: Makes the package in a new folder; not called if there is nothing to upload.
-        by: Who does it.
-        first_serves: Whether the first version of all becomes the champion at once.
+        run_uuid: Identifies the run.
+        params_digest: Identifies the parameters.
+        tags: Further tags of the version.
+        package: Makes the package in a new folder; called only if an upload is needed.
+        by: The user or program that registers it.
+        first_serves: Whether the very first version becomes the champion at once.
 
     Raises:
-        RegistryError: What MLflow stored is not what was uploaded; no version was made.
+        RegistryError: MLflow stored other files than were uploaded; no version was created.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
-    version = _find(client, name, run_uuid, params_digest)
+    version = _find_version(client, name, run_uuid, params_digest)
     if version is None:
         tags = {RUN_UUID: run_uuid, PARAMS_DIGEST: params_digest, **tags}
         with tempfile.TemporaryDirectory() as temporary:
-            made = package(Path(temporary) / "package")
-            source = upload(client, run_id, f"models/{params_digest[:16]}-{uuid.uuid4().hex[:8]}", made.folder)
-            tags |= {"ray_app.format": made.format, "ray_app.outputs": made.outputs}
-            tags |= {"ray_app.refused": "; ".join(made.refused)} if made.refused else {}
-        _make_model(client, name)
+            packaged = package(Path(temporary) / "package")
+            source = upload(client, run_id, f"models/{params_digest[:16]}-{uuid.uuid4().hex[:8]}", packaged.folder)
+            tags |= {"ray_app.format": packaged.format, "ray_app.outputs": packaged.outputs}
+            tags |= {"ray_app.refused": "; ".join(packaged.refused)} if packaged.refused else {}
+        _create_model(client, name)
         tags = {tag: str(value)[:_TAG_CHARS] for tag, value in tags.items()}
         version = client.create_model_version(name, source, run_id, tags=tags)
     if _REGISTERED not in version.tags:
         client.set_registered_model_alias(name, CHALLENGER, version.version)
-        if first_serves and str(version.version) == _FIRST and champion_of(client, name) is None:
-            promote(client, name, version.version, FIRST, by)
+        if first_serves and str(version.version) == _FIRST_VERSION and champion_of(client, name) is None:
+            promote(client, name, version.version, FIRST_REASON, by)
         client.set_model_version_tag(name, version.version, _REGISTERED, _now())
     return _registered(client, version)
 
 
 def champion_of(client: Any, name: str) -> str | None:
-    """The version that serves, or None if the model or the alias is not there."""
-    model = _model(client, name)
+    """Returns the number of the champion, None if the model or the alias does not exist."""
+    model = _find_model(client, name)
     return None if model is None or CHAMPION not in model.aliases else str(model.aliases[CHAMPION])
 
 
 def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
-    """Makes a version the champion, with the reason on record first; the one call that changes what is served comes
-    last.
+    """Makes a version the champion; records the reason first, and moves the alias in the last call.
 
-    What is promoted is no longer rolled back, nor is what serves until then, whose rollback was stopped before the
-    alias moved.
+    The rollback tags of the promoted version are removed, and those of the champion until now, if its rollback was
+    interrupted before the alias moved.
 
     Args:
         client: MLflow's client.
         name: Name of the model.
-        version: Which version.
-        reason: Why, for those who ask later.
-        by: Who decides it.
+        version: Number of the version.
+        reason: The reason of the promotion, for the record.
+        by: The user or program that decides it.
 
     Returns:
-        Whether it was not the champion already; then nothing is changed.
+        False if the version was the champion already; then nothing is changed.
 
     Raises:
-        RegistryError: There is no reason, or no such version.
-        Exception: Whatever MLflow raises; the old champion serves on.
+        RegistryError: The reason is empty, or there is no such version.
+        Exception: Whatever MLflow raises; the old champion continues to serve.
     """
     if not reason.strip():
         raise RegistryError(
@@ -242,14 +243,21 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     before = champion_of(client, name)
     if before == str(version):
         return False
-    made = _need_version(client, name, version)
-    _delete_tags(client, made, _BACK_BECAUSE, _BACK_AT, _BACK_BY)
+    promoted = _need_version(client, name, version)
+    _delete_tags(client, promoted, _ROLLED_BACK_BECAUSE, _ROLLED_BACK_AT, _ROLLED_BACK_BY)
     if before is not None:
-        _delete_tags(client, _need_version(client, name, before), _BACK_BECAUSE, _BACK_AT, _BACK_BY, _WAS)
-    if _WAS not in made.tags:
-        was = {tag: made.tags[tag][:_KEPT_CHARS] for tag in _WHY if tag in made.tags}
-        client.set_model_version_tag(name, version, _WAS, json.dumps(was, ensure_ascii=False))
-    for tag, value in zip(_WHY, (reason[:_TAG_CHARS], _now(), by, before or "none"), strict=True):
+        _delete_tags(
+            client,
+            _need_version(client, name, before),
+            _ROLLED_BACK_BECAUSE,
+            _ROLLED_BACK_AT,
+            _ROLLED_BACK_BY,
+            _EARLIER_PROMOTION,
+        )
+    if _EARLIER_PROMOTION not in promoted.tags:
+        earlier = {tag: promoted.tags[tag][:_EARLIER_TAG_CHARS] for tag in _PROMOTION_TAGS if tag in promoted.tags}
+        client.set_model_version_tag(name, version, _EARLIER_PROMOTION, json.dumps(earlier, ensure_ascii=False))
+    for tag, value in zip(_PROMOTION_TAGS, (reason[:_TAG_CHARS], _now(), by, before or "none"), strict=True):
         client.set_model_version_tag(name, version, tag, value)
     client.set_registered_model_alias(name, CHAMPION, version)
     return True
@@ -263,14 +271,14 @@ def _delete_tags(client: Any, version: Any, *tags: str) -> None:
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return to the champion before.
+    """A return to the previous champion.
 
     Args:
-        version: The version that was left.
+        version: The version that was rolled back.
         to: The version that serves again.
-        reason: Why.
-        at: When, ISO 8601 (UTC).
-        by: Who decided it.
+        reason: The reason, for the record.
+        at: The time, ISO 8601 (UTC).
+        by: The user or program that decided it.
     """
 
     version: str
@@ -281,71 +289,78 @@ class Rollback:
 
 
 def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
-    """Makes the version that the champion replaced serve again; the reason goes on record first, at the version that is
-    left.
+    """Makes the version that the champion replaced serve again; records the reason first, at the version that is rolled
+    back.
 
-    The tags of the version that serves again are those with which it served, so a second rollback goes back further,
-    never to one that was left. The same reason once more is the same rollback, of which the answer was lost.
+    The version that serves again keeps the tags of its promotion, so a second rollback goes further back, never to a
+    version that was rolled back. A repeated call with the same reason is the same rollback, after a lost response.
 
     Raises:
-        RegistryError: There is no reason, no champion, nothing that it replaced, or that was rolled back itself;
-            nothing is changed.
-        Exception: Whatever MLflow raises; the champion serves on.
+        RegistryError: The reason is empty, there is no champion, it replaced no version, or that version was rolled
+            back itself; nothing is changed.
+        Exception: Whatever MLflow raises; the champion continues to serve.
     """
     if not reason.strip():
         raise RegistryError(f"A rollback of {name!r} needs a reason: what is wrong with what serves now?")
     now = champion_of(client, name)
     if now is None:
         raise RegistryError(f"{name!r} has no champion that could be rolled back.")
-    leaves = client.get_model_version(name, now)
+    current = client.get_model_version(name, now)
     done = rollbacks(client, name)[-1:]
-    if done and (done[0].to, done[0].reason) == (now, reason[:_TAG_CHARS]) and done[0].at >= leaves.tags.get(_AT, ""):
+    if (
+        done
+        and (done[0].to, done[0].reason) == (now, reason[:_TAG_CHARS])
+        and done[0].at >= current.tags.get(_PROMOTED_AT, "")
+    ):
         return done[0]
-    before = leaves.tags.get(_REPLACES, "none")
+    before = current.tags.get(_REPLACES, "none")
     if before == "none":
         raise RegistryError(
             f"Version {now} of {name!r} replaced no other champion, so there is none to go back to. Promote another"
-            f" version with"
-            " ray-app register --promote."
+            " version with ray-app register --promote."
         )
     back_to = _need_version(client, name, before)
-    left = back_to.tags
-    if _BACK_AT in left:
+    tags = back_to.tags
+    if _ROLLED_BACK_AT in tags:
         raise RegistryError(
             f"Version {now} of {name!r} replaced version {before}, which was rolled back itself:"
-            f" {left.get(_BACK_BECAUSE, '')}. Promote"
-            " another version with ray-app register --promote."
+            f" {tags.get(_ROLLED_BACK_BECAUSE, '')}. Promote another version with ray-app register --promote."
         )
-    _delete_tags(client, leaves, _WAS)
-    if _WAS in left:  # somebody began to promote it, and was stopped
-        for tag, value in json.loads(left[_WAS]).items():
+    _delete_tags(client, current, _EARLIER_PROMOTION)
+    # A promotion of the version began and was interrupted, so its earlier tags are restored.
+    if _EARLIER_PROMOTION in tags:
+        for tag, value in json.loads(tags[_EARLIER_PROMOTION]).items():
             client.set_model_version_tag(name, before, tag, value)
-        _delete_tags(client, back_to, _WAS)
-    made = Rollback(now, before, reason[:_TAG_CHARS], _now(), by)
-    for tag, value in ((_BACK_BECAUSE, made.reason), (_BACK_AT, made.at), (_BACK_BY, by)):
+        _delete_tags(client, back_to, _EARLIER_PROMOTION)
+    new_rollback = Rollback(now, before, reason[:_TAG_CHARS], _now(), by)
+    for tag, value in (
+        (_ROLLED_BACK_BECAUSE, new_rollback.reason),
+        (_ROLLED_BACK_AT, new_rollback.at),
+        (_ROLLED_BACK_BY, by),
+    ):
         client.set_model_version_tag(name, now, tag, value)
     client.set_registered_model_alias(name, CHAMPION, before)
-    return made
+    return new_rollback
 
 
 def rollbacks(client: Any, name: str) -> list[Rollback]:
-    """The rollbacks that MLflow has on record, oldest first; one that was stopped before the alias moved is none."""
-    serves = champion_of(client, name)
-    found = [
+    """Returns the recorded rollbacks, oldest first, without one that was interrupted before the alias moved."""
+    serving = champion_of(client, name)
+    recorded = [
         Rollback(
             str(v.version),
             v.tags.get(_REPLACES, "none"),
-            v.tags.get(_BACK_BECAUSE, ""),
-            v.tags[_BACK_AT],
-            v.tags.get(_BACK_BY, ""),
+            v.tags.get(_ROLLED_BACK_BECAUSE, ""),
+            v.tags[_ROLLED_BACK_AT],
+            v.tags.get(_ROLLED_BACK_BY, ""),
         )
         for v in client.search_model_versions(_filter("name", name))
-        if _BACK_AT in v.tags and str(v.version) != serves
+        if _ROLLED_BACK_AT in v.tags and str(v.version) != serving
     ]
-    return sorted(found, key=lambda one: one.at)
+    return sorted(recorded, key=lambda one: one.at)
 
 
-def _make_model(client: Any, name: str) -> None:
+def _create_model(client: Any, name: str) -> None:
     from mlflow.exceptions import MlflowException
 
     try:
@@ -366,7 +381,7 @@ def _need_version(client: Any, name: str, version: str) -> Any:
         raise RegistryError(f"{name!r} has no version {version!r}: {error.message}") from error
 
 
-def _model(client: Any, name: str) -> Any | None:
+def _find_model(client: Any, name: str) -> Any | None:
     from mlflow.exceptions import MlflowException
 
     try:
@@ -377,15 +392,15 @@ def _model(client: Any, name: str) -> Any | None:
         return None
 
 
-def _find(client: Any, name: str, run_uuid: str, params_digest: str) -> Any | None:
-    """The oldest version with these parameters of this run, complete or not."""
+def _find_version(client: Any, name: str, run_uuid: str, params_digest: str) -> Any | None:
+    """Returns the oldest version with these parameters of this run, complete or not."""
     same_run = _filter("name", name) + " and " + _filter(f"tags.`{RUN_UUID}`", run_uuid)
-    found = [v for v in client.search_model_versions(same_run) if v.tags.get(PARAMS_DIGEST) == params_digest]
-    return min(found, key=lambda v: int(v.version), default=None)
+    versions = [v for v in client.search_model_versions(same_run) if v.tags.get(PARAMS_DIGEST) == params_digest]
+    return min(versions, key=lambda v: int(v.version), default=None)
 
 
 def _registered(client: Any, version: Any) -> Registered:
-    model = _model(client, version.name)
+    model = _find_model(client, version.name)
     aliases = model.aliases if model is not None else {}
     return Registered(
         version.name,
@@ -409,14 +424,14 @@ _URI = re.compile(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))")
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model.
+    """A version of a registered model as MLflow stores it.
 
     Args:
         name: Name of the model.
         version: Its number.
         run_id: The MLflow run that it comes from.
-        source: Where its files are.
-        tags: What is known of it.
+        source: URI of its files.
+        tags: Its tags.
     """
 
     name: str
@@ -427,42 +442,42 @@ class Version:
 
     @property
     def params_digest(self) -> str:
-        """Digest of its parameters; empty if it was not registered by this application."""
+        """The digest of its parameters; empty if it was not registered by this application."""
         return self.tags.get(PARAMS_DIGEST, "")
 
     @property
     def age_days(self) -> float | None:
-        """Days since it was promoted; None if it was not."""
+        """The days since its promotion; None if it was not promoted."""
         at = self.tags.get("ray_app.promoted_at")
         return None if at is None else (time.time() - datetime.fromisoformat(at).timestamp()) / 86400
 
 
 def version_of(client: Any, name: str, version: str) -> Version:
-    """What MLflow knows of a version."""
-    found = client.get_model_version(name, version)
-    return Version(name, str(version), found.run_id, found.source, dict(found.tags))
+    """Fetches a version from MLflow."""
+    stored = client.get_model_version(name, version)
+    return Version(name, str(version), stored.run_id, stored.source, dict(stored.tags))
 
 
-def tagged(client: Any, name: str, tag: str, value: str) -> list[str]:
-    """The versions of a model that have a tag of this value; none if there is no such model."""
+def versions_with_tag(client: Any, name: str, tag: str, value: str) -> list[str]:
+    """Returns the numbers of the versions of a model with a tag of a value; none if there is no such model."""
     return [str(v.version) for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(tag) == value]
 
 
 def champion(client: Any, name: str) -> Version | None:
-    """The version that serves, or None."""
-    serves = champion_of(client, name)
-    return None if serves is None else version_of(client, name, serves)
+    """Returns the champion, None if there is none."""
+    serving = champion_of(client, name)
+    return None if serving is None else version_of(client, name, serving)
 
 
-def named(uri: str, model: str) -> Version:
-    """The version that a text names.
+def resolve_version(uri: str, model: str) -> Version:
+    """Returns the version that a model URI names.
 
     Args:
-        uri: MLflow tracking URI; nobody is asked if the text names none.
+        uri: MLflow tracking URI; MLflow is not contacted for a malformed model URI.
         model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
     Raises:
-        ConfigError: It names none, or MLflow has no such version.
+        ConfigError: The model URI is malformed, or MLflow has no such version.
         Exception: Whatever else MLflow raises, mostly because it cannot be reached.
     """
     from mlflow.exceptions import MlflowException
@@ -471,8 +486,7 @@ def named(uri: str, model: str) -> Version:
     if match is None:
         raise ConfigError(
             f"The model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, as models:/m@champion, or"
-            f" the folder of an"
-            " export."
+            " the folder of an export."
         )
     name, alias, version = match.groups()
     client = connect(uri)
@@ -486,16 +500,16 @@ def named(uri: str, model: str) -> Version:
         ) from error
 
 
-def fetch(uri: str, version: Version, folder: Path) -> Path:
-    """Downloads a version's model, but not the code that it brings along; returns the folder with `package.json`.
+def download_version(uri: str, version: Version, folder: Path) -> Path:
+    """Downloads the model of a version without the code of its package; returns the folder with `package.json`.
 
     Args:
-        uri: Tracking URI.
-        version: Which one.
+        uri: MLflow tracking URI.
+        version: The version.
         folder: An empty folder to download into.
 
     Raises:
-        RegistryError: It is none of this application.
+        RegistryError: The version was not packaged by this application.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
     from mlflow.artifacts import download_artifacts
@@ -508,36 +522,39 @@ def fetch(uri: str, version: Version, folder: Path) -> Path:
     return Path(download_artifacts(artifact_uri=f"{version.source}/data/model", dst_path=str(folder), tracking_uri=uri))
 
 
-def parameters(folder: Path) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a package, of either format, by their names in the model.
+def load_parameters(folder: Path) -> dict[str, Tensor]:
+    """Loads the parameters and persistent buffers of a package, of either format, by their names in the model.
 
     Args:
         folder: The folder with `package.json`.
 
     Raises:
-        RegistryError: They are not those that were packaged.
+        RegistryError: They differ from those that were packaged.
     """
     described = loader.describe(folder)
     if (folder / loader.WEIGHTS).exists():
-        found = safetensors.torch.load_file(folder / loader.WEIGHTS)
+        parameters = safetensors.torch.load_file(folder / loader.WEIGHTS)
     else:
         state: Mapping[str, Tensor] = loader.load_exported(folder / loader.EXPORTED).state_dict
-        found = {name.removeprefix("model."): values.detach().clone().contiguous() for name, values in state.items()}
-    if params_digest(found) != described["params_digest"]:
+        parameters = {
+            name.removeprefix("model."): values.detach().clone().contiguous() for name, values in state.items()
+        }
+    if params_digest(parameters) != described["params_digest"]:
         raise RegistryError(
-            f"{folder} holds other parameters than it says: {params_digest(found)}, not {described['params_digest']}."
+            f"{folder} holds other parameters than it says: {params_digest(parameters)}, not"
+            f" {described['params_digest']}."
         )
-    return found
+    return parameters
 
 
-def tag(client: Any, version: Version, tags: dict[str, str]) -> None:
-    """Adds tags to a version; those that are there already are written over."""
+def tag_version(client: Any, version: Version, tags: dict[str, str]) -> None:
+    """Adds tags to a version, and overwrites existing ones."""
     for name, value in tags.items():
         client.set_model_version_tag(version.name, version.version, name, redact(value)[:_TAG_CHARS])
 
 
 def tag_model(client: Any, name: str, tags: dict[str, str]) -> None:
-    """Adds tags to a registered model; if there is none of that name yet, there is nothing to add them to."""
+    """Adds tags to a registered model; does nothing if the model does not exist yet."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -548,15 +565,15 @@ def tag_model(client: Any, name: str, tags: dict[str, str]) -> None:
             raise
 
 
-def log_figures(client: Any, version: Version, figures: dict[str, float], time_s: float) -> None:
-    """Adds metrics to the MLflow run of a version; logged again with the same time they are there once.
+def log_metrics(client: Any, version: Version, metrics: dict[str, float], time_s: float) -> None:
+    """Adds metrics to the MLflow run of a version; a repeated call with the same time does not duplicate them.
 
     Args:
         client: MLflow's client.
-        version: Which one.
-        figures: Value by name.
-        time_s: When they were found, seconds since 1970 (UTC).
+        version: The version.
+        metrics: Values by name.
+        time_s: The time of the metrics, seconds since 1970 (UTC).
     """
     from mlflow.entities import Metric
 
-    client.log_batch(version.run_id, [Metric(name, value, int(time_s * 1000), 0) for name, value in figures.items()])
+    client.log_batch(version.run_id, [Metric(name, value, int(time_s * 1000), 0) for name, value in metrics.items()])

@@ -1,9 +1,9 @@
-"""Which rank plays which logical worker, and the fixed tree in which their gradients are added.
+"""The assignment of logical workers to ranks, and the fixed tree in which their gradients are added.
 
-Nodes of the tree are half-open ranges [low, high) of logical workers; a node splits so that the left part is the
-largest power of two below its size. So any 2^k logical workers from a multiple of 2^k on are a node, however many there
-are in all: whoever plays such a block sends one sum. The tree depends on the number of logical workers only, never on
-who plays them.
+A node of the tree is a half-open range [low, high) of logical workers; a node splits so that the left part is the
+largest power of two below its size. So any 2^k logical workers from a multiple of 2^k on are a node, for every L, and a
+rank that runs such a block sends one sum. The tree depends on the number of logical workers only, never on the
+assignment.
 """
 
 from __future__ import annotations
@@ -16,27 +16,30 @@ Node = tuple[int, int]
 
 
 def logical_workers_of(rank: int, world_size: int, logical_workers: int, strided: bool = False) -> range:
-    """The logical workers that `rank` plays: contiguous blocks, or every W-th; sizes differ by at most one, all of them
-    covered.
+    """Returns the logical workers that a rank runs: a contiguous block, or every W-th one.
+
+    Each logical worker belongs to one rank, and the numbers of the ranks differ by at most one.
 
     Raises:
         ValueError: The world size is not between 1 and the number of logical workers, or the rank not in the world.
     """
     if not 1 <= world_size <= logical_workers or not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of {world_size} cannot play {logical_workers} logical workers")
+        raise ValueError(f"rank {rank} of {world_size} cannot run {logical_workers} logical workers")
     if strided:
         return range(rank, logical_workers, world_size)
     return range(rank * logical_workers // world_size, (rank + 1) * logical_workers // world_size)
 
 
-def shares_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[range, ...]:
-    """The block of each rank that lets the slowest of them be done first; each plays one logical worker at least.
+def blocks_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[range, ...]:
+    """Returns the block of each rank for which the last rank finishes earliest; a rank runs one logical worker at
+    least.
 
     Args:
-        seconds: What each rank needs for one logical worker.
+        seconds: The time of each rank for one logical worker.
         logical_workers: L, not fewer than ranks.
     """
-    ends = [(2 * each, rank) for rank, each in enumerate(seconds)]  # when it would be done with one more
+    # The heap says when each rank would finish with one logical worker more.
+    ends = [(2 * duration_s, rank) for rank, duration_s in enumerate(seconds)]
     sizes = [1] * len(ends)
     heapq.heapify(ends)
     for _ in range(logical_workers - len(sizes)):
@@ -46,13 +49,13 @@ def shares_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[ran
     return tuple(range(low, high) for low, high in pairwise(accumulate(sizes, initial=0)))
 
 
-def middle(node: Node) -> int:
-    """Where a node of two or more logical workers splits."""
+def split_point(node: Node) -> int:
+    """Returns the logical worker at which a node of two or more splits."""
     return node[0] + (1 << (node[1] - node[0] - 1).bit_length() - 1)
 
 
 def subtrees(block: range, logical_workers: int) -> list[Node]:
-    """The largest nodes of the tree that lie in `block`, from left to right; together they are the block."""
+    """Returns the largest nodes of the tree that lie in a block, from left to right; together they are the block."""
 
     def collect(node: Node) -> list[Node]:
         low, high = node
@@ -60,11 +63,11 @@ def subtrees(block: range, logical_workers: int) -> list[Node]:
             return [node]
         if high <= block.start or block.stop <= low:
             return []
-        return [*collect((low, middle(node))), *collect((middle(node), high))]
+        return [*collect((low, split_point(node))), *collect((split_point(node), high))]
 
     return collect((0, logical_workers))
 
 
-def micro_batches(world_size: int, logical_workers: int) -> int:
-    """Micro-batches of the busiest worker per step, ceil(L / W): what decides the time of a step."""
+def count_passes(world_size: int, logical_workers: int) -> int:
+    """Returns the micro-batches per step of the busiest worker, ceil(L / W), which decide the time of a step."""
     return -(-logical_workers // world_size)

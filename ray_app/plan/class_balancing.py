@@ -1,9 +1,8 @@
-"""Balanced sampling: how often each row is used in an epoch so that all classes are used equally often, as a pure
-function.
+"""Balanced sampling as a pure function: how often each row is used in an epoch so that all classes occur equally often.
 
-The largest class has each of its rows once; rows of a smaller one are repeated, some once more than others, and who is
-repeated more goes round from epoch to epoch. Memory grows with the rows (1 or 2 bytes each for the class) and with row
-groups times classes.
+Each row of the largest class is used once. Rows of a smaller class are repeated, some once more than others, and the
+rows that are repeated once more rotate from epoch to epoch. Memory grows with the rows (1 or 2 bytes each for the
+class) and with row groups times classes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ from ray_app.plan.manifest import Manifest
 
 Int64 = npt.NDArray[np.int64]
 
-_REPEAT = 3  # salt: what a key is for
+# Salt of the keys of this module, so that they differ from the other keys of the plan.
+_REPEAT = 3
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The class of every row.
+    """The classes of the rows of a manifest.
 
     Args:
-        of_row: For each row in manifest order, its class from 0, shape (rows,).
-        counts: Rows of each class in each row group, shape (row groups, classes); every class has rows.
+        of_row: The class of each row in manifest order, from 0, shape (rows,).
+        counts: The number of rows of each class in each row group, shape (row groups, classes); no class is empty.
     """
 
     of_row: npt.NDArray[np.unsignedinteger]
@@ -37,7 +37,12 @@ class Classes:
 
     @classmethod
     def of(cls, manifest: Manifest, of_row: npt.NDArray[np.unsignedinteger]) -> Classes:
-        """Counts the classes of the rows of a manifest, shape (rows,)."""
+        """Returns the classes of a manifest's rows.
+
+        Args:
+            manifest: The rows.
+            of_row: The class of each row, shape (rows,).
+        """
         classes = int(of_row.max()) + 1
         starts = manifest.first_row.tolist()
         groups = [of_row[start : start + rows] for start, rows in zip(starts, manifest.rows.tolist(), strict=True)]
@@ -45,27 +50,27 @@ class Classes:
 
     @classmethod
     def of_totals(cls, totals: list[int]) -> Classes:
-        """Knows nothing but how many rows each class has: enough for the length of an epoch."""
+        """Returns classes with nothing but the number of rows of each, which is enough for the length of an epoch."""
         return cls(np.empty(0, np.uint8), np.array([totals], np.int64))
 
     @cached_property
     def totals(self) -> Int64:
-        """Rows of each class, shape (classes,)."""
+        """The number of rows of each class, shape (classes,)."""
         return self.counts.sum(0)
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of an epoch, repetitions counted."""
+        """The number of rows of an epoch, repetitions counted."""
         return len(self.totals) * int(self.totals.max())
 
     @cached_property
     def first_rank(self) -> Int64:
-        """For each row group and class, how many rows of the class come before, shape (row groups, classes)."""
+        """The number of rows of each class before each row group, shape (row groups, classes)."""
         return np.cumsum(self.counts, 0) - self.counts
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the class of every row."""
+        """The SHA-256 of the class of every row."""
         return hashlib.sha256(self.of_row.astype("<u4").tobytes()).hexdigest()
 
 
@@ -75,8 +80,8 @@ class Uses:
     Args:
         manifest: The rows.
         classes: Their classes.
-        seed: Decides with whom the repeating begins.
-        epoch: Which epoch.
+        seed: Decides which row of each class is the first to be repeated.
+        epoch: The epoch.
     """
 
     def __init__(self, manifest: Manifest, classes: Classes, seed: int, epoch: int) -> None:
@@ -87,21 +92,22 @@ class Uses:
         self._start = (begins + epoch * self._rest) % totals
 
     def of_groups(self) -> Int64:
-        """Uses of all rows of each row group, shape (row groups,)."""
+        """Returns the sum of the uses of the rows of each row group, shape (row groups,)."""
         first, counts = self._classes.first_rank, self._classes.counts
         more = self._repeated_before(first + counts) - self._repeated_before(first)
         return (counts * self._base + more).sum(1)
 
     def _repeated_before(self, rank: Int64) -> Int64:
-        """How many of the first `rank` rows of each class are used once more: those from `start` on, round the end of
-        the class.
+        """Returns how many of the first `rank` rows of each class are used once more.
+
+        These are the `rest` rows from `start` on, which continue at the beginning of the class.
         """
         totals, start, rest = self._classes.totals, self._start, self._rest
-        round_the_end = np.clip(rank - start + totals, 0, rest) - np.clip(totals - start, 0, rest)
-        return np.clip(rank - start, 0, rest) + round_the_end
+        wrapped = np.clip(rank - start + totals, 0, rest) - np.clip(totals - start, 0, rest)
+        return np.clip(rank - start, 0, rest) + wrapped
 
     def of_rows(self, group: int) -> Int64:
-        """Uses of each row of a row group, shape (rows,)."""
+        """Returns the uses of each row of a row group, shape (rows,)."""
         first = int(self._manifest.first_row[group])
         label = self._classes.of_row[first : first + int(self._manifest.rows[group])].astype(np.int64)
         counts = self._classes.counts[group]

@@ -1,5 +1,4 @@
-"""Keyed hashing of integers: the only source of randomness in the plan, fixed for ever and independent of any library's
-streams.
+"""Keyed hashing of integers, the only source of randomness in the plan. It never changes, and no library decides it.
 
 The mixer is SplitMix64's finalizer (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
@@ -15,7 +14,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def mix(value: int) -> int:
-    """SplitMix64's finalizer of one 64-bit integer."""
+    """Returns SplitMix64's finalizer of one 64-bit integer."""
     value = (value + _GAMMA) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -23,11 +22,11 @@ def mix(value: int) -> int:
 
 
 def key(*parts: int, after: int = 0) -> int:
-    """One 64-bit key of any number of integers; their order counts.
+    """Returns one 64-bit key of any number of integers; their order counts.
 
     Args:
         parts: The integers.
-        after: The key of those before them: `key(a, b)` is `key(b, after=key(a))`.
+        after: The key of the integers before them: `key(a, b)` is `key(b, after=key(a))`.
     """
     state = after
     for part in parts:
@@ -36,7 +35,7 @@ def key(*parts: int, after: int = 0) -> int:
 
 
 def mix_array(values: UInt64) -> UInt64:
-    """`mix` of every element, shape unchanged."""
+    """Returns `mix` of every element, shape unchanged."""
     values = values + np.uint64(_GAMMA)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -44,10 +43,10 @@ def mix_array(values: UInt64) -> UInt64:
 
 
 def hash_array(base: int, values: npt.NDArray[np.integer]) -> UInt64:
-    """64-bit hashes of `values` under the key `base`, shape unchanged."""
+    """Returns 64-bit hashes of `values` under the key `base`, shape unchanged."""
     return mix_array(mix_array(values.astype(np.uint64)) ^ np.uint64(base))
 
 
 def permutation(base: int, length: int) -> npt.NDArray[np.int64]:
-    """A permutation of range(length) that depends on `base` and `length` only."""
+    """Returns a permutation of range(length) that depends on `base` and `length` only."""
     return np.argsort(hash_array(base, np.arange(length)), kind="stable")

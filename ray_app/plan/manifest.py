@@ -1,10 +1,9 @@
-"""The manifest: the table of Parquet row groups that a run trains on, with a digest.
+"""The manifest of a data set, the facts about its columns, and the columns that are in the names of its folders.
 
-A row's identity is its position in the manifest; an id column of the data is provenance only.
-
-What is known of a data set's columns before anything is read: names, types, ranges.
-
-Columns that are in the names of folders: `key=value`, as Hive, Spark, pandas and Arrow write them.
+- `Manifest` is the table of Parquet row groups that a run trains on, with a digest. The identity of a row is its
+  position in the manifest; an id column of the data is provenance only.
+- `DataFacts` says what is known about the columns before any row is read: names, types, ranges.
+- Partition columns are in the names of folders (`key=value`), as Hive, Spark, pandas and Arrow write them.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from ray_app.errors import DataError
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """One column.
+    """The facts about one column.
 
     Args:
         kind: `number`, `integer`, `text`, `bytes` (one binary value per row), `array` (fixed shape), `list` (of
             numbers, of any length), or `other`.
         dtype: NumPy dtype of numbers and arrays.
         shape: Shape of one row of an array.
-        minimum: Least value of a column of numbers, or of lists of them, if the files say.
-        maximum: Greatest value, likewise.
-        nulls: Missing values, if the files say.
-        group_span: Values from the least to the greatest in a row group of a column of integers, on an average over the
-            rows, if the files say.
+        minimum: Smallest value of a column of numbers, or of lists of numbers, if the files contain it.
+        maximum: Largest value of such a column, if the files contain it.
+        nulls: Number of missing values, if the files contain it.
+        group_span: For a column of integers, the number of values from the smallest to the largest in a row group, as
+            an average over the rows, if the files contain them.
     """
 
     kind: Literal["number", "integer", "text", "bytes", "array", "list", "other"]
@@ -56,16 +55,16 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """A data set as its files describe it.
+    """The facts about a data set, as its files describe it.
 
     Args:
-        path: Where it is, for messages.
-        num_rows: Number of rows.
-        columns: Facts of every column by name.
+        path: The path of the data set, for messages.
+        num_rows: The number of rows.
+        columns: The facts about every column by name.
         classes: Names of the classes of the label column, if the ingest recorded them.
-        count: Reads a column of integers, and returns how many rows have each of its values.
-        index_columns: Columns that number the rows and are no data of theirs: the index of a pandas table, and columns
-            without a name.
+        count: Reads a column of integers and returns how many rows have each of its values.
+        index_columns: Columns that number the rows and are not data: the index of a pandas table, and columns without a
+            name.
     """
 
     path: str
@@ -76,9 +75,10 @@ class DataFacts:
     index_columns: tuple[str, ...] = ()
 
 
-def similar_names(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ in upper and lower case, blanks or the form of a character (Unicode NFKC) alone, each group in
-    its order.
+def find_similar_names(names: Iterable[str]) -> list[list[str]]:
+    """Returns groups of names that differ in case, blanks or the form of a character (Unicode NFKC) only.
+
+    The names of a group keep their order.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -88,40 +88,44 @@ def similar_names(names: Iterable[str]) -> list[list[str]]:
 
 
 PartitionType = Literal["int64", "double", "string"]
-Value = int | float | str | None
+PartitionValue = int | float | str | None
 _MISSING = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
 
 
-def partition_texts(path: str) -> dict[str, str | None]:
-    """The keys and values in the folders of a file's path, relative to its data set; None is a missing value.
+def parse_partitions(path: str) -> dict[str, str | None]:
+    """Returns the keys and values in the folders of a file's path; None is a missing value.
+
+    Args:
+        path: The path relative to the data set.
 
     Raises:
-        DataError: A key stands in the path twice.
+        DataError: The path contains a key twice.
     """
     if "=" not in path:
         return {}
-    found: dict[str, str | None] = {}
+    values: dict[str, str | None] = {}
     for folder in path.split("/")[:-1]:
         key, separator, value = folder.partition("=")
         if not separator or not key:
             continue
         name = unquote(key)
-        if name in found:
+        if name in values:
             raise DataError(
                 f"{path} has two folders of the column {name!r}; a column has one value for a file. Rename one of them."
             )
-        found[name] = None if value in ("", _MISSING) else unquote(value)
-    return found
+        values[name] = None if value in ("", _MISSING) else unquote(value)
+    return values
 
 
-def partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
-    """The partition columns of a data set, in the order of its folders, each in the narrowest type that holds all its
-    values.
+def infer_partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
+    """Returns the partition columns of a data set, in the order of its folders, with their types.
+
+    A type is the narrowest one that can represent all values of the column.
 
     Args:
-        paths: All files, relative to the data set.
+        paths: The paths of all files, relative to the data set.
 
     Raises:
         DataError: The files have different keys.
@@ -133,33 +137,35 @@ def partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
         folder = path.rpartition("/")[0]
         if folder == folder_before:
             continue
-        folder_before, found = folder, partition_texts(path)
+        folder_before = folder
+        partitions = parse_partitions(path)
         if keys is None:
-            keys = tuple(found)
-        elif set(keys) != set(found):
+            keys = tuple(partitions)
+        elif set(keys) != set(partitions):
             raise DataError(
                 f"{paths[0]} has the partition columns {', '.join(keys) or 'none'}, {path} has"
-                f" {', '.join(found) or 'none'}; all files of a"
-                " data set have the same. Move the files apart, or into folders key=value of the same keys."
+                f" {', '.join(partitions) or 'none'}; all files of a data set have"
+                " the same. Move the files apart, or into folders key=value of the same keys."
             )
-        for key, value in found.items():
+        for key, value in partitions.items():
             values.setdefault(key, set()).add(value)
-    return {key: _type_of(some) for key, some in values.items()}
+    return {key: _infer_type(texts) for key, texts in values.items()}
 
 
-def partition_value(text: str | None, kind: PartitionType) -> Value:
-    """A value of a partition column."""
+def parse_partition_value(text: str | None, kind: PartitionType) -> PartitionValue:
+    """Returns the value of a partition column that a text stands for."""
     if text is None or kind == "string":
         return text
     return int(text) if kind == "int64" else float(text)
 
 
-def _type_of(values: Iterable[str | None]) -> PartitionType:
-    known = [value for value in values if value is not None]
-    if known and all(map(_INTEGER.fullmatch, known)):
-        # Digits beyond 64 bits are names: as a fraction two of them could become one.
-        return "int64" if all(-(2**63) <= int(value) < 2**63 for value in known) else "string"
-    if known and all(_NUMBER.fullmatch(value) and math.isfinite(float(value)) for value in known):
+def _infer_type(values: Iterable[str | None]) -> PartitionType:
+    """Returns the narrowest type that can represent all values of a column."""
+    texts = [value for value in values if value is not None]
+    if texts and all(map(_INTEGER.fullmatch, texts)):
+        # Integers of more than 64 bits are treated as names: as floats, two of them could become one value.
+        return "int64" if all(-(2**63) <= int(value) < 2**63 for value in texts) else "string"
+    if texts and all(_NUMBER.fullmatch(value) and math.isfinite(float(value)) for value in texts):
         return "double"
     return "string"
 
@@ -170,10 +176,10 @@ UInt64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Manifest:
-    """Row groups in a fixed order: by relative path, then by index in the file.
+    """The row groups of a data set in a fixed order: by relative path, then by index in the file.
 
     Args:
-        paths: File of each distinct Parquet file, relative to the data set's root, sorted.
+        paths: Path of each Parquet file, relative to the data set's root, sorted.
         file_of: For each row group, the index of its file in `paths`, shape (row groups,).
         index_in_file: For each row group, its index in its file, shape (row groups,).
         rows: For each row group, its number of rows, shape (row groups,).
@@ -186,7 +192,10 @@ class Manifest:
 
     @classmethod
     def from_files(cls, files: Iterable[tuple[str, list[int]]]) -> Manifest:
-        """Builds the manifest from (relative path, rows of each row group) in any order; empty row groups stay in."""
+        """Returns the manifest of files, given as (relative path, rows of each row group), in any order.
+
+        Empty row groups stay in.
+        """
         ordered = sorted(files)
         counts = [len(groups) for _, groups in ordered]
         return cls(
@@ -198,12 +207,12 @@ class Manifest:
 
     @property
     def num_row_groups(self) -> int:
-        """Number of row groups."""
+        """The number of row groups."""
         return len(self.rows)
 
     @cached_property
     def num_rows(self) -> int:
-        """Number of rows in all row groups."""
+        """The number of rows in all row groups."""
         return int(self.rows.sum())
 
     @cached_property
@@ -211,10 +220,8 @@ class Manifest:
         """For each row group, the manifest position of its first row, shape (row groups,)."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rows)[:-1]]) if len(self.rows) else self.rows
 
-    def place_of(self, position: int) -> tuple[str, int, int]:
-        """Where the row at a manifest position is: path of its file, index of its row group there, and of the row in
-        that.
-        """
+    def locate(self, position: int) -> tuple[str, int, int]:
+        """Returns the file path, the index of the row group and the row in it of a manifest position."""
         group = int(np.searchsorted(self.first_row, position, side="right")) - 1
         return (
             self.paths[int(self.file_of[group])],
@@ -222,17 +229,17 @@ class Manifest:
             position - int(self.first_row[group]),
         )
 
-    def named(self, positions: Sequence[int], most: int = 12) -> str:
-        """Some rows by their files, for people: `3 rows: part-0.parquet, row group 2, rows 3, 17, 20`."""
+    def describe_rows(self, positions: Sequence[int], max_rows: int = 12) -> str:
+        """Returns a text that names rows by their files: `2 rows: part-0.parquet, row group 2, rows 3, 17`."""
         groups: dict[tuple[str, int], list[str]] = {}
-        for path, row_group, row in map(self.place_of, positions[:most]):
+        for path, row_group, row in map(self.locate, positions[:max_rows]):
             groups.setdefault((path, row_group), []).append(str(row))
-        places = [
+        parts = [
             f"{path}, row group {group}, row{'s' * (len(rows) > 1)} {', '.join(rows)}"
             for (path, group), rows in groups.items()
         ]
-        more = f"; and {len(positions) - most} more" if len(positions) > most else ""
-        return f"{len(positions)} row{'s' * (len(positions) != 1)}: {'; '.join(places)}{more}"
+        more = f"; and {len(positions) - max_rows} more" if len(positions) > max_rows else ""
+        return f"{len(positions)} row{'s' * (len(positions) != 1)}: {'; '.join(parts)}{more}"
 
     @cached_property
     def partitions(self) -> dict[str, PartitionType]:
@@ -241,11 +248,11 @@ class Manifest:
         Raises:
             DataError: The files have different keys.
         """
-        return partition_types(self.paths)
+        return infer_partition_types(self.paths)
 
     @cached_property
     def path_hash(self) -> UInt64:
-        """For each file, 64 bits of its relative path's BLAKE2b hash, shape (files,)."""
+        """The first 64 bits of the BLAKE2b hash of each file's relative path, shape (files,)."""
         return np.array(
             [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=8).digest(), "little") for p in self.paths],
             dtype=np.uint64,
@@ -253,14 +260,14 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over the paths, indices and row counts; two data sets with equal digests have equal plans."""
+        """The SHA-256 over paths, indices and row counts; two data sets with equal digests have equal plans."""
         sha = hashlib.sha256(json.dumps(self.paths).encode())
         for column in (self.file_of, self.index_in_file, self.rows):
             sha.update(column.astype("<i8").tobytes())
         return sha.hexdigest()
 
     def to_json(self) -> str:
-        """The manifest as JSON, one entry a file."""
+        """Returns the manifest as JSON, with one entry for each file."""
         pairs = zip(self.file_of.tolist(), self.rows.tolist(), strict=True)
         groups = {file: [rows for _, rows in items] for file, items in groupby(pairs, key=lambda pair: pair[0])}
         files = [{"path": path, "rows": groups.get(i, [])} for i, path in enumerate(self.paths)]
@@ -268,17 +275,17 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Reads what `to_json` wrote.
+        """Returns the manifest that `to_json` wrote.
 
         Raises:
-            DataError: It is damaged, or a path leads out of the data set.
+            DataError: The text is damaged, or a path leads out of the data set.
         """
         try:
             stored = json.loads(text)
             files = [
                 (str(entry["path"]), [operator.index(rows) for rows in entry["rows"]]) for entry in stored["files"]
             ]
-            made = cls.from_files(files)
+            manifest = cls.from_files(files)
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise DataError(
                 f"manifest.json is damaged ({type(error).__name__}: {error}); restore it from a backup."
@@ -288,6 +295,6 @@ class Manifest:
                 raise DataError(
                     f"manifest.json names {path!r}, which leads out of the data set; restore it from a backup."
                 )
-        if made.digest != stored.get("digest"):
+        if manifest.digest != stored.get("digest"):
             raise DataError("manifest.json is damaged: its digest is not that of its files; restore it from a backup.")
-        return made
+        return manifest

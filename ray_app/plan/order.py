@@ -2,18 +2,13 @@
 
 1. Row groups are ordered by a keyed hash of (seed, epoch, relative path, index).
 2. Each logical worker has a stream. `row`: the concatenated rows are cut into L; the first (rows mod L) streams get one
-   row more. `file`: the row groups of its own files. `off`: all row groups, in an order of its own.
-3. Within a stream rows are shuffled inside windows. A window holds a whole number of micro-batches, so no step crosses
+   row more. `file`: the row groups of the files that are assigned to it. `off`: all row groups, in an order of its own.
+3. Within a stream rows are shuffled inside windows. A window has a whole number of micro-batches, so no step crosses
    one.
 4. Step k of the epoch is the k-th micro-batch of every stream.
 
-Memory and time grow with row groups and windows in use, never with rows; any position is reached directly.
-
-The cursor: the whole position of a run in its data.
-
-Micro-batches of rows that are about equally long, so that little of them is padding.
-
-Which files belong to which logical worker, where whole files do.
+Memory and time grow with row groups and windows in use, never with rows; any position is reached directly. `Cursor` is
+the whole position of a run in its data.
 """
 
 from __future__ import annotations
@@ -33,34 +28,39 @@ from ray_app.plan.manifest import Manifest
 
 @dataclass(frozen=True, order=True)
 class Cursor:
-    """The next step to do: `step` (from 0) of `epoch` (from 0)."""
+    """The position of a run in its data: the next step is `step` (from 0) of `epoch` (from 0)."""
 
     epoch: int = 0
     step: int = 0
 
     @classmethod
     def at(cls, global_step: int, steps_per_epoch: int) -> Cursor:
-        """The cursor after `global_step` finished steps."""
+        """Returns the cursor after `global_step` finished steps."""
         return cls(*divmod(global_step, steps_per_epoch))
 
     def next(self, steps_per_epoch: int) -> Cursor:
-        """The cursor one step later."""
+        """Returns the cursor one step later."""
         return Cursor(self.epoch, self.step + 1) if self.step + 1 < steps_per_epoch else Cursor(self.epoch + 1, 0)
 
 
 Int64 = npt.NDArray[np.int64]
 
+# Salts of the keys of this module: each purpose has its own, so that keys of different purposes are independent.
+_GROUPS = 1
+_WINDOW = 2
+_FILES = 4
 
-def by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
-    """An order of a window's rows: those of a micro-batch are about equally long, and short and long micro-batches are
-    mixed.
 
-    Logical workers that take the same key have micro-batches of like lengths in the same step, so none waits for
-    another. The rows that do not fill a micro-batch stay the last ones.
+def order_by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
+    """Returns an order of a window's rows, in which the rows of a micro-batch are about equally long.
+
+    So little of a micro-batch is padding. Short and long micro-batches are mixed, and logical workers with the same key
+    have micro-batches of similar lengths in the same step, so none waits for another. The rows that do not fill a
+    micro-batch stay the last ones.
 
     Args:
-        lengths: Of the rows in their shuffled order, shape (rows,).
-        micro_batch: Rows of a micro-batch.
+        lengths: The length of each row, in the shuffled order, shape (rows,).
+        micro_batch: Number of rows of a micro-batch.
         base: Key of the order of the micro-batches.
 
     Returns:
@@ -71,40 +71,34 @@ def by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
     return np.concatenate([alike[permutation(base, full)].reshape(-1), np.arange(full * micro_batch, len(lengths))])
 
 
-_FILES = 4  # salt: what a key is for
+def assign_files(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
+    """Returns the logical worker of every file, shape (files,).
 
-
-def owners(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
-    """The logical worker of every file, shape (files,).
-
-    Files go, from the largest to the smallest, to whoever has the fewest rows (Graham 1969: at most 4/3 of the best
-    possible longest stream); a keyed hash orders files of equal size. Logical worker 0 then has the most rows, the last
-    one the fewest.
+    Each file, from the largest to the smallest, goes to the logical worker with the fewest rows so far (Graham 1969:
+    the longest stream is at most 4/3 of the best possible); a keyed hash orders files of equal size. Logical worker 0
+    then has the most rows and the last one the fewest.
     """
-    rows = rows_of_files(manifest)
+    rows = count_rows_by_file(manifest)
     hashed = hash_array(key(_FILES, seed), manifest.path_hash)
     order = np.lexsort((hashed, -rows))
-    found = np.zeros(len(rows), np.int64)
-    least = [(0, v) for v in range(logical_workers)]
+    bins = np.zeros(len(rows), np.int64)
+    heap = [(0, v) for v in range(logical_workers)]
     for file in order.tolist():
-        held, v = least[0]
-        found[file] = v
-        heapq.heapreplace(least, (held + int(rows[file]), v))
-    most_first = sorted(range(logical_workers), key=lambda v: (-next(held for held, w in least if w == v), v))
-    return np.argsort(np.array(most_first))[found]
+        assigned_rows, v = heap[0]
+        bins[file] = v
+        heapq.heapreplace(heap, (assigned_rows + int(rows[file]), v))
+    largest_first = sorted(range(logical_workers), key=lambda v: (-next(n for n, w in heap if w == v), v))
+    return np.argsort(np.array(largest_first))[bins]
 
 
-def rows_of_files(manifest: Manifest) -> Int64:
-    """Rows of every file, shape (files,)."""
+def count_rows_by_file(manifest: Manifest) -> Int64:
+    """Returns the number of rows of every file, shape (files,)."""
     return np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
-
-
-_GROUPS, _WINDOW = 1, 2  # salts: what a key is for
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows [first, first + rows) of one row group, counted from the row group's first row."""
+    """The consecutive rows [first, first + rows) of a row group, counted from its first row."""
 
     row_group: int
     first: int
@@ -113,21 +107,22 @@ class Segment:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every epoch of a run looks like.
+    """The plan of every epoch of a run.
 
     Args:
         manifest: The row groups.
-        seed: Everything random derives from it.
+        seed: All random choices derive from it.
         logical_workers: L, the number of streams.
-        global_batch_size: Rows of one step; divisible by L.
-        shuffle_window_rows: Wanted rows of a shuffle window per logical worker, rounded down to whole micro-batches, at
-            least one.
+        global_batch_size: Number of rows of one step; divisible by L.
+        shuffle_window_rows: Number of rows of a shuffle window per logical worker; it is rounded down to whole
+            micro-batches, at least one.
         keep_last: Whether an epoch ends with smaller steps (True) or drops the rows that do not fill one (False).
-        shard: What a stream is made of, see the module.
+        shard: How rows are divided into streams, see the module.
         classes: The class of every row, if rows are to be repeated so that all classes are used equally often; not with
             `file`.
-        by_length: The field by whose lengths the rows of a window are put into micro-batches, see `plan/order.py`: by
-            whoever has read them, so that nothing here says which of the window's rows a step has.
+        by_length: The field, the lengths of which decide how the rows of a window are put into micro-batches
+            (`order_by_length`). The reader of the rows does that, so the plan does not say which of the window's rows
+            a step has.
     """
 
     manifest: Manifest
@@ -142,31 +137,31 @@ class Plan:
 
     @cached_property
     def micro_batch(self) -> int:
-        """Rows of one logical worker in a full step."""
+        """The number of rows of one logical worker in a full step."""
         return self.global_batch_size // self.logical_workers
 
     @cached_property
     def steps_per_window(self) -> int:
-        """Steps that one window lasts."""
+        """The number of steps of one window."""
         return max(1, self.shuffle_window_rows // self.micro_batch)
 
     @property
     def window_rows(self) -> int:
-        """Rows of a full window of one logical worker."""
+        """The number of rows of a full window of one logical worker."""
         return self.steps_per_window * self.micro_batch
 
     @cached_property
     def owner(self) -> Int64:
-        """The logical worker of every file, where whole files belong to one, shape (files,)."""
-        return owners(self.manifest, self.seed, self.logical_workers)
+        """The logical worker of every file for `shard: file`, shape (files,)."""
+        return assign_files(self.manifest, self.seed, self.logical_workers)
 
     @property
     def all_rows(self) -> int:
-        """Rows of the data set, each counted as often as an epoch uses it."""
+        """The number of rows of the data set, each counted as often as an epoch uses it."""
         return self.classes.rows_per_epoch if self.classes is not None else self.manifest.num_rows
 
     def stream_start(self, logical_worker: int) -> int:
-        """First row of the stream, counted in the concatenated rows of its row groups."""
+        """Returns the first row of a stream, counted in the concatenated rows of its row groups."""
         if self.shard != "row":
             return 0
         share, rest = divmod(self.all_rows, self.logical_workers)
@@ -177,45 +172,45 @@ class Plan:
         if self.shard == "off":
             return [self.all_rows] * self.logical_workers
         if self.shard == "file":
-            held = np.bincount(self.owner, weights=rows_of_files(self.manifest), minlength=self.logical_workers)
-            return held.astype(np.int64).tolist()
+            rows = np.bincount(self.owner, weights=count_rows_by_file(self.manifest), minlength=self.logical_workers)
+            return rows.astype(np.int64).tolist()
         return [self.stream_start(v + 1) - self.stream_start(v) for v in range(self.logical_workers)]
 
     def stream_rows(self, logical_worker: int) -> int:
-        """Rows of the stream, before `keep_last` is looked at; logical worker 0 has the most."""
+        """Returns the number of rows of a stream before `keep_last` is applied; logical worker 0 has the most."""
         return self._stream_rows[logical_worker]
 
     @cached_property
     def full_steps(self) -> int:
-        """Steps of an epoch in which all logical workers have all their rows; they come first."""
+        """The number of steps of an epoch in which all micro-batches are full; they come first."""
         return min(self._stream_rows) // self.micro_batch
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Steps of one epoch; 0 if `keep_last` is False and the rows do not fill one step."""
+        """The number of steps of one epoch; 0 if `keep_last` is False and the rows do not fill one step."""
         return -(-max(self._stream_rows) // self.micro_batch) if self.keep_last else self.full_steps
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows that one epoch consumes, repetitions counted."""
+        """The number of rows that one epoch consumes, repetitions counted."""
         return sum(self._stream_rows) if self.keep_last else self.steps_per_epoch * self.global_batch_size
 
     @property
     def windows_per_epoch(self) -> int:
-        """Windows of one stream in one epoch."""
+        """The number of windows of one stream in one epoch."""
         return -(-self.steps_per_epoch // self.steps_per_window)
 
     def rows_of_step(self, step: int) -> list[int]:
-        """Rows of every logical worker in step `step` of an epoch, shape (L,)."""
+        """Returns the number of rows of every logical worker in a step of an epoch, shape (L,)."""
         done = step * self.micro_batch
         return [max(0, min(self.micro_batch, self.stream_rows(v) - done)) for v in range(self.logical_workers)]
 
     def global_rows(self, step: int) -> int:
-        """Rows of step `step` of an epoch over all logical workers."""
+        """Returns the number of rows of a step of an epoch over all logical workers."""
         return self.global_batch_size if step < self.full_steps else sum(self.rows_of_step(step))
 
     def epoch(self, epoch: int) -> EpochOrder:
-        """The order of one epoch."""
+        """Returns the order of one epoch."""
         return EpochOrder(self, epoch)
 
 
@@ -229,9 +224,10 @@ class EpochOrder:
     @cached_property
     def group_order(self) -> Int64:
         """The row groups of the manifest in the order of this epoch, shape (row groups,)."""
-        return self._ordered(key(_GROUPS, self.plan.seed, self.epoch))
+        return self._order_groups(key(_GROUPS, self.plan.seed, self.epoch))
 
-    def _ordered(self, base: int) -> Int64:
+    def _order_groups(self, base: int) -> Int64:
+        """Returns the row groups in the order of a key, shape (row groups,)."""
         manifest = self.plan.manifest
         identity = mix_array(manifest.path_hash[manifest.file_of]) + manifest.index_in_file.astype(np.uint64)
         return np.argsort(hash_array(base, identity), kind="stable")
@@ -243,7 +239,7 @@ class EpochOrder:
 
     @cached_property
     def _group_rows(self) -> Int64:
-        """Rows of each row group as often as this epoch uses them, shape (row groups,)."""
+        """The number of rows of each row group, counted as often as this epoch uses them, shape (row groups,)."""
         return self.plan.manifest.rows if self._uses is None else self._uses.of_groups()
 
     @cached_property
@@ -251,22 +247,24 @@ class EpochOrder:
         return {}
 
     def _stream(self, logical_worker: int) -> tuple[Int64, Int64]:
-        """The row groups of a stream in their order, and for each its first row in their concatenated rows, with one
-        entry more.
+        """Returns the row groups of a stream in their order, and the first row of each in their concatenated rows.
+
+        The latter has one entry more, the number of rows of the stream's row groups.
         """
         plan = self.plan
-        at = logical_worker if plan.shard != "row" else 0
-        if at not in self._streams:
+        # With `row` all streams are cut from the same concatenated rows.
+        stream = logical_worker if plan.shard != "row" else 0
+        if stream not in self._streams:
             order = self.group_order
             if plan.shard == "file":
-                order = order[plan.owner[plan.manifest.file_of[order]] == at]
+                order = order[plan.owner[plan.manifest.file_of[order]] == stream]
             elif plan.shard == "off":
-                order = self._ordered(key(_GROUPS, plan.seed, self.epoch, at))
-            self._streams[at] = order, np.concatenate([np.zeros(1, np.int64), np.cumsum(self._group_rows[order])])
-        return self._streams[at]
+                order = self._order_groups(key(_GROUPS, plan.seed, self.epoch, stream))
+            self._streams[stream] = order, np.concatenate([np.zeros(1, np.int64), np.cumsum(self._group_rows[order])])
+        return self._streams[stream]
 
     def window_range(self, logical_worker: int, window: int) -> tuple[int, int]:
-        """The rows [start, stop) of a window of a stream, in the concatenated rows of its row groups."""
+        """Returns the rows [start, stop) of a window of a stream, in the concatenated rows of its row groups."""
         plan = self.plan
         length = min(plan.stream_rows(logical_worker), plan.steps_per_epoch * plan.micro_batch)
         start = plan.stream_start(logical_worker)
@@ -274,83 +272,86 @@ class EpochOrder:
         return start + low, start + high
 
     def _parts(self, logical_worker: int, window: int) -> list[Segment]:
-        """The parts of row groups that a window is made of; where rows are repeated, counted with the repetitions."""
+        """Returns the parts of row groups that form a window; if rows are repeated, counted with the repetitions."""
         start, stop = self.window_range(logical_worker, window)
         order, starts = self._stream(logical_worker)
         parts = []
-        place = int(np.searchsorted(starts, start, side="right")) - 1
+        index = int(np.searchsorted(starts, start, side="right")) - 1
         while start < stop:
-            take = min(stop, int(starts[place + 1])) - start
+            take = min(stop, int(starts[index + 1])) - start
             if take > 0:
-                parts.append(Segment(int(order[place]), start - int(starts[place]), take))
+                parts.append(Segment(int(order[index]), start - int(starts[index]), take))
             start += take
-            place += 1
+            index += 1
         return parts
 
     def window_segments(self, logical_worker: int, window: int) -> list[Segment]:
-        """Where the rows of a window are stored, in the order in which they are read, each once."""
+        """Returns the segments with the rows of a window, in the order in which they are read, each row once."""
         parts = self._parts(logical_worker, window)
         if self._uses is None:
             return parts
-        used = [(part.row_group, self._used(part)[0]) for part in parts]
+        used = [(part.row_group, self._used_rows(part)[0]) for part in parts]
         return [Segment(group, int(rows[0]), int(rows[-1] - rows[0]) + 1) for group, rows in used]
 
-    def _used(self, part: Segment) -> tuple[Int64, Int64]:
-        """The rows of its row group that a part uses, with repetitions, and which use of the row each is; each of shape
-        (part.rows,).
+    def _used_rows(self, part: Segment) -> tuple[Int64, Int64]:
+        """Returns the rows of its row group that a part uses, and the number of each use from 0.
+
+        Rows are repeated; both have shape (part.rows,).
         """
         assert self._uses is not None
         uses = self._uses.of_rows(part.row_group)
-        every = slice(part.first, part.first + part.rows)
+        selected = slice(part.first, part.first + part.rows)
         first_use = np.cumsum(uses) - uses
-        rows = np.repeat(np.arange(len(uses)), uses)[every]
+        rows = np.repeat(np.arange(len(uses)), uses)[selected]
         return rows, np.arange(part.first, part.first + part.rows) - first_use[rows]
 
-    def _shuffled(self, logical_worker: int, window: int) -> Int64:
+    def _shuffle(self, logical_worker: int, window: int) -> Int64:
+        """Returns the shuffled indices of a window's rows, with repetitions."""
         start, stop = self.window_range(logical_worker, window)
         return permutation(key(_WINDOW, self.plan.seed, self.epoch, logical_worker, window), stop - start)
 
     def window_order(self, logical_worker: int, window: int) -> Int64:
-        """The order in which the rows of a window are consumed: indices into its rows as read, with repetitions, shape
-        (rows,).
+        """Returns the order in which the rows of a window are consumed, shape (rows,).
+
+        These are indices into the window's rows as they are read; rows that are repeated occur several times.
         """
-        shuffled = self._shuffled(logical_worker, window)
+        shuffled = self._shuffle(logical_worker, window)
         if self._uses is None:
             return shuffled
-        places, read = [np.empty(0, np.int64)], 0
+        indices, rows_read = [np.empty(0, np.int64)], 0
         for part in self._parts(logical_worker, window):
-            rows = self._used(part)[0]
-            places.append(rows - rows[0] + read)
-            read += int(rows[-1] - rows[0]) + 1
-        return np.concatenate(places)[shuffled]
+            rows = self._used_rows(part)[0]
+            indices.append(rows - rows[0] + rows_read)
+            rows_read += int(rows[-1] - rows[0]) + 1
+        return np.concatenate(indices)[shuffled]
 
     def window_repeats(self, logical_worker: int, window: int) -> Int64 | int:
-        """For each row of a window in the order of consumption, which use of the row in this epoch it is, from 0; or
-        one number for all.
+        """Returns the number of the use of each row of a window in this epoch, from 0, in the order of consumption.
+
+        It is one number if it is the same for all rows.
         """
         if self._uses is None:
             return logical_worker if self.plan.shard == "off" else 0
-        uses = [np.empty(0, np.int64), *(self._used(part)[1] for part in self._parts(logical_worker, window))]
-        own = np.concatenate(uses)[self._shuffled(logical_worker, window)]
-        return own * self.plan.logical_workers + logical_worker if self.plan.shard == "off" else own
+        uses = [np.empty(0, np.int64), *(self._used_rows(part)[1] for part in self._parts(logical_worker, window))]
+        repeats = np.concatenate(uses)[self._shuffle(logical_worker, window)]
+        return repeats * self.plan.logical_workers + logical_worker if self.plan.shard == "off" else repeats
 
     def stored_positions(self, logical_worker: int, window: int) -> Int64:
-        """Manifest positions of a window's rows in the order in which they are read, each once, shape (stored
-        rows,).
-        """
-        return positions_of(self.plan.manifest, self.window_segments(logical_worker, window))
+        """Returns the manifest positions of a window's rows in the order of reading, each once, shape (rows read,)."""
+        return manifest_positions(self.plan.manifest, self.window_segments(logical_worker, window))
 
     def rows_at(self, logical_worker: int, step: int) -> Int64:
-        """Manifest positions of the rows of one logical worker in one step: the definition that a feed must meet, but
-        for the order within a window with `by_length`.
+        """Returns the manifest positions of the rows of one logical worker in one step.
+
+        This is the definition that a feed has to meet, except for the order within a window with `by_length`.
         """
         window, offset = divmod(step, self.plan.steps_per_window)
         order = self.stored_positions(logical_worker, window)[self.window_order(logical_worker, window)]
         return order[offset * self.plan.micro_batch : (offset + 1) * self.plan.micro_batch]
 
 
-def positions_of(manifest: Manifest, segments: list[Segment]) -> Int64:
-    """Manifest positions of the rows of `segments`, in their order, shape (rows,)."""
+def manifest_positions(manifest: Manifest, segments: list[Segment]) -> Int64:
+    """Returns the manifest positions of the rows of segments, in their order, shape (rows,)."""
     starts = [int(manifest.first_row[s.row_group]) + s.first for s in segments]
     ranges = [np.arange(start, start + s.rows) for start, s in zip(starts, segments, strict=True)]
     return np.concatenate(ranges) if ranges else np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""What runs in the actors of a batch prediction: the model, and from one table of decoded rows to one part file."""
+"""The actors of a batch prediction: they load the model, and turn one table of decoded rows into one part file."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ import torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
-from ray_app.data.arrays import ArraySpec, fixed, from_column, lists_of, to_column
+from ray_app.data.arrays import ArraySpec, fixed_array, from_column, to_column, to_list_array
 from ray_app.data.parquet_files import DataFile, Partitions
-from ray_app.data.reader import POSITION, ReadSpec, check_positions, stored
+from ray_app.data.reader import POSITION, ReadSpec, check_positions, read_span
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
-from ray_app.models.export import module_on
+from ray_app.models.export import exported_module
 from ray_app.process import keep_freed_memory
-from ray_app.storage.files import location, put_atomic
+from ray_app.storage.files import put_atomic, to_location
 from ray_app.task import device as environment
 from ray_app.task.base import Batch, Task
-from ray_app.task.ragged import Field, Ragged, joined, to_batch
+from ray_app.task.ragged import Field, Ragged, concat_fields, to_batch
 from ray_app.task.roi_align import use_eager_roi_align
 
 MADE_FROM = b"ray_app.made_from"
+"""Key of the digest in the metadata of a part."""
 Predict = Callable[[Batch], Any]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to predict with.
+    """A model to predict with, not yet loaded.
 
     Args:
         task: The prepared task.
         weights: Content of a `model.pt2`, or of a `model.safetensors`.
         inputs: Decoded fields in the order of the arguments of a `model.pt2`; None: the weights are those of
             `task.build_model()`.
-        params_digest: Digest of the parameters and persistent buffers that it must have.
+        params_digest: Expected digest of the parameters and persistent buffers.
     """
 
     task: Task
@@ -57,17 +58,18 @@ class Model:
     params_digest: str
 
     def load(self, device: torch.device) -> Predict:
-        """Loads it without unpickling anything.
+        """Loads the model without unpickling anything.
 
         Returns:
             A function from a batch of decoded fields on the device to the task's outputs.
 
         Raises:
-            ConfigError: The weights are refused, or have another digest.
+            ConfigError: The weights cannot be loaded safely, or have another digest.
         """
         try:
             state, predict = self._exported(device) if self.inputs is not None else self._built(device)
-        except Exception as error:  # whatever a library says of a file that is not what it should be
+        except Exception as error:
+            # Libraries raise errors of any type for damaged files.
             raise ConfigError(f"The model is refused, and nothing of it was executed: {error}") from error
         if params_digest(state) != self.params_digest:
             raise ConfigError(
@@ -84,7 +86,7 @@ class Model:
             file.write_bytes(self.weights)
             exported = loader.load_exported(file)
         state = {name.removeprefix("model."): values for name, values in exported.state_dict.items()}
-        module = module_on(exported, device)
+        module = exported_module(exported, device)
         return state, lambda batch: module(*(batch[name] for name in names))
 
     def _built(self, device: torch.device) -> tuple[dict[str, Tensor], Predict]:
@@ -99,17 +101,17 @@ class Model:
 
 @dataclass(frozen=True)
 class PredictJob:
-    """What an actor needs to know.
+    """The settings of a prediction that every actor gets.
 
     Args:
-        model: See there.
+        model: The model to predict with.
         root: Folder that the data set's paths are relative to.
-        fields: What a decoded row looks like.
-        columns: Columns of the data set that are carried through.
-        partitions: Those of the data set that are in the names of folders.
-        parts: For each part, by the position of its first row: its file's name, and what it is made of.
+        fields: Types and shapes of a decoded row.
+        columns: Columns of the data set that are copied to the parts.
+        partitions: Columns of the data set that are in the names of folders.
+        parts: File name and rows of each part, by the position of its first row.
         out: Folder of the parts.
-        made_from: Digest of everything that decides their content.
+        made_from: Digest of everything that decides the content of the parts.
         batch_size: Rows of one forward pass.
         threads: CPU threads of the computation.
         device: `cpu` or `cuda`.
@@ -129,10 +131,10 @@ class PredictJob:
 
 
 class PredictActor:
-    """Predicts and writes parts. An actor of a pool.
+    """Predicts and writes parts, as an actor of a pool.
 
     Args:
-        job: A reference to the `PredictJob`, so that the model travels once to each node.
+        job: A reference to the `PredictJob`, so that Ray transfers the model to each node once.
     """
 
     def __init__(self, job: ray.ObjectRef) -> None:
@@ -147,56 +149,57 @@ class PredictActor:
         self._predict = self._job.model.load(self._device)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Writes the part that the decoded rows are; returns one row of facts about it.
+        """Predicts the decoded rows of a part and writes it; returns one row with its name and facts.
 
         Raises:
             DataError: The rows are not those of a part, or a prediction is not finite.
         """
-        environment.use_device(self._device)  # Ray Data may call from another thread than the one of the constructor
-        position = int(fixed(table.column(POSITION), ArraySpec("<i8", ()))[0])
+        # Ray Data may call from another thread than that of the constructor.
+        environment.use_device(self._device)
+        position = int(fixed_array(table.column(POSITION), ArraySpec("<i8", ()))[0])
         name, spec = self._job.parts[position]
         rows = sum(span.rows for span in spec)
         check_positions(table, np.arange(position, position + rows))
         outputs = self._outputs(table, spec)
         positions = pa.table({"position": np.arange(position, position + rows)})
-        carried = _columns(self._job, spec)
+        carried = _read_carried_columns(self._job, spec)
         start = positions if carried is None else carried.append_column("position", positions.column(0))
-        data = part_file(start, outputs, self._job.made_from)
-        put_atomic(location(self._job.out) / name, data)
-        return pa.table({"name": [name], "facts": [json.dumps(facts_of(data))]})
+        data = encode_part(start, outputs, self._job.made_from)
+        put_atomic(to_location(self._job.out) / name, data)
+        return pa.table({"name": [name], "facts": [json.dumps(part_facts(data))]})
 
     def _outputs(self, table: pa.Table, spec: ReadSpec) -> dict[str, Field]:
-        """What the task makes of the rows of a part, by column.
+        """Computes the predictions for the rows of a part, by column.
 
         Raises:
-            DataError: A row, or what is predicted of it, is NaN or infinite.
+            DataError: A row or its prediction has a NaN or infinite value.
         """
         arrays = {name: from_column(table.column(name), spec) for name, spec in self._job.fields.items()}
-        found = []
+        predictions = []
         for low in range(0, table.num_rows, self._job.batch_size):
             some = to_batch(arrays, np.arange(low, min(low + self._job.batch_size, table.num_rows)))
             batch = {name: values.to(self._device) for name, values in some.items()}
             with torch.inference_mode():
                 outputs = self._predict(batch)
-            on_cpu = _on_cpu(outputs)
+            on_cpu = _to_cpu(outputs)
             rows = {name: values[low : low + self._job.batch_size] for name, values in arrays.items()}
-            if (bad := _bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
+            if (bad := _find_bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
                 raise _bad_row(spec, low + bad[0], f"{bad[1]!r} is NaN or infinite, and so is what the model gives")
-            found.append(self._job.model.task.predicted(on_cpu, batch))
-        whole = {name: joined([one[name] for one in found]) for name in found[0]}
+            predictions.append(self._job.model.task.predictions(on_cpu, batch))
+        whole = {name: concat_fields([one[name] for one in predictions]) for name in predictions[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:
                 raise DataError(
                     f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it needs"
-                    f" one each."
+                    " one each."
                 )
-            if (row := _not_finite(values)) is not None:
+            if (row := _find_non_finite_row(values)) is not None:
                 raise _bad_row(spec, row, f"its prediction {name!r} is NaN or infinite")
         return whole
 
 
 def _bad_row(spec: ReadSpec, row: int, reason: str) -> BadRowError:
-    """The error that names a row of a part by its file."""
+    """Returns the error that names a row of a part by its file."""
     for span in spec:
         if row < span.rows:
             return BadRowError(span.path, span.row_group, span.first + row, f"{reason}; correct the row or drop it")
@@ -204,23 +207,21 @@ def _bad_row(spec: ReadSpec, row: int, reason: str) -> BadRowError:
     raise AssertionError("the part has fewer rows")
 
 
-def _bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tuple[int, str] | None:
-    """The first row, and its field, with a number that is NaN or infinite, in the decoded row and in what the model
-    gives for it.
-    """
+def _find_bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tuple[int, str] | None:
+    """Returns the first row with a NaN or infinite value in both the decoded row and the outputs, and its field."""
     bad = np.zeros(count, np.bool_)
     for values in _tensors(outputs):
         if values.is_floating_point() and values.shape[:1] == (count,):
             bad |= ~values.reshape(count, -1).isfinite().all(1).numpy()
     for row in np.flatnonzero(bad).tolist():
         for name, field in rows.items():
-            if _not_finite(field[row : row + 1]) is not None:
+            if _find_non_finite_row(field[row : row + 1]) is not None:
                 return int(row), name
     return None
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """All tensors in a task's outputs."""
+    """Yields all tensors in a task's outputs."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, dict | list | tuple):
@@ -228,8 +229,8 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _not_finite(values: Field) -> int | None:
-    """The first row with a number that is NaN or infinite."""
+def _find_non_finite_row(values: Field) -> int | None:
+    """Returns the first row with a NaN or infinite value, None if there is none."""
     numbers = values.values if isinstance(values, Ragged) else values
     if numbers.dtype.kind != "f" or (finite := np.isfinite(numbers).all(tuple(range(1, numbers.ndim)))).all():
         return None
@@ -237,52 +238,54 @@ def _not_finite(values: Field) -> int | None:
     return int(np.searchsorted(values.offsets, first, "right")) - 1 if isinstance(values, Ragged) else first
 
 
-def _on_cpu(outputs: Any) -> Any:
-    """A task's outputs as tensors that NumPy takes."""
+def _to_cpu(outputs: Any) -> Any:
+    """Copies a task's outputs to the CPU, in types that NumPy supports."""
     if isinstance(outputs, Tensor):
         return outputs.float().cpu() if outputs.dtype == torch.bfloat16 else outputs.cpu()
     if isinstance(outputs, dict):
-        return {name: _on_cpu(values) for name, values in outputs.items()}
-    return type(outputs)(map(_on_cpu, outputs)) if isinstance(outputs, list | tuple) else outputs
+        return {name: _to_cpu(values) for name, values in outputs.items()}
+    return type(outputs)(map(_to_cpu, outputs)) if isinstance(outputs, list | tuple) else outputs
 
 
-def _columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
-    """The columns that are carried through of a part, as they are in the data set; None if none is asked for."""
+def _read_carried_columns(job: PredictJob, spec: ReadSpec) -> pa.Table | None:
+    """Reads the columns of a part that are copied from the data set; returns None if there are none."""
     parts = []
     for span in spec if job.columns else ():
         with DataFile(job.root, span.path, job.partitions) as file:
-            parts.append(stored(file, span, job.columns))
+            parts.append(read_span(file, span, job.columns))
     return pa.concat_tables(parts).select(job.columns) if parts else None
 
 
-def part_file(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -> bytes:
-    """The content of a part: Parquet with a checksum on every page, the same bytes for the same values.
+def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str) -> bytes:
+    """Encodes a part as Parquet with a checksum on every page; the same values give the same bytes.
 
     Args:
-        carried: What comes before the predictions.
+        carried: The columns before the predictions.
         outputs: The predictions by column, each (rows, ...), or ragged, which become lists.
-        made_from: Digest of everything that decides the content, kept in the file.
+        made_from: Digest of everything that decides the content, stored in the file.
     """
     for name, values in outputs.items():
         if isinstance(values, np.ndarray) and values.ndim > 1:
             carried = carried.append_column(*to_column(name, values))
         else:
-            carried = carried.append_column(name, lists_of(values) if isinstance(values, Ragged) else pa.array(values))
+            carried = carried.append_column(
+                name, to_list_array(values) if isinstance(values, Ragged) else pa.array(values)
+            )
     file = io.BytesIO()
     pq.write_table(carried.replace_schema_metadata({MADE_FROM: made_from.encode()}), file, write_page_checksum=True)
     return file.getvalue()
 
 
-def facts_of(data: bytes) -> dict[str, Any]:
-    """What there is to know of the content of a part.
+def part_facts(data: bytes) -> dict[str, Any]:
+    """Returns facts about the content of a part.
 
     Returns:
-        `rows`, `bytes`, `sha256`, what it was `made_from`, the `counts` of its predicted texts, and the `sums` of its
+        `rows`, `bytes`, `sha256`, the digest `made_from`, the `counts` of its predicted texts, and the `sums` of its
         predicted numbers.
 
     Raises:
-        OSError: It is damaged.
-        ValueError: Likewise.
+        OSError: The part is damaged.
+        ValueError: The part is damaged.
     """
     table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True, use_threads=False)
     counts: dict[str, int] = {}

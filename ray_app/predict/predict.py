@@ -1,7 +1,7 @@
-"""Which model predicts: a version of the registry, an export, or the best checkpoint of a run.
+"""Preparation of a batch prediction: from a configuration to a `PreparedPrediction`.
 
-From a configuration to a prediction that may start: everything that can be refused is refused here, before anything is
-written.
+The model is a version of the registry, an export, or the best checkpoint of a run. Everything that can be checked is
+checked here, before anything is written.
 """
 
 from __future__ import annotations
@@ -19,93 +19,38 @@ from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.arrays import ArraySpec
-from ray_app.data.dataset import Dataset, contents, open_dataset
+from ray_app.data.dataset import Dataset, hash_files, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, ReadSpec, cut_specs, rows_per_task
-from ray_app.driver.trained_run import chosen, trained_job
+from ray_app.data.reader import Reader, ReadSpec, cut_reads, rows_per_task
+from ray_app.driver.trained_run import choose_checkpoint, load_trained_job
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import fetch_package, is_export, read_export
 from ray_app.models.package import class_path
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.predict.actor import Model, PredictJob
-from ray_app.preflight.changes import files_of
-from ray_app.preflight.data_summary import described_columns
+from ray_app.preflight.changes import source_files
+from ray_app.preflight.data_summary import describe_prediction_columns
 from ray_app.preflight.prepare import make_task
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.data_files import place_of
-from ray_app.storage.files import Location, folders, location, names, read_json
+from ray_app.storage.data_files import locate_data
+from ray_app.storage.files import Location, list_files, list_folders, read_json, to_location
 from ray_app.task.base import Task, WithoutTargets
 from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_schema
 
-Found = tuple[Model, dict[str, Any], list[dict[str, Any]]]
-"""A model, what it is called, and name, dtype and shape of the inputs that it needs, as far as they are known."""
-
-
-def model_of_package(config: Config, model: str | None) -> Found:
-    """The model, what it is called, and the inputs that it was trained on.
-
-    Its class is the configuration's, which is trusted; its settings are those that it was trained with, as the package
-    says.
-    """
-    name = config.tracking.registered_model
-    if model is None and name is None:
-        raise ConfigError(
-            "Say which model: --predict.model models:/NAME@champion or the folder of an export, --predict.run"
-            " runs/NAME, or"
-            " tracking.registered_model."
-        )
-    wanted = model or f"models:/{name}@champion"
-    found = read_export(wanted) if is_export(wanted) else fetch_package(default_tracking_uri(config), wanted)
-    called = found.called
-    made = make_task(config)
-    if class_path(made) != found.class_path:
-        raise ConfigError(
-            f"{called} is of the task {found.class_path}, task.class_path is {class_path(made)}. Give that one's"
-            f" configuration."
-        )
-    for argument, parameter in inspect.signature(type(made)).parameters.items():
-        value = config.task.init_args.get(argument, parameter.default)
-        if value is not None and argument in found.settings and found.settings[argument] != value:
-            raise ConfigError(
-                f"task.init_args.{argument} is {value!r}, but {called} was trained with {found.settings[argument]!r}."
-                f" Give that."
-            )
-    task = type(made).from_settings(found.settings)
-    inputs = [spec["name"] for spec in found.inputs] if found.format == "torch.export" else None
-    return Model(task, found.weights, inputs, found.params_digest), found.source, found.inputs
-
-
-def model_of_run(config: Config, run: str) -> Found:
-    """The best checkpoint of a run that ended."""
-    paths = RunPaths(location(run))
-    if read_json(paths.summary) is None:
-        raise ConfigError(
-            f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's"
-            f" directory."
-        )
-    trained = read_config(paths)
-    if trained.task != config.task:
-        raise ConfigError(
-            f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has"
-            f" {asdict(config.task)}."
-        )
-    job = trained_job(paths)
-    commit = chosen(job, "best")
-    source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
-    return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []
-
-
 MADE_FROM = "made_from.json"
-_COUNTS = ("part_rows", "batch_size", "workers", "threads")
+_MIN_ONE_FIELDS = ("part_rows", "batch_size", "workers", "threads")
+"""Fields of `PredictSection` that must be at least 1."""
+ModelSource = tuple[Model, dict[str, Any], list[dict[str, Any]]]
+"""A model, its origin, and name, dtype and shape of the inputs that it needs; no inputs if they are unknown."""
 
 
 @dataclass(frozen=True)
 class PredictSection:
-    """What is predicted, with which model, and where the predictions go.
+    """Configuration of a batch prediction: data, model, and folder of the predictions.
 
     Args:
         data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names.
@@ -113,14 +58,14 @@ class PredictSection:
             written last.
         model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an
             export. Not given, and no `run` either: the champion of `tracking.registered_model`.
-        run: Directory of a run, or its s3:// URI, whose best checkpoint is taken instead.
-        columns: Columns of the data to carry through, separated by commas; not given: `row_id` if there is one.
-        part_rows: Rows of a part at most; it also stays within `data.read_task_mb` decoded megabytes.
+        run: Directory of a run, or its s3:// URI; its best checkpoint is used instead of `model`.
+        columns: Columns of the data to copy to the parts, separated by commas; not given: `row_id` if there is one.
+        part_rows: Largest number of rows of a part, which is also limited to `data.read_task_mb` decoded megabytes.
         batch_size: Rows of one forward pass.
-        workers: Actors that predict at most; each reads for itself, with GPUs all CPUs of the cluster read for them.
-        num_cpus: Logical CPUs that each of them reserves.
-        num_gpus: GPUs that each of them reserves: 0 (it predicts on the CPU), a share of one, or 1.
-        threads: CPU threads of the computation in each.
+        workers: Largest number of actors. Each reads its own data; with GPUs all CPUs of the cluster read for them.
+        num_cpus: Logical CPUs that each actor reserves.
+        num_gpus: GPUs that each actor reserves: 0 (it predicts on the CPU), a share of one, or 1.
+        threads: CPU threads of the computation in each actor.
     """
 
     data: str = ""
@@ -138,15 +83,15 @@ class PredictSection:
 
 @dataclass(frozen=True)
 class PreparedPrediction:
-    """A prediction that may start.
+    """A prediction that was checked and can start.
 
     Args:
-        job: What the actors get.
-        reader: Reads and decodes.
+        job: The settings of the actors.
+        reader: Reads and decodes the data.
         made_from: Everything that decides the content of the parts.
-        source: Where model and data come from, for people.
-        rows: Rows of the data.
-        columns: Which columns are used, and which are not, a line each.
+        source: The origin of model and data, for the user.
+        rows: The number of rows of the data.
+        columns: Lines that list the columns that are used, and those that are not.
     """
 
     job: PredictJob
@@ -158,33 +103,33 @@ class PreparedPrediction:
 
     @property
     def out(self) -> Location:
-        """Folder of the parts."""
-        return location(self.job.out)
+        """The folder of the parts."""
+        return to_location(self.job.out)
 
 
-def inputs_of(fields: dict[str, ArraySpec]) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and shape of a row of what a task's batch has; -1 is any length."""
-    found: dict[str, tuple[str, list[int]]] = {}
+def input_specs(fields: dict[str, ArraySpec]) -> dict[str, tuple[str, list[int]]]:
+    """Returns dtype and shape of a row of each field of a task's batch; -1 is any length."""
+    specs: dict[str, tuple[str, list[int]]] = {}
     for name, spec in fields.items():
-        found[name] = spec.dtype, [*([] if spec.padding is None else [-1]), *spec.shape]
+        specs[name] = spec.dtype, [*([] if spec.padding is None else [-1]), *spec.shape]
         if spec.padding is not None:
-            found[name + LENGTHS] = "<i8", []
-    return found
+            specs[name + LENGTHS] = "<i8", []
+    return specs
 
 
 def prepare_prediction(config: Config, section: PredictSection) -> PreparedPrediction:
     """Checks everything that can be known before the start, without writing anything.
 
     Args:
-        config: The task, where MLflow is, and the cluster.
-        section: See there.
+        config: The configuration of the task, the tracking and the cluster.
+        section: The configuration of the prediction.
 
     Raises:
-        ConfigError: There is no such model, it does not fit the task, or the folder holds something else.
-        DataError: The data does not fit the model.
+        ConfigError: There is no such model, it does not match the task, or the folder contains something else.
+        DataError: The data does not match the model.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
     """
-    _check(section)
+    _check_section(section)
     dataset = open_dataset(section.data)
     model, source, inputs = (
         model_of_run(config, section.run) if section.run else model_of_package(config, section.model)
@@ -193,26 +138,26 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     refuse_other_schema(
         model.task.data_schema, dataset.facts, f"predict.data {section.data}", "what the model was trained on"
     )
-    reader, carried = _reader(dataset, model.task), _carried(dataset, section.columns)
-    for wanted in inputs:
-        got = inputs_of(reader.fields).get(wanted["name"])
-        if got != (wanted["dtype"], wanted["shape"]):
+    reader, carried = _make_reader(dataset, model.task), _carried_columns(dataset, section.columns)
+    for expected in inputs:
+        actual = input_specs(reader.fields).get(expected["name"])
+        if actual != (expected["dtype"], expected["shape"]):
             raise DataError(
-                f"A decoded row of predict.data {section.data} has {got} as {wanted['name']!r}; the model was trained"
-                f" on {wanted}."
+                f"A decoded row of predict.data {section.data} has {actual} as {expected['name']!r}; the model was"
+                f" trained on {expected}."
             )
     device = "cuda" if section.num_gpus else "cpu"
     manifest = dataset.manifest
-    cut = parts_of(manifest, min(section.part_rows, rows_per_task(reader.fields, config.data.read_task_mb)))
+    cut = cut_parts(manifest, min(section.part_rows, rows_per_task(reader.fields, config.data.read_task_mb)))
     parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(cut)}
     made_from = {
         "model": source,
         "params_digest": model.params_digest,
         "task": class_path(model.task),
-        "code": _digest(files_of(class_path(model.task))),
+        "code": _code_digest(source_files(class_path(model.task))),
         "manifest_digest": manifest.digest,
         "content_digest": hashlib.sha256(
-            json.dumps(contents(place_of(dataset.root), manifest.paths)).encode()
+            json.dumps(hash_files(locate_data(dataset.root), manifest.paths)).encode()
         ).hexdigest(),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
@@ -221,36 +166,98 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "device": device,
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
-    out = str(location(section.out))
-    counts, described = (section.batch_size, section.threads), described_columns(reader.columns, dataset, carried)
+    out = str(to_location(section.out))
+    counts = (section.batch_size, section.threads)
+    described = describe_prediction_columns(reader.columns, dataset, carried)
     job = PredictJob(
         model, dataset.root, reader.fields, carried, manifest.partitions, parts, out, digest, *counts, device
     )
     prepared = PreparedPrediction(
         job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows, described
     )
-    refuse_other(prepared)
+    refuse_other_prediction(prepared)
     return prepared
 
 
-def _digest(files: dict[str, Path]) -> str:
-    """Of the Python files of a task, by the names of their modules."""
-    told = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def model_of_package(config: Config, model: str | None) -> ModelSource:
+    """Returns the model of a package, its origin, and the inputs that it was trained on.
+
+    The class of the task is that of the configuration, which is trusted; its settings are those of the package, with
+    which the model was trained.
+
+    Raises:
+        ConfigError: No model is named, or the configuration is not that of the package.
+    """
+    name = config.tracking.registered_model
+    if model is None and name is None:
+        raise ConfigError(
+            "Say which model: --predict.model models:/NAME@champion or the folder of an export, --predict.run"
+            " runs/NAME, or tracking.registered_model."
+        )
+    uri = model or f"models:/{name}@champion"
+    package = read_export(uri) if is_export(uri) else fetch_package(default_tracking_uri(config), uri)
+    called = package.called
+    configured = make_task(config)
+    if class_path(configured) != package.class_path:
+        raise ConfigError(
+            f"{called} is of the task {package.class_path}, task.class_path is {class_path(configured)}. Give that"
+            " one's configuration."
+        )
+    for argument, parameter in inspect.signature(type(configured)).parameters.items():
+        value = config.task.init_args.get(argument, parameter.default)
+        if value is not None and argument in package.settings and package.settings[argument] != value:
+            raise ConfigError(
+                f"task.init_args.{argument} is {value!r}, but {called} was trained with {package.settings[argument]!r}."
+                " Give that."
+            )
+    task = type(configured).from_settings(package.settings)
+    inputs = [spec["name"] for spec in package.inputs] if package.format == "torch.export" else None
+    return Model(task, package.weights, inputs, package.params_digest), package.source, package.inputs
 
 
-def _check(section: PredictSection) -> None:
+def model_of_run(config: Config, run: str) -> ModelSource:
+    """Returns the model of the best checkpoint of a run that has ended, and its origin.
+
+    Raises:
+        ConfigError: There is no such run, it has not ended, or its task is not that of the configuration.
+    """
+    paths = RunPaths(to_location(run))
+    if read_json(paths.summary) is None:
+        raise ConfigError(
+            f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's"
+            " directory."
+        )
+    trained = read_config(paths)
+    if trained.task != config.task:
+        raise ConfigError(
+            f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has"
+            f" {asdict(config.task)}."
+        )
+    job = load_trained_job(paths)
+    commit = choose_checkpoint(job, "best")
+    source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
+    return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []
+
+
+def _code_digest(files: dict[str, Path]) -> str:
+    """Returns the digest of the Python files of a task, by the names of their modules."""
+    digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def _check_section(section: PredictSection) -> None:
     problems = [f"predict.{name} is missing." for name in ("data", "out") if not getattr(section, name)]
     problems += [
-        f"predict.{n} is {getattr(section, n)}; it must be at least 1." for n in _COUNTS if getattr(section, n) < 1
+        f"predict.{n} is {getattr(section, n)}; it must be at least 1."
+        for n in _MIN_ONE_FIELDS
+        if getattr(section, n) < 1
     ]
     if section.num_cpus < 0 or section.num_gpus < 0:
         problems.append("predict.num_cpus and predict.num_gpus cannot be negative.")
     if section.num_gpus > 1:
         problems.append(
             f"predict.num_gpus is {section.num_gpus:g}, but an actor computes on one GPU and would leave the others"
-            f" idle. Set it to at most"
-            " 1, and predict.workers to the number of GPUs."
+            " idle. Set it to at most 1, and predict.workers to the number of GPUs."
         )
     if section.model is not None and section.run is not None:
         problems.append("predict.model and predict.run are both given; give one of them.")
@@ -258,15 +265,14 @@ def _check(section: PredictSection) -> None:
         raise ConfigError("The prediction is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def _reader(dataset: Dataset, task: Task) -> Reader:
+def _make_reader(dataset: Dataset, task: Task) -> Reader:
     decode = WithoutTargets(task)
     columns = decode.columns
     missing = [name for name in columns if name not in dataset.facts.columns]
     if missing:
         raise DataError(
             f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs;"
-            f" its columns are"
-            f" {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
+            f" its columns are {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
         )
     if type(task).decode.__module__.startswith(f"{Task.__module__.rpartition('.')[0]}."):
         _refuse_missing(dataset, columns)
@@ -276,10 +282,10 @@ def _reader(dataset: Dataset, task: Task) -> Reader:
 
 
 def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
-    """Refuses columns with missing values, which the tasks of this application make nothing of.
+    """Refuses columns with missing values, which the tasks of this application do not support.
 
     Raises:
-        DataError: There are some; the message names the first one.
+        DataError: There are missing values; the message names the first one.
     """
     for name in (name for name in columns if dataset.facts.columns[name].nulls):
         for path in dataset.manifest.paths:
@@ -288,51 +294,50 @@ def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
             if missing.any():
                 raise DataError(
                     f"{path}, row {int(missing.argmax())}: column {name!r} of predict.data {dataset.facts.path} has no"
-                    f" value there, and"
-                    f" {dataset.facts.columns[name].nulls} missing values in all. Fill them, or leave these rows out."
+                    f" value there, and {dataset.facts.columns[name].nulls} missing values in all. Fill them, or leave"
+                    " these rows out."
                 )
 
 
-def _carried(dataset: Dataset, columns: str | None) -> list[str]:
-    known = dataset.facts.columns
-    default = "row_id" if "row_id" in known else ""
-    wanted = [name.strip() for name in (default if columns is None else columns).split(",") if name.strip()]
-    for name in wanted:
-        if name not in known:
+def _carried_columns(dataset: Dataset, columns: str | None) -> list[str]:
+    available = dataset.facts.columns
+    default = "row_id" if "row_id" in available else ""
+    carried = [name.strip() for name in (default if columns is None else columns).split(",") if name.strip()]
+    for name in carried:
+        if name not in available:
             raise ConfigError(
-                f"predict.columns names {name!r}, which is not in the data; its columns are {', '.join(sorted(known))}."
+                f"predict.columns names {name!r}, which is not in the data; its columns are"
+                f" {', '.join(sorted(available))}."
             )
         if name in ("position", "predicted", "predicted_index", "confidence"):
             raise ConfigError(f"predict.columns names {name!r}, which is a column of the predictions; leave it out.")
-    return wanted
+    return carried
 
 
-def parts_of(manifest: Manifest, most_rows: int) -> list[ReadSpec]:
-    """The whole data set in its order, in parts of whole row groups; a row group of more than `most_rows` rows
-    is cut.
-    """
+def cut_parts(manifest: Manifest, max_rows: int) -> list[ReadSpec]:
+    """Cuts a data set, in its order, into parts of whole row groups; cuts row groups of more than `max_rows` rows."""
     groups: list[list[Segment]] = [[]]
-    room = most_rows
+    capacity = max_rows
     for i, rows in enumerate(manifest.rows.tolist()):
-        if rows > room:
+        if rows > capacity:
             groups.append([])
-            room = most_rows
+            capacity = max_rows
         groups[-1].append(Segment(i, 0, rows))
-        room -= rows
-    return [spec for group in groups for spec in cut_specs(manifest, group, most_rows)]
+        capacity -= rows
+    return [spec for group in groups for spec in cut_reads(manifest, group, max_rows)]
 
 
-def refuse_other(prepared: PreparedPrediction) -> None:
-    """Refuses a folder that holds anything but what the same prediction wrote.
+def refuse_other_prediction(prepared: PreparedPrediction) -> None:
+    """Refuses a folder with contents that the same prediction did not write.
 
     Raises:
-        ConfigError: It does; the message says what differs.
+        ConfigError: The folder has other contents; the message has the differences.
     """
     before, now = read_json(prepared.out / MADE_FROM), prepared.made_from
-    if before is None and (names(prepared.out) or folders(prepared.out)):
+    if before is None and (list_files(prepared.out) or list_folders(prepared.out)):
         raise ConfigError(
             f"predict.out {prepared.out} is not empty and has no {MADE_FROM}: it holds something else. Give another"
-            f" folder."
+            " folder."
         )
     if before is not None and before != now:
         other = [f"  - {name}: {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]

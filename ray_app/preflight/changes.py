@@ -1,8 +1,7 @@
-"""What a result depends on besides configuration and data: the user's own source files, versions of libraries, defaults
-of classes.
+"""Changes between two starts of a run: its code and library versions, the defaults of its classes, and its data files.
 
-Data that was changed in place between two starts of a run: noticed by size and time of its files, in a bucket by their
-ETags.
+`code.json` stores what the result depends on besides configuration and data. `data.json` stores the size and the
+modification time of each data file (on S3 its ETag), so that data that was changed in place is noticed.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from ray_app.config.config import Config, flatten, from_dict
 from ray_app.config.import_paths import load_class
 from ray_app.data.reader import RowSource
 from ray_app.errors import RegistryError, RunExistsError
-from ray_app.models.package import followed, sources_of
-from ray_app.runlog.paths import RunPaths, known_fields, versioned
+from ray_app.models.package import follow_imports, sources_of
+from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.data_files import place_of, versions
+from ray_app.storage.data_files import file_versions, locate_data
 from ray_app.storage.files import put_json, read_json
 from ray_app.version import __version__
 
@@ -35,13 +34,14 @@ _CLASSES = ("task", "optimizer", "optimizers", "schedule")
 
 
 @dataclass(frozen=True)
-class Code:
-    """What `code.json` of a run says.
+class CodeVersions:
+    """The content of `code.json` of a run.
 
     Args:
-        files: SHA-256 of every source file of the user's that the configured classes need, by the name of its module.
-        versions: Of Python, of the application, and of the installed libraries that these files import.
-        defaults: Arguments of the configured classes that stand in `config.yaml` and were not given: dotted names.
+        files: SHA-256 of every source file of the user that the configured classes need, by the name of its module.
+        versions: Versions of Python, of the application, and of the installed libraries that these files import.
+        defaults: Dotted names of the arguments in `config.yaml` that are defaults of the configured classes, not set by
+            the user.
     """
 
     files: dict[str, str]
@@ -49,142 +49,147 @@ class Code:
     defaults: list[str] = field(default_factory=list)
 
 
-def code_of(config: Config) -> Code:
-    """What the configured classes are made of, as it is now."""
+def read_code_versions(config: Config) -> CodeVersions:
+    """Reads the source files and library versions of the configured classes as they are now."""
     files: dict[str, str] = {}
     libraries = {"torch", "numpy"}
-    for class_path in sorted(set(classes_in(config))):
-        made = load_class(class_path)
-        if _top(made.__module__) == "ray_app":
+    for class_path in sorted(set(iter_import_paths(config))):
+        configured = load_class(class_path)
+        if _top_level(configured.__module__) == "ray_app":
             continue
-        found = followed(made.__module__, ours=False)
-        libraries |= found.libraries - {"ray_app"}
-        files |= {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in found.files.items()}
-        is_read = (
-            made.__module__ in found.files and made.__module__ != "__main__"
-        )  # which may be what serves a notebook
-        if not is_read and _top(made.__module__) not in libraries:
-            files[made.__module__] = _digest_of(made)
+        imports = follow_imports(configured.__module__, ours=False)
+        libraries |= imports.libraries - {"ray_app"}
+        files |= {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in imports.files.items()}
+        # The file of `__main__` may be the server of a notebook rather than the user's code.
+        is_read = configured.__module__ in imports.files and configured.__module__ != "__main__"
+        if not is_read and _top_level(configured.__module__) not in libraries:
+            files[configured.__module__] = _digest_class(configured)
     python = ".".join(map(str, sys.version_info[:3]))
-    versions = {name: version for name in sorted(libraries) if (version := _version(name)) is not None}
-    return Code(files, {"python": python, "ray_app": __version__} | versions, completed(config)[1])
+    versions = {name: version for name in sorted(libraries) if (version := _library_version(name)) is not None}
+    return CodeVersions(files, {"python": python, "ray_app": __version__} | versions, fill_defaults(config)[1])
 
 
-def classes_in(config: Config) -> Iterator[str]:
-    """Everything that a configuration names by an import path: classes, however deep, and what the task's class says
-    are functions.
-    """
-    yield from _classes_in(config.to_dict())
+def iter_import_paths(config: Config) -> Iterator[str]:
+    """Yields all import paths in a configuration: classes at any depth, and the task arguments that name functions."""
+    yield from _iter_class_paths(config.to_dict())
     for name in getattr(load_class(config.task), "functions", ()):
         if isinstance(path := config.task.init_args.get(name), str):
             yield path
 
 
-def _classes_in(values: Any) -> Iterator[str]:
+def _iter_class_paths(values: Any) -> Iterator[str]:
+    """Yields all values of `class_path` in nested dictionaries and lists."""
     for item in values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ():
-        yield from _classes_in(item)
+        yield from _iter_class_paths(item)
     if isinstance(values, dict) and isinstance(values.get("class_path"), str):
         yield values["class_path"]
 
 
-def files_of(class_path: str) -> dict[str, Path]:
-    """The files of a class, those of the application's included, by the names of their modules."""
+def source_files(class_path: str) -> dict[str, Path]:
+    """Returns the source files of a class by the names of their modules, including files of the application."""
     name = load_class(class_path).__module__
     try:
         return sources_of(name).files
-    except RegistryError:  # it can be trained all the same; then its own file counts
+    except RegistryError:
+        # A class that cannot be packaged can be trained nevertheless; then only its own file counts.
         file = getattr(importlib.import_module(name), "__file__", None)
         return {name: Path(file)} if file else {}
 
 
-def changed_code(paths: RunPaths, config: Config, now: Code) -> list[str]:
-    """What is not as at a run's last start, in words; nothing of a run that did not record it.
+def describe_code_changes(paths: RunPaths, config: Config, now: CodeVersions) -> list[str]:
+    """Returns the changes of code since a run's last start as phrases; an empty list if the run has no record of it.
 
     Raises:
-        RunExistsError: Something, and `run.changed_code` is `refuse`.
-        OSError: The storage does not answer.
+        RunExistsError: The code has changed, and `run.changed_code` is `refuse`.
+        OSError: The storage cannot be read.
     """
-    before = read_code(paths)
+    before = read_stored_code(paths)
     if before is None:
         return []
-    found = [*changes(before, now), *_changed_defaults(paths, config, before.defaults)]
-    if found and config.run.changed_code == "refuse":
+    changes = [*compare_code(before, now), *_describe_default_changes(paths, config, before.defaults)]
+    if changes and config.run.changed_code == "refuse":
         raise RunExistsError(
             f"The run {paths.name!r} was started with other code, so its result would be that of neither:\n- "
-            + "\n- ".join(found)
+            + "\n- ".join(changes)
             + "\nNothing was changed. Restore what it was, give another run.name for a new run, or set run.changed_code"
             " to warn to go on."
         )
-    return found
+    return changes
 
 
-def _changed_defaults(paths: RunPaths, config: Config, names: list[str]) -> list[str]:
-    stored, now = (flatten(each.to_dict()) for each in (read_config(paths, with_defaults=True), completed(config)[0]))
+def _describe_default_changes(paths: RunPaths, config: Config, names: list[str]) -> list[str]:
+    """Returns the changes of default arguments since a run's last start as phrases."""
+    stored = flatten(read_config(paths, with_defaults=True).to_dict())
+    now = flatten(fill_defaults(config)[0].to_dict())
     both = [name for name in names if name in stored and name in now and stored[name] != now[name]]
     return [f"the default of {name} was {stored[name]!r}, is {now[name]!r}" for name in both]
 
 
-def changes(before: Code, now: Code) -> list[str]:
-    """What differs, in words."""
-    found = []
+def compare_code(before: CodeVersions, now: CodeVersions) -> list[str]:
+    """Returns the differences of source files and library versions as phrases."""
+    changes = []
     for name in sorted(before.files.keys() | now.files.keys()):
         if name not in now.files or name not in before.files:
-            found.append(f"{name} is {'new' if name in now.files else 'no longer needed'}")
+            changes.append(f"{name} is {'new' if name in now.files else 'no longer needed'}")
         elif before.files[name] != now.files[name]:
-            found.append(f"{name} has another content")
+            changes.append(f"{name} has another content")
     for name in sorted(before.versions.keys() & now.versions.keys()):
         if before.versions[name] != now.versions[name]:
-            found.append(f"{name} {before.versions[name]} -> {now.versions[name]}")
-    return found
+            changes.append(f"{name} {before.versions[name]} -> {now.versions[name]}")
+    return changes
 
 
-def put_code(paths: RunPaths, code: Code) -> None:
-    """Writes `code.json`; which arguments were not given stays as at the first start, as the classes in `config.yaml`
-    do.
-    """
-    before = read_code(paths)
-    put_json(paths.code, versioned(asdict(replace(code, defaults=before.defaults) if before is not None else code)))
+def store_code(paths: RunPaths, code: CodeVersions) -> None:
+    """Writes `code.json`, with the default arguments of the first start, as the classes in `config.yaml` have them."""
+    before = read_stored_code(paths)
+    put_json(paths.code, add_version(asdict(replace(code, defaults=before.defaults) if before is not None else code)))
 
 
-def read_code(paths: RunPaths) -> Code | None:
-    """What a run's `code.json` says; None for a run that has none, or one that cannot be read.
+def read_stored_code(paths: RunPaths) -> CodeVersions | None:
+    """Returns the content of a run's `code.json`, or None if there is none or it is damaged.
 
     Raises:
-        OSError: The storage does not answer.
+        OSError: The storage cannot be read.
     """
     try:
-        found = read_json(paths.code)
-        return known_fields(Code, found) if found is not None else None
+        stored = read_json(paths.code)
+        return from_known_fields(CodeVersions, stored) if stored is not None else None
     except (ValueError, TypeError):
         return None
 
 
-def completed(config: Config) -> tuple[Config, list[str]]:
-    """The configuration with the arguments of its classes that were not given, and their dotted names."""
+def fill_defaults(config: Config) -> tuple[Config, list[str]]:
+    """Returns the configuration with the default arguments of its classes filled in, and their dotted names."""
     values, added = config.to_dict(), list[str]()
     for name in _CLASSES:
         if values[name] is not None:
-            values[name] = _completed(values[name], name, added)
+            values[name] = _fill_value(values[name], name, added)
     return from_dict(values), added
 
 
-def _completed(value: Any, place: str, added: list[str]) -> Any:
+def _fill_value(value: Any, path: str, added: list[str]) -> Any:
+    """Returns a value of the configuration with default arguments filled in; appends their names to `added`.
+
+    Args:
+        path: Dotted name of the value.
+    """
     if isinstance(value, list | tuple):
-        return [_completed(part, f"{place}.{i}", added) for i, part in enumerate(value)]
+        return [_fill_value(part, f"{path}.{i}", added) for i, part in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    whole = {name: _completed(part, f"{place}.{name}", added) for name, part in value.items()}
+    whole = {name: _fill_value(part, f"{path}.{name}", added) for name, part in value.items()}
     if "class_path" not in value:
         return whole
-    given, defaults = whole.get("init_args") or {}, dict[str, Any]()
-    with suppress(Exception):  # what cannot be looked into has none
-        defaults = {name: plain for name, plain in _defaults(value["class_path"]) if name not in given}
-    added += [f"{place}.init_args.{name}" for name in defaults]
-    return whole | {"init_args": given | defaults}
+    arguments, defaults = whole.get("init_args") or {}, dict[str, Any]()
+    # Without a signature that can be inspected there are no defaults to fill in.
+    with suppress(Exception):
+        defaults = {name: plain for name, plain in _plain_defaults(value["class_path"]) if name not in arguments}
+    added += [f"{path}.init_args.{name}" for name in defaults]
+    return whole | {"init_args": arguments | defaults}
 
 
-def _defaults(class_path: str) -> Iterator[tuple[str, Any]]:
-    """The arguments of a class that have a default which YAML keeps."""
+def _plain_defaults(class_path: str) -> Iterator[tuple[str, Any]]:
+    """Yields the default arguments of a class with values that YAML can store."""
     for parameter in inspect.signature(load_class(class_path)).parameters.values():
         value = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
         if parameter.default is not parameter.empty and _is_plain(value):
@@ -199,33 +204,36 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _top(module: str) -> str:
+def _top_level(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _version(library: str) -> str | None:
+def _library_version(library: str) -> str | None:
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
-        owners = _owners().get(library)
+        owners = _distributions().get(library)
         return importlib.metadata.version(owners[0]) if owners else None
 
 
 @functools.cache
-def _owners() -> dict[str, list[str]]:
+def _distributions() -> dict[str, list[str]]:
     return dict(importlib.metadata.packages_distributions())
 
 
-def _digest_of(made: Any) -> str:
-    """Of a class whose file is a script, in a zip, or none, as in a notebook: of its source if Python has it, or of
-    what it became.
+def _digest_class(configured: Any) -> str:
+    """Returns the SHA-256 of a class without an importable source file: one of a script, a zip file or a notebook.
+
+    It covers the source of the module if Python has it, otherwise the compiled code of the methods.
     """
-    compiled = {name: code for name, member in sorted(vars(made).items()) if (code := _code_in(member)) is not None}
-    file = str(getattr(sys.modules[made.__module__], "__file__", ""))
+    compiled = {
+        name: code for name, member in sorted(vars(configured).items()) if (code := _code_in(member)) is not None
+    }
+    file = str(getattr(sys.modules[configured.__module__], "__file__", ""))
     if {Path(code.co_filename).name for code in compiled.values()} == {Path(file).name}:
         with suppress(OSError, TypeError):
-            return hashlib.sha256(inspect.getsource(sys.modules[made.__module__]).encode()).hexdigest()
-    return hashlib.sha256("".join(f"{name}{_compiled(code)}" for name, code in compiled.items()).encode()).hexdigest()
+            return hashlib.sha256(inspect.getsource(sys.modules[configured.__module__]).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{name}{_code_text(code)}" for name, code in compiled.items()).encode()).hexdigest()
 
 
 def _code_in(member: Any) -> CodeType | None:
@@ -234,90 +242,107 @@ def _code_in(member: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def _compiled(code: CodeType) -> str:
-    constants = [_compiled(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+def _code_text(code: CodeType) -> str:
+    """Returns compiled code as text that does not depend on addresses of nested functions."""
+    constants = [
+        _code_text(constant) if isinstance(constant, CodeType) else repr(constant) for constant in code.co_consts
+    ]
     return f"{code.co_code.hex()}{constants}{code.co_names}{code.co_varnames}"
 
 
 DataVersions = dict[str, dict[str, Any]]
-"""For `data.path` and `data.eval_path`: the `root`, and of each of its `files` what changes with its content."""
+"""For `data.path` and `data.eval_path`: the `root`, and the version of each of its `files`."""
 _MAX_NAMED = 5
 
 
-def data_versions(training: RowSource, evaluation: RowSource | None) -> DataVersions:
-    """What changes with the content of the files that a run reads, as it is now.
+def read_data_versions(training: RowSource, evaluation: RowSource | None) -> DataVersions:
+    """Reads the present versions (size and time, or ETag) of the files that a run reads.
 
     Raises:
-        OSError: One is gone, or the storage does not answer.
+        OSError: A file is missing, or the storage cannot be read.
     """
     sources = {"data.path": training} | ({"data.eval_path": evaluation} if evaluation is not None else {})
-    return {name: _versions(source.reader.root, source.manifest.paths) for name, source in sources.items()}
+    return {name: _file_versions(source.reader.root, source.manifest.paths) for name, source in sources.items()}
 
 
-def _versions(root: str, paths: tuple[str, ...]) -> dict[str, Any]:
-    found = versions(place_of(root), paths)
-    return {
-        "root": root,
-        "files": {path: list(one) if isinstance(one, tuple) else one for path, one in zip(paths, found, strict=True)},
+def _file_versions(root: str, paths: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the root of a data source and the version of each of its files, as `data.json` stores them."""
+    # JSON has no tuples, and `is_stored` compares with the content of the file.
+    file_entries = {
+        path: list(version) if isinstance(version, tuple) else version
+        for path, version in zip(paths, file_versions(locate_data(root), paths), strict=True)
     }
+    return {"root": root, "files": file_entries}
 
 
-def changed_data(paths: RunPaths, config: Config, now: DataVersions) -> list[str]:
-    """The files that are not as at a run's last start, in sentences; nothing of a run that did not record them.
+def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) -> list[str]:
+    """Returns the changes of data files since a run's last start as sentences; an empty list without a record of them.
 
-    Data in another folder than before is compared by the sizes of its files alone: a copy has times of its own.
+    Data in another folder than before is compared by the sizes of its files only, since a copy has other times.
 
     Raises:
-        RunExistsError: Some are, and `run.changed_data` is `refuse`.
-        OSError: The storage does not answer.
+        RunExistsError: Files have changed, and `run.changed_data` is `refuse`.
+        OSError: The storage cannot be read.
     """
-    before = _read(paths)
-    found = [said for name in now if name in before and (said := _compare(name, before[name], now[name])) is not None]
-    if found and config.run.changed_data == "refuse":
+    before = _read_stored(paths)
+    changes = [
+        change
+        for name in now
+        if name in before and (change := _describe_source_changes(name, before[name], now[name])) is not None
+    ]
+    if changes and config.run.changed_data == "refuse":
         raise RunExistsError(
             f"The data of the run {paths.name!r} was changed since its last start, so its result would be that of"
             f" neither:\n- "
-            + "\n- ".join(found)
+            + "\n- ".join(changes)
             + "\nNothing was changed. Restore the data, give another run.name for a new run, or set run.changed_data to"
             " warn to go on."
         )
-    return found
+    return changes
 
 
-def put_data_versions(paths: RunPaths, now: DataVersions) -> None:
-    """Writes `data.json`."""
-    put_json(paths.data, versioned(now))
+def store_data_versions(paths: RunPaths, now: DataVersions) -> None:
+    """Writes the versions of the data files to `data.json`."""
+    put_json(paths.data, add_version(now))
 
 
-def is_recorded(paths: RunPaths, now: DataVersions) -> bool:
-    """Whether `data.json` says the same."""
-    return _read(paths) == now
+def is_stored(paths: RunPaths, now: DataVersions) -> bool:
+    """Returns whether `data.json` has the same versions."""
+    return _read_stored(paths) == now
 
 
-def _read(paths: RunPaths) -> DataVersions:
+def _read_stored(paths: RunPaths) -> DataVersions:
+    """Returns the content of `data.json`, without entries that are damaged."""
     try:
         stored = read_json(paths.data) or {}
         return {
-            name: one for name, one in stored.items() if isinstance(one, dict) and isinstance(one.get("files"), dict)
+            name: source
+            for name, source in stored.items()
+            if isinstance(source, dict) and isinstance(source.get("files"), dict)
         }
-    except (ValueError, TypeError, AttributeError):  # it is damaged; then nothing is known
+    except (ValueError, TypeError, AttributeError):
+        # The file is damaged; the data then counts as not recorded.
         return {}
 
 
-def _compare(name: str, before: dict[str, Any], now: dict[str, Any]) -> str | None:
+def _describe_source_changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Returns a sentence about the changed files of one data source, or None if there are none."""
     is_copy = before.get("root") != now["root"]
     both = [path for path in now["files"] if path in before["files"]]
     changed = [path for path in both if not _is_same(before["files"][path], now["files"][path], is_copy)]
     if not changed:
         return None
     more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
-    what = "size" if is_copy else "size, time or ETag"
-    return f"{len(changed)} of {len(both)} files of {name} have another {what}: {', '.join(changed[:_MAX_NAMED])}{more}"
+    differing = "size" if is_copy else "size, time or ETag"
+    listed = ", ".join(changed[:_MAX_NAMED])
+    return f"{len(changed)} of {len(both)} files of {name} have another {differing}: {listed}{more}"
 
 
 def _is_same(before: Any, now: Any, is_copy: bool) -> bool:
+    """Returns whether a file is unchanged, by its versions before and now."""
     if not is_copy:
         return bool(before == now)
     if isinstance(before, list) and isinstance(now, list):
         return bool(before[:1] == now[:1])
-    return True  # an ETag of another place says nothing
+    # ETags of different storages cannot be compared.
+    return True

@@ -1,4 +1,8 @@
-"""What a run is to do, tried once before it starts."""
+"""The dry run before a start: model, optimizer, schedule and metrics are made once and run on a few rows, on the CPU.
+
+Errors of the task, the optimizer and the schedule are raised here rather than in the workers, where they would cost the
+start of the cluster. Everything else that may surprise the user becomes a warning.
+"""
 
 from __future__ import annotations
 
@@ -19,165 +23,167 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ray_app.config.config import Config
-from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.errors import ConfigError, TaskError
 from ray_app.preflight.gradient_checks import (
+    check_norm_values,
+    count_norm_values,
     cut_unevenly,
-    gradient_doubts,
-    moved_parameters,
+    gradient_warnings,
+    norm_value_warnings,
+    parameters_of_turn,
     parameters_without_gradient,
-    refuse_single_values,
-    single_value_doubts,
-    values_of_statistics,
 )
 from ray_app.preflight.metric_checks import check_metrics
-from ray_app.preflight.model_checks import Kernels, find_refused, first_line, kept_whole, refuse_unshardable
-from ray_app.preflight.probe_rows import SHORT, RowProbe, cut, numbers_of
-from ray_app.preflight.rare_rows import RareRows, refuse_out_of_range
-from ray_app.task.base import Batch, Task, of_rows, summed
-from ray_app.task.device import given_back, pin
+from ray_app.preflight.model_checks import KernelRecorder, check_forward, check_shardable, find_failing_part, first_line
+from ray_app.preflight.probe_rows import SHORT_LENGTH, RowProbe, count_numbers, truncate
+from ray_app.preflight.rare_rows import RareRows, check_value_ranges
+from ray_app.task.base import Batch, Task, check_losses, sum_losses
+from ray_app.task.device import pin, restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.metrics import Chunk, combine, score
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, to_batch, twice
+from ray_app.task.ragged import Arrays, repeat_rows, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.task.whole_batches import BatchTask
 from ray_app.track.mlflow_client import mlflow_key
-from ray_app.train.checkpointing.snapshots import copies_doubts, refuse_if_too_big
+from ray_app.train.checkpointing.snapshots import check_snapshot_memory, page_locked_memory_warnings
 from ray_app.train.job import Job
 from ray_app.train.state.alternating_optimizers import TurnSchedules
 from ray_app.train.state.state import TrainingState
-from ray_app.train.state.transfer import copied
-from ray_app.train.step.micro_batch import modes_of, restore
+from ray_app.train.state.transfer import copy_to_host
+from ray_app.train.step.micro_batch import module_modes, restore_modes
 from ray_app.train.strategies.parameter_server.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-_MISTAKES = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)
-"""What is raised where a name is wrong, however many rows there are."""
-_NEEDS_MORE = re.compile("closure|dense")
-"""What PyTorch says where a gradient that is dense is not enough (`LBFGS`, `SparseAdam`)."""
+_CODE_ERRORS = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)
+"""Errors of code that is wrong for any number of rows."""
+_UNSUPPORTED_STEP = re.compile("closure|dense")
+"""Words of PyTorch's errors if a dense gradient is not enough for a step (`LBFGS`, `SparseAdam`)."""
 
 
 def dry_run(
     job: Job,
     row: Arrays,
     initial: dict[str, Tensor] | None,
-    beyond: Sequence[RareRows] = (),
-    evaluated: Arrays | None = None,
+    rare_rows: Sequence[RareRows] = (),
+    eval_rows: Arrays | None = None,
     has_all: bool = False,
-    sample: Callable[[], Arrays | None] = lambda: None,
+    sample_training: Callable[[], Arrays | None] = lambda: None,
 ) -> list[str]:
-    """Makes model, optimizer and schedule once and takes a row through all of the task, to refuse before the start what
-    cannot work.
+    """Makes model, optimizer and schedule, runs a row through training and evaluation, and returns warnings.
 
     Args:
-        job: What is to start.
-        row: A decoded row, as a batch of one.
-        initial: The parameters to begin with, if they are new to the run.
-        beyond: What the data to train and to evaluate on have that the row does not have.
-        evaluated: Some decoded rows of the data to evaluate on, if there is such.
-        has_all: Whether that data has no others.
-        sample: Reads some decoded rows of the data to train on; None: they cannot be decoded.
+        job: The job that is to start.
+        row: A decoded training row, as a batch of one.
+        initial: Initial parameters, if they are new to the run.
+        rare_rows: The longest row and the value ranges of the training data and the evaluation data.
+        eval_rows: Some decoded rows of the evaluation data, if there is any.
+        has_all: Whether `eval_rows` are all rows of the evaluation data.
+        sample_training: Returns some decoded training rows, or None if they cannot be decoded.
 
     Returns:
-        What is to be said at the start, in sentences.
+        Warnings for the start, each one or two sentences.
 
     Raises:
-        ConfigError: Something of it fails.
+        ConfigError: The task, the optimizer or the schedule fails, or does not fit the strategy or the memory.
     """
-    config, task, doubts = job.config, job.task, list[str]()
+    config, task, messages = job.config, job.task, list[str]()
     try:
-        with given_back(), user_code(lambda: "making model, optimizer and schedule"):
+        with restore_process_state(), user_code(lambda: "making model, optimizer and schedule"):
             pin(torch.get_num_threads(), config.train.reduction == "exact")
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
-                state.begin(initial)
-                doubts = _try_rows(
+                state.initialize(initial)
+                messages = _check_rows(
                     job,
                     state,
-                    {name: twice(values) for name, values in row.items()},
-                    beyond,
-                    evaluated,
+                    {name: repeat_rows(values) for name, values in row.items()},
+                    rare_rows,
+                    eval_rows,
                     has_all,
-                    sample,
+                    sample_training,
                 )
             finally:
                 task.finish(state.model)
     except TaskError as error:
         raise ConfigError(
-            f"A trial with one row failed: {error}\nCheck the task, task.init_args, optimizer and schedule; tried were"
-            f" {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path}"
+            f"The dry run with one row failed: {error}\nCheck the task, task.init_args, optimizer and schedule; tried"
+            f" were {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path}"
             f" {config.optimizer.init_args}"
             + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
         ) from error
-    if type(task).apply_gradients is Task.apply_gradients and config.optimizer.class_path != OWN_OPTIMIZER:
+    if type(task).apply_gradients is Task.apply_gradients and config.optimizer.class_path != TASK_OPTIMIZER:
         for spec in config.optimizers.values() if config.optimizers else [config.optimizer]:
-            _try_optimizer(config, spec, state.model)
+            _check_optimizer_step(config, spec, state.model)
     if config.checkpoint.snapshot_every_steps is not None:
-        refuse_if_too_big(state.model, psutil.virtual_memory().available)
+        check_snapshot_memory(state.model, psutil.virtual_memory().available)
     if (gpus := config.scaling.gpus_per_worker) and config.train.strategy != "parameter_server":
-        workers = max(1, min(config.scaling.most_workers, int(torch.cuda.device_count() / gpus)))
-        doubts = doubts + copies_doubts(state.model, config.train, workers, psutil.virtual_memory().total)
+        workers = max(1, min(config.scaling.worker_limit, int(torch.cuda.device_count() / gpus)))
+        messages = messages + page_locked_memory_warnings(
+            state.model, config.train, workers, psutil.virtual_memory().total
+        )
     if config.train.strategy == "parameter_server":
         Layout(state.model, state.optimizer, config.train)
         if type(task).apply_gradients is not Task.apply_gradients:
             raise ConfigError(
-                f"train.strategy is parameter_server, whose servers hold parts of the model, but"
-                f" {type(task).__name__}.apply_gradients"
-                " moves the whole. Use another strategy, or leave that method out."
+                "train.strategy is parameter_server, whose servers hold parts of the model, but"
+                f" {type(task).__name__}.apply_gradients moves the whole. Use another strategy, or leave that method"
+                " out."
             )
-    made, asked = len(state.optimizer.param_groups), len(config.optimizer.groups or [])
-    if config.train.strategy in ("local_sgd", "parameter_server") and made > 1 + asked:
+    num_groups = len(state.optimizer.param_groups)
+    num_configured = len(config.optimizer.groups or [])
+    if config.train.strategy in ("local_sgd", "parameter_server") and num_groups > 1 + num_configured:
         raise ConfigError(
-            f"optimizer.class_path {config.optimizer.class_path} makes {made} groups of parameters by itself, which"
-            f" train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or central_storage, or"
-            f" optimizer.groups."
+            f"optimizer.class_path {config.optimizer.class_path} makes {num_groups} groups of parameters by itself,"
+            f" which train.strategy {config.train.strategy} cannot keep apart. Use ddp, fsdp, single or"
+            " central_storage, or optimizer.groups."
         )
     if config.train.strategy == "fsdp":
-        refuse_unshardable(state.model)
-    _try_schedules(state, job.total_steps)
-    return doubts
+        check_shardable(state.model)
+    _check_schedules(state, job.total_steps)
+    return messages
 
 
-def _try_schedules(state: TrainingState, total_steps: int) -> None:
-    """Moves the schedules once.
+def _check_schedules(state: TrainingState, total_steps: int) -> None:
+    """Checks the learning-rate schedules and advances them by one step.
 
     Raises:
-        ConfigError: One asks for more than steps, is over too early, or keeps what no checkpoint can be read with.
+        ConfigError: A schedule needs more than the number of steps, ends before the run does, gives a rate that is not
+            finite, or has state that cannot be restored from a checkpoint.
     """
     schedules: list[tuple[LRScheduler | None, int]]
     if isinstance(state.schedule, TurnSchedules):
-        schedules = [(each, state.schedule.moves[turn]) for turn, each in state.schedule.schedules.items()]
+        schedules = [(schedule, state.schedule.moves[turn]) for turn, schedule in state.schedule.schedules.items()]
     else:
         schedules = [(state.schedule, total_steps)]
     if any(isinstance(schedule, ReduceLROnPlateau) for schedule, _ in schedules):
         raise ConfigError(
             "A schedule's class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move"
-            " by steps alone. Use"
-            " another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
+            " by steps alone. Use another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
         )
     for schedule, moves in schedules:
-        _check_steps(schedule, moves)
-    _refuse_rates(state, "in the first step")
+        _check_schedule_steps(schedule, moves)
+    _check_learning_rates(state, "in the first step")
     if state.schedule is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             with user_code(lambda: "moving the schedule"):
-                state.pass_over()
-        _refuse_rates(state, "after the first step")
+                state.advance_schedule()
+        _check_learning_rates(state, "after the first step")
         groups = [
             {name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups
         ]
-        _refuse_unreadable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
+        _check_storable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
 
 
-def _refuse_rates(state: TrainingState, when: str) -> None:
-    """Refuses learning rates that a schedule or an optimizer of a user's makes.
+def _check_learning_rates(state: TrainingState, when: str) -> None:
+    """Refuses learning rates that are not finite, as a user's schedule or optimizer may give them.
 
     Raises:
-        ConfigError: One is not finite.
+        ConfigError: A rate is not finite; the message says when.
     """
     rates = [float(group["lr"]) for group in state.optimizer.param_groups if "lr" in group]
     if wrong := [rate for rate in rates if not math.isfinite(rate)]:
@@ -186,131 +192,141 @@ def _refuse_rates(state: TrainingState, when: str) -> None:
         )
 
 
-def _try_rows(
+def _check_rows(
     job: Job,
     state: TrainingState,
     rows: Arrays,
-    beyond: Sequence[RareRows],
-    evaluated: Arrays | None,
+    rare_rows: Sequence[RareRows],
+    eval_rows: Arrays | None,
     has_all: bool,
-    sample: Callable[[], Arrays | None],
+    sample_training: Callable[[], Arrays | None],
 ) -> list[str]:
-    """`_try_task` with short rows, the greatest numbers of the data in these, and its longest rows once; and the
-    metrics with some rows.
+    """Runs the task on short rows, on the value ranges of the data and on the longest rows, and checks the metrics.
 
     Returns:
-        What is to be said at the start, in sentences.
+        Warnings for the start, each one or two sentences.
 
     Raises:
-        TaskError: See `_try_task`.
-        ConfigError: Likewise, or the model lacks classes, a vocabulary or positions for the data.
+        TaskError: The task fails; see `_run_task`.
+        ConfigError: As for `_run_task`, or the model lacks classes, a vocabulary or positions for the data.
     """
-    attempt, doubts = RowProbe(job.task, state), list[str]()
-    with values_of_statistics(state.model, len(next(iter(rows.values())))) as counts:
-        short, unused = _try_short(job, attempt, rows)
-    refuse_single_values(state.model, job.plan, counts)
-    refuse_out_of_range(attempt, short)
-    if isinstance(job.task, ModuleTask) and evaluated is not None:
+    row_probe, messages = RowProbe(job.task, state), list[str]()
+    with count_norm_values(state.model, len(next(iter(rows.values())))) as counts:
+        short, unused = _check_short_rows(job, row_probe, rows)
+    check_norm_values(state.model, job.plan, counts)
+    check_value_ranges(row_probe, short)
+    if isinstance(job.task, ModuleTask) and eval_rows is not None:
         try:
-            job.task.refuse_target(evaluated)
+            job.task.refuse_target(eval_rows)
         except ValueError as error:
             raise ConfigError(f"data.eval_path {job.config.data.eval_path}, in the first rows: {error}.") from error
-    known = numbers_of(short) // 2
-    for each in beyond:
-        known = each.refuse(attempt, short, known)
-    is_short = _is_cut(job.task) and numbers_of(short) == numbers_of(cut(rows, SHORT))
+    # The probe has two copies of one row.
+    checked_length = count_numbers(short) // 2
+    for rows_of_source in rare_rows:
+        checked_length = rows_of_source.check(row_probe, short, checked_length)
+    is_short = _can_truncate(job.task) and count_numbers(short) == count_numbers(truncate(rows, SHORT_LENGTH))
     if job.config.data.eval_path is not None:
-        some = short if evaluated is None else cut_unevenly(evaluated) if is_short else evaluated
-        doubts = check_metrics(job.task, state.model, some, has_all)
-    doubts = [*doubts, *single_value_doubts(state.model, job.plan, counts)]
+        metric_rows = short
+        if eval_rows is not None:
+            metric_rows = cut_unevenly(eval_rows) if is_short else eval_rows
+        messages = check_metrics(job.task, state.model, metric_rows, has_all)
+    messages = [*messages, *norm_value_warnings(state.model, job.plan, counts)]
     if unused or isinstance(job.task, BatchTask):
-        trained = sample()
-        doubts += gradient_doubts(
-            job, attempt, unused, cut_unevenly(trained) if is_short and trained is not None else trained
-        )
-    return doubts
+        training_rows = sample_training()
+        if is_short and training_rows is not None:
+            training_rows = cut_unevenly(training_rows)
+        messages += gradient_warnings(job, row_probe, unused, training_rows)
+    return messages
 
 
-def _try_short(job: Job, attempt: RowProbe, rows: Arrays) -> tuple[Arrays, dict[str, nn.Parameter]]:
-    """`_try_task` with what rows of tokens begin with, or the rows as they are; returns those that it works with, and
-    what it returned.
+def _check_short_rows(job: Job, row_probe: RowProbe, rows: Arrays) -> tuple[Arrays, dict[str, nn.Parameter]]:
+    """Runs the task on rows cut to `SHORT_LENGTH` tokens or, if that fails, on the complete rows.
+
+    Returns:
+        The rows on which the task works, and the parameters without a gradient (see `_run_task`).
 
     Raises:
-        TaskError: See `_try_task`.
-        ConfigError: Likewise, or the model lacks positions.
+        TaskError: The task fails; see `_run_task`.
+        ConfigError: As for `_run_task`, or the model lacks positions for the length of the rows.
     """
-    task, short = job.task, cut(rows, SHORT)
-    if _is_cut(task) and numbers_of(short) < numbers_of(rows):
+    task, short = job.task, truncate(rows, SHORT_LENGTH)
+    if _can_truncate(task) and count_numbers(short) < count_numbers(rows):
         try:
-            return short, _try_task(job, attempt, short)
-        except TaskError:  # if it is not the length, the rows as they are say it
+            return short, _run_task(job, row_probe, short)
+        except TaskError:
+            # If the cut is not the cause, the complete rows raise the same error below.
             pass
     try:
-        return rows, _try_task(job, attempt, rows)
+        return rows, _run_task(job, row_probe, rows)
     except TaskError as error:
         for evaluates in (False, True) if job.config.data.eval_path is not None else (False,):
-            if isinstance(task, ModuleTask) and (why := attempt.too_long(rows, evaluates)) is not None:
+            if isinstance(task, ModuleTask) and (why := row_probe.explain_too_long(rows, evaluates)) is not None:
                 raise ConfigError(f"{why} What was raised: {error}") from error
         raise
 
 
-def _is_cut(task: Task) -> bool:
-    """Whether a task is tried with the beginnings of its rows."""
+def _can_truncate(task: Task) -> bool:
+    """Returns whether the dry run may use the first tokens of rows only."""
     return isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
 
 
-def _try_task(job: Job, attempt: RowProbe, rows: Arrays) -> dict[str, nn.Parameter]:
-    """Takes two rows through training and evaluation, as workers and evaluator will; returns the parameters that get no
-    gradient.
+def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Parameter]:
+    """Runs two rows through training, evaluation and prediction, as workers and evaluator do.
+
+    Returns:
+        The trained parameters without a gradient, by name.
 
     Raises:
-        TaskError: Something of it fails.
-        ConfigError: The losses are not one for each row, a GPU would refuse an operation, or no metric is the one that
-            decides.
+        TaskError: A method of the task or the model fails.
+        ConfigError: There is not one loss per row, an operation has no deterministic kernel on GPUs, or the metrics
+            lack the one that selects the best checkpoint.
     """
-    task, state, count, config = job.task, attempt.state, len(next(iter(rows.values()))), job.config
+    task, state, config = job.task, row_probe.state, job.config
+    count = len(next(iter(rows.values())))
     unused = dict[str, nn.Parameter]()
     state.train()
     trained_on = user_code(lambda: "training on two rows")
     with (
-        kept_whole(state.model, config.optimizers is not None),
+        check_forward(state.model, config.optimizers is not None),
         trained_on,
-        _kernels(config, config.scaling.gpus_per_worker) as gpus,
+        _recording_kernels(config, config.scaling.gpus_per_worker) as gpus,
     ):
         fields = task.augment(to_batch(rows), torch.arange(count))
         if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
-            _look_at_target(job, task, state.model, fields)
-        for turn in attempt.turns:
+            _note_target_range(job, task, state.model, fields)
+        for turn in row_probe.turns:
             losses = (
                 task.training_loss(state.model, fields)
                 if turn is None
                 else task.loss_for_optimizer(turn, state.model, fields)
             )
-            found = of_rows(task, losses, count)
-            summed(task, found)
-            moved = moved_parameters(state, turn)
-            unused |= {name: moved[name] for name in parameters_without_gradient(found.values, moved)}
-            if gpus and found.values.requires_grad:
+            row_losses = check_losses(task, losses, count)
+            sum_losses(task, row_losses)
+            moved = parameters_of_turn(state, turn)
+            unused |= {name: moved[name] for name in parameters_without_gradient(row_losses.values, moved)}
+            if gpus and row_losses.values.requires_grad:
                 parameters = [p for p in state.model.parameters() if p.requires_grad]
-                torch.autograd.grad(found.values.sum(), parameters, allow_unused=True)
+                torch.autograd.grad(row_losses.values.sum(), parameters, allow_unused=True)
     if config.data.eval_path is None:
         return unused
-    with _kernels(config, config.scaling.gpus_per_worker if job.workers_evaluate else config.evaluate.num_gpus):
+    with _recording_kernels(
+        config, config.scaling.gpus_per_worker if job.workers_evaluate else config.evaluate.num_gpus
+    ):
         chunks = list(score(task, state.model, rows, count, torch.device("cpu")))
-        _refuse_unknown_metric(job, chunks)
+        _check_metric_names(job, chunks)
     with user_code(lambda: "predicting two rows"), torch.inference_mode():
         batch = to_batch(rows)
-        task.predicted(task.forward(state.model, batch), batch)
+        task.predictions(task.forward(state.model, batch), batch)
     return unused
 
 
-def _look_at_target(job: Job, task: ModuleTask, model: nn.Module, fields: Batch) -> None:
-    """Lets the task note which values the loss takes in its target, so that its readers refuse rows with others.
+def _note_target_range(job: Job, task: ModuleTask, model: nn.Module, fields: Batch) -> None:
+    """Lets the task note the range of target values that the loss accepts, so that readers refuse other rows.
 
     Raises:
-        ConfigError: The first row has others.
+        ConfigError: The target of the first row is out of this range.
     """
-    modes = modes_of(model)
+    modes = module_modes(model)
     model.eval()
     try:
         with torch.no_grad():
@@ -318,108 +334,116 @@ def _look_at_target(job: Job, task: ModuleTask, model: nn.Module, fields: Batch)
     except ValueError as error:
         raise ConfigError(f"Row 0 of data.path {job.config.data.path}: {error}.") from error
     finally:
-        restore(modes)
+        restore_modes(modes)
 
 
-def _refuse_unknown_metric(job: Job, chunks: list[Chunk]) -> None:
-    """Computes the metrics once, and refuses one that is to decide and that an evaluation does not give.
+def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
+    """Computes the metrics and refuses a metric for the best checkpoint that an evaluation does not give.
 
     Raises:
-        TaskError: They cannot be computed, and more rows would not help.
-        ConfigError: It is none of those of one number.
+        TaskError: The metrics cannot be computed, and more rows would not help.
+        ConfigError: The metric is not among those of one number, or two metrics have the same name in MLflow.
     """
     task, metric = job.task, job.best_metric
     try:
-        known = sorted({"loss", *combine(task, chunks).values})
+        metric_names = sorted({"loss", *combine(task, chunks).values})
     except TaskError as error:
-        if isinstance(error.__cause__, _MISTAKES):
+        if isinstance(error.__cause__, _CODE_ERRORS):
             raise
         logger.warning(
             "The metrics cannot be computed of two rows; an evaluation has more, and may: %s",
             str(error).splitlines()[0],
         )
-        known = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
+        metric_names = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
     keys: dict[str, str] = {}
-    for name in known:
+    for name in metric_names:
         if (other := keys.setdefault(key := mlflow_key(f"eval_{name}"), name)) != name:
             raise ConfigError(
                 f"The metrics {other!r} and {name!r} have one name in MLflow, {key!r}: it takes letters, digits and"
-                f" '_-. :/', all else and"
-                " what is no path become '_', and names are cut to 250 characters. Give one of them another name."
+                " '_-. :/', all else and what is no path become '_', and names are cut to 250 characters. Give one of"
+                " them another name."
             )
-    if metric not in known:
-        given = "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"
-        raise ConfigError(f"{given} is {metric!r}; the task's metrics of one number are {', '.join(known)}.")
+    if metric not in metric_names:
+        source = (
+            "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"
+        )
+        raise ConfigError(f"{source} is {metric!r}; the task's metrics of one number are {', '.join(metric_names)}.")
 
 
 @contextmanager
-def _kernels(config: Config, gpus: float) -> Iterator[bool]:
-    """The context of what is to run on GPUs with deterministic kernels, if it is, which it yields."""
+def _recording_kernels(config: Config, gpus: float) -> Iterator[bool]:
+    """Refuses operations in the block that have no deterministic kernel on GPUs.
+
+    Yields whether it does: only if GPUs are used, and with exact reduction.
+    """
     if not gpus or config.train.reduction != "exact":
         yield False
         return
-    with Kernels() as kernels:
+    with KernelRecorder() as kernels:
         yield True
-    kernels.refuse(gpus)
+    kernels.check(gpus)
 
 
-def _check_steps(schedule: LRScheduler | None, moves: int) -> None:
-    """Refuses a schedule that ends before it was moved this often, also one in another."""
+def _check_schedule_steps(schedule: LRScheduler | None, moves: int) -> None:
+    """Refuses a schedule, also one inside another, that ends before it has advanced `moves` times."""
     if isinstance(schedule, SequentialLR):
         bounds = [0, *schedule._milestones, moves]
-        for each, (begin, end) in zip(schedule._schedulers, pairwise(bounds), strict=True):
-            _check_steps(each, min(end, moves) - begin)
+        for inner, (begin, end) in zip(schedule._schedulers, pairwise(bounds), strict=True):
+            _check_schedule_steps(inner, min(end, moves) - begin)
     elif isinstance(schedule, ChainedScheduler):
-        for each in schedule._schedulers:
-            _check_steps(each, moves)
+        for inner in schedule._schedulers:
+            _check_schedule_steps(inner, moves)
     elif (steps := getattr(schedule, "total_steps", moves)) < moves:
         raise ConfigError(
             f"{type(schedule).__name__} has total_steps {steps}, but is moved at {moves} steps of the run; leave"
-            f" total_steps out to use all"
-            " steps of the run, or set at least as many."
+            " total_steps out to use all steps of the run, or set at least as many."
         )
 
 
-def _try_optimizer(config: Config, spec: OptimizerSpec, model: nn.Module) -> None:
-    """Moves a copy of the smallest parameter by a gradient of zeros, on the CPU: a GPU may be another process's alone.
+def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module) -> None:
+    """Makes two steps of the optimizer on a copy of the smallest parameter, with a gradient of zeros, on the CPU.
+
+    The GPU of this machine may be reserved by another process.
 
     Raises:
-        ConfigError: That is not all that the optimizer needs.
+        ConfigError: The optimizer needs more than a dense gradient, keeps numbers outside its state, or has state that
+            cannot be restored from a checkpoint.
     """
-    least = min((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
+    smallest = min((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
     on_gpus = config.scaling.gpus_per_worker > 0
-    tried = nn.Parameter(torch.zeros_like(least, device="cpu"))
-    tried.grad = torch.zeros_like(tried)
+    parameter = nn.Parameter(torch.zeros_like(smallest, device="cpu"))
+    parameter.grad = torch.zeros_like(parameter)
     try:
-        optimizer = load_class(spec)([tried], **spec.init_args)
+        optimizer = load_class(spec)([parameter], **spec.init_args)
         optimizer.step()
-        counted = _counted(optimizer)
+        attributes = _numeric_attributes(optimizer)
         optimizer.step()
     except Exception as error:
-        if on_gpus and not _NEEDS_MORE.search(str(error)):  # it may be that it works on GPUs only
+        # Other errors on the CPU say nothing about an optimizer that may work on GPUs only.
+        if on_gpus and not _UNSUPPORTED_STEP.search(str(error)):
             return
-        said = f"{type(error).__name__}: {error}".rstrip(".")
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
         raise ConfigError(
-            f"optimizer.class_path {spec.class_path} cannot make a step: {said}. Steps have the gradient, which is"
-            f" dense, and"
-            " no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
+            f"optimizer.class_path {spec.class_path} cannot make a step: {reason}. Steps have the gradient, which is"
+            " dense, and no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
         ) from error
     if changed := [
-        name for name, value in _counted(optimizer).items() if name not in counted or counted[name] != value
+        name
+        for name, value in _numeric_attributes(optimizer).items()
+        if name not in attributes or attributes[name] != value
     ]:
         raise ConfigError(
             f"optimizer.class_path {spec.class_path} keeps {changed[0]} in itself (self.{changed[0]}), which no"
-            f" checkpoint has. Keep it in"
-            " self.state[p] or in the group."
+            " checkpoint has. Keep it in self.state[p] or in the group."
         )
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    _refuse_unreadable(
+    _check_storable(
         f"optimizer.class_path {spec.class_path}", {"state": optimizer.state_dict()["state"], "param_groups": groups}
     )
 
 
-def _counted(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer has beside its state and its groups that may be counted or added up."""
+def _numeric_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the numbers among an optimizer's attributes, which may be counters outside its state and groups."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -427,30 +451,28 @@ def _counted(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _refuse_unreadable(what: str, held: dict[str, Any]) -> None:
-    """Refuses what can be written into a checkpoint, but not read from it, since only PyTorch's own and plain Python
-    are.
+def _check_storable(owner: str, state: dict[str, Any]) -> None:
+    """Refuses state that can be written into a checkpoint but not read: only tensors and plain Python objects can.
 
     Raises:
-        ConfigError: It cannot; the message names the entry.
+        ConfigError: A part of the state cannot be read; the message names it.
     """
-    for name, value in held.items():
-        if (refused := find_refused(name, value, _storing_error)) is not None:
-            part, _, error = refused
+    for name, value in state.items():
+        if (failure := find_failing_part(name, value, _storing_error)) is not None:
+            part, _, error = failure
             raise ConfigError(
-                f"{what} keeps {part}, which no checkpoint can be read with: {first_line(error).rstrip('.')}. Keep"
-                f" numbers of Python and"
-                " tensors: float(...) of what NumPy gives."
+                f"{owner} keeps {part}, which no checkpoint can be read with: {first_line(error).rstrip('.')}. Keep"
+                " numbers of Python and tensors: float(...) of what NumPy gives."
             ) from error
 
 
 def _storing_error(value: Any) -> Exception | None:
-    """Why a value cannot be written into a checkpoint and read from it; None if it can."""
+    """Returns the error of writing a value into a checkpoint and reading it again, or None."""
     data = io.BytesIO()
     try:
-        torch.save(copied(value), data)
+        torch.save(copy_to_host(value), data)
         data.seek(0)
         torch.load(data, weights_only=True)
-    except Exception as error:  # torch raises what it likes
+    except Exception as error:  # torch does not document the types of these errors.
         return error
     return None

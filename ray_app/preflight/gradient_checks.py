@@ -1,11 +1,8 @@
-"""What a step on several logical workers makes of a model that plain PyTorch would train otherwise, tried on some rows
-before the start.
+"""Checks of training steps in which several logical workers give another result than plain PyTorch.
 
-A step adds the gradients of its logical workers: a gradient that is missing counts as zeros, and the loss of each
-micro-batch counts by its rows. A part of the model that no row uses, or a loss that is no mean over rows, is therefore
-named at the start.
-
-Layers that normalize by statistics of so few values that they never train: one value has no variance.
+A step adds the gradients of its logical workers: a missing gradient counts as zeros, and the loss of each micro-batch
+is weighted by its number of rows. Parameters that no row uses, and losses that are not means over rows, are therefore
+reported at the start. So are layers that normalize a single value, which has no variance, so that they never train.
 """
 
 from __future__ import annotations
@@ -25,86 +22,90 @@ from torch.optim import Optimizer
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Plan
-from ray_app.preflight.metric_checks import MIN_ROWS, are_close, disturbed, num_trials, repeated
-from ray_app.preflight.probe_rows import SHORT, RowProbe
-from ray_app.task.base import of_rows, summed
+from ray_app.preflight.metric_checks import MIN_ROWS, are_close, cycle_rows, num_perturbations, perturbed
+from ray_app.preflight.probe_rows import SHORT_LENGTH, RowProbe
+from ray_app.task.base import check_losses, sum_losses
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.whole_batches import BatchTask
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.micro_batch import modes_of, restore
+from ray_app.train.step.micro_batch import module_modes, restore_modes
 
 _MAX_NAMED = 5
-_COUNT_ZEROS = ("fsdp", "local_sgd")
-"""Strategies that fill in a missing gradient with zeros on one logical worker, too."""
+_ZERO_FILLING_STRATEGIES = ("fsdp", "local_sgd")
+"""Strategies that replace a missing gradient by zeros even with one logical worker."""
 
 
-def gradient_doubts(job: Job, attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays | None) -> list[str]:
-    """What to say of parameters that no tried row uses, and of numbers of a training step that are no means over rows.
+def gradient_warnings(
+    job: Job, row_probe: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays | None
+) -> list[str]:
+    """Returns warnings about parameters that the rows do not use, and values of a step that are not means over rows.
 
     Args:
-        job: What is to start.
-        attempt: Its task and model.
-        unused: The parameters that two rows do not use, by name.
-        rows: Some decoded rows of the data to train on.
+        job: The job that is to start.
+        row_probe: Its task and model.
+        unused: The parameters without a gradient from the rows of the dry run, by name.
+        rows: Some decoded training rows, or None if they cannot be decoded.
     """
-    state = attempt.state
+    state = row_probe.state
     if unused and rows is not None:
-        unused = _unused_by(attempt, unused, rows)
+        unused = _unused_in(row_probe, unused, rows)
     optimizers = [state.optimizer] if state.turns is None else state.turns.optimizers.values()
-    doubts = unused_doubts(job.config, job.plan.logical_workers, optimizers, unused)
+    messages = unused_parameter_warnings(job.config, job.plan.logical_workers, optimizers, unused)
     if isinstance(job.task, BatchTask) and rows is not None and job.plan.logical_workers > 1:
-        doubts += training_mean_doubts(job.task, state.model, rows)
-    return doubts
+        messages += training_mean_warnings(job.task, state.model, rows)
+    return messages
 
 
-def moved_parameters(state: TrainingState, turn: str | None) -> dict[str, nn.Parameter]:
-    """The trained parameters by name, those of a turn alone if optimizers take turns."""
-    named = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
+def parameters_of_turn(state: TrainingState, turn: str | None) -> dict[str, nn.Parameter]:
+    """Returns the trained parameters by name; with alternating optimizers, those of the optimizer of this turn."""
+    trained = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
     if turn is None or state.turns is None:
-        return named
-    moved = {id(p) for group in state.turns.optimizers[turn].param_groups for p in group["params"]}
-    return {name: p for name, p in named.items() if id(p) in moved}
+        return trained
+    ids_of_turn = {id(p) for group in state.turns.optimizers[turn].param_groups for p in group["params"]}
+    return {name: p for name, p in trained.items() if id(p) in ids_of_turn}
 
 
-def _unused_by(attempt: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays) -> dict[str, nn.Parameter]:
-    """Those of the parameters that these rows do not use either."""
-    task, state, count = attempt.task, attempt.state, len(next(iter(rows.values())))
+def _unused_in(row_probe: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays) -> dict[str, nn.Parameter]:
+    """Returns the parameters in `unused` that get no gradient from these rows either."""
+    task, state = row_probe.task, row_probe.state
+    count = len(next(iter(rows.values())))
     state.train()
-    without = set[str]()
+    without_gradient = set[str]()
     try:
         fields = task.augment(to_batch(rows), torch.arange(count))
-        for turn in attempt.turns:
+        for turn in row_probe.turns:
             losses = (
                 task.training_loss(state.model, fields)
                 if turn is None
                 else task.loss_for_optimizer(turn, state.model, fields)
             )
-            without.update(
-                parameters_without_gradient(of_rows(task, losses, count).values, moved_parameters(state, turn))
+            without_gradient.update(
+                parameters_without_gradient(check_losses(task, losses, count).values, parameters_of_turn(state, turn))
             )
-    except Exception:  # what is wrong with these rows is said where they are read
+    except Exception:
+        # The reader reports what is wrong with these rows.
         return dict(unused)
-    return {name: p for name, p in unused.items() if name in without}
+    return {name: p for name, p in unused.items() if name in without_gradient}
 
 
 def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Finds the trained parameters that a loss does not depend on, by its graph and without a backward.
+    """Returns the trained parameters that a loss does not depend on, by its autograd graph and without a backward.
 
     Args:
-        losses: What a backward would begin with.
-        parameters: The model's by name.
+        losses: Tensor from which a backward would start.
+        parameters: Parameters of the model by name.
 
     Returns:
-        Names in the order of the model; none where the graph does not show what it depends on (a checkpoint with
-        `use_reentrant=True`).
+        Names in the order of the model. The list is empty if the graph does not show its dependencies (activation
+        checkpointing with `use_reentrant=True`).
     """
-    reached, seen, pending = set[int](), set[object](), [losses.grad_fn]
+    reached, visited, pending = set[int](), set[object](), [losses.grad_fn]
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.name() == "CheckpointFunctionBackward":
             return []
         if (variable := getattr(node, "variable", None)) is not None:
@@ -113,42 +114,41 @@ def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Para
     return [name for name, p in parameters.items() if p.requires_grad and id(p) not in reached]
 
 
-def unused_doubts(
+def unused_parameter_warnings(
     config: Config, logical_workers: int, optimizers: Iterable[Optimizer], unused: Mapping[str, nn.Parameter]
 ) -> list[str]:
-    """What to say of trained parameters that get no gradient and that weight decay moves all the same.
+    """Returns warnings about trained parameters that get no gradient but are changed by weight decay.
 
     Args:
-        config: Of the run.
-        logical_workers: How many there are.
-        optimizers: What moves the parameters.
+        config: Configuration of the run.
+        logical_workers: Number of logical workers.
+        optimizers: Optimizers of the run.
         unused: The parameters without a gradient, by name.
     """
-    if logical_workers == 1 and config.train.strategy not in _COUNT_ZEROS:
+    if logical_workers == 1 and config.train.strategy not in _ZERO_FILLING_STRATEGIES:
         return []
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     decayed = {id(p) for group in groups if group.get("weight_decay") for p in group["params"]}
     names = [name for name, p in unused.items() if id(p) in decayed]
     if not names:
         return []
-    shown = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
-    are, them = ("parameters get", "them") if len(names) > 1 else ("parameter gets", "it")
+    listed = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+    subject, pronoun = ("parameters get", "them") if len(names) > 1 else ("parameter gets", "it")
     return [
-        f"{len(names)} trained {are} no gradient from the rows that were tried: {shown}. A missing gradient counts as"
-        f" zeros here, so weight"
-        f" decay and momentum move {them}, while plain PyTorch leaves {them} alone. Freeze {them} by train.freeze, or"
-        f" give {them} a group"
-        " with weight_decay 0 by optimizer.groups."
+        f"{len(names)} trained {subject} no gradient from the rows that were tried: {listed}. A missing gradient"
+        f" counts as zeros here, so weight decay and momentum move {pronoun}, while plain PyTorch leaves {pronoun}"
+        f" alone. Freeze {pronoun} by train.freeze, or give {pronoun} a group with weight_decay 0 by optimizer.groups."
     ]
 
 
 def cut_unevenly(rows: Arrays) -> Arrays:
-    """Rows whose lists are cut to different lengths, at most `SHORT`: a mean over tokens is one over rows where all are
-    of one length.
+    """Returns rows with lists cut to different lengths, at most `SHORT_LENGTH`.
+
+    With equal lengths a mean over tokens could not be told from a mean over rows.
     """
     return {
         name: Ragged.of(
-            (values.row(i)[: SHORT - i % (SHORT // 2)] for i in range(len(values))),
+            (values.row(i)[: SHORT_LENGTH - i % (SHORT_LENGTH // 2)] for i in range(len(values))),
             values.values.dtype,
             values.fill,
             values.multiple,
@@ -160,122 +160,134 @@ def cut_unevenly(rows: Arrays) -> Arrays:
     }
 
 
-def training_mean_doubts(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
-    """What to say of numbers of a training step that are no means over the rows of its batch, so that they depend on
-    the logical workers.
+def training_mean_warnings(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
+    """Returns warnings about values of a training step that are not means over rows, so that they depend on L.
 
-    The step of a batch is compared with the steps of two parts of it. Dropout does not count: layers are in evaluation
-    mode where the step can be made so, and what is random all the same is not looked at.
+    The step of a batch is compared with the steps of two parts of it. Layers are in evaluation mode if the step works
+    in this mode, so that dropout makes no difference; values that are random nevertheless are not compared.
 
     Args:
         task: The prepared task.
-        model: What it trains.
-        rows: Some decoded rows of the data to train on.
+        model: The model that it trains.
+        rows: Some decoded training rows.
     """
     count = max(len(next(iter(rows.values()))), MIN_ROWS)
-    rows, cut = repeated(rows, count), max(1, count // 3)
+    rows, cut = cycle_rows(rows, count), max(1, count // 3)
     parts = [slice(count), slice(cut), slice(cut, count)]
-    modes, has_batch_norm = modes_of(model), any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    modes, has_batch_norm = module_modes(model), any(isinstance(layer, _BatchNorm) for layer in model.modules())
     try:
         for is_training in (False,) if has_batch_norm else (False, True):
             model.train(is_training)
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                different = _different(model, partial(_means, task, model, rows), parts)
-            if different is not None:
-                return [_no_mean(type(task).__name__, model, name) for name in different]
+                unequal = _find_unequal_means(model, partial(_means, task, model, rows), parts)
+            if unequal is not None:
+                return [_not_a_mean_message(type(task).__name__, model, name) for name in unequal]
     finally:
-        restore(modes)
+        restore_modes(modes)
     return []
 
 
 Means = dict[str, tuple[float, float]]
-"""Sums over rows of the loss and of what is logged, and their weight."""
+"""The loss and the logged values of a step by name, each as its sum over rows and its weight."""
 
 
 def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: slice, seed: int) -> Means:
+    """Returns the values of a training step on some of the rows, with torch's generator seeded."""
     torch.manual_seed(seed)
     keys = torch.arange(len(next(iter(rows.values()))))[part]
     batch = task.augment(to_batch({name: values[part] for name, values in rows.items()}), keys)
-    sums = summed(task, of_rows(task, task.training_loss(model, batch), len(keys)))
+    sums = sum_losses(task, check_losses(task, task.training_loss(model, batch), len(keys)))
     return {name: (value, sums.weight) for name, value in {"loss": sums.loss, **sums.metrics}.items()}
 
 
-def _different(model: nn.Module, means_of: Callable[[slice, int], Means], parts: list[slice]) -> list[str] | None:
-    """Names of what is another number for a batch than for its parts; None: the step cannot be made in this mode, or is
-    random.
+def _find_unequal_means(
+    model: nn.Module, means_of: Callable[[slice, int], Means], parts: list[slice]
+) -> list[str] | None:
+    """Returns the names of values that differ between a batch and its parts.
+
+    Args:
+        model: The model of the step; its parameters are perturbed, because a new model may give the same for all rows.
+        means_of: Returns the values of a step on a part of the rows with a seed.
+        parts: The whole batch, and parts that together are the batch.
+
+    Returns:
+        None if the step is random, or fails in the present mode of the model.
     """
-    different = dict[str, None]()
-    for trial in range(num_trials(model)):
-        with disturbed(model, trial):
+    unequal = dict[str, None]()
+    for perturbation in range(num_perturbations(model)):
+        with perturbed(model, perturbation):
             try:
-                whole, again, *some = (
+                whole, repetition, *means_of_parts = (
                     means_of(part, seed) for part, seed in zip([parts[0], *parts], (0, 1, 2, 3), strict=True)
                 )
-            except Exception:  # a step may want more of a batch than that, and raise what it likes
+            except Exception:
+                # A step may need more rows than a part has, and raise any error.
                 return None
-        if any(not are_close(value[0], again[name][0]) for name, value in whole.items() if name in again):
+        if any(not are_close(value[0], repetition[name][0]) for name, value in whole.items() if name in repetition):
             return None
         for name, (total, weight) in whole.items():
-            known = [each[name] for each in some if name in each]
-            if len(known) < len(some) or not weight or not sum(w for _, w in known):
+            part_sums = [means[name] for means in means_of_parts if name in means]
+            part_weight = sum(w for _, w in part_sums)
+            if len(part_sums) < len(means_of_parts) or not weight or not part_weight:
                 continue
             mean = total / weight
-            if np.isfinite(mean) and not are_close(mean, sum(value for value, _ in known) / sum(w for _, w in known)):
-                different[name] = None
-    return list(different)
+            if np.isfinite(mean) and not are_close(mean, sum(value for value, _ in part_sums) / part_weight):
+                unequal[name] = None
+    return list(unequal)
 
 
-def _no_mean(task: str, model: nn.Module, name: str) -> str:
+def _not_a_mean_message(task: str, model: nn.Module, name: str) -> str:
+    """Returns the warning about the loss, or about a logged value, that is not a mean over rows."""
     step = f"training_step of {type(model).__name__}" if hasattr(model, "training_step") else f"the step of {task}"
     if name == "loss":
         return (
             f"The loss that {step} gives is not a mean over rows (a mean over tokens, a loss between rows): each"
-            f" micro-batch counts by its"
-            " rows, so the gradient depends on scaling.logical_workers. Where it is a mean over tokens, write a Task"
-            " whose loss returns"
-            " Losses with the tokens as weights (docs/own-task.md)."
+            " micro-batch counts by its rows, so the gradient depends on scaling.logical_workers. Where it is a mean"
+            " over tokens, write a Task whose loss returns Losses with the tokens as weights (docs/own-task.md)."
         )
     return (
         f"{name!r}, which {step} logs, is not a mean over rows: it is recorded as the mean over the micro-batches,"
-        f" which depends on"
-        " scaling.logical_workers. Log it in the evaluation, where the states of a torchmetrics object are combined"
-        " over all rows."
+        " which depends on scaling.logical_workers. Log it in the evaluation, where the states of a torchmetrics"
+        " object are combined over all rows."
     )
 
 
-_NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
+_NORM_LAYERS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
 @contextmanager
-def values_of_statistics(model: nn.Module, rows: int) -> Iterator[dict[str, int]]:
-    """Counts what the normalization layers of a model in training mode have their statistics from.
+def count_norm_values(model: nn.Module, rows: int) -> Iterator[dict[str, int]]:
+    """Counts in the block how many values the normalization layers of a model compute their statistics from.
 
     Args:
-        model: The model.
-        rows: Rows of the batch that is run through it meanwhile.
+        model: The model, which runs in training mode in the block.
+        rows: Number of rows of the batch.
 
     Yields:
-        By the name of a layer, in the order of the model, the least number of values of one statistic: of batch
-        normalization those that one row gives a channel, of others all.
+        The smallest number of values of one statistic by the name of the layer, in the order of the model: the values
+        per row and channel for batch normalization, all values for other layers.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     def count(name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         if inputs and isinstance(x := inputs[0], Tensor) and layer.training and x.numel():
-            found[name] = min(found.get(name, x.numel()), _values(layer, x, rows))
+            counts[name] = min(counts.get(name, x.numel()), _values_per_statistic(layer, x, rows))
 
     layers = [
-        (name or type(layer).__name__, layer) for name, layer in model.named_modules() if isinstance(layer, _NORMS)
+        (name or type(layer).__name__, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _NORM_LAYERS)
     ]
     hooks = [layer.register_forward_pre_hook(partial(count, name)) for name, layer in layers]
     try:
-        yield found
+        yield counts
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _values(layer: nn.Module, x: Tensor, rows: int) -> int:
+def _values_per_statistic(layer: nn.Module, x: Tensor, rows: int) -> int:
+    """Returns the number of values of one statistic of a layer for an input; see `count_norm_values`."""
     if isinstance(layer, nn.GroupNorm):
         return x.numel() // (x.size(0) * layer.num_groups)
     if isinstance(layer, nn.LayerNorm):
@@ -283,14 +295,13 @@ def _values(layer: nn.Module, x: Tensor, rows: int) -> int:
     return x.numel() // (x.size(1) * rows)
 
 
-def refuse_single_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -> None:
-    """Refuses layers that would normalize one value by itself in every step: their output would be their bias, whatever
-    the input.
+def check_norm_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -> None:
+    """Refuses layers that would normalize a single value in every step, so that their output would be their bias.
 
     Args:
         model: The model.
-        plan: How many rows the micro-batches have.
-        counts: See `values_of_statistics`.
+        plan: The order of the rows, which has the sizes of the micro-batches.
+        counts: Values per statistic by the name of the layer; see `count_norm_values`.
 
     Raises:
         ConfigError: There is such a layer; the message names it and the smallest batch that trains it.
@@ -303,39 +314,34 @@ def refuse_single_values(model: nn.Module, plan: Plan, counts: dict[str, int]) -
         if values == 1 and not isinstance(layer, _BatchNorm):
             raise ConfigError(
                 f"{name} of the model is a {kind} that normalizes each value by itself, so its output is its bias and"
-                f" what is before it"
-                " never trains. Give it fewer groups, or more values to normalize together."
+                " what is before it never trains. Give it fewer groups, or more values to normalize together."
             )
         if isinstance(layer, _BatchNorm) and values * rows == 1:
             raise ConfigError(
-                f"{name} of the model is a {kind}, and {_few(plan)}: one value has no variance, so the layer would use"
-                f" its running"
-                f" statistics, which never change. {_remedy(plan)}"
+                f"{name} of the model is a {kind}, and {_explain_single_rows(plan)}: one value has no variance, so the"
+                f" layer would use its running statistics, which never change. {_suggest_batch_size(plan)}"
             )
 
 
-def single_value_doubts(model: nn.Module, plan: Plan, counts: dict[str, int]) -> list[str]:
-    """What to say of micro-batches of one row at the end of an epoch, which batch normalization has no variance of.
+def norm_value_warnings(model: nn.Module, plan: Plan, counts: dict[str, int]) -> list[str]:
+    """Returns warnings about batch normalization of micro-batches of one row at the end of an epoch.
 
-    Args:
-        model, plan, counts: See `refuse_single_values`.
+    The arguments are those of `check_norm_values`.
     """
     layers = dict(model.named_modules())
-    named = [name for name, values in counts.items() if values == 1 and isinstance(layers.get(name, model), _BatchNorm)]
+    names = [name for name, values in counts.items() if values == 1 and isinstance(layers.get(name, model), _BatchNorm)]
     last = [rows for rows in plan.rows_of_step(plan.steps_per_epoch - 1) if rows]
-    if not named or 1 not in last:
+    if not names or 1 not in last:
         return []
     return [
-        f"In the last step of an epoch {last.count(1)} of {plan.logical_workers} logical workers have one row, of which"
-        f" {named[0]}, batch"
-        " normalization, has no variance: there it uses its running statistics and does not change them."
-        " data.last_batch: drop leaves"
-        " such a step out."
+        f"In the last step of an epoch {last.count(1)} of {plan.logical_workers} logical workers have one row, of"
+        f" which {names[0]}, batch normalization, has no variance: there it uses its running statistics and does not"
+        " change them. data.last_batch: drop leaves such a step out."
     ]
 
 
-def _few(plan: Plan) -> str:
-    """Why some micro-batches have one row."""
+def _explain_single_rows(plan: Plan) -> str:
+    """Returns the reason why some micro-batches have one row, as a part of a sentence."""
     if plan.micro_batch == 1:
         return (
             f"data.global_batch_size {plan.global_batch_size} gives each of the {plan.logical_workers} logical workers"
@@ -343,12 +349,12 @@ def _few(plan: Plan) -> str:
         )
     return (
         f"the {plan.all_rows} rows of the data give some of the {plan.logical_workers} logical workers"
-        f" (scaling.logical_workers) one row"
-        " in an epoch"
+        " (scaling.logical_workers) one row in an epoch"
     )
 
 
-def _remedy(plan: Plan) -> str:
+def _suggest_batch_size(plan: Plan) -> str:
+    """Returns what to change so that all micro-batches have two rows, as a sentence."""
     if plan.micro_batch == 1:
         return (
             f"The smallest valid data.global_batch_size is {2 * plan.logical_workers}; or lower scaling.logical_workers"

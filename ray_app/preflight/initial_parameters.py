@@ -1,6 +1,4 @@
-"""The parameters that a run begins with where it does not draw them: found before its first start, and from then on
-kept with the run.
-"""
+"""Initial parameters from `train.init_from`: read and checked before the first start of a run, then stored with it."""
 
 from __future__ import annotations
 
@@ -17,27 +15,27 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.errors import ConfigError
 from ray_app.models.export import is_export
 from ray_app.models.loader import DESCRIPTION, WEIGHTS
-from ray_app.models.registry import fetch, named, parameters
+from ray_app.models.registry import download_version, load_parameters, resolve_version
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import location, read_json
+from ray_app.storage.files import read_json, to_location
 from ray_app.task.schema import named_classes
-from ray_app.train.state.parameters import read, refuse_others, unreadable
+from ray_app.train.state.parameters import check_parameters_digest, read_parameters, unreadable_parameters_error
 
-_REGISTERED = "models:/"
-_MODELS = ("model", "model_args", "module", "detector")
-"""Arguments of tasks that say how a model is made."""
-_PRETRAINED = ("weights", "weights_backbone", "pretrained")
-"""Arguments of models (torchvision, timm) that ask for pretrained parameters."""
+_REGISTRY_SCHEME = "models:/"
+_MODEL_ARGUMENTS = ("model", "model_args", "module", "detector")
+"""Arguments of tasks that declare the model."""
+_PRETRAINED_ARGUMENTS = ("weights", "weights_backbone", "pretrained")
+"""Arguments of models (torchvision, timm) that request pretrained parameters."""
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """What a run begins with.
+class InitialParameters:
+    """The initial parameters of a run.
 
     Args:
-        config: The configuration, with the digest of the parameters that `train.init_from` names.
-        params: These parameters; None, if there are none, or the run exists and has them.
-        classes: Names of the classes that they were trained on, if a model's package says so.
+        config: The configuration, with the digest of the parameters of `train.init_from`.
+        params: The parameters; None without `train.init_from`, or if the existing run has stored them.
+        classes: Names of the classes that they were trained on, if they come from a model package with class names.
     """
 
     config: Config
@@ -45,88 +43,104 @@ class Beginning:
     classes: Sequence[str] | None = None
 
 
-def find_beginning(config: Config, before: Config | None) -> Beginning:
-    """Finds out what `train.init_from` names, unless the run exists and began with it.
+def load_initial_parameters(config: Config, before: Config | None) -> InitialParameters:
+    """Reads the parameters of `train.init_from`, unless the run exists and has stored them at its first start.
 
     Args:
-        config: As the user gave it.
-        before: That of the run as it is.
+        config: The configuration of this start.
+        before: The stored configuration, if the run exists.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: The parameters cannot be read, or do not have the digest `train.init_digest`.
     """
     if config.train.init_from is None:
-        return Beginning(config)
-    place = _place(config.train.init_from)
-    config = config.replace(train__init_from=place)
-    if before is not None and before.train.init_from == place:
-        return Beginning(config.replace(train__init_digest=config.train.init_digest or before.train.init_digest))
-    found, classes = (
-        _registered(config, place) if place.startswith(_REGISTERED) else (_read(place), _classes_beside(place))
-    )
-    refuse_others(found, place, config.train.init_digest)
-    return Beginning(config.replace(train__init_digest=params_digest(found)), found, classes)
+        return InitialParameters(config)
+    source = _normalize_source(config.train.init_from)
+    config = config.replace(train__init_from=source)
+    if before is not None and before.train.init_from == source:
+        return InitialParameters(
+            config.replace(train__init_digest=config.train.init_digest or before.train.init_digest)
+        )
+    if source.startswith(_REGISTRY_SCHEME):
+        params, classes = _fetch_registered(config, source)
+    else:
+        params, classes = _read_file(source), _read_package_classes(source)
+    check_parameters_digest(params, source, config.train.init_digest)
+    return InitialParameters(config.replace(train__init_digest=params_digest(params)), params, classes)
 
 
-def replaced_weights_doubts(config: Config) -> list[str]:
-    """What to say of pretrained parameters that a model is made with, and that `train.init_from` replaces."""
+def replaced_weights_warnings(config: Config) -> list[str]:
+    """Returns warnings about pretrained parameters of a model that `train.init_from` replaces."""
     if config.train.init_from is None:
         return []
-    given = config.task.init_args
-    names = [name for key in _MODELS for name in _weights_of(given.get(key), f"task.init_args.{key}")]
+    arguments = config.task.init_args
+    names = [
+        name for key in _MODEL_ARGUMENTS for name in _pretrained_arguments(arguments.get(key), f"task.init_args.{key}")
+    ]
     return [f"{name} has no effect: the parameters are those of train.init_from. Set it to null." for name in names]
 
 
-def _weights_of(given: Any, place: str) -> list[str]:
-    """Where arguments ask for pretrained parameters."""
-    if isinstance(given, list):
-        return [name for i, one in enumerate(given) for name in _weights_of(one, f"{place}[{i}]")]
-    if not isinstance(given, dict):
+def _pretrained_arguments(value: Any, name: str) -> list[str]:
+    """Returns the names of the arguments that request pretrained parameters, at any depth of `value`."""
+    if isinstance(value, list):
+        return [argument for i, item in enumerate(value) for argument in _pretrained_arguments(item, f"{name}[{i}]")]
+    if not isinstance(value, dict):
         return []
-    own = [f"{place}.{key}" for key in _PRETRAINED if isinstance(given.get(key), str) or given.get(key) is True]
-    return own + [name for key, one in given.items() for name in _weights_of(one, f"{place}.{key}")]
+    names = [
+        f"{name}.{key}" for key in _PRETRAINED_ARGUMENTS if isinstance(value.get(key), str) or value.get(key) is True
+    ]
+    for key, item in value.items():
+        names += _pretrained_arguments(item, f"{name}.{key}")
+    return names
 
 
-def _place(given: str) -> str:
-    """A registered model, or a file; a run may be continued from another folder."""
-    if given.startswith(_REGISTERED):
-        return given
-    return str(location(given) / "data" / "model" / WEIGHTS if is_export(given) else location(given))
+def _normalize_source(source: str) -> str:
+    """Returns the name of a registered model, or the absolute path of a file, since a run may be resumed elsewhere."""
+    if source.startswith(_REGISTRY_SCHEME):
+        return source
+    return str(to_location(source) / "data" / "model" / WEIGHTS if is_export(source) else to_location(source))
 
 
-def _read(place: str) -> dict[str, Tensor]:
-    """A storage that does not answer refuses the start; later it is a failure like others."""
-    try:
-        return read(place, None)
-    except OSError as error:
-        raise unreadable(place, error) from error
+def _read_file(source: str) -> dict[str, Tensor]:
+    """Reads the parameters of a file. An error of the storage refuses the start, unlike errors later in the run.
 
-
-def _classes_beside(place: str) -> Sequence[str] | None:
-    """Names of the classes of the package that a file of parameters is part of; None, if it is part of none, or these
-    have no names.
+    Raises:
+        ConfigError: The file cannot be read.
     """
-    file = location(place)
+    try:
+        return read_parameters(source, None)
+    except OSError as error:
+        raise unreadable_parameters_error(source, error) from error
+
+
+def _read_package_classes(source: str) -> Sequence[str] | None:
+    """Returns the class names of the model package that a file of parameters belongs to, or None if there are none."""
+    file = to_location(source)
     if not isinstance(file, Path):
         return None
     try:
-        described = read_json(file.parent / DESCRIPTION)
-    except ValueError:  # a file of the same name of another program
+        description = read_json(file.parent / DESCRIPTION)
+    except ValueError:
+        # Another program has written a file of the same name.
         return None
-    return named_classes(described.get("classes") or []) if isinstance(described, dict) else None
+    return named_classes(description.get("classes") or []) if isinstance(description, dict) else None
 
 
-def _registered(config: Config, model: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
+def _fetch_registered(config: Config, model: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
+    """Downloads a registered model and returns its parameters and class names.
+
+    Raises:
+        ConfigError: The registry cannot be reached, or has no such model.
+    """
     uri = default_tracking_uri(config)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            data = fetch(uri, named(uri, model), Path(folder))
-            return parameters(data), _classes_beside(str(data / WEIGHTS))
+            data = download_version(uri, resolve_version(uri, model), Path(folder))
+            return load_parameters(data), _read_package_classes(str(data / WEIGHTS))
     except ConfigError:
         raise
-    except Exception as error:  # whatever MLflow raises, mostly because it cannot be reached
+    except Exception as error:  # MLflow raises many types of errors, mostly because it cannot be reached.
         raise ConfigError(
             f"train.init_from {model!r} cannot be had from {redact(uri)}: {type(error).__name__}: {error}. Check"
-            f" tracking.uri, or name"
-            " model.safetensors of an export."
+            " tracking.uri, or name model.safetensors of an export."
         ) from error

@@ -1,15 +1,8 @@
-"""From a configuration to a run that may start: everything that can be refused is refused here, before anything is
-written.
+"""Prepares a run: checks everything that can be refused before anything is written, and claims the run directory.
 
-Names of runs whose user gave none.
-
-`config.yaml` of a run: written at its first start, and again by a start that changes what does not decide the result.
-
-A run that exists may be told to go on for longer: with more `train.epochs` or `train.max_steps` than at its last start.
-
-From a configuration and a data set to the order of its rows.
-
-Whether a run can be stored where the configuration says, asked before anything starts.
+`prepare` reads the configuration, the data and the stored run, if it exists, and makes the job of the workers and of
+the evaluator. `claim` writes the files of a new run, or updates the stored configuration of an existing one. An
+existing run may be extended by more `train.epochs` or `train.max_steps` than at its last start.
 """
 
 from __future__ import annotations
@@ -18,6 +11,7 @@ import logging
 import secrets
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,113 +19,89 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-from ray_app.cluster.resources import counted
-from ray_app.config.checks import check
-from ray_app.config.config import Config, digest, flatten, refuse_other_config, result_fields
-from ray_app.config.import_paths import OWN_OPTIMIZER, load_class
-from ray_app.data.arrays import ArraySpec, spec_like
+from ray_app.cluster.resources import resolve_max_workers
+from ray_app.config.checks import check_config
+from ray_app.config.config import Config, check_same_config, digest, flatten, result_fields
+from ray_app.config.import_paths import TASK_OPTIMIZER, load_class
+from ray_app.data.arrays import ArraySpec, spec_of_values
 from ray_app.data.dataset import Dataset, open_dataset, read_labels
-from ray_app.data.probes import first_row, probe, rows_like, sample_rows
+from ray_app.data.probes import decode_first_row, probe, sample_ragged_rows, sample_rows
 from ray_app.data.reader import Reader, RowSource, rows_per_task
 from ray_app.errors import ConfigError, DataError, RunExistsError
 from ray_app.evaluate.job import EvaluationJob
 from ray_app.plan.class_balancing import Classes
 from ray_app.plan.manifest import Manifest
-from ray_app.plan.order import Plan, rows_of_files
+from ray_app.plan.order import Plan, count_rows_by_file
 from ray_app.preflight.changes import (
-    Code,
+    CodeVersions,
     DataVersions,
-    changed_code,
-    changed_data,
-    code_of,
-    completed,
-    data_versions,
-    is_recorded,
-    put_code,
-    put_data_versions,
+    describe_code_changes,
+    describe_data_changes,
+    fill_defaults,
+    is_stored,
+    read_code_versions,
+    read_data_versions,
+    store_code,
+    store_data_versions,
 )
-from ray_app.preflight.data_summary import constant_target_doubts, described_data, similar_class_doubts
+from ray_app.preflight.data_summary import constant_target_warnings, describe_training_columns, similar_class_warnings
 from ray_app.preflight.dry_run import dry_run
-from ray_app.preflight.initial_parameters import Beginning, find_beginning, replaced_weights_doubts
+from ray_app.preflight.initial_parameters import load_initial_parameters, replaced_weights_warnings
 from ray_app.preflight.metric_checks import MAX_ROWS
-from ray_app.preflight.model_checks import refuse_unpicklable
-from ray_app.preflight.probe_rows import longest, shortest
-from ray_app.preflight.rare_rows import RareRows, refuse_other_fields
+from ray_app.preflight.model_checks import check_picklable
+from ray_app.preflight.probe_rows import longest_of, shortest_of
+from ray_app.preflight.rare_rows import RareRows, check_training_decode
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard, redacted
-from ray_app.runlog.stored_config import parsed, read_manifest, stored_config
-from ray_app.storage.files import location, put_atomic, put_json, read_json
+from ray_app.runlog.redaction import redact_value, register_secrets
+from ray_app.runlog.stored_config import parse_config, read_manifest, stored_config
+from ray_app.storage.files import put_atomic, put_json, read_json, to_location
 from ray_app.task.base import Rows, Task
-from ray_app.task.metrics import completed_mode
+from ray_app.task.metrics import resolve_mode
 from ray_app.task.ragged import Arrays
 from ray_app.task.schema import prepare_task, refuse_other_names, refuse_other_schema
 from ray_app.task.user_loop import LoopTask
 from ray_app.train.job import Job
-from ray_app.train.state.state import counts_total_steps
+from ray_app.train.state.state import has_total_steps_argument
+
+logger = logging.getLogger(__name__)
 
 _ADJECTIVES = (
-    "amber",
-    "bold",
-    "brave",
-    "bright",
-    "calm",
-    "clear",
-    "crisp",
-    "eager",
-    "fair",
-    "glad",
-    "keen",
-    "kind",
-    "mild",
-    "neat",
-    "quiet",
+    *("amber", "bold", "brave", "bright", "calm", "clear", "crisp", "eager"),
+    *("fair", "glad", "keen", "kind", "mild", "neat", "quiet"),
 )
 _NOUNS = (
-    "alder",
-    "aspen",
-    "beech",
-    "birch",
-    "cedar",
-    "cliff",
-    "coast",
-    "creek",
-    "delta",
-    "elm",
-    "fern",
-    "fjord",
-    "grove",
-    "heath",
-    "lake",
+    *("alder", "aspen", "beech", "birch", "cedar", "cliff", "coast", "creek"),
+    *("delta", "elm", "fern", "fjord", "grove", "heath", "lake"),
 )
 
 
-def new_run_name() -> str:
-    """A readable name that sorts by time: `20261120-140512-calm-birch-3f9c02`, also of a thousand starts at once
-    different.
+def make_run_name() -> str:
+    """Returns a readable run name that sorts by time, such as `20261120-140512-calm-birch-3f9c02`.
+
+    The random suffix keeps the names different if a thousand runs start in the same second.
     """
     words = f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_NOUNS)}"
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
 
 
-logger = logging.getLogger(__name__)
+def update_stored_config(job: Job) -> None:
+    """Updates the stored configuration of an existing run to this start, and records the changed fields as an event.
 
-
-def reconfigure(job: Job) -> None:
-    """Makes the stored configuration that of this start, and records what has changed; what decides the result has not.
-
-    The classes stay as they are stored: with the arguments that were not given, as `code.json` names them.
+    Fields that decide the result are the same, or the start was refused before. The stored classes are kept, because
+    they also have the default arguments that `code.json` names.
     """
-    before = parsed(job.paths, job.paths.config.read_text())
+    before = parse_config(job.paths, job.paths.config.read_text())
     now = replace(
         job.config, task=before.task, optimizer=before.optimizer, optimizers=before.optimizers, schedule=before.schedule
     )
-    one, other = (flatten(redacted(config.to_dict())) for config in (before, now))
+    old_values = flatten(redact_value(before.to_dict()))
+    new_values = flatten(redact_value(now.to_dict()))
     changed = {
-        name: [one.get(name), other.get(name)]
-        for name in sorted(one.keys() | other.keys())
-        if one.get(name) != other.get(name)
+        name: [old_values.get(name), new_values.get(name)]
+        for name in sorted(old_values.keys() | new_values.keys())
+        if old_values.get(name) != new_values.get(name)
     }
     if changed:
         put_event(job.paths, "reconfigured", job.fence, fields=changed)
@@ -140,60 +110,58 @@ def reconfigure(job: Job) -> None:
 
 
 def put_config(paths: RunPaths, config: Config) -> None:
-    """Writes `config.yaml` whole, since the run is continued from it; with a secret in it, for its owner alone."""
-    secret = guard(config.to_dict())
+    """Writes the `config.yaml`, since the run is resumed from it; with a secret, only its owner can read it."""
+    secret = register_secrets(config.to_dict())
     put_atomic(paths.config, config.to_yaml().encode(), mode=0o600 if secret else 0o666)
     if secret:
         logger.warning(
             "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs"
-            " and events get it"
-            " without. Secrets are better kept in environment variables.",
+            " and events get it without. Secrets are better kept in environment variables.",
             paths.config,
         )
 
 
-def refuse_other_run(name: str, before: Config, stored_digest: str, config: Config, plan: Plan) -> None:
-    """Refuses to continue a run with other values that decide the result, but for a later end that leaves what is done
-    as it is.
+def check_resume_compatibility(name: str, before: Config, stored_digest: str, config: Config, plan: Plan) -> None:
+    """Refuses to resume a run with other values of the fields that decide the result.
 
-    A run that has grown has the bits of one that was as long from the beginning.
+    More steps than at the last start are allowed if they do not change the steps that are done: an extended run is
+    bit-identical to one that had the same length from the start.
 
     Args:
-        name: The run's name.
-        before: The configuration of its last start.
-        stored_digest: Digest of the manifest of its data.
-        config: What is asked for now.
-        plan: The order of the data that is there now.
+        name: Name of the run.
+        before: Configuration of its last start.
+        stored_digest: Manifest digest of the data at its first start.
+        config: Configuration of this start.
+        plan: Order of the rows of the present data.
 
     Raises:
-        RunExistsError: It would be another run.
+        RunExistsError: The result would be another one; the message has the differences.
     """
     longer = before.replace(train__epochs=config.train.epochs, train__max_steps=config.train.max_steps)
-    refuse_other_config(name, result_fields(longer, stored_digest), result_fields(config, plan.manifest.digest))
-    ended, ends = (each.train.total_steps(plan.steps_per_epoch) for each in (before, config))
-    if ends != ended and (reason := _why_not(config, ended, ends, plan)):
+    check_same_config(name, result_fields(longer, stored_digest), result_fields(config, plan.manifest.digest))
+    old_steps = before.train.total_steps(plan.steps_per_epoch)
+    new_steps = config.train.total_steps(plan.steps_per_epoch)
+    if new_steps != old_steps and (reason := _explain_length_refusal(config, old_steps, new_steps, plan)):
         raise RunExistsError(
             f"The run {name!r} exists with train.epochs {before.train.epochs} and train.max_steps"
-            f" {before.train.max_steps}, {ended} steps;"
-            f" asked for now are {config.train.epochs} and {config.train.max_steps}, {ends} steps. {reason} Nothing was"
-            f" changed. Give"
-            " another run.name for a new run."
+            f" {before.train.max_steps}, {old_steps} steps; asked for now are {config.train.epochs} and"
+            f" {config.train.max_steps}, {new_steps} steps. {reason} Nothing was changed. Give another run.name for a"
+            " new run."
         )
 
 
-def _why_not(config: Config, ended: int, ends: int, plan: Plan) -> str | None:
-    """Why a run that was to end after some steps cannot end after others; None where it can."""
+def _explain_length_refusal(config: Config, old_steps: int, new_steps: int, plan: Plan) -> str | None:
+    """Returns why a run of `old_steps` steps cannot be changed to `new_steps` steps, or None if it can."""
     train, cadence = config.train, config.checkpoint
-    if ends < ended:
+    if new_steps < old_steps:
         return "A run can become longer, not shorter."
-    if config.schedule is not None and counts_total_steps(config.schedule):
+    if config.schedule is not None and has_total_steps_argument(config.schedule):
         return (
             f"Its schedule {config.schedule.class_path} spreads over all steps of a run, so a longer one has had other"
-            f" learning rates from"
-            " the beginning. Schedules whose arguments say all, such as CosineAnnealingLR with T_max, StepLR and"
-            " LambdaLR, let a run grow."
+            " learning rates from the beginning. Schedules whose arguments say all, such as CosineAnnealingLR with"
+            " T_max, StepLR and LambdaLR, let a run grow."
         )
-    if ended % train.local_steps:
+    if old_steps % train.local_steps:
         return (
             f"Its logical workers averaged at its end, in the middle of a round of train.local_steps ="
             f" {train.local_steps}."
@@ -202,28 +170,27 @@ def _why_not(config: Config, ended: int, ends: int, plan: Plan) -> str | None:
         cadence.every_steps,
         cadence.every_epochs and cadence.every_epochs * (train.steps_per_epoch or plan.steps_per_epoch),
     )
-    if config.evaluate.patience is not None and not any(every and ended % every == 0 for every in planned):
+    if config.evaluate.patience is not None and not any(every and old_steps % every == 0 for every in planned):
         return (
             "The checkpoint of its end counts for evaluate.patience, but in a longer run checkpoint.every_steps and"
-            " every_epochs plan none"
-            " there."
+            " every_epochs plan none there."
         )
     return None
 
 
 def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Plan:
-    """Makes the order of a run.
+    """Returns the order of the rows of a run.
 
     Raises:
         DataError: The data has less than one step, or too few files.
     """
     data, logical_workers = config.data, config.logical_workers
-    files = int((rows_of_files(manifest) > 0).sum())
+    files = int((count_rows_by_file(manifest) > 0).sum())
     if data.shard == "file" and files < logical_workers:
         raise DataError(
             f"data.shard is file, but {data.path} has {files} files with rows for {logical_workers} logical workers;"
-            f" each needs at least"
-            " one. Ingest into more files (--shard_rows), lower scaling.logical_workers, or set data.shard to row."
+            " each needs at least one. Ingest into more files (--shard_rows), lower scaling.logical_workers, or set"
+            " data.shard to row."
         )
     plan = Plan(
         manifest,
@@ -239,141 +206,141 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
     if not plan.steps_per_epoch:
         raise DataError(
             f"{data.path} has {plan.all_rows} rows for an epoch, too few for one global batch of"
-            f" {data.global_batch_size} rows, and"
-            " data.last_batch is drop: there is nothing to train on. Set data.last_batch: keep or lower"
-            " data.global_batch_size."
+            f" {data.global_batch_size} rows, and data.last_batch is drop: there is nothing to train on. Set"
+            " data.last_batch: keep or lower data.global_batch_size."
         )
     return plan
 
 
-def mixing_doubts(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
-    """What the footers say against the mixing of the rows, for people, each a sentence or two with its figures."""
+def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
+    """Returns warnings if the shuffle windows mix the rows badly, judged by the footers of the Parquet files.
+
+    Data that is sorted by class, or row groups that are larger than a window, leave similar rows together.
+    """
     rows = dataset.manifest.rows[dataset.manifest.rows > 0]
     window, name = plan.window_rows, config.data.balance_by
     if window >= plan.manifest.num_rows:
         return []
-    doubts = []
+    warnings = []
     facts = dataset.facts.columns.get(name)
     if facts is not None and facts.group_span is not None and facts.minimum is not None and facts.maximum is not None:
         values, groups = facts.maximum - facts.minimum + 1, window / float(rows.mean()) + 1
         if groups * facts.group_span < 0.5 * min(values, window):
-            doubts.append(
+            warnings.append(
                 f"{config.data.path} looks sorted by {name!r}: a row group spans {facts.group_span:,.1f} of"
-                f" {values:,.0f} values on an"
-                f" average, and a shuffle window of {window:,} rows mixes about {groups:.1f} row groups, so at most"
-                f" about"
-                f" {groups * facts.group_span:,.0f} values. Ingest it again (ray-app ingest mixes), or raise"
-                f" data.shuffle_window_rows."
+                f" {values:,.0f} values on an average, and a shuffle window of {window:,} rows mixes about"
+                f" {groups:.1f} row groups, so at most about {groups * facts.group_span:,.0f} values. Ingest it again"
+                " (ray-app ingest mixes), or raise data.shuffle_window_rows."
             )
     if (largest := int(rows.max())) > window:
-        doubts.append(
+        warnings.append(
             f"{config.data.path} has row groups of up to {largest:,} rows, more than a shuffle window of {window:,}"
-            f" rows, which then mixes"
-            " the rows of one or two. Where rows that are near each other are alike, ingest it (ray-app ingest mixes),"
-            " or raise"
-            " data.shuffle_window_rows."
+            " rows, which then mixes the rows of one or two. Where rows that are near each other are alike, ingest it"
+            " (ray-app ingest mixes), or raise data.shuffle_window_rows."
         )
-    return doubts
+    return warnings
 
 
-def classes_of(config: Config, dataset: Dataset) -> Classes | None:
-    """The classes of all rows, if they are to be balanced.
+def read_classes(config: Config, dataset: Dataset) -> Classes | None:
+    """Returns the classes of all rows for `data.sampling: balanced`, otherwise None.
 
     Raises:
-        DataError: There is no such column, or it holds no classes.
+        DataError: The column `data.balance_by` does not exist or does not hold classes.
     """
     if config.data.sampling == "none":
         return None
     return Classes.of(dataset.manifest, read_labels(dataset.root, dataset.manifest, config.data.balance_by)[1])
 
 
-def refuse_other_classes(paths: RunPaths, plan: Plan) -> None:
-    """Refuses to go on if rows have other classes than when the run began.
+def check_same_classes(paths: RunPaths, plan: Plan) -> None:
+    """Refuses to resume a run if rows have other classes than at its first start.
 
     Raises:
-        DataError: They have.
+        DataError: The digest of the classes is another one.
     """
     if plan.classes is not None and (read_json(paths.classes) or {}).get("digest") != plan.classes.digest:
         raise DataError(
-            f"Rows have other classes than when the run {paths.name!r} began, so they would be repeated otherwise. Give"
-            f" the data of before,"
-            " or another run.name."
+            f"Rows have other classes than when the run {paths.name!r} began, so they would be repeated otherwise."
+            " Give the data of before, or another run.name."
         )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that may start.
+    """A run that has passed all checks and may start.
 
     Args:
-        job: What its workers get.
-        evaluation: What its evaluator gets, if there is evaluation data.
+        job: The job of the training workers.
+        evaluation: The job of the evaluator, if it runs concurrently with training.
         resumes: Whether the run exists already.
-        initial: The parameters to begin with, if they were read.
-        code: What the result depends on besides.
-        changed: What of that is not as at the last start, in words.
-        doubts: What is to be said of the data, the metrics and the model at the start, in sentences.
-        data: What the task uses of the data, a line each.
-        data_files: Size and time, or ETag, of the data files.
-        changed_data: Which of them are not as at the last start, in sentences.
+        initial: The initial parameters, if this start has read them from `train.init_from`.
+        code: The source files and library versions of the configured classes.
+        changed: Differences of `code` from the last start, each a phrase.
+        warnings: Warnings about the data, the metrics and the model, each one or two sentences.
+        data: Lines that describe the columns that the task uses.
+        data_files: Size and modification time, or ETag, of the data files.
+        changed_data: Differences of `data_files` from the last start, each a sentence.
     """
 
     job: Job
     evaluation: EvaluationJob | None
     resumes: bool
     initial: dict[str, Tensor] | None = None
-    code: Code | None = None
+    code: CodeVersions | None = None
     changed: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     data_files: DataVersions | None = None
     changed_data: tuple[str, ...] = ()
 
 
 def prepare(config: Config) -> Prepared:
-    """Checks everything that can be known before the start, without writing anything; the fence is 0 until `claim`.
+    """Checks everything that can be known before the start and returns the prepared run, without writing anything.
+
+    The fence of the jobs is 0 until `claim`.
 
     Args:
-        config: As the user gave it.
+        config: The configuration as the user wrote it.
 
     Raises:
-        ConfigError: Values do not fit together or the run exists with others.
-        DataError: The data does not fit.
+        ConfigError: Values do not fit together, or the task fails in the dry run.
+        RunExistsError: The run exists with other values.
+        DataError: The data does not fit the task or the stored run.
     """
-    guard(config.to_dict())
-    check(config)
-    config = config if config.run.name else config.replace(run__name=new_run_name())
-    paths = RunPaths(location(config.run.storage_path) / str(config.run.name))
+    register_secrets(config.to_dict())
+    check_config(config)
+    config = config if config.run.name else config.replace(run__name=make_run_name())
+    paths = RunPaths(to_location(config.run.storage_path) / str(config.run.name))
     before = stored_config(paths)
     if config.scaling.max_workers == "all":
-        config = counted(config, before)
-        check(config)
+        config = resolve_max_workers(config, before)
+        check_config(config)
     if config.scaling.logical_workers is None:
         config = config.replace(scaling__logical_workers=before.logical_workers if before else config.logical_workers)
-        check(config)
-    begins = find_beginning(config, before)
-    config, initial = begins.config, begins.params
+        check_config(config)
+    initial = load_initial_parameters(config, before)
+    config = initial.config
     dataset = open_dataset(config.data.path)
-    task = _prepared_task(config, begins, dataset)
+    task = _prepare_task(config, initial.classes, dataset)
     if config.optimizer == Config.optimizer and config.optimizers is None and task.has_own_optimizer:
-        config = config.replace(optimizer={"class_path": OWN_OPTIMIZER})
-        check(config)
-    config = config.replace(evaluate__mode=completed_mode(task, config.evaluate.metric, config.evaluate.mode))
-    plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
-    code, changed = code_of(config), list[str]()
+        config = config.replace(optimizer={"class_path": TASK_OPTIMIZER})
+        check_config(config)
+    config = config.replace(evaluate__mode=resolve_mode(task, config.evaluate.metric, config.evaluate.mode))
+    plan = make_plan(config, dataset.manifest, read_classes(config, dataset))
+    code, changed = read_code_versions(config), list[str]()
     if before is not None:
-        stored = read_manifest(paths).digest
-        refuse_other_run(paths.name, before, stored, config, plan)
-        refuse_other_classes(paths, plan)
+        stored_digest = read_manifest(paths).digest
+        check_resume_compatibility(paths.name, before, stored_digest, config, plan)
+        check_same_classes(paths, plan)
         refuse_other_schema(
             read_json(paths.schema) or {}, dataset.facts, dataset.facts.path, f"the data that {paths.name!r} began with"
         )
-        changed = changed_code(paths, config, code)
-    stored_row, row = training_row(config, dataset, task)
-    rows = rows_like(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
-    fields = {name: spec_like(values) for name, values in rows.items()}
-    _refuse_cache(config, task, fields)
-    refuse_other_fields(task, stored_row, fields)
+        changed = describe_code_changes(paths, config, code)
+    stored_row, row = read_training_row(config, dataset, task)
+    rows = sample_ragged_rows(row, dataset, task.columns(), task.decode, config.data.on_bad_row == "skip")
+    fields = {name: spec_of_values(values) for name, values in rows.items()}
+    _check_cache(config, task, fields)
+    check_training_decode(task, stored_row, fields)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
     job = Job(
         config, digest(config, plan.manifest.digest), task, plan, dataset.root, fields, str(paths.root), 0, metric, mode
@@ -381,63 +348,74 @@ def prepare(config: Config) -> Prepared:
     if config.train.init_from is not None:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
-    beyond = [RareRows.of(f"data.path {config.data.path}", task, dataset, fields, seen=longest(rows))]
-    data, some, constant = None, None, list[str]()
+    rare_rows = [RareRows.find(f"data.path {config.data.path}", task, dataset, fields, candidate=longest_of(rows))]
+    data, sampled, evaluation_warnings = None, None, list[str]()
     if config.data.eval_path is not None:
-        data, more, some, constant = _prepare_evaluation(job, config.data.eval_path)
-        beyond.append(more)
-    first = longest(rows) if isinstance(task, LoopTask) else shortest(rows)  # a script takes all at once
+        data, eval_rare_rows, sampled, evaluation_warnings = _prepare_evaluation(job, config.data.eval_path)
+        rare_rows.append(eval_rare_rows)
+    # The script of a `LoopTask` runs once, so that its only row is the longest one.
+    first = longest_of(rows) if isinstance(task, LoopTask) else shortest_of(rows)
     has_all = data is not None and data.manifest.num_rows <= MAX_ROWS
-    doubts = dry_run(
-        job, first, initial, beyond, some, has_all, partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS)
+    dry_run_warnings = dry_run(
+        job,
+        first,
+        initial.params,
+        rare_rows,
+        sampled,
+        has_all,
+        partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS),
     )
     evaluation = None
     if data is not None and not job.workers_evaluate:
         evaluation = EvaluationJob(
             config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact"
         )
-    files = data_versions(job.source, data)
+    files = read_data_versions(job.source, data)
     return Prepared(
         replace(job, evaluation=data),
         evaluation,
         before is not None,
-        initial,
+        initial.params,
         code,
         tuple(changed),
         (
-            *mixing_doubts(config, dataset, plan),
-            *replaced_weights_doubts(config),
-            *constant,
-            *doubts,
-            *similar_class_doubts(dataset.facts),
+            *shuffle_warnings(config, dataset, plan),
+            *replaced_weights_warnings(config),
+            *evaluation_warnings,
+            *dry_run_warnings,
+            *similar_class_warnings(dataset.facts),
         ),
-        tuple(described_data(task, dataset)),
+        tuple(describe_training_columns(task, dataset)),
         files,
-        tuple(changed_data(paths, config, files) if before is not None else ()),
+        tuple(describe_data_changes(paths, config, files) if before is not None else ()),
     )
 
 
-def _prepared_task(config: Config, begins: Beginning, dataset: Dataset) -> Task:
-    """The configured task, prepared with its training data, which can be sent to other processes.
+def _prepare_task(config: Config, initial_classes: Sequence[str] | None, dataset: Dataset) -> Task:
+    """Returns the configured task, prepared with its training data.
+
+    Args:
+        initial_classes: Names of the classes that the initial parameters were trained on, if they are known.
 
     Raises:
-        ConfigError: It cannot, or does not go with the configuration.
-        DataError: The data does not fit the task, or the parameters to begin with.
+        ConfigError: The task cannot be pickled for other processes, or does not fit the configuration.
+        DataError: The data does not fit the task, or its classes are not those of the initial parameters.
     """
     task = prepare_task(make_task(config), dataset.facts)
-    refuse_unpicklable(task)
+    check_picklable(task)
     where, of = f"data.path {config.data.path}", f"train.init_from {config.train.init_from}"
-    refuse_other_names(begins.classes, task.data_schema["classes"], where, of)
-    if problems := task.unfit(config):
+    refuse_other_names(initial_classes, task.data_schema["classes"], where, of)
+    if problems := task.validate_config(config):
         raise ConfigError(f"{type(task).__name__} does not go with the configuration: {' '.join(problems)}")
     return task
 
 
-def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> None:
-    """Refuses what the decoded rows do not allow.
+def _check_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> None:
+    """Refuses `data.by_length` and `data.cache` if the decoded rows do not allow them.
 
     Raises:
-        ConfigError: A cache cannot hold them, or `data.by_length` is none of their fields.
+        ConfigError: `data.by_length` is not a decoded field with rows of different lengths, or the task decodes rows
+            differently in every epoch, so that a cache cannot hold them.
     """
     ragged = sorted(name for name, spec in fields.items() if spec.padding is not None)
     if config.data.by_length is not None and config.data.by_length not in ragged:
@@ -448,53 +426,55 @@ def _refuse_cache(config: Config, task: Task, fields: dict[str, ArraySpec]) -> N
     if config.data.cache != "none" and task.has_epoch_decode:
         raise ConfigError(
             f"data.cache is {config.data.cache}, but {type(task).__name__} decodes a row another way in every epoch,"
-            f" which a"
-            " cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
+            " which a cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
         )
 
 
-def training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Rows, Arrays]:
-    """The first row to train on that can be decoded, as it was read and decoded, each field of shape (1, ...).
+def read_training_row(config: Config, dataset: Dataset, task: Task) -> tuple[Rows, Arrays]:
+    """Returns the first training row that can be decoded, before and after decoding, each field of shape (1, ...).
 
     Raises:
-        BadRowError: More rows before it than the configuration allows to skip cannot be decoded.
+        BadRowError: More rows before it cannot be decoded than the configuration allows to skip.
     """
-    most_bad, read = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0, list[Rows]()
+    max_bad_rows = config.data.max_bad_rows if config.data.on_bad_row == "skip" else 0
+    undecoded = list[Rows]()
 
     def decode(rows: Rows) -> Arrays:
-        read.append(rows)
+        undecoded.append(rows)
         return task.decode(rows)
 
-    decoded = first_row(dataset, task.columns(), decode, most_bad)
-    return read[-1], decoded
+    decoded = decode_first_row(dataset, task.columns(), decode, max_bad_rows)
+    return undecoded[-1], decoded
 
 
 def make_task(config: Config) -> Task:
-    """Makes the configured task.
+    """Instantiates and returns the configured task.
 
     Raises:
-        ConfigError: It cannot be made, or is no `Task`.
+        ConfigError: The class cannot be imported or instantiated, or is not a subclass of `Task`.
     """
     try:
         task = load_class(config.task)(**config.task.init_args)
     except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be made:"
-            f" {error}. Name an importable"
-            " subclass of ray_app.task.base.Task and its arguments."
+            f" {error}. Name an importable subclass of ray_app.task.base.Task and its arguments."
         ) from error
     if not isinstance(task, Task):
         raise ConfigError(
-            f"task.class_path {config.task.class_path!r} is no subclass of ray_app.task.base.Task; derive it."
+            f"task.class_path {config.task.class_path!r} is not a subclass of ray_app.task.base.Task; derive it."
         )
     return task
 
 
 def _check_rounds(job: Job) -> None:
-    """Refuses epochs that end in the middle of a round of `local_sgd`, where there is nothing to keep or to evaluate.
+    """Refuses epochs that end in the middle of a round of `local_sgd`.
+
+    Between two averages the logical workers have no common state that could be saved or evaluated.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: Checkpoints are planned by epochs, and the steps of an epoch are not a multiple of the steps of a
+            round.
     """
     steps, rounds = job.steps_per_epoch, job.steps_per_round
     if steps % rounds and job.config.checkpoint.every_epochs is not None:
@@ -502,86 +482,88 @@ def _check_rounds(job: Job) -> None:
         valid = " or ".join(str(n) for n in (below, below + rounds) if n)
         raise ConfigError(
             f"An epoch has {steps} steps, no multiple of train.local_steps = {rounds}, so it ends where the logical"
-            f" workers have no common"
-            f" state to keep. Set train.steps_per_epoch to {valid}, or checkpoint.every_epochs to null and"
-            f" checkpoint.every_steps to a"
-            f" multiple of {rounds}."
+            f" workers have no common state to keep. Set train.steps_per_epoch to {valid}, or checkpoint.every_epochs"
+            f" to null and checkpoint.every_steps to a multiple of {rounds}."
         )
 
 
 def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
-    """Refuses other data than before for a run whose result depends on its evaluations.
+    """Refuses to change the evaluation data of a run with early stopping, since its result depends on the evaluations.
 
     Raises:
-        DataError: It is other data.
+        DataError: The digest of the data differs from that of earlier evaluations.
     """
     before = {e.data_digest for e in read_scores(paths)} - {digest}
     if before and config.evaluate.patience is not None:
         raise DataError(
             f"data.eval_path {config.data.eval_path} (digest {digest}) is not what this run was evaluated on before"
-            f" ({', '.join(before)}),"
-            " but evaluate.patience makes the result depend on it. Give the data of before, or another run.name."
+            f" ({', '.join(before)}), but evaluate.patience makes the result depend on it. Give the data of before, or"
+            " another run.name."
         )
 
 
 def _prepare_evaluation(job: Job, path: str) -> tuple[RowSource, RareRows, Arrays | None, list[str]]:
-    """The evaluation data, what it has that the training data does not have, some of its rows, decoded, and what is to
-    be said of it.
+    """Opens the evaluation data.
+
+    Returns:
+        The source of the rows, the rare rows of the data, some decoded rows (None if they cannot be decoded), and
+        warnings about the target.
 
     Raises:
-        DataError: It is not like the training data, or not what this run was evaluated on before.
+        DataError: The data does not fit the training data, or is not the data of earlier evaluations of this run.
     """
     config, dataset = job.config, open_dataset(path)
     refuse_other_schema(job.task.data_schema, dataset.facts, f"data.eval_path {path}", f"data.path {config.data.path}")
-    ready = job.task.prepare(dataset.facts)
-    source = _source(job.task, dataset, config.data.read_task_mb)
+    prepared_task = job.task.prepare(dataset.facts)
+    source = _open_source(job.task, dataset, config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
             f"A decoded row of data.eval_path {path} is {source.fields}, of data.path {config.data.path} it is"
-            f" {job.fields}; both must be"
-            " alike. Ingest them the same way."
+            f" {job.fields}; both must be alike. Ingest them the same way."
         )
     check_evaluation_data(job.paths, config, source.manifest.digest)
-    some = sample_rows(dataset, job.task.columns(), job.task.decode, MAX_ROWS)
-    constant = constant_target_doubts(job.task, dataset.facts, source.manifest.num_rows)
-    return source, RareRows.of(f"data.eval_path {path}", job.task, dataset, job.fields, ready), some, constant
+    sampled = sample_rows(dataset, job.task.columns(), job.task.decode, MAX_ROWS)
+    rare_rows = RareRows.find(f"data.eval_path {path}", job.task, dataset, job.fields, prepared_task)
+    return source, rare_rows, sampled, constant_target_warnings(job.task, dataset.facts, source.manifest.num_rows)
 
 
-def evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
-    """A data set to evaluate on.
+def open_evaluation_source(task: Task, path: str, read_task_mb: float) -> RowSource:
+    """Opens a data set for evaluation and returns the source of its rows.
 
     Args:
         task: The task, prepared with the training data.
         path: Folder (or file) of Parquet.
-        read_task_mb: Most decoded megabytes of one read task.
+        read_task_mb: Largest size of the decoded rows of one read task in megabytes.
 
     Raises:
-        DataError: The task cannot be evaluated on it.
+        DataError: The task cannot be evaluated on the data.
     """
     dataset = open_dataset(path)
     refuse_other_schema(task.data_schema, dataset.facts, path, "what the task was trained on")
     task.prepare(dataset.facts)
-    return _source(task, dataset, read_task_mb)
+    return _open_source(task, dataset, read_task_mb)
 
 
-def _source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
+def _open_source(task: Task, dataset: Dataset, read_task_mb: float) -> RowSource:
+    """Returns the source of all rows of a data set, decoded by the task."""
     fields = probe(dataset, task.columns(), task.decode)
     reader = Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions)
     return RowSource(reader, dataset.manifest, rows_per_task(fields, read_task_mb))
 
 
 def claim(prepared: Prepared, fence: int) -> Prepared:
-    """Makes the run this start's. A new run's manifest is written first, its configuration last: with that it exists.
+    """Claims the run directory for this start and returns the prepared run with its fence.
 
-    The configuration of a run that exists becomes that of this start, so that whoever reads it judges by the metric
-    that decides now.
+    The files of a new run are written with the manifest first and the configuration last: a run exists when its
+    configuration does. The stored configuration of an existing run is updated to this start, so that every reader uses
+    the metric that decides now.
 
     Args:
-        prepared: What may start.
-        fence: Number of the start, from the lease that it holds.
+        prepared: The prepared run.
+        fence: Number of this start, from the lease that it holds.
 
     Raises:
-        RunExistsError: Another start made the run since `prepare` looked.
+        RunExistsError: Another start has created the run since `prepare`.
     """
     job = prepared.job
     if not prepared.resumes and job.paths.config.exists():
@@ -596,37 +578,37 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         if job.plan.classes is not None:
             put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
     if prepared.code is not None and (prepared.changed or not prepared.resumes):
-        put_code(job.paths, prepared.code)
-    if prepared.data_files is not None and not (prepared.resumes and is_recorded(job.paths, prepared.data_files)):
-        put_data_versions(job.paths, prepared.data_files)
+        store_code(job.paths, prepared.code)
+    if prepared.data_files is not None and not (prepared.resumes and is_stored(job.paths, prepared.data_files)):
+        store_data_versions(job.paths, prepared.data_files)
     if not prepared.resumes:
-        put_config(job.paths, completed(job.config)[0])
+        put_config(job.paths, fill_defaults(job.config)[0])
     else:
-        reconfigure(replace(job, fence=fence))
+        update_stored_config(replace(job, fence=fence))
     evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
     return replace(prepared, job=replace(job, fence=fence), evaluation=evaluation)
 
 
 def check_storage(config: Config) -> None:
-    """Refuses a folder that cannot be made or written to: in the nearest one that is there a folder is made and removed
-    again.
+    """Refuses a storage folder that cannot be created or written to. S3 is not checked here.
+
+    The check creates and removes a folder in the nearest existing parent.
 
     Raises:
-        ConfigError: It cannot. Of S3 nothing is asked here.
+        ConfigError: No folder can be created there.
     """
-    folder = location(config.run.storage_path)
+    folder = to_location(config.run.storage_path)
     if not isinstance(folder, Path):
         return
     try:
-        near = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if near.is_dir():
-            Path(tempfile.mkdtemp(prefix=".ray_app-", dir=near)).rmdir()
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if existing.is_dir():
+            Path(tempfile.mkdtemp(prefix=".ray_app-", dir=existing)).rmdir()
             return
-        why = f"{near} is a file"
+        why = f"{existing} is a file"
     except OSError as error:
         why = f"{error.strerror or error} ({error.filename or folder})"
     raise ConfigError(
         f"run.storage_path is {config.run.storage_path!r}, where no run can be stored: {why}. Give a folder that you"
-        f" may write to, which"
-        " all nodes see under the same path, or s3://bucket/prefix."
+        " may write to, which all nodes see under the same path, or s3://bucket/prefix."
     )

@@ -1,6 +1,7 @@
-"""Rows that are taken through a task without a step: which ones, and whether it is their length that it fails for.
+"""Probes: rows that run through a task without a step, and the cost of running a long row.
 
-What it takes to try a long row, from what short ones take: so that a trial ends, and fits into memory.
+`RowProbe` trains or evaluates on rows and tells whether their length is the reason for an error. `explain_cost`
+extrapolates from short rows what a long row would cost, so that a dry run ends and fits into memory.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.train.state.state import TrainingState
 
-MOST_NUMBERS = 1 << 16
-"""Rows of more are not looked for: a trial should not take long."""
-SHORT = 8
-"""Numbers of a list with which much is tried."""
+MAX_NUMBERS = 1 << 16
+"""Longest row that is searched for and checked, in numbers; the dry run should be short."""
+SHORT_LENGTH = 8
+"""Length of the lists of rows that are used for most checks."""
 
 
 @dataclass(frozen=True)
 class RowProbe:
-    """A task and a model before the start.
+    """Runs rows through a task and its model before the start, without a step.
 
     Args:
         task: The prepared task.
-        state: The model, and whose turns there are.
+        state: The model and its optimizers.
     """
 
     task: Task
@@ -45,22 +46,22 @@ class RowProbe:
 
     @property
     def turns(self) -> list[str | None]:
-        """The optimizers that take turns; None for the only one."""
+        """Returns the names of alternating optimizers, or a single None for the only optimizer."""
         return [*self.state.turns.optimizers] if self.state.turns is not None else [None]
 
-    def on(self, rows: Arrays, evaluates: bool, what: str) -> None:
-        """Trains on rows without a step, or evaluates on them.
+    def run(self, rows: Arrays, evaluates: bool, description: str) -> None:
+        """Computes the training loss of rows, or evaluates them.
 
         Args:
             rows: Decoded rows.
-            evaluates: Whether they are evaluated on.
-            what: What they are, for messages.
+            evaluates: Whether the rows are evaluated rather than trained on.
+            description: Description of the rows in error messages.
 
         Raises:
-            TaskError: It cannot be done.
+            TaskError: The task fails on these rows.
         """
         count, model = len(next(iter(rows.values()))), self.state.model
-        with torch.no_grad(), user_code(lambda: f"{'evaluating' if evaluates else 'training'} on {what}"):
+        with torch.no_grad(), user_code(lambda: f"{'evaluating' if evaluates else 'training'} on {description}"):
             if evaluates:
                 list(score(self.task, model, rows, count, torch.device("cpu")))
                 return
@@ -72,127 +73,129 @@ class RowProbe:
                 else:
                     self.task.loss_for_optimizer(turn, model, fields)
 
-    def works(self, rows: Arrays, evaluates: bool) -> bool:
-        """Whether that can be done."""
+    def can_run(self, rows: Arrays, evaluates: bool) -> bool:
+        """Returns whether the task accepts the rows; see `run`."""
         try:
-            self.on(rows, evaluates, "rows")
+            self.run(rows, evaluates, "rows")
         except TaskError:
             return False
         return True
 
-    def too_long(self, rows: Arrays, evaluates: bool) -> str | None:
-        """Whether it is the length of rows that they cannot be trained, or evaluated, on for, in words; None if not.
+    def explain_too_long(self, rows: Arrays, evaluates: bool) -> str | None:
+        """Returns a message if the length of rows is the reason why the task fails on them, otherwise None.
 
-        It is, if the first number of each row can be, alone, but not as often as the row has numbers.
+        It is the reason if the task accepts the first number of each row alone, but not repeated to the length of the
+        row.
         """
         lists = {name: values for name, values in rows.items() if isinstance(values, Ragged)}
         if not lists or isinstance(self.task, LoopTask):
             return None
-        repeated = {**rows, **{name: _repeated(values) for name, values in lists.items()}}
-        if self.works(rows, evaluates) or not self.works(cut(rows, 1), evaluates) or self.works(repeated, evaluates):
+        repeated = {**rows, **{name: _repeat_first(values) for name, values in lists.items()}}
+        if (
+            self.can_run(rows, evaluates)
+            or not self.can_run(truncate(rows, 1), evaluates)
+            or self.can_run(repeated, evaluates)
+        ):
             return None
-        most = max(int(values.lengths.max()) for values in lists.values())
+        longest = max(int(values.lengths.max()) for values in lists.values())
         return (
-            f"Rows of {most} numbers in {' or '.join(map(repr, lists))} cannot be"
-            f" {'evaluated' if evaluates else 'trained'} on,"
-            " rows of one can. Models know only so many"
-            " positions (max_position_embeddings, block_size): make these more, or set task.init_args.max_length to as"
-            " many."
+            f"Rows of {longest} numbers in {' or '.join(map(repr, lists))} cannot be"
+            f" {'evaluated' if evaluates else 'trained'} on, rows of one can. Models know only so many positions"
+            " (max_position_embeddings, block_size): make these more, or set task.init_args.max_length to as many."
         )
 
 
-def longest(rows: Arrays) -> Arrays:
-    """The longest of some rows, by itself, each field of shape (1, ...); the first, where all are of one length."""
-    total = _numbers(rows)
-    return _only(rows, int(np.where(total <= MOST_NUMBERS, total, 0).argmax()))
+def longest_of(rows: Arrays) -> Arrays:
+    """Returns the longest of some rows, each field of shape (1, ...); the first if all have the same length."""
+    total = _numbers_per_row(rows)
+    return _row_at(rows, int(np.where(total <= MAX_NUMBERS, total, 0).argmax()))
 
 
-def shortest(rows: Arrays) -> Arrays:
-    """The shortest of some rows that has `SHORT` numbers, by itself, each field of shape (1, ...); the longest, where
-    none has.
-    """
-    total = _numbers(rows)
-    enough = total >= SHORT
-    return _only(rows, int(np.where(enough, total, total.max() + 1).argmin() if enough.any() else total.argmax()))
+def shortest_of(rows: Arrays) -> Arrays:
+    """Returns the shortest row of at least `SHORT_LENGTH` numbers, or the longest; each field of shape (1, ...)."""
+    total = _numbers_per_row(rows)
+    enough = total >= SHORT_LENGTH
+    return _row_at(rows, int(np.where(enough, total, total.max() + 1).argmin() if enough.any() else total.argmax()))
 
 
-def _only(rows: Arrays, place: int) -> Arrays:
-    return {name: values[place : place + 1] for name, values in rows.items()}
+def _row_at(rows: Arrays, index: int) -> Arrays:
+    return {name: values[index : index + 1] for name, values in rows.items()}
 
 
-def numbers_of(rows: Arrays) -> int:
-    """Numbers in the lists of some rows."""
-    return int(_numbers(rows).sum())
+def count_numbers(rows: Arrays) -> int:
+    """Returns the number of numbers in the lists of some rows."""
+    return int(_numbers_per_row(rows).sum())
 
 
-def _numbers(rows: Arrays) -> np.ndarray:
+def _numbers_per_row(rows: Arrays) -> np.ndarray:
+    """Returns the number of numbers in the lists of each row, or one zero if no field is a list."""
     lengths = [values.lengths for values in rows.values() if isinstance(values, Ragged) and not values.row_shape]
     return np.sum(lengths, axis=0) if lengths else np.zeros(1, np.int64)
 
 
-def cut(rows: Arrays, most: int) -> Arrays:
-    """The rows with at most so many of each list."""
-    return {name: values.cut(most) if isinstance(values, Ragged) else values for name, values in rows.items()}
+def truncate(rows: Arrays, max_length: int) -> Arrays:
+    """Returns the rows with lists of at most `max_length` numbers."""
+    return {name: values.cut(max_length) if isinstance(values, Ragged) else values for name, values in rows.items()}
 
 
-def _repeated(values: Ragged) -> Ragged:
+def _repeat_first(values: Ragged) -> Ragged:
+    """Returns lists of the same lengths that repeat the first number of each row."""
     rows = (np.repeat(values.row(i)[:1], length, axis=0) for i, length in enumerate(values.lengths))
     return Ragged.of(rows, values.values.dtype, values.fill, values.multiple, values.row_shape)
 
 
-MOST_OPERATIONS = 1e12
-"""Floating point operations of one attempt: on two cores about half a minute."""
-_HELD_AT_ONCE = 4
-"""How many tensors as large as the largest there are at a time: scores, as float32, their logarithms, and what reads
-them.
+MAX_OPERATIONS = 1e12
+"""Largest number of floating-point operations of one probe; on two cores they take about half a minute."""
+_LIVE_TENSORS = 4
+"""Estimated number of live tensors of the largest size: scores, their float32 copy, their logarithms, and the result of
+the operation that reads these.
 """
 
 
-def too_costly(attempt: RowProbe, rows: Arrays) -> str | None:
-    """What it would take to train on rows without a step, in words, if that is more than a trial may; None if not.
+def explain_cost(row_probe: RowProbe, rows: Arrays) -> str | None:
+    """Returns the cost of training on rows as text if it exceeds the limits of a dry run, otherwise None.
 
-    Operations are at least two for each parameter and number, but for embeddings. Where the lists can be cut, what
-    short ones take, of three lengths, is continued: operations, and bytes of the largest tensor, grow at most with the
-    square of the length.
-
-    Args:
-        attempt: The task, and the model.
-        rows: Decoded rows.
+    The lower bound is two operations for each parameter (except embeddings) and number. If the lists can be cut, the
+    cost of lists of three short lengths is extrapolated: operations, and bytes of the largest tensor, grow at most with
+    the square of the length.
     """
-    operations, held = float(2 * _parameters(attempt.state.model) * numbers_of(rows)), 0.0
+    operations = float(2 * _count_parameters(row_probe.state.model) * count_numbers(rows))
+    num_bytes = 0.0
     lists = [values for values in rows.values() if isinstance(values, Ragged)]
     multiple = max(values.multiple for values in lists)
-    base, length = (
-        -(-n // multiple) * multiple for n in (SHORT, max(int(values.lengths.max()) for values in lists))
-    )  # as padded
-    if operations <= MOST_OPERATIONS and length >= 8 * base:
+    # Lists are padded to a multiple.
+    base = -(-SHORT_LENGTH // multiple) * multiple
+    length = -(-max(int(values.lengths.max()) for values in lists) // multiple) * multiple
+    if operations <= MAX_OPERATIONS and length >= 8 * base:
         lengths = np.array([base, 2 * base, 4 * base])
         try:
-            some = [_measured(attempt, cut(rows, int(most))) for most in lengths]
-        except TaskError:  # lists of this task have a length for a reason
-            some = []
-        if some:
-            operations = max(operations, _continued(lengths, np.array([[found] for found, _ in some]), length))
-            same = len({len(sizes) for _, sizes in some}) == 1
-            held = _HELD_AT_ONCE * _continued(
-                lengths, np.array([sizes if same else [max(sizes)] for _, sizes in some]), length
+            costs = [_measure_cost(row_probe, truncate(rows, int(short_length))) for short_length in lengths]
+        except TaskError:
+            # The task may require a certain length; then only the lower bound is known.
+            costs = []
+        if costs:
+            operations = max(operations, _extrapolate(lengths, np.array([[count] for count, _ in costs]), length))
+            has_same_operations = len({len(sizes) for _, sizes in costs}) == 1
+            num_bytes = _LIVE_TENSORS * _extrapolate(
+                lengths, np.array([sizes if has_same_operations else [max(sizes)] for _, sizes in costs]), length
             )
-    free = most_bytes()
-    if operations <= MOST_OPERATIONS and held <= free:
+    free = max_probe_bytes()
+    if operations <= MAX_OPERATIONS and num_bytes <= free:
         return None
     return (
         f"about {operations:.1e} operations"
-        + (f" and {held / 1e9:.1f} GB" if held else "")
-        + f"; a trial takes at most {MOST_OPERATIONS:.0e} and {free / 1e9:.1f} GB"
+        + (f" and {num_bytes / 1e9:.1f} GB" if num_bytes else "")
+        + f"; a dry run takes at most {MAX_OPERATIONS:.0e} and {free / 1e9:.1f} GB"
     )
 
 
-def most_bytes() -> float:
-    """Memory that a trial may take: a quarter of what is free."""
+def max_probe_bytes() -> float:
+    """Returns the memory that a dry run may use: a quarter of the available memory."""
     return psutil.virtual_memory().available / 4
 
 
-def _parameters(model: nn.Module) -> int:
+def _count_parameters(model: nn.Module) -> int:
+    """Returns the number of parameters of a model without its embeddings."""
     embedded = {
         id(p)
         for module in model.modules()
@@ -202,35 +205,46 @@ def _parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if id(p) not in embedded)
 
 
-def _continued(lengths: np.ndarray, found: np.ndarray, length: int) -> float:
-    """The greatest of some quantities, shape (lengths, quantities), at another length."""
+def _extrapolate(lengths: np.ndarray, quantities: np.ndarray, length: int) -> float:
+    """Returns the largest of some quantities at another length, by the parabola through three lengths.
+
+    Args:
+        lengths: Three lengths.
+        quantities: Values at these lengths, of shape (lengths, quantities).
+        length: The other length.
+    """
     scale = lengths[0]
-    c, b, a = np.polyfit(lengths / scale, found, 2)
+    c, b, a = np.polyfit(lengths / scale, quantities, 2)
     return float((a + (length / scale) * (b + (length / scale) * c)).max())
 
 
-def _measured(attempt: RowProbe, rows: Arrays) -> tuple[int, list[int]]:
-    with FlopCounterMode(display=False) as flops, _Sizes(attempt.state.model) as made:
-        attempt.on(rows, False, "short rows")
-    return flops.get_total_flops(), made.sizes or [0]
+def _measure_cost(row_probe: RowProbe, rows: Arrays) -> tuple[int, list[int]]:
+    """Returns the floating-point operations of the training loss of rows, and the bytes that each operation returns."""
+    with FlopCounterMode(display=False) as flops, _TensorSizes(row_probe.state.model) as tensor_sizes:
+        row_probe.run(rows, False, "short rows")
+    return flops.get_total_flops(), tensor_sizes.sizes or [0]
 
 
-class _Sizes(TorchDispatchMode):
-    """Notes the bytes of what each operation gives, but for a model's parameters."""
+class _TensorSizes(TorchDispatchMode):
+    """Records the bytes of the largest result of each operation, except the parameters and buffers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.sizes: list[int] = []
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+        self._model_storages = {
+            tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]
+        }
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
     ) -> Any:
-        found = function(*args, **(options or {}))
-        stored = [
-            each.untyped_storage()
-            for each in tree_leaves(found)
-            if isinstance(each, Tensor) and each.layout is torch.strided
+        result = function(*args, **(options or {}))
+        storages = [
+            leaf.untyped_storage()
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
         ]
-        self.sizes.append(max((each.nbytes() for each in stored if each.data_ptr() not in self._known), default=0))
-        return found
+        self.sizes.append(
+            max((storage.nbytes() for storage in storages if storage.data_ptr() not in self._model_storages), default=0)
+        )
+        return result

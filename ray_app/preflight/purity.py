@@ -1,6 +1,7 @@
-"""Whether what a task computes follows from its rows, the keys and torch's seeds alone; called in a process of its own.
+"""Checks that the results of a task depend only on its rows, the keys and torch's seeds; runs in a sandbox process.
 
-Who draws random numbers from where nobody may: generators that were moved by a call, and the user's line that did it.
+Each method of the task is called three times with the same inputs while the states of all random generators of the
+process are watched, so that a finding names the generator and the line of the user's code that drew from it.
 """
 
 from __future__ import annotations
@@ -22,29 +23,30 @@ from torch import nn
 
 from ray_app.config.import_paths import load_class
 from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.plan.hashing import hash_array
-from ray_app.preflight.changes import classes_in
+from ray_app.preflight.changes import iter_import_paths
 from ray_app.task.base import Batch, Losses, Rows, Task
 from ray_app.task.ragged import Arrays, Field, Ragged, to_batch
-from ray_app.task.user_code import is_own, user_code
+from ray_app.task.user_code import is_user_code, user_code
 from ray_app.train.job import Job
 from ray_app.train.state.state import seed_init, seed_step
 
 T = TypeVar("T")
-_MOST_LOOKS = 20_000
-"""Lines of the user's after which no more are looked at: a loop over pixels would take minutes."""
-_MOST_DEPTH = 4
+_MAX_TRACED_LINES = 20_000
+"""Largest number of traced lines of user code: a loop over pixels would take minutes."""
+_MAX_DEPTH = 4
+"""Depth of attributes and items of a task that are searched for the name of a generator."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A generator that a call drew from.
+    """A random generator from which a call drew.
 
     Args:
-        generator: Which, in words.
-        line: The user's line that did it, if it is known.
-        is_global: Whether it is one that a process has by itself.
+        generator: Description of the generator.
+        line: The line of the user's code that drew, if it is known.
+        is_global: Whether it is a global generator of the process.
     """
 
     generator: str
@@ -55,133 +57,145 @@ class Draw:
         return self.generator + (f" ({self.line})" if self.line else "")
 
 
-_GLOBAL: dict[str, Callable[[], Any]] = {
+_GLOBAL_STATES: dict[str, Callable[[], Any]] = {
     "Python's generator (random)": random.getstate,
     "NumPy's generator (numpy.random)": partial(np.random.get_state, legacy=False),
     "torch's default generator": torch.default_generator.get_state,
 }
 TORCH = "torch's default generator"
+_GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState)
 
 
-_OWN = (random.Random, np.random.Generator, np.random.RandomState)
-
-
-def generators() -> list[Any]:
-    """All generators that a process has made, but the global ones."""
-    shared = (random._inst, np.random.mtrand._rand)
+def list_generators() -> list[Any]:
+    """Returns all generators of Python and NumPy in the process, except the global ones."""
+    global_generators = (random._inst, np.random.mtrand._rand)
     return [
-        each for each in gc.get_objects() if issubclass(type(each), _OWN) and all(each is not one for one in shared)
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), _GENERATOR_TYPES) and all(candidate is not one for one in global_generators)
     ]
 
 
-def watched(call: Callable[[], T], task: object, own: list[Any]) -> tuple[T, list[Draw]]:
-    """Calls something that the user wrote.
+def call_watched(call: Callable[[], T], task: object, known_generators: list[Any]) -> tuple[T, list[Draw]]:
+    """Calls user code and records the generators from which it draws.
 
     Args:
-        call: What.
-        task: Where a generator of the user's own may be.
-        own: `generators` of before.
+        call: The function to call.
+        task: The task; a finding names the attribute that holds a generator.
+        known_generators: Result of `list_generators` before the call.
 
     Returns:
-        What it returned, and what it drew from.
+        The value of the call, and the generators from which it drew.
     """
-    before = [_state_of(each) for each in own]
-    with _Lines() as lines:
+    states = [_generator_state(generator) for generator in known_generators]
+    with _LineTracer() as tracer:
         value = call()
-    moved = [Draw(name, line, True) for name, line in lines.moved.items()]
-    moved += [
-        Draw(_named(each, task), None, False)
-        for each, state in zip(own, before, strict=True)
-        if not _same(state, _state_of(each))
+    draws = [Draw(name, line, True) for name, line in tracer.lines_by_generator.items()]
+    draws += [
+        Draw(_describe_generator(generator, task), None, False)
+        for generator, state in zip(known_generators, states, strict=True)
+        if not is_same(state, _generator_state(generator))
     ]
-    fresh = [Draw("a generator made without a seed (numpy.random.default_rng)", line, False) for line in lines.unseeded]
-    return value, moved + fresh
+    draws += [
+        Draw("a generator made without a seed (numpy.random.default_rng)", line, False) for line in tracer.unseeded
+    ]
+    return value, draws
 
 
-class _Lines:
-    """Looks at the generators after every line of the user's own; a context."""
+class _LineTracer:
+    """Watches the global generators after every line of user code in its context.
+
+    `lines_by_generator` has the first line that drew from each global generator, `unseeded` the lines that made a NumPy
+    generator without a seed.
+    """
 
     def __init__(self) -> None:
-        self.moved: dict[str, str | None] = {}
+        self.lines_by_generator: dict[str, str | None] = {}
         self.unseeded: list[str | None] = []
-        self._looks, self._last = 0, None
-        self._before = {name: state() for name, state in _GLOBAL.items()}
+        self._num_lines = 0
+        self._last_line: str | None = None
+        self._states = {name: get_state() for name, get_state in _GLOBAL_STATES.items()}
 
-    def __enter__(self) -> _Lines:
-        self._tracer, self._make = sys.gettrace(), np.random.default_rng
-        np.random.default_rng = self._default_rng
-        sys.settrace(self._call)
+    def __enter__(self) -> _LineTracer:
+        self._outer_tracer = sys.gettrace()
+        self._default_rng = np.random.default_rng
+        np.random.default_rng = self._make_generator
+        sys.settrace(self._trace_call)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        sys.settrace(self._tracer)
-        np.random.default_rng = self._make
-        self._look()
+        sys.settrace(self._outer_tracer)
+        np.random.default_rng = self._default_rng
+        self._compare_states()
 
-    def _default_rng(self, seed: Any = None) -> np.random.Generator:
+    def _make_generator(self, seed: Any = None) -> np.random.Generator:
+        """Replaces `numpy.random.default_rng`, to record the user's line if there is no seed."""
         if seed is None:
-            self.unseeded.append(
-                next((_place(frame) for frame in _callers(sys._getframe(1)) if is_own(frame.f_code.co_filename)), None)
-            )
-        return self._make(seed)
+            frames = (frame for frame in _iter_callers(sys._getframe(1)) if is_user_code(frame.f_code.co_filename))
+            self.unseeded.append(next((_describe_line(frame) for frame in frames), None))
+        return self._default_rng(seed)
 
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _trace_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Traces the lines of functions of user code only; see `sys.settrace`."""
         del event, argument
-        return self._line if is_own(frame.f_code.co_filename) else None
+        return self._trace_line if is_user_code(frame.f_code.co_filename) else None
 
-    _last: str | None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Compares the generators before each line, so that a change belongs to the line before."""
         del argument
-        self._looks += 1
-        if self._looks > _MOST_LOOKS:
+        self._num_lines += 1
+        if self._num_lines > _MAX_TRACED_LINES:
             sys.settrace(None)
             return None
-        self._look()
+        self._compare_states()
         caller = frame.f_back if event == "return" else frame
-        self._last = _place(caller) if caller is not None and is_own(caller.f_code.co_filename) else self._last
-        return self._line
+        if caller is not None and is_user_code(caller.f_code.co_filename):
+            self._last_line = _describe_line(caller)
+        return self._trace_line
 
-    def _look(self) -> None:
-        for name, state in _GLOBAL.items():
-            now = state()
-            if not _same(now, self._before[name]):
-                self.moved.setdefault(name, self._last)
-                self._before[name] = now
+    def _compare_states(self) -> None:
+        """Records the last line for each global generator with a new state."""
+        for name, get_state in _GLOBAL_STATES.items():
+            state = get_state()
+            if not is_same(state, self._states[name]):
+                self.lines_by_generator.setdefault(name, self._last_line)
+                self._states[name] = state
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+def _iter_callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame and its callers, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _place(frame: FrameType) -> str:
+def _describe_line(frame: FrameType) -> str:
+    """Returns file, line and function of a frame as text."""
     return f"{frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno}, in {frame.f_code.co_name}"
 
 
-def _state_of(generator: Any) -> Any:
+def _generator_state(generator: Any) -> Any:
+    """Returns the state of a generator of Python or NumPy; None for one of the operating system, which has no state."""
     if isinstance(generator, random.SystemRandom):
         return None
-    return generator.getstate() if isinstance(generator, random.Random) else _of_numpy(generator)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
 
 
-def _of_numpy(generator: Any) -> Any:
-    return (
-        generator.bit_generator.state
-        if isinstance(generator, np.random.Generator)
-        else generator.get_state(legacy=False)
-    )
-
-
-def _named(generator: Any, task: object) -> str:
+def _describe_generator(generator: Any, task: object) -> str:
+    """Returns the type of a generator and the attribute of the task that holds it, if there is one."""
     kind = f"{type(generator).__module__.partition('.')[0]}'s {type(generator).__name__}"
-    name = next((name for name, held in _held(task, type(task).__name__, _MOST_DEPTH) if held is generator), None)
+    name = next(
+        (name for name, member in _iter_members(task, type(task).__name__, _MAX_DEPTH) if member is generator), None
+    )
     return f"a generator of its own, {name} ({kind})" if name else f"a generator of its own ({kind})"
 
 
-def _held(holder: object, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """What an object holds, by the way to it."""
+def _iter_members(holder: object, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes and items of an object up to a depth, each with its path."""
     if not depth:
         return
     if isinstance(holder, list | tuple):
@@ -190,31 +204,28 @@ def _held(holder: object, name: str, depth: int) -> Iterator[tuple[str, Any]]:
         parts = [(f"{name}[{key!r}]", part) for key, part in holder.items()]
     else:
         parts = [(f"{name}.{key}", part) for key, part in getattr(holder, "__dict__", {}).items()]
-    for called, part in parts:
-        yield called, part
-        yield from _held(part, called, depth - 1)
+    for path, part in parts:
+        yield path, part
+        yield from _iter_members(part, path, depth - 1)
 
 
-def _bytes(values: torch.Tensor) -> torch.Tensor:
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two results have the same bits; what is no number, text, tensor or array, or a collection of these, is
-    not compared.
+def is_same(one: Any, other: Any) -> bool:
+    """Returns whether two results are bit-identical.
+
+    Values other than numbers, text, tensors, arrays and collections of these are not compared.
     """
-    return _same(one, other)
-
-
-def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_as_bytes(one), _as_bytes(other))
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(is_same(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(is_same, one, other))
     return bool(one == other) if isinstance(one, bool | int | float | str | bytes) else True
 
 
@@ -229,123 +240,145 @@ _KEYED = (
 )
 
 
-def impurities(job: Job) -> list[str]:
-    """What of a task depends on more than it may, and what to do about it."""
-    return list(_found(job))
+def find_impurities(job: Job) -> list[str]:
+    """Returns the methods of the task that depend on more than their inputs and seeds, with advice, as sentences."""
+    return list(_iter_impurities(job))
 
 
-def _found(job: Job) -> Iterator[str]:
-    for class_path in classes_in(job.config):
-        load_class(class_path)  # what an import draws is nobody's
-    task, rows = job.task, _raw(job)
+def _iter_impurities(job: Job) -> Iterator[str]:
+    """Yields the findings of `find_impurities`."""
+    # Imports come first, because random numbers that an import draws are not drawn by a method of the task.
+    for class_path in iter_import_paths(job.config):
+        load_class(class_path)
+    task, rows = job.task, _read_undecoded(job)
     decoded = task.decode(rows)
-    may_not = (
+    advice = (
         "Its result may be cached and used in every epoch, so it draws nothing: make the random part of it in augment,"
         " from the keys"
     )
-    drawn = list(_twice(task, "decode", lambda: _plain(task.decode(rows)), may_not, ()))
-    yield from drawn or _alone(task, rows)
+    findings = list(_check_repeatable(task, "decode", lambda: _comparable(task.decode(rows)), advice, ()))
+    yield from findings or _check_row_independence(task, rows)
     batch = to_batch(decoded)
     keys = torch.from_numpy(
         (hash_array(1, np.arange(len(next(iter(decoded.values()))))) >> np.uint64(1)).astype(np.int64)
     )
     if task.has_epoch_decode:
-        yield from _twice(task, "decode_training", lambda: _plain(task.decode_training(rows, keys.numpy())), _DRAWN, ())
-    yield from _twice(
+        yield from _check_repeatable(
+            task, "decode_training", lambda: _comparable(task.decode_training(rows, keys.numpy())), _DRAWN, ()
+        )
+    yield from _check_repeatable(
         task, "augment", lambda: task.augment({k: v.clone() for k, v in batch.items()}, keys), _KEYED, (TORCH,)
     )
-    yield from _twice(task, "build_model", lambda: _model(task).state_dict(), _KEYED, (TORCH,))
-    model, fields = _model(task).train(), task.augment(dict(batch), keys)
+    yield from _check_repeatable(task, "build_model", lambda: _build_model(task).state_dict(), _KEYED, (TORCH,))
+    model, fields = _build_model(task).train(), task.augment(dict(batch), keys)
     for turn in job.config.optimizers or [""]:
         name = f"loss_for_optimizer of {turn}" if turn else "training_loss"
-        yield from _twice(task, name, partial(_loss, task, turn, model, fields), _KEYED, (TORCH,))
-    evaluated = _model(task).eval()
-    may_not = (
+        yield from _check_repeatable(task, name, partial(_training_values, task, turn, model, fields), _KEYED, (TORCH,))
+    eval_model = _build_model(task).eval()
+    advice = (
         "Evaluations and predictions of one checkpoint would differ: draw only where self.training is true, from"
         " torch's generators"
     )
-    yield from _twice(task, "forward (in an evaluation)", partial(_outputs, task, evaluated, batch), may_not, (TORCH,))
+    yield from _check_repeatable(
+        task, "forward (in an evaluation)", partial(_eval_outputs, task, eval_model, batch), advice, (TORCH,)
+    )
 
 
-def _plain(fields: Arrays) -> dict[str, npt.NDArray]:
-    """Decoded rows that can be compared."""
-    return {name: _rows(values) for name, values in fields.items()}
+def _comparable(fields: Arrays) -> dict[str, npt.NDArray]:
+    """Returns decoded rows as arrays that `is_same` can compare."""
+    return {name: _values_of(values) for name, values in fields.items()}
 
 
-def _rows(values: Field) -> npt.NDArray:
+def _values_of(values: Field) -> npt.NDArray:
+    """Returns the values of a decoded field as one array."""
     return values.compact().values if isinstance(values, Ragged) else np.asarray(values)
 
 
-def _raw(job: Job) -> Rows:
-    """The rows of the trial before decoding."""
-    seen: list[Rows] = []
+def _read_undecoded(job: Job) -> Rows:
+    """Returns the rows of the job before decoding."""
+    undecoded: list[Rows] = []
 
     def decode(rows: Rows) -> Any:
-        seen.append(rows)
+        undecoded.append(rows)
         return job.task.decode(rows)
 
     source = job.source
-    load_all(fetch_here, replace(source, reader=replace(source.reader, decode=decode)))
-    return seen[0]
+    load_all(fetch_in_process, replace(source, reader=replace(source.reader, decode=decode)))
+    return undecoded[0]
 
 
-def _model(task: Task) -> nn.Module:
+def _build_model(task: Task) -> nn.Module:
+    """Builds the model with torch's generators seeded."""
     seed_init(0, _CPU)
     return task.build_model()
 
 
-def _copy(task: Task, model: nn.Module) -> nn.Module:
+def _copy_model(task: Task, model: nn.Module) -> nn.Module:
+    """Returns a copy of a model in the same mode, or a new model if it cannot be copied."""
     try:
         return deepcopy(model)
-    except Exception:  # it has what cannot be copied: a lock, a tensor that was computed (weight_norm, pruning)
-        return _model(task).train(model.training)
+    except Exception:
+        # Locks and computed tensors (weight_norm, pruning) cannot be copied.
+        return _build_model(task).train(model.training)
 
 
-def _loss(task: Task, turn: str, model: nn.Module, fields: Batch) -> Any:
-    copied = _copy(task, model), {name: values.clone() for name, values in fields.items()}
-    found = Losses.of(task.loss_for_optimizer(turn, *copied) if turn else task.training_loss(*copied))
-    weights = {} if found.weights is None else {"weights": found.weights}
-    return {name: values.detach() for name, values in {"values": found.values, **weights, **found.metrics}.items()}
+def _training_values(task: Task, turn: str, model: nn.Module, fields: Batch) -> Any:
+    """Returns the losses of a batch, their weights and the logged values, computed on copies."""
+    copies = _copy_model(task, model), {name: values.clone() for name, values in fields.items()}
+    losses = Losses.of(task.loss_for_optimizer(turn, *copies) if turn else task.training_loss(*copies))
+    weights = {} if losses.weights is None else {"weights": losses.weights}
+    return {name: values.detach() for name, values in {"values": losses.values, **weights, **losses.metrics}.items()}
 
 
-def _outputs(task: Task, model: nn.Module, batch: Batch) -> Any:
+def _eval_outputs(task: Task, model: nn.Module, batch: Batch) -> Any:
+    """Returns the outputs of a batch, computed on copies."""
     with torch.no_grad():
-        return task.forward(_copy(task, model), {name: values.clone() for name, values in batch.items()})
+        return task.forward(_copy_model(task, model), {name: values.clone() for name, values in batch.items()})
 
 
-def _twice(task: Task, name: str, call: Callable[[], Any], advice: str, allowed: tuple[str, ...]) -> Iterator[str]:
-    """Calls something again with the same rows, keys and seeds of torch's."""
-    results, draws, own = [], list[Draw](), generators()
+def _check_repeatable(
+    task: Task, name: str, call: Callable[[], Any], advice: str, allowed: tuple[str, ...]
+) -> Iterator[str]:
+    """Calls a method three times with the same inputs and seeds, and yields a finding if the results may differ.
+
+    Args:
+        name: Name of the method in messages.
+        call: Calls the method.
+        advice: What to do about random numbers, as a sentence without its full stop.
+        allowed: Descriptions of the generators from which the method may draw.
+    """
+    results, draws, known_generators = [], list[Draw](), list_generators()
     for _ in range(3):
         seed_step(0, 0, 0, 0, _CPU)
         with user_code(lambda: f"{name}, called three times on the same rows"):
-            result, drew = watched(call, task, own)
+            result, draws_of_call = call_watched(call, task, known_generators)
         results.append(result)
-        draws += [draw for draw in drew if draw.generator not in allowed]
-    differs = not all(same(results[0], other) for other in results[1:])
-    blamed = list(dict.fromkeys(str(draw) for draw in draws if draw.is_global or differs))
-    if blamed:
-        yield f"{name} draws from {', and from '.join(blamed)}. {advice}."
+        draws += [draw for draw in draws_of_call if draw.generator not in allowed]
+    differs = not all(is_same(results[0], other) for other in results[1:])
+    sources = list(dict.fromkeys(str(draw) for draw in draws if draw.is_global or differs))
+    if sources:
+        yield f"{name} draws from {', and from '.join(sources)}. {advice}."
     elif differs:
         yield (
             f"{name} gives something else when it is called again with the same rows, keys and seeds of torch's: it"
-            f" keeps something from"
-            f" one call for the next, looks at the time, or draws from a generator of its own. {advice}."
+            " keeps something from one call for the next, looks at the time, or draws from a generator of its own."
+            f" {advice}."
         )
 
 
-def _alone(task: Task, rows: Rows) -> Iterator[str]:
-    """Decodes each of the first rows by itself: it must not depend on the rows that are decoded with it."""
+def _check_row_independence(task: Task, rows: Rows) -> Iterator[str]:
+    """Yields a finding if the decoded values of a row depend on the rows that are decoded with it."""
     count = min(4, len(next(iter(rows.values()))))
     together = task.decode({name: values[:count] for name, values in rows.items()})
     for i in range(count):
         one = task.decode({name: values[i : i + 1] for name, values in rows.items()})
-        differing = [name for name in together if not same(_rows(together[name][i : i + 1]), _rows(one[name]))]
+        differing = [
+            name for name in together if not is_same(_values_of(together[name][i : i + 1]), _values_of(one[name]))
+        ]
         if differing:
             yield (
                 f"decode makes another {differing[0]!r} of a row by itself than of the same row with others, so the"
-                f" result would depend on"
-                " how the data is read. Look at each row alone; take what is known of all of them from prepare or"
-                " task.init_args."
+                " result would depend on how the data is read. Look at each row alone; take what is known of all of"
+                " them from prepare or task.init_args."
             )
             return

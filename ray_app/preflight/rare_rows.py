@@ -1,9 +1,8 @@
-"""The greatest numbers of the data: classes and a vocabulary that a model may not have.
+"""Checks of rows that the first training row does not represent: value ranges, the longest row, decoding in training.
 
-What the data has that the first rows to train on do not have: longer rows, and what there is in the rows to evaluate on
-alone.
-
-What a task makes of rows to train on, where that is another in every epoch: it must look like what it evaluates on.
+A model may lack classes, a vocabulary or positions for values and lengths that occur late in the data, or only in the
+evaluation data. `check_training_decode` compares rows that a task decodes differently in every epoch with the rows that
+it evaluates on.
 """
 
 from __future__ import annotations
@@ -16,213 +15,220 @@ import numpy as np
 import pyarrow as pa
 from torch import nn
 
-from ray_app.data.arrays import ArraySpec, spec_like
+from ray_app.data.arrays import ArraySpec, spec_of_values
 from ray_app.data.dataset import Dataset
-from ray_app.data.probes import longest_row
-from ray_app.data.reader import POSITION, Reader, rows_of
+from ray_app.data.probes import find_longest_row
+from ray_app.data.reader import POSITION, Reader, table_to_rows
 from ray_app.errors import ConfigError, DataError, TaskError
-from ray_app.preflight.probe_rows import MOST_NUMBERS, RowProbe, numbers_of, too_costly
+from ray_app.preflight.probe_rows import MAX_NUMBERS, RowProbe, count_numbers, explain_cost
 from ray_app.task.base import Rows, Task
-from ray_app.task.device import given_back
+from ray_app.task.device import restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, Ragged, twice
+from ray_app.task.ragged import Arrays, Ragged, repeat_rows
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 
+logger = logging.getLogger(__name__)
 
-def refuse_out_of_range(
-    attempt: RowProbe, rows: Arrays, evaluated: dict[str, list[float]] | None = None, where: str = ""
+
+def check_value_ranges(
+    row_probe: RowProbe, rows: Arrays, eval_ranges: dict[str, list[float]] | None = None, prefix: str = ""
 ) -> None:
-    """Trains, or evaluates, on rows that have the least and the greatest numbers of the columns, without a step.
+    """Trains or evaluates, without a step, on rows with the smallest and the largest numbers of the columns.
+
+    Only models by configuration (`ModuleTask`) are checked.
 
     Args:
-        attempt: The task and its model; only a model by configuration is tried.
-        rows: Decoded rows with which that works; short ones, since it is done several times.
-        evaluated: The least and the greatest number of the columns of the data to evaluate on, if it is that: there
-            must be metrics of its classes, too. What training has tried already is left out.
-        where: What a message begins with.
+        row_probe: The task and its model.
+        rows: Decoded rows that the task accepts; short ones, because they are used several times.
+        eval_ranges: The smallest and the largest number of each column of the evaluation data; None: the ranges of the
+            training data are checked. An evaluation needs metrics of all classes, too. Values that training has covered
+            are left out.
+        prefix: Beginning of an error message.
 
     Raises:
-        ConfigError: There is no class, or no embedding, of such a number.
+        ConfigError: The model has no class, or no embedding, for a number.
     """
-    task = attempt.task
-    if not isinstance(task, ModuleTask) or isinstance(task, LoopTask):  # whose script would begin again for each
+    task = row_probe.task
+    # The script of a `LoopTask` would start again for every value.
+    if not isinstance(task, ModuleTask) or isinstance(task, LoopTask):
         return
-    evaluates = evaluated is not None
-    ranges = task.ranges if evaluated is None else evaluated
-    for some in _values(task, ranges, rows, evaluates):
-        if attempt.works({**rows, **{name: _filled(rows[name], value) for name, value in some.items()}}, evaluates):
+    evaluates = eval_ranges is not None
+    ranges = task.ranges if eval_ranges is None else eval_ranges
+    for extremes in _extreme_values(task, ranges, rows, evaluates):
+        extreme_rows = {**rows, **{name: _fill(rows[name], value) for name, value in extremes.items()}}
+        if row_probe.can_run(extreme_rows, evaluates):
             continue
-        for name, value in some.items():
+        for name, value in extremes.items():
             try:
-                attempt.on({**rows, name: _filled(rows[name], value)}, evaluates, "the extreme numbers of a column")
+                row_probe.run({**rows, name: _fill(rows[name], value)}, evaluates, "the extreme numbers of a column")
             except TaskError as error:
                 cause = error.__cause__
                 if isinstance(cause, IndexError) or (cause is not None and evaluates and name == task.target):
-                    told = _told_class if name == task.target else _told_embedding
-                    raise ConfigError(
-                        where + told(attempt.state.model, name, ranges[name], value, cause, evaluates)
-                    ) from error
+                    if name == task.target:
+                        message = _missing_class_message(name, ranges[name], value, cause, evaluates)
+                    else:
+                        message = _missing_embedding_message(row_probe.state.model, name, ranges[name], value, cause)
+                    raise ConfigError(prefix + message) from error
 
 
-def _values(
+def _extreme_values(
     task: ModuleTask, ranges: dict[str, list[float]], rows: Arrays, evaluates: bool
 ) -> Iterator[dict[str, float]]:
-    """What to try at once: all that is greatest, all that is least, and what lists are padded with, which a target's
-    loss leaves out.
+    """Yields values by column to check together: all largest numbers, all smallest numbers, and the padding of lists.
+
+    The padding of a target is left out, because the loss ignores it.
     """
     names = [name for name in ranges if name in rows]
-    for which in (1, 0):
-        some = {name: ranges[name][which] for name in names}
-        known = {name: task.ranges[name] for name in names if evaluates and name != task.target and name in task.ranges}
-        if new := {
+    for bound in (1, 0):
+        extremes = {name: ranges[name][bound] for name in names}
+        covered = {
+            name: task.ranges[name] for name in names if evaluates and name != task.target and name in task.ranges
+        }
+        if uncovered := {
             name: value
-            for name, value in some.items()
-            if name not in known or not known[name][0] <= value <= known[name][1]
+            for name, value in extremes.items()
+            if name not in covered or not covered[name][0] <= value <= covered[name][1]
         }:
-            yield new
-    lists = {
+            yield uncovered
+    paddings = {
         name: values.fill for name in names if isinstance(values := rows[name], Ragged) and name not in task.targets()
     }
-    if lists and not evaluates:
-        yield lists
+    if paddings and not evaluates:
+        yield paddings
 
 
-def _filled(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:
+def _fill(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:
+    """Returns values of the same shape and lengths that are all `value`."""
     if isinstance(values, Ragged):
         return Ragged(np.full_like(values.values, value), values.offsets, values.fill, values.multiple)
     return np.full_like(values, value)
 
 
-def _told_class(
-    model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool
+def _missing_class_message(
+    name: str, value_range: list[float], value: float, error: BaseException, evaluates: bool
 ) -> str:
-    del model
-    missing, who = ("loss or no metric", "the model and the metrics") if evaluates else ("loss", "the model")
+    """Returns the message for a value of the target for which the model or a metric has no output."""
+    missing, owner = ("loss or no metric", "the model and the metrics") if evaluates else ("loss", "the model")
     return (
-        f"Column {name!r} has values from {known[0]:g} to {known[1]:g}, and with {value:g} there is no {missing}:"
-        f" {_said(error)}. Let {who} have an output for each class (num_classes, num_labels), or correct the column."
+        f"Column {name!r} has values from {value_range[0]:g} to {value_range[1]:g}, and with {value:g} there is no"
+        f" {missing}: {_error_line(error)}. Let {owner} have an output for each class (num_classes, num_labels), or"
+        " correct the column."
     )
 
 
-def _told_embedding(
-    model: nn.Module, name: str, known: list[float], value: float, error: BaseException, evaluates: bool
+def _missing_embedding_message(
+    model: nn.Module, name: str, value_range: list[float], value: float, error: BaseException
 ) -> str:
-    del evaluates
+    """Returns the message for a value of a column for which the model has no embedding."""
     sizes = sorted({module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)})
-    what = f"Column {name!r} has values up to {known[1]:g}" + (
-        "" if value in known else f" and is padded with {value:g}"
-    )
+    padding = "" if value in value_range else f" and is padded with {value:g}"
     return (
-        f"{what}, and the model has no embedding for {value:g}: {_said(error)}. Its embeddings have"
-        f" {', '.join(map(str, sizes)) or 'no'}"
-        " rows. Set the model's vocab_size (num_embeddings) to that of the tokenizer, or correct the column or"
-        " task.init_args.pad_with."
+        f"Column {name!r} has values up to {value_range[1]:g}{padding}, and the model has no embedding for {value:g}:"
+        f" {_error_line(error)}. Its embeddings have {', '.join(map(str, sizes)) or 'no'} rows. Set the model's"
+        " vocab_size (num_embeddings) to that of the tokenizer, or correct the column or task.init_args.pad_with."
     )
 
 
-def _said(error: BaseException) -> str:
-    """An error in a line; what torchmetrics says of a class takes several."""
+def _error_line(error: BaseException) -> str:
+    """Returns an error in one line; torchmetrics' errors about classes have several."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RareRows:
-    """One data set, the one to train or the one to evaluate on.
+    """The rows of a data set that its first row does not represent.
 
     Args:
-        name: What it is, for messages.
-        task: The task, prepared with the data to train on.
-        longest: Its longest row as far as was looked, decoded, each field of shape (1, ...).
-        evaluated: The task, prepared with this data, if it is evaluated on.
+        name: Name of the data set in messages.
+        task: The task, prepared with the training data.
+        longest: The longest row among those that were examined, decoded, each field of shape (1, ...).
+        eval_task: The task, prepared with this data set, if it is the evaluation data.
     """
 
     name: str
     task: Task
     longest: Arrays | None
-    evaluated: Task | None = None
+    eval_task: Task | None = None
 
     @classmethod
-    def of(
+    def find(
         cls,
         name: str,
         task: Task,
         dataset: Dataset,
         fields: dict[str, ArraySpec],
-        evaluated: Task | None = None,
-        seen: Arrays | None = None,
+        eval_task: Task | None = None,
+        candidate: Arrays | None = None,
     ) -> RareRows:
-        """Looks for the longest row of a data set; `seen` is one that may be it."""
+        """Finds the longest row of a data set; `candidate` is a decoded row that may be longer."""
         row = None
         if any(spec.padding is not None for spec in fields.values()):
-            row = _decoded(
+            row = _read_longest(
                 Reader(dataset.root, task.columns(), task.decode, fields, partitions=dataset.manifest.partitions),
                 dataset,
             )
-        if seen is not None and (row is None or numbers_of(row) < numbers_of(seen)):
-            row = seen
-        return cls(name, task, row, evaluated)
+        if candidate is not None and (row is None or count_numbers(row) < count_numbers(candidate)):
+            row = candidate
+        return cls(name, task, row, eval_task)
 
-    def refuse(self, attempt: RowProbe, tried: Arrays, known: int) -> int:
-        """Trains, or evaluates, on what the rows that were tried do not have, without a step.
+    def check(self, row_probe: RowProbe, accepted_rows: Arrays, checked_length: int) -> int:
+        """Trains or evaluates, without a step, on the value ranges and the longest row of this data set.
 
         Args:
-            attempt: The task and the model.
-            tried: Two decoded rows that can be trained and evaluated on.
-            known: Numbers in the lists of a row that can be, the longest so far.
+            row_probe: The task and the model.
+            accepted_rows: Two decoded rows that the task accepts.
+            checked_length: Numbers in the lists of the longest row that was checked so far.
 
         Returns:
-            Those of the longest row now. A row that would take too long, or too much memory, is logged and not tried.
+            The new `checked_length`. A row that would take too much time or memory is logged and not checked.
 
         Raises:
-            ConfigError: It cannot be done; the model lacks positions, classes or a vocabulary.
-            TaskError: It cannot be done, and the task is no model by configuration.
+            ConfigError: The model lacks positions, classes or a vocabulary for the rows.
+            TaskError: The task fails, and its model is not one by configuration.
         """
         if (
-            isinstance(self.evaluated, CausalLanguageModel)
-            and (why := self.evaluated.unknown_tokens(attempt.state.model)) is not None
+            isinstance(self.eval_task, CausalLanguageModel)
+            and (why := self.eval_task.unknown_tokens(row_probe.state.model)) is not None
         ):
             raise ConfigError(f"{self.name}: {why}")
-        if isinstance(self.evaluated, ModuleTask):
-            refuse_out_of_range(attempt, tried, self.evaluated.ranges, f"{self.name}: ")
-        if self.longest is None or isinstance(self.task, LoopTask):  # whose script would begin again
-            return known
-        numbers = numbers_of(self.longest)
-        if not known < numbers <= MOST_NUMBERS:
-            return known
-        rows = {name: twice(self.longest[name]) for name in tried}
-        if (cost := too_costly(attempt, rows)) is not None:
+        if isinstance(self.eval_task, ModuleTask):
+            check_value_ranges(row_probe, accepted_rows, self.eval_task.ranges, f"{self.name}: ")
+        # The script of a `LoopTask` would start again for the longest row.
+        if self.longest is None or isinstance(self.task, LoopTask):
+            return checked_length
+        numbers = count_numbers(self.longest)
+        if not checked_length < numbers <= MAX_NUMBERS:
+            return checked_length
+        rows = {name: repeat_rows(self.longest[name]) for name in accepted_rows}
+        if (cost := explain_cost(row_probe, rows)) is not None:
             logger.warning(
                 "The longest row of %s (%d numbers) is not tried before the start: it would take %s. Whether the model"
-                " knows as many"
-                " positions is seen when it is trained or evaluated on.",
+                " knows as many positions is seen when it is trained or evaluated on.",
                 *(self.name, numbers, cost),
             )
-            return known
-        self._try_longest(attempt, rows, numbers)
+            return checked_length
+        self._check_longest(row_probe, rows, numbers)
         return numbers
 
-    def _try_longest(self, attempt: RowProbe, rows: Arrays, numbers: int) -> None:
-        evaluates = self.evaluated is not None
+    def _check_longest(self, row_probe: RowProbe, rows: Arrays, numbers: int) -> None:
+        evaluates = self.eval_task is not None
         try:
-            attempt.on(rows, evaluates, "the longest row")
+            row_probe.run(rows, evaluates, "the longest row")
         except TaskError as error:
-            if isinstance(self.task, ModuleTask) and (why := attempt.too_long(rows, evaluates)) is not None:
+            if isinstance(self.task, ModuleTask) and (why := row_probe.explain_too_long(rows, evaluates)) is not None:
                 raise ConfigError(f"{self.name}: {why} What was raised: {error}") from error
-            raise error.met(f"the longest row of {self.name} ({numbers} numbers)") from error
+            raise error.with_context(f"the longest row of {self.name} ({numbers} numbers)") from error
 
 
-def _decoded(reader: Reader, dataset: Dataset) -> Arrays | None:
-    """The longest row; None if there is none, or it cannot be decoded, which is told where it is read."""
-    span = longest_row(dataset, reader.columns, MOST_NUMBERS)
+def _read_longest(reader: Reader, dataset: Dataset) -> Arrays | None:
+    """Returns the longest row; None if there is none or it cannot be decoded, which the reader reports later."""
+    span = find_longest_row(dataset, reader.columns, MAX_NUMBERS)
     if span is None:
         return None
     try:
-        return rows_of(pa.concat_tables(reader.read((span,))).drop_columns([POSITION]))
+        return table_to_rows(pa.concat_tables(reader.read((span,))).drop_columns([POSITION]))
     except DataError:
         return None
 
@@ -230,33 +236,33 @@ def _decoded(reader: Reader, dataset: Dataset) -> Arrays | None:
 _KEYS = np.array([3, 5, 8], np.int64)
 
 
-def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) -> None:
-    """Decodes a row to train on with some keys.
+def check_training_decode(task: Task, rows: Rows, fields: dict[str, ArraySpec]) -> None:
+    """Decodes a training row with some keys, for tasks that decode differently in every epoch.
 
     Args:
         task: The prepared task.
-        rows: The row as it was read.
-        fields: What `decode` makes of it.
+        rows: The row before decoding.
+        fields: Type and shape of the fields that `decode` returns.
 
     Raises:
-        ConfigError: It cannot be decoded so, or to something else than `decode` makes of it.
+        ConfigError: The row cannot be decoded, or a field has another type or shape than from `decode`.
     """
     if not task.has_epoch_decode:
         return
     where = " Look at task.init_args.transforms." if getattr(task, "transforms", None) else ""
     for key in _KEYS:
         try:
-            with given_back(), user_code(lambda: "decoding a row to train on"):
+            with restore_process_state(), user_code(lambda: "decoding a row to train on"):
                 decoded = task.decode_training(rows, key[None])
         except TaskError as error:
             raise ConfigError(f"A row to train on cannot be decoded: {error}{where}") from error
-        found = {name: spec_like(values) for name, values in decoded.items()}
-        for name in fields.keys() | found.keys():
-            if found.get(name) != fields.get(name):
+        training_fields = {name: spec_of_values(values) for name, values in decoded.items()}
+        for name in fields.keys() | training_fields.keys():
+            if training_fields.get(name) != fields.get(name):
                 raise ConfigError(
-                    f"{type(task).__name__} decodes {name!r} of a row to train on to {_told(found.get(name))}, of one"
-                    f" to evaluate on to"
-                    f" {_told(fields.get(name))}; both must be alike, in every epoch."
+                    f"{type(task).__name__} decodes {name!r} of a row to train on to"
+                    f" {_describe_spec(training_fields.get(name))}, of one to evaluate on to"
+                    f" {_describe_spec(fields.get(name))}; both must be alike, in every epoch."
                     + (
                         " Let task.init_args.transforms and evaluate_transforms give the same size and type."
                         if where
@@ -265,7 +271,8 @@ def refuse_other_fields(task: Task, rows: Rows, fields: dict[str, ArraySpec]) ->
                 )
 
 
-def _told(spec: ArraySpec | None) -> str:
+def _describe_spec(spec: ArraySpec | None) -> str:
+    """Returns the type and the shape of a decoded field for a message."""
     if spec is None:
         return "nothing"
     return f"{np.dtype(spec.dtype).name} of shape {spec.shape if spec.padding is None else ('length', *spec.shape)}"

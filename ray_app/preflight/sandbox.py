@@ -1,6 +1,4 @@
-"""Processes for a trial: what a task does to a process, its generators and its globals, it does not do to the one that
-asked.
-"""
+"""The sandbox of `check_task`: processes in which a task may change generators and globals without side effects."""
 
 from __future__ import annotations
 
@@ -21,38 +19,39 @@ from ray import cloudpickle
 from ray_app.errors import RayAppError, TaskError
 from ray_app.preflight import sandbox_server
 
-_PACKAGES = Path(__file__).resolve().parents[2]
-_SHOWN_LINES = 15
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_OUTPUT_LINES = 15
 
 
 @dataclass(frozen=True)
-class EndedCall:
-    """What became of a call.
+class CallResult:
+    """The result of a call in the sandbox.
 
     Args:
-        value: What it returned.
-        error: What it raised, or how its process ended.
-        said: The end of what it printed.
+        value: The value that the function returned.
+        error: The error that it raised, or a description of how its process ended.
+        output: The last lines of its output.
     """
 
     value: Any
     error: RayAppError | None
-    said: str
+    output: str
 
 
-class Processes:
-    """Runs functions in processes of their own. Torch is imported once for all of them.
+class Sandbox:
+    """Runs functions in separate processes, forked from one server that has imported torch.
 
     Args:
-        folder: For their files.
+        folder: Folder for the files of the calls.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._made = folder, 0
+        self._folder = folder
+        self._num_calls = 0
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "path").write_bytes(pickle.dumps([str(_PACKAGES), *sys.path]))
+        (folder / "path").write_bytes(pickle.dumps([str(_PACKAGE_ROOT), *sys.path]))
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(_PACKAGES), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+            "PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         }
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._log = folder / "serve.out"
@@ -66,23 +65,22 @@ class Processes:
                 start_new_session=True,
             )
 
-    def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[EndedCall]:
-        """Runs all of them at the same time.
+    def run(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[CallResult]:
+        """Runs all calls concurrently and returns their results.
 
         Args:
-            calls: Functions with their arguments, which any process can import, or a class of a notebook's that goes
-                along.
-            limit_s: Seconds after which those that go on are ended, and all processes with them.
+            calls: Functions with their arguments. They are pickled by cloudpickle, so classes of a notebook work.
+            limit_s: Seconds after which all processes are killed, also the server.
         """
-        numbers = range(self._made, self._made + len(calls))
-        self._made += len(calls)
+        numbers = range(self._num_calls, self._num_calls + len(calls))
+        self._num_calls += len(calls)
         for number, call in zip(numbers, calls, strict=True):
             self._file(number, "call").write_bytes(cloudpickle.dumps(call))
-        statuses = self._statuses(numbers, limit_s)
-        return [self._ended(number, status, limit_s) for number, status in zip(numbers, statuses, strict=True)]
+        statuses = self._wait_for(numbers, limit_s)
+        return [self._collect(number, status, limit_s) for number, status in zip(numbers, statuses, strict=True)]
 
-    def _statuses(self, numbers: range, limit_s: float) -> list[int | None]:
-        """How each process ended, by its exit status; None: it has not."""
+    def _wait_for(self, numbers: range, limit_s: float) -> list[int | None]:
+        """Returns the exit status of each process, or None for each if they did not end in time."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         deadline_s, answer = monotonic() + limit_s, b""
@@ -101,20 +99,23 @@ class Processes:
             pass
         return [int(word) for word in answer.split()] or [-signal.SIGKILL] * len(numbers)
 
-    def _ended(self, number: int, status: int | None, limit_s: float) -> EndedCall:
+    def _collect(self, number: int, status: int | None, limit_s: float) -> CallResult:
+        """Returns the result of a call from its files, or an error if its process wrote none."""
         out, result = self._file(number, "out"), self._file(number, "result")
-        said = "\n".join((out if out.exists() else self._log).read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+        output = "\n".join(
+            (out if out.exists() else self._log).read_text(errors="replace").splitlines()[-_OUTPUT_LINES:]
+        )
         if result.exists():
             value, error = pickle.loads(result.read_bytes())
-            return EndedCall(value, error, said)
-        how = f"did not end within {limit_s:g} s" if status is None else f"ended by {_by(status)}"
-        return EndedCall(None, TaskError(f"Its process {how}", said), said)
+            return CallResult(value, error, output)
+        how = f"did not end within {limit_s:g} s" if status is None else f"ended by {_describe_status(status)}"
+        return CallResult(None, TaskError(f"Its process {how}", output), output)
 
     def _file(self, number: int, kind: str) -> Path:
         return self._folder / f"{number}.{kind}"
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Kills the server and all of its processes."""
         if self._server.poll() is None:
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
@@ -123,5 +124,6 @@ class Processes:
                 pipe.close()
 
 
-def _by(status: int) -> str:
+def _describe_status(status: int) -> str:
+    """Returns an exit status, or the signal that ended a process, as text."""
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -1,8 +1,8 @@
-"""The process that a trial's processes are forked from: it imports what all need, once, and computes nothing itself.
+"""The server process of the sandbox: it imports torch once, and forks a process for every call.
 
-It reads lines with the numbers of calls that are to run at the same time. Each is a process of its own, whose function
-and arguments are in `<number>.call`; what becomes of it is put into `<number>.result`, what it prints into
-`<number>.out`. A line of exit statuses is the answer.
+It reads lines with the numbers of calls to run concurrently. The function and the arguments of a call are in
+`<number>.call`; its process writes the result to `<number>.result` and its output to `<number>.out`. The server answers
+each line with a line of exit statuses.
 """
 
 from __future__ import annotations
@@ -20,45 +20,49 @@ import numpy as np
 import torchmetrics  # noqa: F401 - as the loop
 
 from ray_app.errors import RayAppError, TaskError
-from ray_app.task.user_code import calls, in_a_line
+from ray_app.task.user_code import describe_error, format_calls
 from ray_app.train import loop  # noqa: F401 - imported once for all
 
-_LOOK_S, _MOST_BYTES = 0.1, 1 << 20
+_TRUNCATE_INTERVAL_S, _MAX_OUTPUT_BYTES = 0.1, 1 << 20
 
 
-def call(path: Path) -> None:
-    """Runs one call and puts what came of it beside it; an error that is not the application's own is told as text."""
-    said = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    threading.Thread(target=_bound, daemon=True).start()
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+def run_call(path: Path) -> None:
+    """Runs one call and writes its result to the file beside it.
+
+    An error that is not a `RayAppError` is stored as text, because its class may not be picklable.
+    """
+    output = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    threading.Thread(target=_truncate_output, daemon=True).start()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    random.seed()  # a worker of a run is no copy of another, either
+    # Workers of a run have generators in different states, too.
+    random.seed()
     np.random.seed()
     value: Any = None
     error: RayAppError | None = None
     try:
         function, arguments = pickle.loads(path.read_bytes())
         value = function(*arguments)
-    except RayAppError as own:
-        error = own
+    except RayAppError as app_error:
+        error = app_error
     except BaseException as other:
-        error = TaskError(in_a_line(other), calls(other))
-    made = path.with_suffix(".tmp")
-    made.write_bytes(pickle.dumps((value, error)))
-    made.rename(path.with_suffix(".result"))
+        error = TaskError(describe_error(other), format_calls(other))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(pickle.dumps((value, error)))
+    temporary.rename(path.with_suffix(".result"))
 
 
-def _bound() -> None:
-    """Forgets what was printed whenever it is much: only the end of it is shown, and the disk is not this task's."""
+def _truncate_output() -> None:
+    """Truncates long output now and then: only its end is shown, and it must not fill the disk."""
     while True:
-        time.sleep(_LOOK_S)
-        if os.fstat(1).st_size > _MOST_BYTES:
+        time.sleep(_TRUNCATE_INTERVAL_S)
+        if os.fstat(1).st_size > _MAX_OUTPUT_BYTES:
             os.ftruncate(1, 0)
 
 
 def main() -> None:
-    """Serves until standard input ends."""
+    """Runs calls until standard input ends."""
     folder = Path(sys.argv[1])
     sys.path[:] = pickle.loads((folder / "path").read_bytes())
     for line in sys.stdin:
@@ -67,7 +71,7 @@ def main() -> None:
             child = os.fork()
             if not child:
                 try:
-                    call(folder / f"{number}.call")
+                    run_call(folder / f"{number}.call")
                 finally:
                     sys.stdout.flush()
                     sys.stderr.flush()

@@ -1,14 +1,13 @@
-"""Gradients that travel together with `ddp`, and the memory that they travel through.
+"""Gradient reduction in buckets that travel while backward still runs, for the strategies with a whole model per
+worker.
 
-A copy of the model in every worker: gradients are added in buckets that travel while backward still runs.
+`exact`: every rank adds the subtrees of the reduction tree for which it has all leaves; ranks exchange shards of these
+sums (all-to-all), each rank finishes the tree for its shard, and the shards are gathered. If several hosts have several
+ranks each, this happens within the hosts first and then between them (`plan_stages`). The bytes on the network are
+those of a ring all-reduce if each rank has one aligned subtree. `overlapped`: one all-reduce per bucket, with the same
+rows and weights, but the additions are in the order of the network. With compression the bucket travels as bfloat16.
 
-`exact`: per bucket every rank adds the subtrees that it owns, ranks exchange shards (all-to-all), each finishes the
-tree for its shard, all gather the shards; where several ranks are on each of several hosts, within the hosts first and
-then between them (`plan.route`). The bytes are those of a ring all-reduce where each rank owns one aligned subtree.
-`overlapped`: one all-reduce per bucket; the same rows and weights, but the order of additions is the network's. With
-compression the bucket travels as bfloat16.
-
-Bucketing with hooks follows Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
+The buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
 2020.
 """
 
@@ -24,29 +23,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ray_app.config.sections import TrainSection
-from ray_app.reduction.base import GradientReducer, Stage, T, World, backward_of, bits_of, in_parts
+from ray_app.reduction.base import GradientReducer, Stage, T, World, checksum, partial_gradient_error, run_backward
 from ray_app.reduction.overlap import SideStream, SideThread
 from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectTransport, Transport
-from ray_app.reduction.tree import TreeSum, parents
+from ray_app.reduction.tree import TreeSum, tree_parents
 
+_MEBI = 1 << 20
 _ALIGNED_BYTES = 64
-"""Every parameter of a bucket begins at a multiple: a GPU adds up a norm in another order where memory is not aligned,
-so what lies before it, which `bucket_mb` decides, would be in the bits.
+"""Every parameter of a bucket begins at a multiple of this: a GPU adds up a norm in another order if memory is not
+aligned, so the result would depend on the parameters before it, which `bucket_mb` decides.
 """
 
 
 class Bucket:
-    """Parameters whose gradients travel together, as one flat tensor with zeros between them and up to a multiple of
-    the world size.
+    """Some parameters, the gradients of which travel together as one flat tensor.
+
+    Zeros pad each parameter to `_ALIGNED_BYTES` and the whole to a multiple of the world size.
 
     Args:
-        parameters: Of one dtype, on one device.
-        world: The workers of now.
-        number: Which bucket it is.
+        parameters: Their dtype and device are the same.
+        world: The workers of this generation.
+        number: The index of the bucket, the same on all ranks.
 
     Attributes:
-        room: Memory that travels, see `BufferPool`.
-        is_direct: Whether ranks may come to the buckets in different orders.
+        get_buffer: `BufferPool.get` of this bucket's pool.
+        is_direct: Whether ranks may start their buckets in different orders.
     """
 
     def __init__(self, parameters: list[nn.Parameter], world: World, number: int) -> None:
@@ -63,23 +64,26 @@ class Bucket:
         for p, gap in zip(parameters, gaps, strict=True):
             self.views.append(self.result[offset : offset + p.numel()].view_as(p))
             offset += p.numel() + gap
-        self._own = self.result[self.shard * world.rank :][: self.shard]
-        self._parents = parents(world.logical_workers)
+        self._result_shard = self.result[self.shard * world.rank :][: self.shard]
+        self._parents = tree_parents(world.logical_workers)
         self.tree = TreeSum(self._parents)
-        self._spare: list[Tensor] = []
-        rooms = BufferPool(first.device)
-        self.room = rooms.room
-        self.is_direct = world.settle is None and first.device.type == "cpu"
-        self._transport: Transport = (
-            DirectTransport(rooms, world.rank, number) if self.is_direct else CollectiveTransport(rooms)
-        )
+        self._free_memory: list[Tensor] = []
+        pool = BufferPool(first.device)
+        self.get_buffer = pool.get
+        self.is_direct = world.check_device_errors is None and first.device.type == "cpu"
+        self._transport: Transport
+        if self.is_direct:
+            self._transport = DirectTransport(pool, world.rank, number)
+        else:
+            self._transport = CollectiveTransport(pool)
         self.missing: set[nn.Parameter] = set()
         self.sums: list[Tensor] = []
         self._arriving: list[Tensor] = []
 
     def collect(self, logical_worker: int) -> None:
-        """Moves the parameters' gradients into the tree as the leaf of a logical worker; a missing gradient counts as
-        zeros.
+        """Moves the parameters' gradients into the tree as the leaf of a logical worker.
+
+        A missing gradient counts as zeros.
         """
         self.put(logical_worker, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters])
         for p in self.parameters:
@@ -87,9 +91,10 @@ class Bucket:
 
     def put(self, logical_worker: int, values: list[Tensor]) -> None:
         """Copies values, one per parameter, into the tree as the leaf of a logical worker."""
-        flat = (
-            self.result if not self.tree.nodes else self._spare.pop() if self._spare else torch.zeros_like(self.result)
-        )
+        if not self.tree.nodes:
+            flat = self.result
+        else:
+            flat = self._free_memory.pop() if self._free_memory else torch.zeros_like(self.result)
         parts = [
             part
             for value, gap in zip(values, self._gaps, strict=True)
@@ -97,50 +102,62 @@ class Bucket:
             if part is not None
         ]
         torch.cat(parts, out=flat[: self.numel])
-        self._spare += self.tree.push((logical_worker, logical_worker + 1), flat)
+        self._free_memory += self.tree.push((logical_worker, logical_worker + 1), flat)
 
     def reset(self) -> None:
-        """Forgets the step's sums, keeping their memory for the next."""
-        self._spare += [value for value in self.tree.clear() if value is not self.result]
+        """Drops the sums of the step and keeps their memory for the next one."""
+        self._free_memory += [value for value in self.tree.clear() if value is not self.result]
         self.sums = []
 
-    def exchange(self, stage: Stage, group: Any) -> None:
-        """Sends everybody in the stage its shard of the sums that this rank holds, and receives its own of theirs."""
+    def scatter(self, stage: Stage, group: Any) -> None:
+        """Starts to send every rank of a stage its shard of this rank's sums, and to receive this rank's shards."""
         self._arriving = self._transport.scatter(self.sums, stage, group)
 
     def add(self, stage: Stage, is_only: bool) -> None:
-        """Waits for the exchange of a stage, and adds what came in the tree."""
+        """Waits for the shards of a stage and adds them in the tree.
+
+        Args:
+            stage: The stage.
+            is_only: Whether there is no other stage, so that the sum is this rank's shard of the result.
+        """
         self._transport.wait()
-        tree = TreeSum(self._parents, self._own if is_only else None)
-        for node, value in zip((node for held in stage.held for node in held), self._arriving, strict=True):
+        tree = TreeSum(self._parents, self._result_shard if is_only else None)
+        for node, value in zip((node for nodes in stage.nodes for node in nodes), self._arriving, strict=True):
             tree.push(node, value)
         self.sums, self._arriving = [value for _, value in tree.nodes], []
 
     def gather(self, stage: Stage, group: Any, is_first: bool) -> None:
-        """Gathers the shards of a stage, on the way back; those of the first stage are the sum."""
+        """Starts to gather the shards of a stage, from the last stage to the first.
+
+        Args:
+            stage: The stage.
+            group: Its process group.
+            is_first: Whether it is the first stage, the shards of which are the whole sum.
+        """
         [part] = self.sums
-        whole = self.result if is_first else self.room(f"of {stage.ranks}", part.numel() * len(stage.ranks), part.dtype)
+        if is_first:
+            whole = self.result
+        else:
+            whole = self.get_buffer(f"of {stage.ranks}", part.numel() * len(stage.ranks), part.dtype)
         self._transport.gather(part, whole, stage, group)
         self.sums = [whole]
 
     def wait(self) -> None:
-        """Waits for what was gathered."""
+        """Waits for the shards that `gather` receives."""
         self._transport.wait()
 
 
-_MEBI = 1 << 20
-
-
 class BucketedReducer(GradientReducer):
-    """See the module.
+    """The gradient reducer for a whole model on every worker, see the module.
 
     Args:
         model: Its parameters get the gradients.
-        world: The workers; torch's default process group must be theirs if there are two or more.
+        world: The workers. If there are two or more, torch's default process group has to consist of them.
         reduction: `exact` or `overlapped`.
-        bucket_mb: Mebibytes of a bucket. With many the first travels late; with 1 the calls themselves cost 10 % of a
-            ResNet-18 step on gloo. The tree adds value by value, so the bits of `exact` do not depend on it.
-        compression: `bf16` rounds what travels with `overlapped`.
+        bucket_mb: Mebibytes of a bucket. With large buckets the first one leaves late; with 1 the calls themselves cost
+            10 % of a ResNet-18 step on gloo. The tree adds element by element, so the result of `exact` does not depend
+            on it.
+        compression: `bf16` rounds the values that travel with `overlapped`.
     """
 
     def __init__(
@@ -153,21 +170,25 @@ class BucketedReducer(GradientReducer):
     ) -> None:
         self._world, self._exact, self._compresses = world, reduction == "exact", compression == "bf16"
         self._alone = world.logical_workers == 1
-        self._route = list(zip(world.route, world.groups, strict=True))
+        self._stages = list(zip(world.stages, world.groups, strict=True))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        buckets = [] if self._alone else _bucketed(self._parameters, int(bucket_mb * _MEBI))
+        buckets = [] if self._alone else _split_into_buckets(self._parameters, int(bucket_mb * _MEBI))
         self._buckets = [Bucket(parameters, world, number) for number, parameters in enumerate(buckets)]
-        self._last = world.played[-1]
-        self._listening, self._next = False, 0
-        self._ways, self._late = list[Iterator[Bucket]](), list[Iterator[Bucket]]()
-        self._is_device, self._side = (
-            world.settle is not None,
-            SideStream(next(model.parameters()).device, "exchange", -1),
-        )
+        self._last = world.assigned[-1]
+        self._listening = False
+        # The index of the next bucket to send: buckets leave in the same order on all ranks.
+        self._next = 0
+        # A pipeline is a generator that moves one bucket to its next stage each time that it is advanced. Those of
+        # `_deferred` are advanced by `_receive`, when the thread has finished.
+        self._pipelines: list[Iterator[Bucket]] = []
+        self._deferred: list[Iterator[Bucket]] = []
+        self._is_device = world.check_device_errors is not None
+        self._side = SideStream(next(model.parameters()).device, "reduction", -1)
         self._thread = SideThread() if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
         self._names = {p: name for name, p in model.named_parameters()}
-        self._places = {p: place for place, p in enumerate(self._parameters)}
-        self._watched, self._bits = set[int](), dict[int, list[Tensor]]()
+        self._positions = {p: position for position, p in enumerate(self._parameters)}
+        self._watched: set[int] = set()
+        self._checksums: dict[int, list[Tensor]] = {}
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(bucket))
             for bucket in self._buckets
@@ -175,46 +196,53 @@ class BucketedReducer(GradientReducer):
         ]
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        def ready(p: Tensor) -> None:
+        """Returns the hook that sends a bucket when the gradient of its last parameter is complete."""
+
+        def on_gradient(p: Tensor) -> None:
             if not self._listening:
                 return
             if p not in bucket.missing:
-                raise in_parts(self._names[p])  # type: ignore[index]
+                raise partial_gradient_error(self._names[p])  # type: ignore[index]
             bucket.missing.remove(p)  # type: ignore[arg-type]
             if self._world.size > 1:
                 self._launch_ready()
 
-        return ready
+        return on_gradient
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
-        """See `GradientReducer.backward`; the exchange starts during the last one."""
+        """See `GradientReducer.backward`.
+
+        The reduction starts during the backward of the rank's last logical worker.
+        """
         self._begin(logical_worker)
         self._listening = logical_worker == self._last
         try:
-            backward_of(losses, weights)
+            run_backward(losses, weights)
         finally:
             self._listening = False
         self._end(logical_worker)
 
-    def take(self, leave: Callable[[], T], logical_worker: int) -> T:
-        """See `GradientReducer.take`; nothing of the last one travels before `launch`."""
+    def collect_from(self, compute: Callable[[], T], logical_worker: int) -> T:
+        """See `GradientReducer.collect_from`; the gradients of the last logical worker leave with `launch`."""
         self._begin(logical_worker)
-        found = leave()
+        result = compute()
         self._end(logical_worker)
-        return found
+        return result
 
     def skip(self, logical_worker: int) -> None:
         """See `GradientReducer.skip`."""
-        self.take(lambda: None, logical_worker)
+        self.collect_from(lambda: None, logical_worker)
 
     def sum(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
-        """Adds other values than gradients, between two steps and just as them; a collective of all ranks.
+        """Returns the sum of other values than gradients over all logical workers; a collective, between two steps.
+
+        The values are added in the same way as gradients.
 
         Args:
             values: For each logical worker of this rank, in their order, a tensor per trained parameter, of its shape.
 
         Returns:
-            The sum over all logical workers, likewise.
+            A tensor per trained parameter, of its shape.
 
         Raises:
             PeerLostError: A peer left meanwhile.
@@ -223,71 +251,73 @@ class BucketedReducer(GradientReducer):
             [only] = values.values()
             return [value.clone() for value in only]
         self._reset()
-        found: dict[nn.Parameter, Tensor] = {}
+        totals: dict[nn.Parameter, Tensor] = {}
         for bucket in self._buckets:
-            for logical_worker, own in values.items():
-                of = dict(zip(self._parameters, own, strict=True))
-                bucket.put(logical_worker, [of[p] for p in bucket.parameters])
-            found |= zip(bucket.parameters, bucket.views, strict=True)
+            for logical_worker, tensors in values.items():
+                by_parameter = dict(zip(self._parameters, tensors, strict=True))
+                bucket.put(logical_worker, [by_parameter[p] for p in bucket.parameters])
+            totals |= zip(bucket.parameters, bucket.views, strict=True)
         if self._world.size > 1:
-            with self._world.launching():
+            with self._world.launch_guard():
                 for bucket in self._buckets:
                     self._send(bucket)
                 self._receive()
-        return [found[p].clone() for p in self._parameters]
+        return [totals[p].clone() for p in self._parameters]
 
     def _begin(self, logical_worker: int) -> None:
-        if logical_worker == self._world.played[0]:
+        """Clears the gradients before a logical worker, and the sums before the first one."""
+        if logical_worker == self._world.assigned[0]:
             self._reset()
-        else:  # gradients that the task has left, which of the first are gone likewise
+        else:
+            # The task may have left gradients; `_reset` drops those before the first logical worker.
             for p in self._parameters:
                 p.grad = None
 
     def _end(self, logical_worker: int) -> None:
-        """Collects what a logical worker has left; that of the last one is collected when it is sent."""
+        """Collects the gradients of a logical worker; those of the last one are collected when they are sent."""
         if logical_worker != self._last:
             for bucket in self._buckets:
                 if logical_worker in self._watched:
-                    self._bits[logical_worker] += self._bits_of(bucket.parameters)
+                    self._checksums[logical_worker] += self._checksums_of(bucket.parameters)
                 bucket.collect(logical_worker)
 
-    def _bits_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        return [bits_of(p.grad, self._places[p]) for p in parameters if p.grad is not None]
+    def _checksums_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        return [checksum(p.grad, self._positions[p]) for p in parameters if p.grad is not None]
 
-    def watch(self, logical_workers: set[int]) -> None:
-        """From now on the bits of these logical workers' gradients are taken, see `bits`; to be called before a
-        step.
-        """
-        self._watched, self._bits = logical_workers, {v: [] for v in logical_workers}
+    def watch_checksums(self, logical_workers: set[int]) -> None:
+        """Sets the logical workers for which `checksums` has a value from the next step on."""
+        self._watched, self._checksums = logical_workers, {v: [] for v in logical_workers}
 
-    def bits(self) -> dict[int, int]:
-        """Those of the gradients of the watched logical workers, see `exchange.bits`; waits for the device."""
-        return {v: int(torch.stack(parts).sum()) for v, parts in self._bits.items() if parts}
+    def checksums(self) -> dict[int, int]:
+        """Returns the checksum of the gradients of each watched logical worker; waits for the device."""
+        return {v: int(torch.stack(parts).sum()) for v, parts in self._checksums.items() if parts}
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside the block `.grad` is free for other gradients."""
-        kept = [p.grad for p in self._parameters]
+    def free_grads(self) -> Iterator[None]:
+        """Takes every `.grad` away for the time of the block, so that other gradients can be computed."""
+        grads = [p.grad for p in self._parameters]
         try:
             for p in self._parameters:
                 p.grad = None
             yield
         finally:
-            for p, grad in zip(self._parameters, kept, strict=True):
+            for p, grad in zip(self._parameters, grads, strict=True):
                 p.grad = grad
 
-    def bits_of_gradients(self) -> int:
-        """Those of what is in the parameters' `.grad` now; waits for the device."""
-        parts = self._bits_of(self._parameters)
+    def gradient_checksum(self) -> int:
+        """Returns the checksum of the present `.grad` of the parameters; waits for the device."""
+        parts = self._checksums_of(self._parameters)
         return int(torch.stack(parts).sum()) if parts else 0
 
     def _reset(self) -> None:
-        """Readies everything for a step, with one rank also after one that failed half-way; with more, that needs
-        another exchange.
+        """Prepares for a step.
+
+        With one rank this is possible also after a step that failed half-way; with more ranks another reducer is
+        needed.
         """
         for p in self._parameters:
             p.grad = None
-        self._next, self._ways, self._late = 0, [], []
+        self._next, self._pipelines, self._deferred = 0, [], []
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
             bucket.reset()
@@ -299,71 +329,72 @@ class BucketedReducer(GradientReducer):
         self._launch_ready()
 
     def _launch_ready(self) -> None:
-        """Collects and sends the buckets whose gradients are all there, always in the same order on all ranks."""
+        """Collects and sends the buckets with complete gradients, in the same order on all ranks."""
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
             self._next += 1
             if self._last in self._watched:
-                self._bits[self._last] += self._bits_of(bucket.parameters)
+                self._checksums[self._last] += self._checksums_of(bucket.parameters)
             bucket.collect(self._last)
             if self._world.size > 1:
-                with self._world.launching():
+                with self._world.launch_guard():
                     self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        """Sends a bucket, and those before it on, where that keeps what computes from nothing: on a device's own
-        stream, or by the thread.
+        """Starts reducing a bucket, and advances the earlier ones on a side stream (device) or in a helper thread
+        (CPU).
 
-        The last one, beside which nothing is computed, waits for `_receive`, so a model of one bucket needs no thread.
+        The last bucket overlaps with no computation and is advanced by `_receive`, so a model of one bucket needs no
+        thread.
         """
-        way = self._exactly(bucket) if self._exact else self._overlapped(bucket)
+        pipeline = self._reduce_exactly(bucket) if self._exact else self._reduce_overlapped(bucket)
         if self._thread is not None and bucket is not self._buckets[-1]:
-            self._thread.do(partial(self._take_along, way))
+            self._thread.do(partial(self._advance_pipeline, pipeline))
         elif self._is_device:
-            self._take_along(way)
+            self._advance_pipeline(pipeline)
         else:
-            next(way)
-            (self._ways if self._thread is None else self._late).append(way)
+            next(pipeline)
+            (self._pipelines if self._thread is None else self._deferred).append(pipeline)
 
-    def _take_along(self, way: Iterator[Bucket]) -> None:
-        """Lets a bucket set out, and those before it go on."""
-        next(way)
-        self._go_on()
-        self._ways.append(way)
+    def _advance_pipeline(self, pipeline: Iterator[Bucket]) -> None:
+        """Starts the pipeline of a bucket and advances those of the earlier buckets."""
+        next(pipeline)
+        self._advance_all()
+        self._pipelines.append(pipeline)
 
-    def _go_on(self) -> None:
-        """Sends each bucket that is on its way on by one stage, or back; the waits are those of a stream beside that
-        which computes.
-        """
+    def _advance_all(self) -> None:
+        """Moves each bucket on to its next stage; on a device the side stream waits, not the stream that computes."""
         with self._side.entered():
-            self._ways = [way for way in self._ways if next(way, None) is not None]
+            self._pipelines = [pipeline for pipeline in self._pipelines if next(pipeline, None) is not None]
 
-    def _overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
+    def _reduce_overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
+        """Reduces a bucket by one all-reduce; yields after its start."""
         first, *more = [value for _, value in bucket.tree.nodes]
         for value in more:
             first.add_(value)
-        packed = bucket.room("packed", first.numel(), torch.bfloat16).copy_(first) if self._compresses else first
+        packed = bucket.get_buffer("packed", first.numel(), torch.bfloat16).copy_(first) if self._compresses else first
         work: Any = dist.all_reduce(packed, async_op=True)
         yield bucket
         work.wait()
         if self._compresses:
             bucket.result.copy_(packed)
 
-    def _exactly(self, bucket: Bucket) -> Iterator[Bucket]:
+    def _reduce_exactly(self, bucket: Bucket) -> Iterator[Bucket]:
+        """Reduces a bucket in the tree: through all stages, then back; yields after the start of each transfer."""
         bucket.sums = [value for _, value in bucket.tree.nodes]
-        bucket.exchange(*self._route[0])
+        bucket.scatter(*self._stages[0])
         yield bucket
-        last = len(self._route) - 1
-        for number, (stage, group) in enumerate(self._route):
+        last = len(self._stages) - 1
+        for number, (stage, group) in enumerate(self._stages):
             bucket.add(stage, not last)
             if number < last:
-                bucket.exchange(*self._route[number + 1])
+                bucket.scatter(*self._stages[number + 1])
             else:
                 bucket.gather(stage, group, not number)
             yield bucket
         for number in reversed(range(last)):
             bucket.wait()
-            bucket.gather(*self._route[number], not number)
+            bucket.gather(*self._stages[number], not number)
             yield bucket
         bucket.wait()
 
@@ -372,18 +403,19 @@ class BucketedReducer(GradientReducer):
         if self._alone:
             return
         if self._world.size > 1:
-            with self._world.launching():
+            with self._world.launch_guard():
                 self._receive()
         for bucket in self._buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):
                 p.grad = view
 
     def _receive(self) -> None:
+        """Waits for all buckets."""
         if self._thread is not None:
             self._thread.join()
-            self._ways, self._late = self._ways + self._late, []
-        while self._ways:
-            self._go_on()
+            self._pipelines, self._deferred = self._pipelines + self._deferred, []
+        while self._pipelines:
+            self._advance_all()
         self._side.join()
 
     def close(self) -> None:
@@ -392,43 +424,41 @@ class BucketedReducer(GradientReducer):
             hook.remove()
         if self._thread is not None:
             self._thread.close()
-        self._side.join()  # what it was given before a peer was lost may still use the memory that is free from now on
+        # Work that was queued before a peer was lost may still use the memory, which is free from now on.
+        self._side.join()
         for p in self._parameters:
             p.grad = None
 
 
-def _bucketed(parameters: list[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters in about the order in which backward reaches them, in groups of one dtype and at most so many bytes,
-    if they can.
-    """
-    buckets: list[list[nn.Parameter]] = []
-    room = 0
-    for p in reversed(parameters):
-        size = p.numel() * p.element_size()
-        if not buckets or size > room or buckets[-1][0].dtype != p.dtype:
-            buckets.append([])
-            room = most_bytes
-        buckets[-1].append(p)
-        room -= size
-    return buckets
-
-
-def data_parallel(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
-    """The exchange of `ddp`, as configured."""
+def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
+    """Returns the reducer of `ddp`, as configured."""
     return BucketedReducer(model, world, train.reduction, train.bucket_mb, train.gradient_compression)
 
 
-def build_exchange(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
-    """Makes the exchange of the configured strategy for a model and the workers of now; all but `fsdp` have that of
-    `ddp`.
-    """
+def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
+    """Returns the reducer of the configured strategy; every strategy except `fsdp` has that of `ddp`."""
     if train.strategy == "fsdp":
         # This imports PyTorch's FSDP, which takes two seconds that the other strategies do not need.
         from ray_app.reduction import sharded
 
-        return (
-            sharded.DeterministicShardedReducer(model, world)
-            if train.reduction == "exact"
-            else sharded.FsdpReducer(model, world)
-        )
-    return data_parallel(train, model, world)
+        if train.reduction == "exact":
+            return sharded.DeterministicShardedReducer(model, world)
+        return sharded.FsdpReducer(model, world)
+    return build_bucketed_reducer(train, model, world)
+
+
+def _split_into_buckets(parameters: list[nn.Parameter], max_bytes: int) -> list[list[nn.Parameter]]:
+    """Returns the parameters, in about the order in which backward reaches them, in groups of one dtype.
+
+    A group has at most `max_bytes`, unless it is one larger parameter.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    remaining = 0
+    for p in reversed(parameters):
+        size = p.numel() * p.element_size()
+        if not buckets or size > remaining or buckets[-1][0].dtype != p.dtype:
+            buckets.append([])
+            remaining = max_bytes
+        buckets[-1].append(p)
+        remaining -= size
+    return buckets

@@ -1,9 +1,8 @@
-"""The state of this process's group besides what its calls raise: whether it is broken, and whether it is being used
-just now.
+"""The state of this process's default group: whether it is broken, and a lock for its launches.
 
-A process has one default group at a time (`torch.distributed`), and so one state of it. Backends raise errors of many
-classes with many words after an abort (those of "nccl" in torch 2.15 are plain `RuntimeError`), so words are only asked
-where this state says nothing.
+A process has one default group at a time (`torch.distributed`), so this is a module and not a class. After an abort
+backends raise errors of many classes with many messages (those of "nccl" in torch 2.15 are plain `RuntimeError`), so
+`reduction.base` looks at messages only if this state does not decide.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-launches = threading.RLock()
-"""Held while the device is given exchanges, while the backend is asked for its error, and while the group is closed. An
-abort from another thread frees what these calls use, so it waits for them, see `ProcessGroup.abort`. Reentrant: a
-launch that fails asks for the error.
+launch_lock = threading.RLock()
+"""Locked while collectives are launched on the device, while the backend is asked for its error, and while the group is
+closed. An abort from another thread frees the memory that these calls use, so it waits for them, see
+`ProcessGroup.abort`. The lock is reentrant, since a launch that fails asks for the error.
 """
 
 
 class Breakable(Protocol):
-    """A group that knows its state.
+    """A process group that can break.
 
     Attributes:
         is_aborted: Whether this process has aborted the group.
@@ -27,29 +26,29 @@ class Breakable(Protocol):
 
     @property
     def is_aborted(self) -> bool:
-        """See the attributes."""
+        """Returns whether this process has aborted the group."""
 
     def has_failed(self) -> bool:
-        """Whether the backend says by itself that it has failed."""
+        """Returns whether the backend reports a failure."""
 
 
 group: Breakable | None = None
-"""The group of this process; None outside of a generation, and in a generation of one worker."""
+"""The group of this process; None outside a generation, and in a generation of one worker."""
 
 
 def is_broken() -> bool:
-    """Whether this process has aborted its group, or the backend of the group has failed."""
+    """Returns whether this process has aborted its group, or the backend of the group has failed."""
     return group is not None and (group.is_aborted or group.has_failed())
 
 
-def watch(breakable: Breakable) -> None:
-    """Makes a group the one of this process."""
+def set_group(breakable: Breakable) -> None:
+    """Sets the group of this process."""
     global group
     group = breakable
 
 
-def unwatch(breakable: Breakable) -> None:
-    """Forgets a group, unless another one has taken its place."""
+def clear_group(breakable: Breakable) -> None:
+    """Unsets the group of this process, unless it is another one by now."""
     global group
     if group is breakable:
         group = None

@@ -1,6 +1,7 @@
-"""Work that a device does beside what computes. It has not run on a GPU; tests look at the order of its calls.
+"""Work that overlaps with computation: on a side stream of a device (`SideStream`), or in a helper thread
+(`SideThread`).
 
-Work that a thread does beside the one that computes: what `SideStream` is to a device.
+Tests check the order of the calls of `SideStream` on a CPU; `docs/gpu.md` says what has run on a GPU.
 """
 
 from __future__ import annotations
@@ -15,28 +16,30 @@ from typing import Any
 import torch
 from torch import Tensor, cuda
 
-_NOWHERE = nullcontext()
+_NO_CONTEXT = nullcontext()
 _streams: dict[tuple[torch.device, str], Any] = {}
 
 
-def stream_of(device: torch.device, purpose: str, priority: int = 0) -> Any:
-    """The stream of a process for a purpose, always the same one: PyTorch hands out a few dozen in turn, and the next
-    one may be in use.
+def get_stream(device: torch.device, purpose: str, priority: int = 0) -> Any:
+    """Returns the stream of this process for a purpose, the same one at each call.
+
+    PyTorch hands out a few dozen streams in turn, so a new one at each call may be one that is in use.
 
     Args:
-        device: Of which.
-        purpose: For what.
-        priority: -1: a high one. PyTorch has streams of their own for it, and NCCL, which takes another one of the
-            others in each generation, never gets the same.
+        device: The device of the stream.
+        purpose: Any name.
+        priority: -1 is the high priority, for which PyTorch has separate streams. NCCL takes another stream of normal
+            priority in each generation, so it never gets one of these.
     """
     if (device, purpose) not in _streams:
         _streams[device, purpose] = cuda.Stream(device, priority)
     return _streams[device, purpose]
 
 
-def keep_until_done(tensors: Iterable[Tensor]) -> None:
-    """Lets memory that is about to be dropped stay until the present stream is done with it, also if it was made in
-    another stream.
+def record_on_current_stream(tensors: Iterable[Tensor]) -> None:
+    """Keeps the memory of tensors that are about to be dropped until the current stream is done with them.
+
+    Without it the memory is free as soon as the stream in which it was allocated is done.
     """
     for tensor in tensors:
         if tensor.device.type != "cpu":
@@ -44,36 +47,37 @@ def keep_until_done(tensors: Iterable[Tensor]) -> None:
 
 
 class SideStream:
-    """A stream of a device besides the one that computes; on a CPU, which does what it is given at once, it is nothing.
+    """A stream of a device besides the one that computes. On a CPU, which runs all work at once, it does nothing.
 
-    Inside `with stream.entered():` the device is given what it does there; waits for exchanges are that stream's.
+    Inside `with stream.entered():` work is queued on this stream, and waits for collectives order this stream only.
 
     Args:
-        device: Of which.
-        purpose: See `stream_of`.
-        priority: See `stream_of`.
+        device: The device.
+        purpose: See `get_stream`.
+        priority: See `get_stream`.
     """
 
     def __init__(self, device: torch.device, purpose: str, priority: int = 0) -> None:
         self._device = device
-        self._stream: Any = stream_of(device, purpose, priority) if device.type != "cpu" else None
+        self._stream: Any = get_stream(device, purpose, priority) if device.type != "cpu" else None
 
     def entered(self) -> AbstractContextManager[Any]:
-        """For one time in one thread; others may enter meanwhile."""
-        return _NOWHERE if self._stream is None else cuda.stream(self._stream)
+        """Returns a context, to be entered once, in one thread; other threads may enter contexts of their own."""
+        return _NO_CONTEXT if self._stream is None else cuda.stream(self._stream)
 
     def join(self) -> None:
-        """Lets what computes from now on wait for what the stream was given."""
+        """Makes the computing stream wait for the work that is queued on this stream."""
         if self._stream is not None:
             cuda.current_stream(self._device).wait_stream(self._stream)
 
     def mark(self) -> Any:
-        """What `hand_over` waits for: all that the stream was given until now. None on a CPU."""
+        """Returns an event for `hand_over`, after the work that is queued until now; None on a CPU."""
         return self._stream.record_event() if self._stream is not None else None
 
     def hand_over(self, tensors: Iterable[Tensor], mark: Any) -> None:
-        """Lets what computes from now on use tensors that the stream made before a mark; their memory is the
-        stream's.
+        """Lets the computing stream use tensors that this stream wrote before a mark.
+
+        The memory of the tensors stays reserved until the computing stream is done with them.
         """
         computing = cuda.current_stream(self._device)
         computing.wait_event(mark)
@@ -82,47 +86,47 @@ class SideStream:
 
 
 class SideThread:
-    """A thread that does what it is given, in this order; there is none before it is given something.
+    """A thread that runs calls in the order in which they are queued; it starts with the first one.
 
-    It is a daemon, which a process does not wait for at its end: it may wait for a peer.
+    It is a daemon thread, since it may wait for a peer and the end of the process must not wait for it.
     """
 
     def __init__(self) -> None:
-        self._todo: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._given, self._thread = (
-            list[Future[None]](),
-            threading.Thread(target=_run, args=(self._todo,), name="exchange", daemon=True),
-        )
+        self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._pending: list[Future[None]] = []
+        self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name="reduction", daemon=True)
 
     def do(self, work: Callable[[], None]) -> None:
-        """Gives it something to do."""
+        """Queues a call."""
         if self._thread.ident is None:
             self._thread.start()
-        self._given.append(Future())
-        self._todo.put((work, self._given[-1]))
+        self._pending.append(Future())
+        self._queue.put((work, self._pending[-1]))
 
     def join(self) -> None:
-        """Waits until all is done.
+        """Waits until all queued calls have returned.
 
         Raises:
-            Exception: What was raised first.
+            Exception: The first exception of a call.
         """
-        given, self._given = self._given, []
-        for each in given:
-            each.result()
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
 
     def close(self) -> None:
-        """Lets it end, and waits for nothing: what it waits for itself ends with the process group."""
-        self._todo.put(None)
+        """Lets the thread end and does not wait for it: a call that waits for a peer ends with the process group."""
+        self._queue.put(None)
 
 
-def _run(todo: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
-    while (given := todo.get()) is not None:
-        work, done = given
+def _run_queue(queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+    """Runs the calls of a queue until it yields None."""
+    while (item := queue.get()) is not None:
+        work, done = item
         try:
             work()
         except Exception as error:
             done.set_exception(error)
         else:
             done.set_result(None)
-        del given, work, done  # they hold the memory of a bucket
+        # These variables would keep the memory of a bucket while the thread waits for the next call.
+        del item, work, done

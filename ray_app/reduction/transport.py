@@ -1,17 +1,12 @@
-"""How shards of partial sums travel among the ranks of a stage of the exchange.
+"""How shards of partial sums travel between the ranks of a stage, and the sum of a few integers over all ranks.
 
-From one rank to another, in the host's memory; the waits last as long as it takes.
+Point-to-point messages go through the host's memory. gloo's own waits for them last no longer than a group may take to
+form (torch 2.15: a timeout that is set for the group later counts for collectives only). A peer that is slower than
+that is not lost, so waits last up to a day here; the rendezvous decides which peers are lost.
 
-gloo's own waits for what one rank sends another last no longer than a group may take to form (torch 2.15: what is set
-for the group later counts for collectives only), but who is late by more than that is not lost: the rendezvous knows
-who is.
-
-The sum of something small over all ranks, in as many rounds as their number doubles; what a ring needs two rounds per
-rank for.
-
-Recursive doubling as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
-2005. The order of additions is nobody's business here: only integers are added. Who has the sum knows that all have
-come so far.
+`sum_over_ranks` uses recursive doubling as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005: about log2 W rounds, while a ring needs two rounds per rank. Its order of additions is of no
+consequence, since only integers are added. A rank that has the sum knows that all ranks have started the call.
 """
 
 from __future__ import annotations
@@ -27,110 +22,113 @@ from torch import Tensor
 
 from ray_app.reduction.base import Stage, World, collective
 
-_AS_LONG_AS_IT_TAKES = timedelta(days=1)
+_WAIT_TIMEOUT = timedelta(days=1)
 
 
 class P2PWork:
-    """What has begun.
+    """A message that is being sent or received.
 
     Args:
-        work: As PyTorch has it.
-        value: What travels, kept until it has.
+        work: PyTorch's handle.
+        value: The tensor that is sent or received into; it stays alive until the message is complete.
     """
 
     def __init__(self, work: Any, value: Tensor) -> None:
         self._work, self._value = work, value
 
     def wait(self) -> None:
-        """Returns when it has been received, or has left.
+        """Waits until the message has been received, or has left.
 
         Raises:
-            RuntimeError: The peer is lost, see `exchange.collective`.
+            RuntimeError: The peer is lost, see `reduction.base.collective`.
         """
-        self._work.wait(_AS_LONG_AS_IT_TAKES)
+        self._work.wait(_WAIT_TIMEOUT)
 
 
-def sending(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
-    """Begins to send; what goes to the same rank under the same tag arrives in this order. `group`: not given, torch's
-    default group.
+def start_send(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
+    """Starts to send a tensor. Messages to the same rank under the same tag arrive in the order of the calls.
+
+    Args:
+        value: The tensor.
+        peer: The rank to send to.
+        tag: Any number; the receiver names the same one.
+        group: None is torch's default group.
     """
     group = group if group is not None else dist.group.WORLD
     return P2PWork(group.send([value], peer, tag), value)
 
 
-def receiving(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
-    """Begins to receive into a tensor; see `sending`."""
+def start_receive(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
+    """Starts to receive into a tensor, see `start_send`."""
     group = group if group is not None else dist.group.WORLD
     return P2PWork(group.recv([value], peer, tag), value)
 
 
 def send(value: Tensor, peer: int) -> None:
-    """Sends, and waits until it has left."""
-    sending(value, peer).wait()
+    """Sends a tensor and waits until it has left."""
+    start_send(value, peer).wait()
 
 
 def receive(value: Tensor, peer: int) -> None:
-    """Receives into a tensor."""
-    receiving(value, peer).wait()
+    """Receives into a tensor and waits until it is complete."""
+    start_receive(value, peer).wait()
 
 
 class BufferPool:
-    """Memory that is made once and is the same one in each step; by name.
-
-    Args:
-        device: Where it is.
-    """
+    """Buffers by name, which are allocated once and used again in each step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._rooms = device, dict[str, Tensor]()
+        self._device, self._buffers = device, dict[str, Tensor]()
 
-    def room(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Some of it, flat; always asked for as many elements of the same dtype."""
-        if name not in self._rooms:
-            self._rooms[name] = torch.empty(numel, dtype=dtype, device=self._device)
-        return self._rooms[name]
+    def get(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns the buffer of a name, flat; each call for a name has to ask for the same size and dtype."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(numel, dtype=dtype, device=self._device)
+        return self._buffers[name]
 
 
 class Transport(Protocol):
-    """The way of a bucket: `scatter` or `gather`, then `wait`, then the next."""
+    """How a bucket's shards travel: the calls are `scatter` or `gather`, then `wait`, then the next one."""
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
-        """Sends everybody in the stage its shard of each of the sums that this rank holds.
+        """Starts to send every rank of the stage its shard of each of this rank's sums.
 
         Returns:
-            This rank's shards of what all hold, in the order of `stage.held`; they are there after `wait`.
+            This rank's shards of the sums of all ranks, in the order of `stage.nodes`; they are complete after `wait`.
         """
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
-        """Puts the shards of all in the stage together in `whole`, where they are after `wait`; this rank's may be
-        there already.
+        """Starts to gather the shards of all ranks of the stage in `whole`, which is complete after `wait`.
+
+        `shard`, this rank's own, may be a part of `whole` already.
         """
 
     def wait(self) -> None:
-        """Waits for what was begun; on a device, what computes from now on does."""
+        """Waits for the transfers that have started; on a device, makes the current stream wait for them."""
 
 
 class CollectiveTransport(Transport):
-    """By the collectives of the process group, which all ranks have to begin in the same order."""
+    """A transport by the collectives of the process group, which all ranks have to start in the same order."""
 
-    def __init__(self, rooms: BufferPool) -> None:
-        self._room = rooms.room
+    def __init__(self, pool: BufferPool) -> None:
+        self._get_buffer = pool.get
         self._work: Any = None
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
         """See `Transport`."""
-        parts, held = len(stage.ranks), len(sums)
-        shard = sums[0].numel() // parts
+        ranks, nodes = len(stage.ranks), len(sums)
+        shard = sums[0].numel() // ranks
         outgoing = sums[0]
-        if held > 1:  # rank by rank, then node by node
-            outgoing = self._room(f"to {stage.ranks}", held * parts * shard, outgoing.dtype)
-            torch.stack([value.view(parts, shard) for value in sums], 1, out=outgoing.view(parts, held, shard))
-        counts = [len(nodes) * shard for nodes in stage.held]
-        received = self._room(f"from {stage.ranks}", sum(counts), outgoing.dtype)
+        if nodes > 1:
+            # What goes to one rank has to be contiguous: the shards lie rank by rank, for each rank node by node.
+            outgoing = self._get_buffer(f"to {stage.ranks}", nodes * ranks * shard, outgoing.dtype)
+            torch.stack([value.view(ranks, shard) for value in sums], 1, out=outgoing.view(ranks, nodes, shard))
+        counts = [len(sent) * shard for sent in stage.nodes]
+        received = self._get_buffer(f"from {stage.ranks}", sum(counts), outgoing.dtype)
         self._work = dist.all_to_all_single(
-            received, outgoing, counts, [held * shard] * parts, group=group, async_op=True
+            received, outgoing, counts, [nodes * shard] * ranks, group=group, async_op=True
         )
-        return list(received.chunk(sum(map(len, stage.held))))
+        return list(received.chunk(sum(map(len, stage.nodes))))
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
         """See `Transport`."""
@@ -142,72 +140,70 @@ class CollectiveTransport(Transport):
 
 
 class DirectTransport(Transport):
-    """From rank to rank in the hosts' memory, from where a value is to where it belongs, in whatever order each rank
-    comes to it.
+    """A transport by messages from rank to rank in the hosts' memory, directly from source to destination.
 
-    gloo's collectives gather into memory of their own and copy, and want the same order on all ranks. Two ranks meet in
-    one stage only, and what one sends the other under a tag arrives in that order, so a tag for each bucket tells
-    everything apart.
+    gloo's collectives gather into memory of their own and copy, and need the same order on all ranks; here each rank
+    may start its buckets in any order. Two ranks share one stage only, and messages from one to the other under a tag
+    arrive in the order of sending, so one tag for each bucket is enough.
 
     Args:
-        rooms: For what arrives.
-        rank: This one.
-        number: Of the bucket, on all ranks the same.
+        pool: Memory for the shards that arrive.
+        rank: This rank.
+        number: The index of the bucket, the same on all ranks.
     """
 
-    def __init__(self, rooms: BufferPool, rank: int, number: int) -> None:
-        self._room, self._rank, self._tag = rooms.room, rank, number + 1
-        self._group = (
-            dist.group.WORLD
-        )  # not that of a later generation, which a thread that is left behind would write into
-        self._begun: list[P2PWork] = []
+    def __init__(self, pool: BufferPool, rank: int, number: int) -> None:
+        self._get_buffer, self._rank, self._tag = pool.get, rank, number + 1
+        # A helper thread that outlives its generation must not write into the group of a later one.
+        self._group = dist.group.WORLD
+        self._pending: list[P2PWork] = []
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
-        """See `Transport`; what this rank holds of its own shard stays where it is."""
-        own = [value.chunk(len(stage.ranks)) for value in sums]
-        shard, like = own[0][0].numel(), sums[0]
-        found: list[Tensor] = []
-        for place, (peer, nodes) in enumerate(zip(stage.ranks, stage.held, strict=True)):
+        """See `Transport`; this rank's shards of its own sums are not copied."""
+        outgoing = [value.chunk(len(stage.ranks)) for value in sums]
+        shard_size = outgoing[0][0].numel()
+        shards: list[Tensor] = []
+        for position, (peer, nodes) in enumerate(zip(stage.ranks, stage.nodes, strict=True)):
             if peer == self._rank:
-                found += [parts[place] for parts in own]
+                shards += [parts[position] for parts in outgoing]
                 continue
-            arriving = self._room(f"from {peer}", len(nodes) * shard, like.dtype).chunk(len(nodes))
-            self._begun += [receiving(value, peer, self._tag, self._group) for value in arriving]
-            self._begun += [sending(parts[place], peer, self._tag, self._group) for parts in own]
-            found += arriving
-        return found
+            arriving = self._get_buffer(f"from {peer}", len(nodes) * shard_size, sums[0].dtype).chunk(len(nodes))
+            self._pending += [start_receive(value, peer, self._tag, self._group) for value in arriving]
+            self._pending += [start_send(parts[position], peer, self._tag, self._group) for parts in outgoing]
+            shards += arriving
+        return shards
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
         """See `Transport`."""
-        for peer, place in zip(stage.ranks, whole.chunk(len(stage.ranks)), strict=True):
+        for peer, part in zip(stage.ranks, whole.chunk(len(stage.ranks)), strict=True):
             if peer != self._rank:
-                self._begun += [
-                    receiving(place, peer, self._tag, self._group),
-                    sending(shard, peer, self._tag, self._group),
+                self._pending += [
+                    start_receive(part, peer, self._tag, self._group),
+                    start_send(shard, peer, self._tag, self._group),
                 ]
-            elif place.data_ptr() != shard.data_ptr():
-                place.copy_(shard)
+            elif part.data_ptr() != shard.data_ptr():
+                part.copy_(shard)
 
     def wait(self) -> None:
         """See `Transport`."""
-        begun, self._begun = self._begun, []
-        for transfer in begun:
-            transfer.wait()
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait()
 
 
-RING_AT_MOST = 16
-"""Ranks among which torch's ring is as quick."""
+MAX_RING_RANKS = 16
+"""Up to this many ranks torch's ring is as fast as recursive doubling."""
 
 
 @dataclass(frozen=True)
 class DoublingRound:
-    """What one rank does in a round.
+    """What one rank does in a round of recursive doubling.
 
     Args:
-        peer: With whom.
-        sends: Whether it sends what it has.
-        receives: Whether it receives.
-        adds: Whether it adds what it received, or has it instead.
+        peer: The other rank.
+        sends: Whether this rank sends its value.
+        receives: Whether this rank receives the peer's value.
+        adds: Whether it adds the received value; otherwise the received value replaces its own.
     """
 
     peer: int
@@ -216,36 +212,41 @@ class DoublingRound:
     adds: bool = True
 
 
-def rounds(rank: int, size: int) -> list[DoublingRound]:
-    """What a rank does: of more ranks than a power of two the first even ones have their neighbours speak for them."""
+def doubling_rounds(rank: int, size: int) -> list[DoublingRound]:
+    """Returns the rounds of a rank.
+
+    If the number of ranks is not a power of two, some of the first ranks with even numbers add their values to those of
+    their right neighbours, which then take part for both.
+    """
     power = 1 << (size.bit_length() - 1)
     paired = 2 * (size - power)
     if rank < paired and rank % 2 == 0:
         return [DoublingRound(rank + 1, receives=False), DoublingRound(rank + 1, sends=False, adds=False)]
-    own = rank // 2 if rank < paired else rank - (size - power)
-    others = [own ^ (1 << bit) for bit in range(power.bit_length() - 1)]
-    found = [DoublingRound(2 * other + 1 if 2 * other < paired else other + size - power) for other in others]
+    # The ranks that take part are numbered from 0 to power - 1.
+    index = rank // 2 if rank < paired else rank - (size - power)
+    others = [index ^ (1 << bit) for bit in range(power.bit_length() - 1)]
+    rounds = [DoublingRound(2 * other + 1 if 2 * other < paired else other + size - power) for other in others]
     if rank < paired:
-        return [DoublingRound(rank - 1, sends=False), *found, DoublingRound(rank - 1, receives=False)]
-    return found
+        return [DoublingRound(rank - 1, sends=False), *rounds, DoublingRound(rank - 1, receives=False)]
+    return rounds
 
 
-def summed(mine: Tensor, world: World) -> Tensor:
-    """The sum of all ranks' integers, in the host's memory; a collective.
+def sum_over_ranks(value: Tensor, world: World) -> Tensor:
+    """Returns the sum of all ranks' integers, in the host's memory; a collective.
 
     Raises:
         PeerLostError: A peer left meanwhile.
     """
     with collective():
-        if world.size <= RING_AT_MOST:
-            dist.all_reduce(mine)
-            return mine
-        for each in rounds(world.rank, world.size):
-            received = torch.empty_like(mine)
-            begun = [sending(mine, each.peer)] if each.sends else []
-            begun += [receiving(received, each.peer)] if each.receives else []
-            for transfer in begun:
-                transfer.wait()
-            if each.receives:
-                mine = mine + received if each.adds else received
-    return mine
+        if world.size <= MAX_RING_RANKS:
+            dist.all_reduce(value)
+            return value
+        for step in doubling_rounds(world.rank, world.size):
+            received = torch.empty_like(value)
+            pending = [start_send(value, step.peer)] if step.sends else []
+            pending += [start_receive(received, step.peer)] if step.receives else []
+            for work in pending:
+                work.wait()
+            if step.receives:
+                value = value + received if step.adds else received
+    return value

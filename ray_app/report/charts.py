@@ -1,13 +1,9 @@
-"""Charts as SVG: no script, no fonts of their own, colours from the page's CSS variables, and a text for whoever cannot
-see them.
+"""Charts as SVG, without scripts and fonts, with colours from the page's CSS variables and an `aria-label` for screen
+readers.
 
-Coordinates are pixels of the `viewBox`; the page scales the whole, so what goes to a phone is drawn again with a
-smaller width.
-
-Axes: where ticks stand and how numbers are written. Pure functions.
-
-From step records to curves: thinning, smoothing, rates, and a clock without the pauses between two starts. Pure
-functions.
+In this order, as pure functions: axes (ticks and number formats), curves from step records (thinning, smoothing, rates,
+and a clock without the pauses between two starts), and the drawing of line charts and timelines. Coordinates are pixels
+of the `viewBox`, which the page scales as a whole; for phones a chart is drawn again with a smaller width.
 """
 
 from __future__ import annotations
@@ -27,43 +23,43 @@ _TIMES_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800
 _DAY_S = 86400
 
 
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """At most about `most` round numbers from `low` to `high`."""
+def ticks(low: float, high: float, max_count: int) -> list[float]:
+    """Returns about `max_count` round numbers from `low` to `high`, rarely more."""
     if high <= low:
         return [low]
-    raw = (high - low) / max(1, most)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
+    spacing = (high - low) / max(1, max_count)
+    power = 10.0 ** math.floor(math.log10(spacing))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= spacing * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def whole_ticks(low: float, high: float, most: int) -> list[float]:
-    """The same, whole numbers only."""
-    found = sorted({float(round(tick)) for tick in ticks(low, high, most)})
-    return [tick for tick in found if low <= tick <= high]
+def whole_ticks(low: float, high: float, max_count: int) -> list[float]:
+    """Returns ticks as `ticks` does, but whole numbers only."""
+    values = sorted({float(round(tick)) for tick in ticks(low, high, max_count)})
+    return [tick for tick in values if low <= tick <= high]
 
 
-def time_ticks(low: float, high: float, most: int) -> list[float]:
-    """The same for seconds: whole minutes, hours and days where the span is long."""
-    raw = (high - low) / max(1, most)
-    if raw < 1:
-        return ticks(low, high, most)
-    step: float = next((t for t in _TIMES_S if t >= raw), 0) or _DAY_S * math.ceil(raw / _DAY_S)
+def time_ticks(low: float, high: float, max_count: int) -> list[float]:
+    """Returns ticks in seconds as `ticks` does, at whole minutes, hours or days if the span is long."""
+    spacing = (high - low) / max(1, max_count)
+    if spacing < 1:
+        return ticks(low, high, max_count)
+    step: float = next((t for t in _TIMES_S if t >= spacing), 0) or _DAY_S * math.ceil(spacing / _DAY_S)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Powers of ten, with 2 and 5 times these where there is room."""
+def log_ticks(low: float, high: float, max_count: int) -> list[float]:
+    """Returns powers of ten as ticks, with 2 and 5 times these if `max_count` allows it."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = max(1, math.ceil(len(powers) / most))
-    parts = (1, 2, 5) if 3 * len(powers) <= most + 2 else (1,)
-    found = [m * 10.0**p for p in powers if p % every == 0 for m in parts]
-    return [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
+    every = max(1, math.ceil(len(powers) / max_count))
+    parts = (1, 2, 5) if 3 * len(powers) <= max_count + 2 else (1,)
+    values = [m * 10.0**p for p in powers if p % every == 0 for m in parts]
+    return [tick for tick in values if low * 0.999 <= tick <= high * 1.001]
 
 
 def number(value: float) -> str:
-    """A number as short as it can be read: `0.0012`, `350`, `12k`, `3.5M`, `1e-06`."""
+    """Returns a number as a short text: `0.0012`, `350`, `12k`, `3.5M`, `1e-06`."""
     size = abs(value)
     if not math.isfinite(value) or size == 0:
         return "0" if size == 0 else str(value)
@@ -78,7 +74,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration: `0 s`, `250 ms`, `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Returns a duration as a text: `0 s`, `250 ms`, `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     if value < 0:
         return f"-{seconds(-value)}"
     if 0 < value < 1:
@@ -94,7 +90,7 @@ def seconds(value: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels.
+    """A linear or logarithmic map from values to pixels.
 
     Args:
         low: Value at `start`.
@@ -111,24 +107,24 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Pixels of a value."""
+        """Returns the pixel coordinate of a value."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        at = math.log(max(value, self.low)) if self.log else value
-        return self.start + (at - low) / ((high - low) or 1.0) * (self.end - self.start)
+        position = math.log(max(value, self.low)) if self.log else value
+        return self.start + (position - low) / ((high - low) or 1.0) * (self.end - self.start)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """How one direction of a chart is labelled.
+    """The labels of one axis of a chart.
 
     Args:
-        name: What it shows, with its unit.
-        place: Chooses the ticks between two values, at most so many.
-        text: Writes one.
+        name: Name of the values, with their unit.
+        make_ticks: Returns ticks between two values; the third argument is their maximum number.
+        text: Returns the text of a tick.
     """
 
     name: str
-    place: Callable[[float, float, int], list[float]] = ticks
+    make_ticks: Callable[[float, float, int], list[float]] = ticks
     text: Callable[[float], str] = number
 
 
@@ -136,39 +132,38 @@ STEPS = Axis("step", whole_ticks, lambda step: f"{step:,.0f}")
 TIME = Axis("running time", time_ticks, seconds)
 
 
-MOST_POINTS = 1000
-"""Most points of one curve."""
+MAX_POINTS = 1000
+"""Maximum number of points of a curve in a chart."""
 
 _LOG_FROM = 50.0
 
 Point = tuple[float, float]
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` of the points, in their order, among them the first, the last, and every stretch's lowest and
-    highest.
+def thin_points(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
+    """Returns at most `max_points` of the points, in their order.
 
-    The points are cut into `most` / 4 stretches of equally many points; of each its first, its last, its minimum and
-    its maximum stay. So a single outlier among a million steps is still to be seen.
+    The points are divided into `max_points` / 4 sections of equally many points; of each section the first, the last,
+    the lowest and the highest point stay. So a single outlier among a million steps stays visible.
     """
-    if len(points) <= most:
+    if len(points) <= max_points:
         return list(points)
     kept: list[Point] = []
-    stretches = max(1, most // 4)
-    for number in range(stretches):
-        low, high = number * len(points) // stretches, (number + 1) * len(points) // stretches
+    sections = max(1, max_points // 4)
+    for number in range(sections):
+        low, high = number * len(points) // sections, (number + 1) * len(points) // sections
         chosen = range(low, high)
-        ends = {low, high - 1, min(chosen, key=lambda i: points[i][1]), max(chosen, key=lambda i: points[i][1])}
-        kept += [points[i] for i in sorted(ends)]
+        extremes = {low, high - 1, min(chosen, key=lambda i: points[i][1]), max(chosen, key=lambda i: points[i][1])}
+        kept += [points[i] for i in sorted(extremes)]
     return kept
 
 
 class Curve(Sequence[Point]):
-    """Points in two columns: of a million steps they take a sixth of the memory of tuples.
+    """A sequence of points, stored as two arrays: a million points take a sixth of the memory of tuples.
 
     Args:
-        x: Where they are.
-        y: Their values, as many.
+        x: The x values.
+        y: The y values, as many.
     """
 
     def __init__(self, x: array[float], y: array[float]) -> None:
@@ -195,37 +190,37 @@ class Curve(Sequence[Point]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def finite(points: Iterable[Point]) -> Curve:
-    """The points that are neither NaN nor infinite."""
+def finite_points(points: Iterable[Point]) -> Curve:
+    """Returns the points that are neither NaN nor infinite."""
     x, y = array("d"), array("d")
-    for at, value in points:
-        if math.isfinite(at) and math.isfinite(value):
-            x.append(at)
+    for x_value, value in points:
+        if math.isfinite(x_value) and math.isfinite(value):
+            x.append(x_value)
             y.append(value)
     return Curve(x, y)
 
 
-def smoothed(points: Sequence[Point], most: int = 120) -> list[Point]:
-    """Means over equally long stretches of points, at most `most` of them; empty if there are too few points to
-    smooth.
+def smooth_points(points: Sequence[Point], max_points: int = 120) -> list[Point]:
+    """Returns the means of `max_points` sections of equally many points; empty if there are fewer than two points for
+    each.
     """
-    if len(points) < 2 * most:
+    if len(points) < 2 * max_points:
         return []
     means = []
-    for number in range(most):
-        some = points[number * len(points) // most : (number + 1) * len(points) // most]
-        means.append((sum(x for x, _ in some) / len(some), sum(y for _, y in some) / len(some)))
-    return [points[0] if most == 1 else (points[0][0], means[0][1]), *means[1:-1], (points[-1][0], means[-1][1])]
+    for number in range(max_points):
+        section = points[number * len(points) // max_points : (number + 1) * len(points) // max_points]
+        means.append((sum(x for x, _ in section) / len(section), sum(y for _, y in section) / len(section)))
+    return [points[0] if max_points == 1 else (points[0][0], means[0][1]), *means[1:-1], (points[-1][0], means[-1][1])]
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Time in which no driver worked on the run.
+    """An interval in which no driver worked on the run.
 
     Args:
-        at_s: When it was, in seconds of the run's clock.
-        seconds: How long it was.
-        number: Number of the start that ended it, from 2.
+        at_s: Time of the pause, in seconds of the run's clock.
+        seconds: Duration of the pause.
+        number: Number of the start that ended the pause, from 2.
     """
 
     at_s: float
@@ -234,66 +229,65 @@ class Pause:
 
 
 class Clock:
-    """Turns times into seconds since the first start, leaving out the pauses between a start's last sign of life and
-    the next start.
+    """The run's clock: seconds since the first start, without the pauses between the last record of a start and the
+    next start.
 
     Args:
-        starts_s: When the run was started, seconds since 1970.
-        signs_s: When anything was recorded, likewise.
+        starts_s: Times of the driver's starts, seconds since 1970 (UTC).
+        records_s: Times of all records, seconds since 1970 (UTC).
     """
 
-    def __init__(self, starts_s: Sequence[float], signs_s: Iterable[float]) -> None:
-        signs = sorted(signs_s)
-        starts = sorted(starts_s) or signs[:1] or [0.0]
+    def __init__(self, starts_s: Sequence[float], records_s: Iterable[float]) -> None:
+        record_times = sorted(records_s)
+        starts = sorted(starts_s) or record_times[:1] or [0.0]
         self._starts, self._cut = starts, [starts[0]]
         self.pauses: list[Pause] = []
         for number, start in enumerate(starts[1:], 2):
-            before = bisect_right(signs, start - 1e-6)
-            pause_s = start - max(signs[before - 1] if before else start, starts[number - 2])
+            before = bisect_right(record_times, start - 1e-6)
+            pause_s = start - max(record_times[before - 1] if before else start, starts[number - 2])
             self._cut.append(self._cut[-1] + pause_s)
             self.pauses.append(Pause(start - self._cut[-1], pause_s, number))
-        self.end_s = max(self.at(signs[-1]), 0.001) if signs else 0.001
+        self.end_s = max(self.at(record_times[-1]), 0.001) if record_times else 0.001
 
     def at(self, time_s: float) -> float:
-        """Seconds since the first start, without pauses."""
+        """Returns the seconds from the first start to a time, without pauses."""
         return time_s - self._cut[max(0, bisect_right(self._starts, time_s) - 1)]
 
 
 def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
-    """Workers that step, by the run's clock, as corners of a step curve: 0 where nobody steps for longer than a
-    three-hundredth of the run.
+    """Returns the number of workers by the run's clock, as corners of a step curve; 0 where no worker steps for longer
+    than a three-hundredth of the run.
 
     Args:
-        records: All steps in the order of time, also those done again.
-        clock: The run's.
+        records: All steps in the order of time, also repeated ones.
+        clock: The run's clock.
     """
     corners: list[Point] = [(0.0, 0.0)]
-    least_s, end_s, size = clock.end_s / 300, 0.0, 0
+    min_gap_s, end_s, size = clock.end_s / 300, 0.0, 0
     for record in records:
-        done_s = clock.at(record.time_s)
-        began_s = max(end_s, done_s - record.step_ms / 1e3)
-        if began_s - end_s > least_s:
+        finished_s = clock.at(record.time_s)
+        began_s = max(end_s, finished_s - record.step_ms / 1e3)
+        if began_s - end_s > min_gap_s:
             corners += [(end_s, 0.0), (began_s, float(record.workers))]
         elif record.workers != size:
             corners.append((began_s, float(record.workers)))
-        end_s, size = done_s, record.workers
+        end_s, size = finished_s, record.workers
     return [*corners, (end_s, 0.0)] if records else []
 
 
-def rates(records: Sequence[StepRecord], clock: Clock, most: int = 160) -> list[Point]:
-    """Rows per second over equally long times of the run's clock, at most `most` of them, standing at the middle of
-    each.
+def rows_per_second_over_time(records: Sequence[StepRecord], clock: Clock, max_bins: int = 160) -> list[Point]:
+    """Returns the rows per second of equal intervals of the run's clock, each at the middle of its interval.
 
     Args:
-        records: The steps in their order, also of a machine whose clock was set back meanwhile.
-        clock: The run's.
-        most: How many.
+        records: The steps in their order. Their times may decrease where a clock was set back.
+        clock: The run's clock.
+        max_bins: Maximum number of intervals.
     """
     if len(records) < 2:
         return []
     times = [clock.at(record.time_s) for record in records]
     low, high = min(times), max(times)
-    bins = min(most, max(1, len(records) // 8))
+    bins = min(max_bins, max(1, len(records) // 8))
     width_s = (high - low) / bins
     if width_s <= 0:
         return []
@@ -303,26 +297,25 @@ def rates(records: Sequence[StepRecord], clock: Clock, most: int = 160) -> list[
     return [(low + (i + 0.5) * width_s, count / width_s) for i, count in enumerate(rows)]
 
 
-def starts_of(events: Iterable[Event]) -> list[Event]:
-    """The driver's starts."""
+def start_events(events: Iterable[Event]) -> list[Event]:
+    """Returns the events of the driver's starts."""
     return [event for event in events if event.kind == "started"]
 
 
 def spans_powers(values: Sequence[float]) -> bool:
-    """Whether values are better seen on a logarithmic axis: all positive, the largest at least 50 times the
+    """Returns whether values need a logarithmic axis: all are positive, and the largest is at least 50 times the
     smallest.
     """
     return min(values, default=0.0) > 0 and max(values) / min(values) >= _LOG_FROM
 
 
 def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
-    """A curve in characters: means of equally many values, from the lowest mark to the highest, by their logarithm
-    where they span powers; empty without finite values.
+    """Returns a curve of characters, each for the mean of equally many values; empty without finite values.
 
     Args:
-        values: The curve.
-        marks: From low to high.
-        width: Most characters.
+        values: The values; their logarithms are drawn if they span powers.
+        marks: Characters for low to high values.
+        width: Maximum number of characters.
     """
     usable = [value for value in values if math.isfinite(value)]
     width = min(width, len(usable))
@@ -336,19 +329,19 @@ def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
 Tone = Literal["blue", "orange", "green", "red", "purple", "grey"]
 
 _TOP, _RIGHT, _BOTTOM = 10, 14, 32
-_HOVERED = 80
+_MAX_HOVER_COLUMNS = 80
 _LANE, _NEAR = 24, 3.0
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve.
+    """A curve of a chart.
 
     Args:
-        name: What it is, for the legend and the hover text.
-        tone: Its colour.
-        points: In the order of x, finite.
-        kind: `line`; `faint` for what lies behind another; `steps` for a filled step curve; `dots` for few points,
+        name: Name for the legend and the hover text.
+        tone: Colour.
+        points: Finite points, ordered by x.
+        kind: `line`; `faint` for a curve behind another one; `steps` for a filled step curve; `dots` for a few points,
             connected.
     """
 
@@ -360,14 +353,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened.
+    """The mark of an event in a chart.
 
     Args:
-        at: Where on the x axis.
-        tone: Its colour.
-        text: What it was.
-        shape: How it looks.
-        until: Where it ended, if it took time.
+        at: Position on the x axis.
+        tone: Colour.
+        text: Description of the event.
+        shape: Shape of the mark.
+        until: End on the x axis, if the event has a duration.
     """
 
     at: float
@@ -382,8 +375,8 @@ class Lane:
     """One row of a timeline.
 
     Args:
-        name: What it shows.
-        marks: In the order of time.
+        name: Name of its kind of events.
+        marks: Marks in the order of time.
     """
 
     name: str
@@ -392,14 +385,14 @@ class Lane:
 
 @dataclass(frozen=True)
 class Frame:
-    """What charts that stand below each other have in common.
+    """The common properties of charts that stand below each other.
 
     Args:
-        width: Of the drawing.
-        left: Room for labels.
-        span: From where to where the x axis goes; not given: as far as the curves.
+        width: Width of the drawing in pixels.
+        left: Width of the margin with the labels in pixels.
+        span: Range of the x axis; by default that of the curves.
         x: The x axis.
-        pauses: Times in which nobody worked on the run.
+        pauses: Intervals in which no driver worked on the run.
     """
 
     width: int = 420
@@ -422,35 +415,35 @@ def line_chart(
     """Draws curves over a common x axis.
 
     Args:
-        lines: At least one with points; later ones lie above earlier ones.
+        lines: The curves, at least one with points; later ones are drawn above earlier ones.
         y: The y axis.
         frame: The x axis and the size.
-        height: Pixels.
-        log: Whether the y axis is logarithmic; all values must be positive then.
+        height: Height in pixels.
+        log: Whether the y axis is logarithmic; then all values must be positive.
         from_zero: Whether the y axis begins at 0.
-        marks: What happened; a line across the chart with a shape at its top.
+        marks: Events, each drawn as a vertical line with a shape at its top.
     """
     points = [point for line in lines for point in line.points]
     span = frame.span or (min(x for x, _ in points), max(x for x, _ in points))
     low, high = min(v for _, v in points), max(v for _, v in points)
-    low, high = _roomy(0.0 if from_zero else low, high, log, bool(marks), from_zero)
+    low, high = _add_margin(0.0 if from_zero else low, high, log, bool(marks), from_zero)
     top, bottom = _TOP + (10 if marks else 0), height - _BOTTOM
     across = Scale(*span, frame.left, frame.width - _RIGHT)
     up = Scale(low, high, bottom, top, log)
-    places = log_ticks(low, high, 6) if log else y.place(low, high, max(3, (bottom - top) // 26))
-    parts = [_grid_line(up(tick), y.text(tick), frame) for tick in places]
+    tick_values = log_ticks(low, high, 6) if log else y.make_ticks(low, high, max(3, (bottom - top) // 26))
+    parts = [_grid_line(up(tick), y.text(tick), frame) for tick in tick_values]
     parts += [*_x_axis(frame, across, top, bottom), *(_pause(pause, across, top, bottom) for pause in frame.pauses)]
     parts += [_curve(line, across, up, bottom) for line in lines]
-    parts += [_struck(mark, across(mark.at), top, bottom) for mark in marks]
-    parts += _hovers(lines, frame, y, (across, top, bottom))
-    said = "; ".join(
+    parts += [_mark_across(mark, across(mark.at), top, bottom) for mark in marks]
+    parts += _hover_columns(lines, frame, y, (across, top, bottom))
+    description = "; ".join(
         f"{ln.name} from {y.text(ln.points[0][1])} to {y.text(ln.points[-1][1])}" for ln in lines if ln.points
     )
-    return _drawing(f"{y.name} by {frame.x.name}: {said}", frame.width, height, parts)
+    return _drawing(f"{y.name} by {frame.x.name}: {description}", frame.width, height, parts)
 
 
 def timeline(lanes: Sequence[Lane], frame: Frame) -> Markup:
-    """Draws what happened, one lane per kind, over the frame's span of time."""
+    """Draws events over the frame's span of time, one lane for each kind."""
     assert frame.span is not None
     height = _TOP + _LANE * len(lanes) + _BOTTOM
     across = Scale(*frame.span, frame.left, frame.width - _RIGHT)
@@ -461,32 +454,32 @@ def timeline(lanes: Sequence[Lane], frame: Frame) -> Markup:
         middle = _TOP + _LANE * (number + 0.5)
         parts.append(_tag("line", x1=frame.left, x2=frame.width - _RIGHT, y1=middle, y2=middle, class_="grid"))
         parts.append(_tag("text", lane.name, x=frame.left - 8, y=middle + 4, text_anchor="end"))
-        parts += [_shape(mark, across, middle) for mark in _apart(lane.marks, across)]
-    said = ", ".join(f"{len(lane.marks)} {lane.name}" for lane in lanes)
-    return _drawing(f"Timeline: {said}", frame.width, height, parts)
+        parts += [_shape(mark, across, middle) for mark in _merge_close_marks(lane.marks, across)]
+    description = ", ".join(f"{len(lane.marks)} {lane.name}" for lane in lanes)
+    return _drawing(f"Timeline: {description}", frame.width, height, parts)
 
 
-def _roomy(low: float, high: float, log: bool, has_marks: bool, from_zero: bool) -> tuple[float, float]:
-    """Some room around the values, so that nothing touches the border."""
+def _add_margin(low: float, high: float, log: bool, has_marks: bool, from_zero: bool) -> tuple[float, float]:
+    """Returns a range around the values with a margin, so that no curve touches the border."""
     if log:
         return (low / 1.15, high * 1.15) if high > low else (low / 2, high * 2)
-    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return low if from_zero else low - room, high + room * (2 if has_marks else 1)
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return low if from_zero else low - margin, high + margin * (2 if has_marks else 1)
 
 
 def _x_axis(frame: Frame, across: Scale, top: float, bottom: float) -> list[Markup]:
-    places = frame.x.place(across.low, across.high, max(3, int(across.end - across.start) // 70))
+    tick_values = frame.x.make_ticks(across.low, across.high, max(3, int(across.end - across.start) // 70))
     parts = [_tag("line", x1=frame.left, x2=frame.width - _RIGHT, y1=bottom, y2=bottom, class_="axis")]
-    free = frame.left - 20.0
-    for tick in places:
+    next_free_x = frame.left - 20.0
+    for tick in tick_values:
         at, text = across(tick), frame.x.text(tick)
         parts.append(_tag("line", x1=at, x2=at, y1=top, y2=bottom, class_="grid"))
         half = len(text) * 3.1
         middle = min(max(at, frame.left - 3 + half), frame.width - 2 - half)
-        if middle - half < free:
+        if middle - half < next_free_x:
             continue
         parts.append(_tag("text", text, x=middle, y=bottom + 15, text_anchor="middle"))
-        free = middle + half + 6
+        next_free_x = middle + half + 6
     return [*parts, _tag("text", frame.x.name, x=frame.width - _RIGHT, y=bottom + 28, text_anchor="end", class_="name")]
 
 
@@ -502,7 +495,7 @@ def _pause(pause: Pause, across: Scale, top: float, bottom: float) -> Markup:
 
 
 def _curve(line: Line, across: Scale, up: Scale, bottom: float) -> Markup:
-    points = [(across(x), up(y)) for x, y in thinned(line.points)]
+    points = [(across(x), up(y)) for x, y in thin_points(line.points)]
     if not points:
         return Markup()
     if line.kind == "steps":
@@ -519,34 +512,37 @@ def _curve(line: Line, across: Scale, up: Scale, bottom: float) -> Markup:
     return drawn
 
 
-def _hovers(lines: Sequence[Line], frame: Frame, y: Axis, area: tuple[Scale, float, float]) -> list[Markup]:
-    """Invisible columns that show a line and the values at that place under the pointer."""
+def _hover_columns(lines: Sequence[Line], frame: Frame, y: Axis, area: tuple[Scale, float, float]) -> list[Markup]:
+    """Returns invisible columns that show a vertical line and the values at the pointer's position."""
     across, top, bottom = area
-    shown = [line for line in lines if line.points]
-    longest = max(shown, key=lambda line: len(line.points))
-    number = min(_HOVERED, max(1, len(longest.points)))
+    visible_lines = [line for line in lines if line.points]
+    longest = max(visible_lines, key=lambda line: len(line.points))
+    number = min(_MAX_HOVER_COLUMNS, max(1, len(longest.points)))
     width = (across.end - across.start) / number
     parts = []
     for column in range(number):
         at = across.start + (column + 0.5) * width
         x = across.low + (at - across.start) / ((across.end - across.start) or 1) * (across.high - across.low)
-        values = [(line.name, _nearest(line, x)) for line in shown]
-        where = values[shown.index(longest)][1][0] if longest.kind != "steps" else x
-        said = [f"{frame.x.name} {frame.x.text(where)}", *(f"{name}: {y.text(value)}" for name, (_, value) in values)]
-        cross = _tag("line", x1=across(where), x2=across(where), y1=top, y2=bottom)
+        values = [(line.name, _nearest(line, x)) for line in visible_lines]
+        nearest_x = values[visible_lines.index(longest)][1][0] if longest.kind != "steps" else x
+        hover_lines = [
+            f"{frame.x.name} {frame.x.text(nearest_x)}",
+            *(f"{name}: {y.text(value)}" for name, (_, value) in values),
+        ]
+        cross = _tag("line", x1=across(nearest_x), x2=across(nearest_x), y1=top, y2=bottom)
         box = _tag("rect", x=at - width / 2, y=top, width=width, height=bottom - top)
-        parts.append(_tag("g", box + cross + _tag("title", "\n".join(said)), class_="hover"))
+        parts.append(_tag("g", box + cross + _tag("title", "\n".join(hover_lines)), class_="hover"))
     return parts
 
 
 def _nearest(line: Line, x: float) -> Point:
-    """The point of a line at x: of a step curve the last before it, otherwise the nearest."""
+    """Returns the point of a line at x: of a step curve the last one before x, otherwise the nearest one."""
     after = bisect_left(line.points, (x, float("-inf")))
     around = line.points[max(0, after - 1) : after + 1]
     return around[0] if line.kind == "steps" else min(around, key=lambda point: abs(point[0] - x))
 
 
-def _struck(mark: Mark, x: float, top: float, bottom: float) -> Markup:
+def _mark_across(mark: Mark, x: float, top: float, bottom: float) -> Markup:
     line = _tag("line", x1=x, x2=x, y1=top, y2=bottom)
     return _tag("g", line + _symbol(mark.shape, x, top - 6) + _tag("title", mark.text), class_=f"mark {mark.tone}")
 
@@ -574,9 +570,9 @@ def _symbol(shape: str, x: float, y: float) -> Markup:
     return _tag("path", d=corners.get(shape, corners["diamond"]), class_=shape)
 
 
-def _apart(marks: Sequence[Mark], across: Scale) -> list[Mark]:
-    """Marks that can be told from each other: of one kind within three pixels the first stands for all, and says how
-    many they are.
+def _merge_close_marks(marks: Sequence[Mark], across: Scale) -> list[Mark]:
+    """Returns marks that do not overlap: of several marks of one kind within three pixels the first one stands for all
+    and has their number.
     """
     groups: list[list[Mark]] = []
     for mark in marks:
@@ -585,24 +581,26 @@ def _apart(marks: Sequence[Mark], across: Scale) -> list[Mark]:
             groups[-1].append(mark)
         else:
             groups.append([mark])
-    return [_together(group) for group in groups]
+    return [_merge_marks(group) for group in groups]
 
 
-def _together(group: list[Mark]) -> Mark:
+def _merge_marks(group: list[Mark]) -> Mark:
     first, last = group[0], group[-1]
     if len(group) == 1:
         return first
     return Mark(first.at, first.tone, f"{len(group)} here, the first: {first.text}", first.shape, last.until)
 
 
-def _drawing(said: str, width: int, height: int, parts: Sequence[Markup]) -> Markup:
-    return _tag("svg", Markup().join(parts), viewBox=f"0 0 {width} {height}", role="img", aria_label=said)
+def _drawing(description: str, width: int, height: int, parts: Sequence[Markup]) -> Markup:
+    return _tag("svg", Markup().join(parts), viewBox=f"0 0 {width} {height}", role="img", aria_label=description)
 
 
 def _tag(name: str, content: str | Markup = "", **attributes: Any) -> Markup:
-    """One element; content that is no `Markup` is escaped. `class_` is class, `text_anchor` is text-anchor."""
-    written = []
+    """Returns an element; content other than `Markup` is escaped. Of the names of attributes `_` becomes `-`, and a `_`
+    at the end is dropped (`text_anchor`, `class_`).
+    """
+    parts = []
     for key, value in attributes.items():
         text = f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value
-        written.append(f' {key.rstrip("_").replace("_", "-")}="{escape(text)}"')
-    return Markup(f"<{name}{''.join(written)}>{escape(content)}</{name}>")
+        parts.append(f' {key.rstrip("_").replace("_", "-")}="{escape(text)}"')
+    return Markup(f"<{name}{''.join(parts)}>{escape(content)}</{name}>")

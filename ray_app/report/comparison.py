@@ -1,6 +1,5 @@
-"""Runs side by side: a table and common curves.
-
-What a notebook shows of a run: the report's figures and style, as a piece of a page.
+"""Displays for notebooks: the comparison of several runs as a table with common curves (`Comparison`), and one run with
+the figures and the style of its report (`run_cell`).
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from ray_app.report.charts import (
     Line,
     Point,
     Tone,
-    finite,
+    finite_points,
     line_chart,
     number,
     seconds,
-    smoothed,
+    smooth_points,
     spans_powers,
 )
 from ray_app.report.facts import Facts, shown_fields
@@ -33,21 +32,21 @@ from ray_app.runlog.redaction import redact
 
 
 def run_cell(facts: Facts) -> str:
-    """One run as HTML: its key figures, what happened, the loss, and the metric that decides (without one, the learning
-    rate).
+    """Returns one run as HTML: key figures, the line about the cluster, the loss, and the metric that decides (without
+    one, the learning rate).
     """
     figures = [*learning_figures(facts)[:2], *cluster_figures(facts)]
     return cell("run_cell.html.j2", facts=facts, tone=TONES[facts.status], cards=cards_of(facts), figures=figures)
 
 
 def cell(template: str, **values: Any) -> str:
-    """Fills a template that extends `cell.html.j2`; what comes from runs is escaped, secrets are hidden."""
+    """Renders a template that extends `cell.html.j2`; values from runs are escaped, secrets are hidden."""
     return redact(environment().get_template(template).render(css=_css(), **values))
 
 
 @cache
 def _css() -> Markup:
-    """The report's style sheet, to stand inside a rule: what it says of the page's root is then said of the piece."""
+    """Returns the report's style sheet for use inside a rule: its rules for the root of the page apply to the cell."""
     env = environment()
     assert env.loader is not None
     return Markup(env.loader.get_source(env, "report.css")[0].replace(":root", "&"))
@@ -58,24 +57,24 @@ _TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "red", "grey")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Some runs side by side. The last expression of a notebook's cell, it shows a table and their curves.
+    """Some runs side by side. As the last expression of a notebook's cell it shows a table and the curves of the runs.
 
     Args:
-        facts: What is known of each run, in the order in which they are shown.
+        facts: The facts of each run, in the order of the display.
     """
 
     facts: tuple[Facts, ...]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary per run with equal keys, ready for `pandas.DataFrame`: what came of it, and each field that
-        they differ in.
+        """One dictionary for each run with the same keys, ready for `pandas.DataFrame`: its results, and each field of
+        the configuration in which the runs differ.
         """
         fields = [shown_fields(facts.config) for facts in self.facts]
         differing = [
             name
-            for name in dict.fromkeys(n for some in fields for n in some)
-            if len({some.get(name) for some in fields}) > 1
+            for name in dict.fromkeys(n for run_fields in fields for n in run_fields)
+            if len({run_fields.get(name) for run_fields in fields}) > 1
         ]
         metrics = list(dict.fromkeys(facts.metric for facts in self.facts))
         rows = []
@@ -94,8 +93,8 @@ class Comparison:
         return rows
 
     def _texts(self) -> list[dict[str, str]]:
-        """The rows for people: figures and digests as short as they can be read."""
-        short: dict[str, Callable[[Any], str]] = {
+        """Returns the rows as short texts for the table."""
+        formats: dict[str, Callable[[Any], str]] = {
             "parameters": lambda v: v[:12],
             "wall_s": seconds,
             "run": str,
@@ -103,12 +102,12 @@ class Comparison:
         }
         texts = []
         for row in self.rows:
-            shown = {k: short[k](v) if k in short and v is not None else v for k, v in row.items()}
-            shown = {
+            values = {k: formats[k](v) if k in formats and v is not None else v for k, v in row.items()}
+            values = {
                 k: f"{v:,}" if isinstance(v, int) else f"{v:.4f}" if isinstance(v, float) else v
-                for k, v in shown.items()
+                for k, v in values.items()
             }
-            texts.append({"wall time" if k == "wall_s" else k: "-" if v is None else str(v) for k, v in shown.items()})
+            texts.append({"wall time" if k == "wall_s" else k: "-" if v is None else str(v) for k, v in values.items()})
         return texts
 
     def __repr__(self) -> str:
@@ -129,19 +128,20 @@ class Comparison:
         )
 
     def _figures(self) -> list[Figure]:
-        losses = [finite((float(r.step), r.loss) for r in facts.records) for facts in self.facts]
+        losses = [finite_points((float(r.step), r.loss) for r in facts.records) for facts in self.facts]
         figures = self._figure(
-            "Loss", "loss", "mean per row", [smoothed(points) or points for points in losses], "line"
+            "Loss", "loss", "mean per row", [smooth_points(points) or points for points in losses], "line"
         )
         for name in dict.fromkeys(facts.metric for facts in self.facts):
             points = [
-                finite((float(e.step), e.metrics[name]) for e in f.evaluations if name in e.metrics) for f in self.facts
+                finite_points((float(e.step), e.metrics[name]) for e in f.evaluations if name in e.metrics)
+                for f in self.facts
             ]
             figures += self._figure(f"Evaluation: {name.replace('_', ' ')}", name, "on held-out rows", points, "dots")
         return figures
 
     def _figure(self, title: str, name: str, unit: str, curves: Sequence[Sequence[Point]], kind: Any) -> list[Figure]:
-        """One figure; none without points."""
+        """Returns a list with one figure; empty without points."""
         tones = _tones(len(curves))
         lines = [
             Line(f.paths.name, t, points, kind)

@@ -1,8 +1,8 @@
-"""What a report tells, read from a run's directory: finished, failed or running, with or without steps and evaluations.
+"""The facts of a run for its report (`Facts`), read from the run's directory, whether the run is finished, failed or
+running, with or without steps and evaluations.
 
-What happened to the cluster, in one line.
-
-How many rows each logical worker used, and which rows were skipped because they cannot be decoded.
+Some facts have their own functions: the stragglers, a line about the cluster, the rows of each logical worker, and the
+rows that cannot be decoded.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config, flatten
 from ray_app.config.sections import FailureSection
 from ray_app.errors import ConfigError
-from ray_app.report.charts import Clock, seconds, starts_of
-from ray_app.runlog.endings import End, key_of, read_ends
-from ray_app.runlog.evaluations import Evaluation, evaluator_names, ranked, read_evaluations
+from ray_app.report.charts import Clock, seconds, start_events
+from ray_app.runlog.endings import RunEnd, metric_key, read_ends
+from ray_app.runlog.evaluations import Evaluation, evaluator_names, rank_evaluations, read_evaluations
 from ray_app.runlog.history import counted_word, disturbances, goodput, recoveries, world_sizes
 from ray_app.runlog.journal import Event, EventsReader, StepRecord, newest_detail
 from ray_app.runlog.lease import is_held
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redacted
+from ray_app.runlog.redaction import redact_value
 from ray_app.runlog.step_records import Course, StepsReader
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import names, read_all, read_json
+from ray_app.storage.files import list_files, read_all, read_json
 
-_MOST_SIZES = 8
+_MAX_SIZES = 8
 
 
-def slow_now(events: list[Event]) -> dict[int, Event]:
-    """Of the newest set of workers those that keep the others waiting, by rank, with what was said of them."""
-    found = dict[int, Event]()
+def current_stragglers(events: list[Event]) -> dict[int, Event]:
+    """Returns the stragglers of the newest generation, by rank, with the newest event of each."""
+    stragglers = dict[int, Event]()
     for event in events:
         if event.kind == "formed":
-            found.clear()
+            stragglers.clear()
         elif event.kind == "slowed":
-            found[event.details["rank"]] = event
-        elif event.kind == "kept_up":
-            found.pop(event.details["rank"], None)
-    return found
+            stragglers[event.details["rank"]] = event
+        elif event.kind == "straggler_recovered":
+            stragglers.pop(event.details["rank"], None)
+    return stragglers
 
 
-def what_happened(events: list[Event], course: Course, limits: FailureSection) -> str:
-    """One line: disturbances against their budgets, numbers of workers, steps done again, and seconds until the next
-    step.
+def describe_cluster(events: list[Event], course: Course, limits: FailureSection) -> str:
+    """Returns one line about the cluster: disturbances and their budgets, world sizes, repeated steps, and the seconds
+    until the next step.
 
     Args:
-        events: The run's, in the order of time.
-        course: Its steps.
+        events: The run's events, in the order of time.
+        course: The run's steps.
         limits: The budgets.
     """
     happened = disturbances(events, limits)
@@ -62,7 +62,7 @@ def what_happened(events: list[Event], course: Course, limits: FailureSection) -
     sizes = [workers for _, workers in world_sizes(course.records)]
     if len(sizes) == 1:
         parts.append(f"{counted_word(sizes[0], 'worker')} throughout")
-    elif len(sizes) > _MOST_SIZES:
+    elif len(sizes) > _MAX_SIZES:
         parts.append(f"{len(sizes) - 1} changes between {min(sizes)} and {counted_word(max(sizes), 'worker')}")
     elif sizes:
         parts.append(f"workers {' → '.join(map(str, sizes))}")
@@ -77,17 +77,17 @@ def what_happened(events: list[Event], course: Course, limits: FailureSection) -
     return "; ".join(parts)
 
 
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one logical worker used.
+    """The rows that one logical worker used.
 
     Args:
-        logical_worker: Which.
-        rows: Rows of all recorded steps.
-        part: Of those of the one that used most.
+        logical_worker: Number of the logical worker.
+        rows: Rows in all recorded steps.
+        part: These rows, as a share of the maximum of all logical workers.
     """
 
     logical_worker: int
@@ -97,28 +97,28 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """What the logical workers used.
+    """The rows that the logical workers used.
 
     Args:
-        shown: The first of them.
-        logical_workers: How many there are.
-        least: Fewest rows of one.
-        most: Most rows of one.
+        first: The first logical workers, for the report.
+        logical_workers: Number of logical workers.
+        min_rows: Minimum of the rows of a logical worker.
+        max_rows: Maximum of the rows of a logical worker.
     """
 
-    shown: list[Share]
+    first: list[Share]
     logical_workers: int
-    least: int
-    most: int
+    min_rows: int
+    max_rows: int
 
 
-def shares(used: list[int]) -> Shares | None:
-    """The rows of every logical worker; None if there is only one, or no step."""
+def logical_worker_shares(used: list[int]) -> Shares | None:
+    """Returns the rows of each logical worker; None if there is only one, or no step."""
     if len(used) < 2:
         return None
-    most = max(used)
-    shown = [Share(v, rows, rows / most if most else 0.0) for v, rows in enumerate(used[:_MOST_SHOWN])]
-    return Shares(shown, len(used), min(used), most)
+    max_rows = max(used)
+    first = [Share(v, rows, rows / max_rows if max_rows else 0.0) for v, rows in enumerate(used[:_MAX_SHOWN])]
+    return Shares(first, len(used), min(used), max_rows)
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class BadRow:
     """A row that cannot be decoded.
 
     Args:
-        position: In the manifest.
-        path: Its file.
+        position: Position in the manifest.
+        path: Path of its file.
         row_group: Number of the row group in the file.
         row: Number of the row in the row group.
-        reason: Why.
+        reason: The error.
     """
 
     position: int
@@ -142,11 +142,11 @@ class BadRow:
 
 @dataclass(frozen=True)
 class ReportedBadRows:
-    """The rows that a run met and cannot decode.
+    """The rows that a run has read and cannot decode.
 
     Args:
-        first: The first of them by position.
-        distinct: How many they are.
+        first: The first of these rows, by position.
+        distinct: Number of these rows.
     """
 
     first: list[BadRow]
@@ -154,24 +154,24 @@ class ReportedBadRows:
 
 
 def read_bad_rows(paths: RunPaths) -> ReportedBadRows:
-    """Reads the list that a run keeps of them.
+    """Reads a run's list of rows that cannot be decoded.
 
     Raises:
         OSError: The storage does not answer.
     """
-    found = sorted(names(paths.bad_rows))
-    first = read_all(paths.bad_rows / name for name in found[:_MOST_SHOWN])
-    return ReportedBadRows([BadRow(**json.loads(data)) for data in first], len(found))
+    files = sorted(list_files(paths.bad_rows))
+    first = read_all(paths.bad_rows / name for name in files[:_MAX_SHOWN])
+    return ReportedBadRows([BadRow(**json.loads(data)) for data in first], len(files))
 
 
 logger = logging.getLogger(__name__)
 
-_ENDS = {"finished": "finished", "stopped_early": "stopped early", "interrupted": "interrupted", "gave_up": "failed"}
+_ENDS = {"finished": "finished", "stopped_early": "stopped early", "interrupted": "interrupted", "run_failed": "failed"}
 _LOST = "driver_lost"
-"""What whoever found the driver gone has recorded, with the status."""
+"""Event of the process that has noticed the death of the driver; it has the status of the run."""
 _NOT_SET = "not set"
 _PRIVATE = ("run.", "tracking.")
-"""Fields that say nothing about the result, or may hold credentials."""
+"""Sections with fields that do not affect the result, or may contain credentials."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,13 @@ class Earlier:
     """The best run that ended before this one began.
 
     Args:
-        name: Its name.
+        name: Name of the earlier run.
         value: Its best value of the metric.
-        step: Where that was.
-        summary: Its `summary.json`.
-        differs: Fields of the configuration with another value: its value and that of this run, as text.
-        of: From how many runs it was chosen.
+        step: Step of that value.
+        summary: The content of its `summary.json`.
+        differs: Fields of the configuration with different values: the value of the earlier run and that of this run,
+            as text.
+        of: Number of runs from which it was chosen.
     """
 
     name: str
@@ -197,24 +198,24 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that a report shows.
+    """The facts that a report shows.
 
     Args:
-        paths: The run.
-        config: Its configuration.
+        paths: The directory of the run.
+        config: The run's configuration.
         status: `running`, `finished`, `stopped early`, `interrupted`, `failed`, or `vanished`: no driver lives, and
-            none said how it ended.
-        course: Its steps.
-        events: In the order of time.
-        evaluations: Those of the run's own evaluator, by step.
-        others: Those of other evaluators, by their name.
+            none has recorded the end.
+        course: The run's steps.
+        events: The events, in the order of time.
+        evaluations: Evaluations of the run's own evaluator, by step.
+        others: Evaluations of the other evaluators, by the evaluator's name.
         newest: The newest checkpoint.
-        summary: `summary.json` of a run whose newest start has ended, otherwise empty.
-        metric: Metric that decides which checkpoint is best.
-        mode: Whether more (`max`) or less (`min`) of it is better.
-        bad_rows: Those that cannot be decoded.
-        earlier: What it is compared with.
-        made_s: When this was read, seconds since 1970 (UTC).
+        summary: The content of `summary.json`; empty unless the newest start has ended.
+        metric: The metric that decides which checkpoint is best.
+        mode: Whether a higher (`max`) or a lower (`min`) value is better.
+        bad_rows: The rows that cannot be decoded.
+        earlier: The run with which this one is compared.
+        made_s: Time at which the facts were read, seconds since 1970 (UTC).
     """
 
     paths: RunPaths
@@ -234,71 +235,71 @@ class Facts:
 
     @property
     def records(self) -> Sequence[StepRecord]:
-        """Its steps, in order, the first record of each; with the sum of the rows of all logical workers."""
+        """The first record of each step, in the order of the steps, with the sum of the rows of all logical workers."""
         return self.course.records
 
     @property
     def repeated(self) -> Sequence[StepRecord]:
-        """Records of steps that were done again."""
+        """Records of repeated steps."""
         return self.course.repeated
 
     @property
     def in_time(self) -> Sequence[StepRecord]:
-        """All records in the order of time, also of steps that were done again."""
+        """All records in the order of time, also those of repeated steps."""
         return self.course.in_time
 
     @property
     def best(self) -> Evaluation | None:
-        """The best evaluation: of a run that has ended the one that its summary names."""
+        """The best evaluation; if the run has ended, the one in its summary."""
         named = (self.summary.get("best") or {}).get("step")
         return next((e for e in self.evaluations if e.step == named), None) or next(
-            iter(ranked(self.evaluations, self.metric, self.mode)), None
+            iter(rank_evaluations(self.evaluations, self.metric, self.mode)), None
         )
 
     @property
     def digest(self) -> str | None:
-        """Digest of the run's result: of its newest checkpoint, or of the best where training stopped early."""
+        """Digest of the run's result: of its newest checkpoint, or of the best one if training stopped early."""
         return self.summary.get("params_digest") or (self.newest.params_digest if self.newest else None)
 
     @property
     def story(self) -> str:
-        """What happened to the cluster, in one line."""
-        return what_happened(self.events, self.course, self.config.failure)
+        """The line about the cluster, see `describe_cluster`."""
+        return describe_cluster(self.events, self.course, self.config.failure)
 
     @property
     def reason(self) -> str | None:
-        """Why the run ended, if that was not its plan."""
-        end = _end(self.events)
+        """The reason for which the run ended before it was complete."""
+        end = _end_event(self.events)
         return str(end.details["reason"]) if end and end.details.get("reason") else None
 
     @property
     def ray_job(self) -> str | None:
-        """Page of its newest job in the dashboard of Ray's cluster, if that had one."""
-        known = newest_detail(self.events, "ray_job")
-        page = str(known.get("page")) if isinstance(known, dict) else ""
+        """Address of the run's newest job in the dashboard of the Ray cluster, if the cluster had one."""
+        job = newest_detail(self.events, "ray_job")
+        page = str(job.get("page")) if isinstance(job, dict) else ""
         return page if page.startswith(("http://", "https://")) else None
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run, if its start said so."""
+        """Number of steps of the whole run, if a start has recorded it."""
         return newest_detail(self.events, "total_steps")
 
     @cached_property
     def clock(self) -> Clock:
         """The run's clock."""
-        signs = (
+        record_times = (
             [e.time_s for e in self.events] + [r.time_s for r in self.in_time] + [e.time_s for e in self.evaluations]
         )
-        return Clock([e.time_s for e in starts_of(self.events)], signs)
+        return Clock([e.time_s for e in start_events(self.events)], record_times)
 
     @cached_property
     def goodput(self) -> float | None:
-        """See `summary.json`."""
+        """The goodput, as in `summary.json`."""
         return goodput(self.records, self.repeated)
 
     @property
     def epochs_begun(self) -> int:
-        """Epochs as the configuration counts them, of which a step was done."""
+        """Number of epochs, as the configuration counts them, with at least one finished step."""
         if not self.records:
             return 0
         last, steps = self.records[-1], self.config.train.steps_per_epoch
@@ -321,16 +322,12 @@ class Facts:
 
     @property
     def sizes(self) -> list[list[int]]:
-        """See `summary.json`."""
+        """The first step and the number of workers of each world size, as in `summary.json`."""
         return world_sizes(self.records)
 
 
 class FactsReader:
-    """Reads a run again and again: steps and events that were read once are not read again.
-
-    Args:
-        paths: The run.
-    """
+    """Reads a run repeatedly; steps and events that it has read before are not read again."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths, self.events, self.steps = paths, EventsReader(paths), StepsReader(paths)
@@ -341,15 +338,15 @@ class FactsReader:
 
 
 def read_facts(paths: RunPaths, with_earlier: bool = True, reader: FactsReader | None = None) -> Facts:
-    """Reads a run.
+    """Reads the facts of a run.
 
     Args:
-        paths: The run.
-        with_earlier: Look also at the runs beside it, for the best that ended before it began.
-        reader: What has read it before.
+        paths: The directory of the run.
+        with_earlier: Whether to find the best run next to it that ended before it began.
+        reader: The reader that has read the run before.
 
     Raises:
-        ConfigError: It is no run, or not one of this version.
+        ConfigError: The directory is not a run directory, or of another version.
         OSError: The storage does not answer.
     """
     config, reader = read_config(paths, with_defaults=True), reader or FactsReader(paths)
@@ -367,7 +364,7 @@ def read_facts(paths: RunPaths, with_earlier: bool = True, reader: FactsReader |
         evaluations,
         {name: read_evaluations(paths, name) for name in evaluator_names(paths)},
         commits[-1] if commits else None,
-        (read_json(paths.summary) or {}) if _end(events) is not None else {},
+        (read_json(paths.summary) or {}) if _end_event(events) is not None else {},
         metric,
         mode,
         read_bad_rows(paths),
@@ -377,53 +374,53 @@ def read_facts(paths: RunPaths, with_earlier: bool = True, reader: FactsReader |
 
 
 def _status(paths: RunPaths, events: list[Event]) -> str:
-    end = _end(events)
+    end = _end_event(events)
     if end is not None:
         return _ENDS.get(str(end.details.get("status")), "interrupted") if end.kind == _LOST else _ENDS[end.kind]
     return "running" if is_held(paths) else "vanished"
 
 
-def _end(events: list[Event]) -> Event | None:
-    """How the newest start ended, if it said so."""
-    starts = starts_of(events)
+def _end_event(events: list[Event]) -> Event | None:
+    """Returns the event that ended the newest start, if there is one."""
+    starts = start_events(events)
     return next(
         (e for e in reversed(events) if starts and e.kind in (*_ENDS, _LOST) and e.fence == starts[-1].fence), None
     )
 
 
 def _started_s(events: list[Event]) -> float:
-    return min((event.time_s for event in starts_of(events)), default=time.time())
+    return min((event.time_s for event in start_events(events)), default=time.time())
 
 
 def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, before_s: float) -> Earlier | None:
-    """The best of the runs next to this one; what is no finished run, or cannot be read, is passed over."""
-    storage, key, sign = paths.root.parent, key_of(metric), -1 if mode == "max" else 1
+    """Returns the best of the runs next to this one that ended before `before_s`; skips runs that cannot be read."""
+    storage, key, sign = paths.root.parent, metric_key(metric), -1 if mode == "max" else 1
     near = [end for end in read_ends(storage) if end.metric == key and end.run != paths.name]
     near = [end for end in near if math.isfinite(end.value) and end.ended_s <= before_s]
     for end in sorted(near, key=lambda end: (sign * end.value, end.ended_s)):
         other = RunPaths(storage / end.run)
         try:
             summary = read_json(other.summary)
-            if End.of(end.run, summary) == end:
-                differs = _differing(read_config(other, with_defaults=True), config)
+            if RunEnd.from_summary(end.run, summary) == end:
+                differs = _differing_fields(read_config(other, with_defaults=True), config)
                 return Earlier(end.run, end.value, int(summary["best"]["step"]), summary, differs, len(near))
         except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
             logger.debug("%s is not compared with: %s", other.root, error)
     return None
 
 
-def _differing(theirs: Config, ours: Config) -> dict[str, tuple[str, str]]:
-    one, other = shown_fields(theirs), shown_fields(ours)
+def _differing_fields(theirs: Config, ours: Config) -> dict[str, tuple[str, str]]:
+    their_fields, our_fields = shown_fields(theirs), shown_fields(ours)
     return {
-        name: (one.get(name, _NOT_SET), other.get(name, _NOT_SET))
-        for name in {**other, **one}
-        if one.get(name) != other.get(name)
+        name: (their_fields.get(name, _NOT_SET), our_fields.get(name, _NOT_SET))
+        for name in {**our_fields, **their_fields}
+        if their_fields.get(name) != our_fields.get(name)
     }
 
 
 def shown_fields(config: Config) -> dict[str, str]:
-    """The fields of a configuration, but names, places and tracking, as text without secrets."""
-    values = flatten(redacted(config.to_dict()))
+    """Returns the fields of a configuration as text without secrets, except names, paths and tracking."""
+    values = flatten(redact_value(config.to_dict()))
     return {
         name: _NOT_SET if value is None else str(value)
         for name, value in values.items()
@@ -432,6 +429,6 @@ def shown_fields(config: Config) -> dict[str, str]:
 
 
 def changed_fields(config: Config) -> dict[str, str]:
-    """Those of them that differ from their default."""
+    """Returns the fields of `shown_fields` that differ from their default."""
     defaults = shown_fields(Config())
     return {name: value for name, value in shown_fields(config).items() if value != defaults.get(name)}

@@ -1,4 +1,6 @@
-"""Which curves and timelines a report shows."""
+"""The figures of a report: curves of the training (`learning_figures`), curves and a timeline of the cluster
+(`cluster_figures`), and events as texts (`describe_event`).
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ from ray_app.report.charts import (
     Mark,
     Point,
     Tone,
-    finite,
+    finite_points,
     line_chart,
     number,
-    rates,
+    rows_per_second_over_time,
     seconds,
     sizes_over_time,
-    smoothed,
+    smooth_points,
     spans_powers,
-    thinned,
+    thin_points,
     timeline,
     whole_ticks,
 )
@@ -43,7 +45,7 @@ _SHAPES = {
     "replaced": ("green", "up"),
     "started": ("grey", "bar"),
 }
-_MOST_TOLD = 8
+_MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,12 @@ class Figure:
     """A chart with its caption.
 
     Args:
-        title: What it shows.
-        unit: In what.
-        wide: The chart for wide pages, or for all if there is no other.
+        title: Title of the figure.
+        unit: Unit of the values, and other properties.
+        wide: The chart for wide pages, or for all pages if there is no narrow one.
         narrow: The chart for phones.
         legend: Tone and name of each curve, if there are several.
-        note: What else must be said.
+        note: A remark below the chart.
     """
 
     title: str
@@ -68,18 +70,22 @@ class Figure:
 
 
 def learning_figures(facts: Facts) -> list[Figure]:
-    """Loss, evaluations, learning rate and gradient norm by step; none without steps."""
+    """Returns the figures of loss, evaluations, learning rate and gradient norm by step; none without steps."""
     if not facts.records:
         return []
-    figures = [figure for figure in [_loss(facts)] if figure]
-    for evaluator, found in [("", facts.evaluations), *facts.others.items()]:
-        hidden = set() if evaluator else {"loss"}  # which stands beside that of the training
-        trained = set() if evaluator else _names(facts)
+    figures = [figure for figure in [_loss_figure(facts)] if figure]
+    for evaluator, evaluations in [("", facts.evaluations), *facts.others.items()]:
+        # The loss of the run's own evaluator is in the figure of the training loss.
+        hidden_names = set() if evaluator else {"loss"}
+        training_names = set() if evaluator else _training_metric_names(facts)
         names = sorted(
-            {name for e in found for name in e.metrics} - hidden | trained, key=lambda n: (n != facts.metric, n)
+            {name for e in evaluations for name in e.metrics} - hidden_names | training_names,
+            key=lambda n: (n != facts.metric, n),
         )
-        figures += [figure for figure in (_metric(facts, evaluator, found, name) for name in names) if figure]
-    rate = finite((float(r.step), r.lr) for r in facts.records)
+        figures += [
+            figure for figure in (_metric_figure(facts, evaluator, evaluations, name) for name in names) if figure
+        ]
+    rate = finite_points((float(r.step), r.lr) for r in facts.records)
     if rate:
         figures.append(
             Figure(
@@ -88,7 +94,7 @@ def learning_figures(facts: Facts) -> list[Figure]:
                 line_chart([Line("learning rate", "purple", rate)], Axis("learning rate"), Frame()),
             )
         )
-    norm = finite((float(r.step), r.grad_norm) for r in facts.records)
+    norm = finite_points((float(r.step), r.grad_norm) for r in facts.records)
     if norm:
         lines = _with_mean("norm", "grey", norm)
         figures.append(
@@ -102,25 +108,32 @@ def learning_figures(facts: Facts) -> list[Figure]:
 
 
 def cluster_figures(facts: Facts) -> list[Figure]:
-    """Workers, rows per second and what happened, over one axis of time; none before anything happened."""
+    """Returns the figures of workers, speed and events, over one axis of time; none before the first event."""
     if not facts.events and not facts.records:
         return []
-    struck = [_event_mark(facts, event) for event in facts.events if event.kind in _SHAPES and event.kind != "started"]
+    disturbance_marks = [
+        _event_mark(facts, event) for event in facts.events if event.kind in _SHAPES and event.kind != "started"
+    ]
     figures = []
-    sizes = thinned(sizes_over_time(facts.in_time, facts.clock))
+    sizes = thin_points(sizes_over_time(facts.in_time, facts.clock))
     if sizes:
         y = Axis("workers", whole_ticks, lambda v: f"{v:.0f}")
         figures.append(
             _over_time(
                 facts,
                 "Workers",
-                "that step together; 0 where nobody steps",
+                "that step together; 0 where no worker steps",
                 lambda frame: line_chart(
-                    [Line("workers", "blue", sizes, "steps")], y, frame, height=170, from_zero=True, marks=struck
+                    [Line("workers", "blue", sizes, "steps")],
+                    y,
+                    frame,
+                    height=170,
+                    from_zero=True,
+                    marks=disturbance_marks,
                 ),
             )
         )
-    speed = rates(facts.records, facts.clock)
+    speed = rows_per_second_over_time(facts.records, facts.clock)
     if speed:
         y_speed = Axis("rows per second")
         figures.append(
@@ -140,12 +153,12 @@ def cluster_figures(facts: Facts) -> list[Figure]:
     return figures
 
 
-def _loss(facts: Facts) -> Figure | None:
-    points = finite((float(r.step), r.loss) for r in facts.records)
+def _loss_figure(facts: Facts) -> Figure | None:
+    points = finite_points((float(r.step), r.loss) for r in facts.records)
     if not points:
         return None
-    lines, legend = _both(
-        points, finite((float(e.step), e.metrics["loss"]) for e in facts.evaluations if "loss" in e.metrics)
+    lines, legend = _training_and_evaluation(
+        points, finite_points((float(e.step), e.metrics["loss"]) for e in facts.evaluations if "loss" in e.metrics)
     )
     log = spans_powers([y for line in lines for _, y in line.points])
     left_out = len(facts.records) - len(points)
@@ -155,8 +168,10 @@ def _loss(facts: Facts) -> Figure | None:
     return Figure("Loss", f"{mean}{', logarithmic' if log else ''}", wide, narrow, legend, note)
 
 
-def _both(trained: Sequence[Point], evaluated: Sequence[Point]) -> tuple[list[Line], list[tuple[str, str]]]:
-    """The curves of training and evaluation, and their legend."""
+def _training_and_evaluation(
+    trained: Sequence[Point], evaluated: Sequence[Point]
+) -> tuple[list[Line], list[tuple[str, str]]]:
+    """Returns the curves of training and evaluation, and their legend."""
     lines = _with_mean("training", "blue", trained)
     legend = [("blue", "training")] if len(lines) == 1 else [("blue faint", "training, each step"), ("blue", "mean")]
     if evaluated:
@@ -166,24 +181,24 @@ def _both(trained: Sequence[Point], evaluated: Sequence[Point]) -> tuple[list[Li
 
 
 def _with_mean(name: str, tone: Tone, points: Sequence[Point]) -> list[Line]:
-    """A curve; one of many points stands behind its mean."""
-    means = smoothed(points)
+    """Returns a curve; if it has many points, a faint one and the curve of its means."""
+    means = smooth_points(points)
     return (
         [Line(name, tone, points, "faint"), Line(f"{name}, mean", tone, means)] if means else [Line(name, tone, points)]
     )
 
 
-def _metric(facts: Facts, evaluator: str, found: list[Evaluation], name: str) -> Figure | None:
-    """A metric of an evaluator; the run's own has no name, and stands beside the task's own metric of the training
-    steps.
+def _metric_figure(facts: Facts, evaluator: str, evaluations: list[Evaluation], name: str) -> Figure | None:
+    """Returns the figure of an evaluator's metric. The run's own evaluator has an empty name; its figure also shows the
+    metric of the training steps, if the task has it.
     """
-    points = finite((float(e.step), e.metrics[name]) for e in found if name in e.metrics)
-    if not evaluator and name in _names(facts):
-        return _own(facts, name, points)
+    points = finite_points((float(e.step), e.metrics[name]) for e in evaluations if name in e.metrics)
+    if not evaluator and name in _training_metric_names(facts):
+        return _training_metric_figure(facts, name, points)
     if not points:
         return None
-    marks = [] if evaluator else _best(facts, name)
-    unit = f"on {found[-1].rows:,} held-out rows" + (", best ◆" if marks else "")
+    marks = [] if evaluator else _best_mark(facts, name)
+    unit = f"on {evaluations[-1].rows:,} held-out rows" + (", best ◆" if marks else "")
     return Figure(
         f"Evaluation{evaluator and f' {evaluator}'}: {name.replace('_', ' ')}",
         unit,
@@ -191,23 +206,25 @@ def _metric(facts: Facts, evaluator: str, found: list[Evaluation], name: str) ->
     )
 
 
-def _names(facts: Facts) -> set[str]:
-    """The task's own metrics of the training steps; those of the last ones, since turns have different ones."""
+def _training_metric_names(facts: Facts) -> set[str]:
+    """Returns the names of the task's metrics in the last training steps; steps of different optimizers have different
+    metrics.
+    """
     return {name for record in facts.records[-_LAST:] for name in record.metrics}
 
 
-def _own(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure:
-    """A metric of the task's own, of every training step, with that of the evaluations if they have it."""
-    lines, legend = _both(
-        finite((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics), evaluated
+def _training_metric_figure(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure:
+    """Returns the figure of a task's metric in each training step, with that of the evaluations if they have it."""
+    lines, legend = _training_and_evaluation(
+        finite_points((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics), evaluated
     )
-    marks = _best(facts, name)
+    marks = _best_mark(facts, name)
     chart = line_chart(lines, Axis(name), Frame(), marks=marks)
     return Figure(name.replace("_", " ").capitalize(), "mean" + (", best ◆" if marks else ""), chart, legend=legend)
 
 
-def _best(facts: Facts, name: str) -> list[Mark]:
-    """The mark of the best evaluation, if it is the best by this metric."""
+def _best_mark(facts: Facts, name: str) -> list[Mark]:
+    """Returns the mark of the best evaluation if this metric decides; otherwise nothing."""
     best = facts.best if name == facts.metric else None
     return (
         [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")]
@@ -223,7 +240,7 @@ def _over_time(facts: Facts, title: str, unit: str, draw: Callable[[Frame], Mark
 
 
 def _lanes(facts: Facts) -> list[Lane]:
-    """A lane for every kind of thing that happened."""
+    """Returns a lane for each kind of event that happened."""
     kinds = {
         "starts": ("started",),
         "failures": ("failed", "storage_failed"),
@@ -231,51 +248,58 @@ def _lanes(facts: Facts) -> list[Lane]:
         "resizes": ("resized", "replaced"),
     }
     lanes = [
-        Lane(name, [_event_mark(facts, e) for e in facts.events if e.kind in some]) for name, some in kinds.items()
+        Lane(name, [_event_mark(facts, e) for e in facts.events if e.kind in event_kinds])
+        for name, event_kinds in kinds.items()
     ]
     lanes.append(
         Lane(
             "checkpoints",
-            [_saved(facts, e) for e in facts.events if e.kind in ("checkpointed", "write_failed", "fallback")],
+            [
+                _checkpoint_mark(facts, e)
+                for e in facts.events
+                if e.kind in ("checkpointed", "write_failed", "fallback")
+            ],
         )
     )
-    lanes.append(Lane("evaluations", [_evaluated(facts, e) for e in facts.evaluations]))
+    lanes.append(Lane("evaluations", [_evaluation_mark(facts, e) for e in facts.evaluations]))
     return [lane for lane in lanes if lane.marks]
 
 
 def _event_mark(facts: Facts, event: Event) -> Mark:
     tone, shape = _SHAPES[event.kind]
     at = facts.clock.at(event.time_s)
-    return Mark(at, tone, f"{seconds(at)}: {_in_a_line(event)}", shape)  # type: ignore[arg-type]
+    return Mark(at, tone, f"{seconds(at)}: {_first_line(event)}", shape)  # type: ignore[arg-type]
 
 
-def _saved(facts: Facts, event: Event) -> Mark:
+def _checkpoint_mark(facts: Facts, event: Event) -> Mark:
     at = facts.clock.at(event.time_s)
     if event.kind != "checkpointed":
-        return Mark(at, "red", f"{seconds(at)}: {_in_a_line(event)}", "cross")
-    took = float(event.details.get("duration_s") or 0.0)
+        return Mark(at, "red", f"{seconds(at)}: {_first_line(event)}", "cross")
+    duration_s = float(event.details.get("duration_s") or 0.0)
     is_extra = event.details.get("why") == "extra"
-    return Mark(at - took, "blue", f"{seconds(at)}: {_in_a_line(event)}", "hollow" if is_extra else "bar", at)
+    return Mark(at - duration_s, "blue", f"{seconds(at)}: {_first_line(event)}", "hollow" if is_extra else "bar", at)
 
 
-def _evaluated(facts: Facts, found: Evaluation) -> Mark:
-    at = facts.clock.at(found.time_s)
-    value = found.metrics.get(facts.metric)
-    said = f"{facts.metric} {number(value)}, " if value is not None else ""
-    behind = f", {found.behind} checkpoints behind" if found.behind else ""
-    text = f"{seconds(at)}: step {found.step:,} evaluated, {said}took {seconds(found.duration_s)}{behind}"
-    return Mark(at - found.duration_s, "orange", text, "bar", at)
+def _evaluation_mark(facts: Facts, evaluation: Evaluation) -> Mark:
+    at = facts.clock.at(evaluation.time_s)
+    value = evaluation.metrics.get(facts.metric)
+    value_text = f"{facts.metric} {number(value)}, " if value is not None else ""
+    backlog = f", {evaluation.behind} checkpoints behind" if evaluation.behind else ""
+    text = (
+        f"{seconds(at)}: step {evaluation.step:,} evaluated, {value_text}took {seconds(evaluation.duration_s)}{backlog}"
+    )
+    return Mark(at - evaluation.duration_s, "orange", text, "bar", at)
 
 
-def described(event: Event) -> str:
-    """An event in words."""
+def describe_event(event: Event) -> str:
+    """Returns an event as a text."""
     details = event.details
     step = f" at step {details['step']:,}" if isinstance(details.get("step"), int) else ""
     texts = {
         "started": f"start {event.fence} of the driver, up to {details.get('max_workers')} workers",
         "resumed": f"went on{step}, from a {details.get('source')}",
         "formed": f"{details.get('workers')} workers step together from step {details.get('step')}",
-        "states_differed": f"after a failure the states of ranks {details.get('ranks')} were not those of the others;"
+        "params_diverged": f"after a failure the states of ranks {details.get('ranks')} were not those of the others;"
         f" went on{step}",
         "workers": f"{details.get('workers')} workers start",
         "failed": f"failure {details.get('number')}{step}, {details.get('left')} workers left:"
@@ -286,7 +310,7 @@ def described(event: Event) -> str:
         "resized": f"resized from {details.get('before')} to {details.get('after')} workers{step}:"
         f" {details.get('reason')}",
         "replaced": f"lost workers replaced, {details.get('before')} to {details.get('after')}{step}",
-        "spares": f"{details.get('ready')} spare workers are ready",
+        "standbys": f"{details.get('ready')} standby workers are ready",
         "start_failed": f"{details.get('workers')} more workers could not start: {details.get('reason')}",
         "checkpointed": f"checkpoint{step} ({details.get('why')}), took"
         f" {seconds(float(details.get('duration_s') or 0.0))}",
@@ -297,36 +321,36 @@ def described(event: Event) -> str:
         "environment_changed": f"another environment{step}: before {details.get('before')}, now {details.get('now')}",
         "data_changed": f"went on with changed data: {', '.join(map(str, details.get('changed') or []))}",
         "code_changed": f"went on with other code: {', '.join(map(str, details.get('changed') or []))}",
-        "slowed": f"{_slow(details)}{step}",
-        "kept_up": f"rank {details.get('rank')}{_at_host(details)} keeps up again{step}",
-        "stalled": f"{_slow(details)} in one step{step}",
+        "slowed": f"{_describe_straggler(details)}{step}",
+        "straggler_recovered": f"rank {details.get('rank')}{_at_host(details)} keeps up again{step}",
+        "stalled": f"{_describe_straggler(details)} in one step{step}",
         "balanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
-        "spent": f"until{step.removeprefix(' at')} the workers' time was: {_spent(details)}",
+        "time_breakdown": f"until{step.removeprefix(' at')} the workers' time was: {_describe_time(details)}",
         "retired": f"rank {details.get('rank')}{_at_host(details)} had to leave{step}: {details.get('reason')}",
-        "lied": f"rank {details.get('rank')}{_at_host(details)} computed logical worker"
+        "sdc_detected": f"rank {details.get('rank')}{_at_host(details)} computed logical worker"
         f" {details.get('logical_worker')}{step} wrongly, and"
         f" ended; it was last known to be right at step {details.get('clean')}",
         "suspected": f"checkpoints {details.get('steps')} are marked: {details.get('reason')}",
-        "stacks": f"worker {details.get('rank')} held the others up{step}, while {details.get('doing')}",
+        "stacks": f"worker {details.get('rank')} stalled the group{step}, while {details.get('doing')}",
         "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",
-        "left": f"rank 0 left{step}",
+        "worker_exit": f"rank 0 left{step}",
         "profiled": f"steps {details.get('first')} to {details.get('step')} traced: {details.get('file')}",
     }
     reason = f": {details['reason']}" if details.get("reason") else ""
     return texts.get(event.kind, f"{event.kind.replace('_', ' ')}{step}{reason}")
 
 
-def _spent(details: dict[str, Any]) -> str:
+def _describe_time(details: dict[str, Any]) -> str:
     workers = details.get("workers")
-    busiest = workers[:_MOST_TOLD] if isinstance(workers, list) else []
+    busiest = workers[:_MAX_WORKERS] if isinstance(workers, list) else []
     return "; ".join(
-        f"rank {each.get('rank')} {each.get('compute', 0):.0%} computing, {each.get('data', 0):.0%} waiting for data,"
-        f" {each.get('other', 0):.0%} otherwise, {each.get('waits', 0):.0%} waiting for the others"
-        for each in busiest
+        f"rank {worker.get('rank')} {worker.get('compute', 0):.0%} computing, {worker.get('data', 0):.0%} waiting for"
+        f" data, {worker.get('other', 0):.0%} otherwise, {worker.get('waits', 0):.0%} waiting for the others"
+        for worker in busiest
     )
 
 
-def _slow(details: dict[str, Any]) -> str:
+def _describe_straggler(details: dict[str, Any]) -> str:
     doing = {"compute": "computed", "data": "waited for data"}.get(str(details.get("cause")), "was busy otherwise")
     return (
         f"rank {details.get('rank')}{_at_host(details)} {doing} {float(details.get('times') or 0.0):.1f} times as long"
@@ -335,15 +359,15 @@ def _slow(details: dict[str, Any]) -> str:
 
 
 def _at_host(details: dict[str, Any]) -> str:
-    place = ", ".join(str(details[name]) for name in ("name", "host", "device") if details.get(name))
-    return f" ({place})" if place else ""
+    description = ", ".join(str(details[name]) for name in ("name", "host", "device") if details.get(name))
+    return f" ({description})" if description else ""
 
 
-def _in_a_line(event: Event) -> str:
-    return described(event).partition("\n")[0]
+def _first_line(event: Event) -> str:
+    return describe_event(event).partition("\n")[0]
 
 
 def _reasons(errors: object) -> str:
-    """What the workers failed with, each thing once: what a task raised is the same if its first line is."""
-    told = errors.values() if isinstance(errors, dict) else [errors]
-    return "; ".join({str(error).partition("\n")[0]: str(error) for error in told}.values())
+    """Returns the errors of the workers as one text; of several errors with the same first line, one."""
+    messages = errors.values() if isinstance(errors, dict) else [errors]
+    return "; ".join({str(error).partition("\n")[0]: str(error) for error in messages}.values())

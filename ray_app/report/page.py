@@ -1,4 +1,4 @@
-"""The page: sections from facts, drawn with a template that escapes whatever comes from the run."""
+"""The page of a report: `render` fills a template, which escapes all values from the run; `write_report` stores it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ray_app.report.charts import number, seconds
-from ray_app.report.facts import Facts, changed_fields, read_facts, shares
+from ray_app.report.facts import Facts, changed_fields, logical_worker_shares, read_facts
 from ray_app.report.figures import cluster_figures, learning_figures
 from ray_app.report.tables import budgets, by_class, comparison, counters, happenings, time_parts
 from ray_app.runlog.paths import RunPaths
@@ -30,17 +30,17 @@ TONES = {
 
 
 def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
-    """Makes `report.html` in the run's directory, and writes nothing else there.
+    """Writes `report.html` in the run's directory, and no other file.
 
     Args:
-        paths: The run; it may still be running, or have failed.
-        facts: What was read of it already.
+        paths: The directory of the run; the run may still train, or have failed.
+        facts: The facts of the run, if they were read already.
 
     Returns:
-        Where the page is.
+        The file of the page.
 
     Raises:
-        ConfigError: It is no run.
+        ConfigError: The directory is not a run directory.
         OSError: The storage does not answer.
     """
     put_atomic(paths.report, render(facts or read_facts(paths)).encode())
@@ -49,13 +49,13 @@ def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
 
 @dataclass(frozen=True)
 class Live:
-    """What makes the page one that follows its run.
+    """The additional values of a page that updates itself while its run trains.
 
     Args:
-        script: Address of the script that does.
-        number: Which of the runs it shows.
-        runs: Name and status of each run that there is a page of.
-        error: Why the run could not be read last; None if it could.
+        script: Address of the script that updates the page.
+        number: Number of the run of this page.
+        runs: Name and status of each run with a page.
+        error: The error of the newest read of the run; None if it succeeded.
     """
 
     script: str
@@ -65,8 +65,8 @@ class Live:
 
 
 def render(facts: Facts, live: Live | None = None) -> str:
-    """The page, with everything that it needs inside and without secrets: it fetches nothing and runs no script, unless
-    it is `live`.
+    """Returns the page as HTML without secrets. It is self-contained: it loads no other files and runs no script,
+    unless it is `live`.
     """
     return redact(
         environment()
@@ -79,7 +79,7 @@ def render(facts: Facts, live: Live | None = None) -> str:
             learning=learning_figures(facts),
             cluster=cluster_figures(facts),
             happenings=happenings(facts),
-            shares=shares(facts.course.rows),
+            shares=logical_worker_shares(facts.course.rows),
             by_class=by_class(facts),
             profiles=_profiles(facts),
             budgets=budgets(facts),
@@ -93,28 +93,28 @@ def render(facts: Facts, live: Live | None = None) -> str:
 
 
 def _profiles(facts: Facts) -> list[str]:
-    """Files of traced steps, below the run's directory, where the page is."""
+    """Returns the files of traced steps, relative to the run's directory."""
     files = [str(event.details.get("file")) for event in facts.events if event.kind == "profiled"]
     return [file for file in files if _PROFILE.fullmatch(file)]
 
 
 def utc(time_s: float) -> str:
-    """A time for people: `2026-11-21 17:48:13 UTC`."""
+    """Returns a time as a text: `2026-11-21 17:48:13 UTC`."""
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 @cache
 def environment() -> Environment:
-    """Where the templates are."""
-    made = Environment(
+    """Returns the Jinja environment of the templates."""
+    templates = Environment(
         loader=PackageLoader("ray_app.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"seconds": seconds, "number": number, "utc": utc, "shared": lambda part: f"{part:.1%}"}
-    return made
+    templates.filters |= {"seconds": seconds, "number": number, "utc": utc, "shared": lambda part: f"{part:.1%}"}
+    return templates
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ class Card:
     """A key figure.
 
     Args:
-        name: What it is.
-        value: In large letters.
-        note: Below it.
-        whole: What a pointer on it shows.
+        name: Name of the figure.
+        value: The value, in large letters.
+        note: A remark below the value.
+        whole: The full value, shown under the pointer.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Card:
 
 
 def cards_of(facts: Facts) -> list[Card]:
-    """The key figures: a name, a value, a note below it, and what a pointer on it shows."""
+    """Returns the key figures of a run."""
     best, last, part = facts.best, facts.records[-1] if facts.records else None, facts.goodput
     cards: list[Card] = []
     if best is not None:

@@ -1,7 +1,7 @@
-"""The tables of a report: budgets, counters, where the time went, what happened, and the comparison with an earlier
-run.
+"""The tables of a report: budgets, counters, the parts of the time, events, the comparison with an earlier run, and the
+results of an evaluation by class (confusion matrix, metrics per class, examples).
 
-What an evaluation found about the classes: confusion matrix, figures per class, examples. Nothing of it is trusted.
+The contents of evaluations are validated, because user code writes them.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ray_app.report.charts import seconds, starts_of
-from ray_app.report.facts import Facts, slow_now
-from ray_app.report.figures import described
+from ray_app.report.charts import seconds, start_events
+from ray_app.report.facts import Facts, current_stragglers
+from ray_app.report.figures import describe_event
 from ray_app.runlog.evaluations import Evaluation
 from ray_app.runlog.history import count, counted_word, recoveries, restarts
 
-_ORDINARY = ("checkpointed", "evaluated", "left", "workers")
-_MOST_HAPPENINGS, _MOST_CHARS = 300, 8000
+_ORDINARY = ("checkpointed", "evaluated", "worker_exit", "workers")
+_MAX_HAPPENINGS, _MAX_CHARS = 300, 8000
 
 
 @dataclass(frozen=True)
 class BudgetLine:
-    """What may go wrong, and what did.
+    """A budget of disturbances, and its use.
 
     Args:
-        name: What.
-        used: In the newest start.
-        allowed: Per start; None: any number.
-        ever: In all starts.
+        name: Name of the disturbances.
+        used: Disturbances in the newest start.
+        allowed: Budget of a start; None: any number.
+        ever: Disturbances in all starts.
     """
 
     name: str
@@ -40,35 +40,43 @@ class BudgetLine:
 
     @property
     def part(self) -> float:
-        """Of the budget, at most 1."""
+        """The used part of the budget, at most 1."""
         return min(1.0, self.used / self.allowed) if self.allowed else float(self.allowed == 0 and self.used > 0)
 
 
 def budgets(facts: Facts) -> list[BudgetLine]:
-    """The ledger: failures and preemptions against what is allowed in one start."""
-    limits, starts = facts.config.failure, starts_of(facts.events)
-    this = [event for event in facts.events if starts and event.fence == starts[-1].fence]
-    made = []
-    for name, kind, most in (
+    """Returns the budgets of failures and preemptions, with their use in the newest start."""
+    limits, starts = facts.config.failure, start_events(facts.events)
+    newest_events = [event for event in facts.events if starts and event.fence == starts[-1].fence]
+    lines = []
+    for name, kind, limit in (
         ("failures", "failed", limits.max_failures),
         ("preemptions", "preempted", limits.max_preemptions),
     ):
-        made.append(BudgetLine(name, count(this, kind), most if most >= 0 else None, count(facts.events, kind)))
-    return made
+        lines.append(
+            BudgetLine(name, count(newest_events, kind), limit if limit >= 0 else None, count(facts.events, kind))
+        )
+    return lines
 
 
 def counters(facts: Facts) -> list[tuple[str, str, str]]:
-    """What has no budget, over all starts: name, number and a note."""
-    events, happened = facts.events, restarts(facts.events)
-    waits = recoveries(events, facts.in_time)
-    back = ", ".join(seconds(wait) for wait in waits[:12]) + (f" and {len(waits) - 12} more" if len(waits) > 12 else "")
+    """Returns the counters without a budget, over all starts: name, number and a note."""
+    events, restart_counts = facts.events, restarts(facts.events)
+    recovery_times_s = recoveries(events, facts.in_time)
+    recovery_text = ", ".join(seconds(wait) for wait in recovery_times_s[:12]) + (
+        f" and {len(recovery_times_s) - 12} more" if len(recovery_times_s) > 12 else ""
+    )
     return [
         ("steps done again", f"{len(facts.repeated):,}", "finished before, and lost with the workers"),
-        ("recoveries", f"{len(waits):,}", f"seconds from a loss to the next finished step: {back}" if waits else ""),
+        (
+            "recoveries",
+            f"{len(recovery_times_s):,}",
+            f"seconds from a loss to the next finished step: {recovery_text}" if recovery_times_s else "",
+        ),
         ("resizes", f"{count(events, 'resized'):,}", ""),
         ("workers replaced", f"{count(events, 'replaced'):,}", "after failures"),
-        ("failures of the storage", f"{happened['storage']:,}", "charged to no budget"),
-        ("driver restarts", f"{happened['driver']:,}", ""),
+        ("failures of the storage", f"{restart_counts['storage']:,}", "charged to no budget"),
+        ("driver restarts", f"{restart_counts['driver']:,}", ""),
         ("checkpoints", f"{count(events, 'checkpointed'):,}", "committed"),
         (
             "checkpoint writes",
@@ -82,20 +90,28 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def health(facts: Facts) -> list[tuple[str, str, str]]:
-    """What is known of workers that are slow or compute wrongly: name, number and a note; nothing where there is
-    nothing to tell.
+    """Returns rows about stragglers and silent data corruption: name, number and a note; empty if there is neither a
+    straggler nor an SDC check.
     """
-    found, slow = list[tuple[str, str, str]](), slow_now(facts.events)
-    if slow:
-        found.append(("slow workers now", f"{len(slow)}", "; ".join(described(event) for event in slow.values())))
+    rows, stragglers = list[tuple[str, str, str]](), current_stragglers(facts.events)
+    if stragglers:
+        rows.append(
+            (
+                "slow workers now",
+                f"{len(stragglers)}",
+                "; ".join(describe_event(event) for event in stragglers.values()),
+            )
+        )
     if facts.course.replayed:
-        wrong = counted_word(count(facts.events, "lied"), "worker")
-        found.append(("shares computed twice", f"{facts.course.replayed:,}", f"{wrong} found to compute wrongly"))
-    return found
+        corrupt_workers = counted_word(count(facts.events, "sdc_detected"), "worker")
+        rows.append(
+            ("shares computed twice", f"{facts.course.replayed:,}", f"{corrupt_workers} found to compute wrongly")
+        )
+    return rows
 
 
 def time_parts(facts: Facts) -> list[tuple[str, str, float]]:
-    """Where the time since the first step went: tone, name, part of it; the parts add up to 1. Empty without a
+    """Returns the parts of the time since the first step: tone, name and part; the parts add up to 1. Empty without a
     goodput.
     """
     part, records = facts.goodput, facts.in_time
@@ -103,29 +119,31 @@ def time_parts(facts: Facts) -> list[tuple[str, str, float]]:
         return []
     wall_s = records[-1].time_s - facts.records[0].time_s
     redone = sum(record.step_ms for record in facts.repeated) / 1e3 / wall_s
-    still = sum(max(0.0, b.time_s - a.time_s - b.step_ms / 1e3) for a, b in pairwise(records)) / wall_s
+    idle = sum(max(0.0, b.time_s - a.time_s - b.step_ms / 1e3) for a, b in pairwise(records)) / wall_s
     redone = min(redone, 1 - part)
-    still = min(still, 1 - part - redone)
-    slower = 1 - part - redone - still
+    idle = min(idle, 1 - part - redone)
+    slower = 1 - part - redone - idle
     return [
         ("green", "steps that counted, at the undisturbed speed", part),
         ("orange", "steps on fewer workers, or slower ones", slower),
-        ("purple", "nobody stepped: recovery, new starts", still),
+        ("purple", "no worker stepped: recovery, new starts", idle),
         ("red", "steps done again", redone),
     ]
 
 
 def happenings(facts: Facts) -> list[tuple[str, str, str]]:
-    """Everything that is not ordinary: the run's time, the kind, and words. At most the newest 300."""
-    told = [event for event in facts.events if event.kind not in _ORDINARY]
+    """Returns the events except ordinary ones, at most the newest 300: the run's time, the kind and the text."""
+    events = [event for event in facts.events if event.kind not in _ORDINARY]
     return [
-        (seconds(facts.clock.at(event.time_s)), event.kind.replace("_", " "), described(event)[:_MOST_CHARS])
-        for event in told[-_MOST_HAPPENINGS:]
+        (seconds(facts.clock.at(event.time_s)), event.kind.replace("_", " "), describe_event(event)[:_MAX_CHARS])
+        for event in events[-_MAX_HAPPENINGS:]
     ]
 
 
 def comparison(facts: Facts) -> list[tuple[str, str, str]]:
-    """This run and the best earlier one: what, here, there. Empty if there is none."""
+    """Returns the comparison with the best earlier run: name, value of this run, value of the earlier one. Empty
+    without an earlier run.
+    """
     earlier = facts.earlier
     if earlier is None:
         return []
@@ -161,16 +179,16 @@ def _percent(value: Any) -> str:
 
 
 def sizes_text(sizes: Any) -> str:
-    """`2 → 1 → 2`, shortened in the middle."""
+    """Returns world sizes as a text such as `2 → 1 → 2`, shortened in the middle."""
     try:
-        shown = [str(int(workers)) for _, workers in sizes]
+        texts = [str(int(workers)) for _, workers in sizes]
     except (TypeError, ValueError):
         return "-"
-    return " → ".join(shown if len(shown) <= 12 else [*shown[:6], "…", *shown[-5:]]) or "-"
+    return " → ".join(texts if len(texts) <= 12 else [*texts[:6], "…", *texts[-5:]]) or "-"
 
 
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
-_MOST_CLASSES, _MOST_PAIRS, _MOST_EXAMPLES = 30, 25, 24
+_MAX_CLASSES, _MAX_PAIRS, _MAX_EXAMPLES = 30, 25, 24
 
 
 @dataclass(frozen=True)
@@ -178,10 +196,10 @@ class Cell:
     """One field of the confusion matrix.
 
     Args:
-        count: Rows.
-        part: Of the rows of the true class.
+        count: Number of rows.
+        part: These rows, as a share of the rows of the true class.
         is_right: Whether truth and prediction are the same.
-        title: The same in words.
+        title: Description of the field.
     """
 
     count: int
@@ -192,18 +210,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class ByClass:
-    """What is shown of one evaluation.
+    """The results of one evaluation by class.
 
     Args:
-        step: Its step.
-        is_best: Whether it is the best of the run.
-        classes: Names.
-        matrix: Rows of cells by true class; empty if there are too many classes or there is none.
-        pairs: Instead: true class, predicted class and rows of the most frequent confusions.
-        columns: Names of the figures per class.
-        per_class: Name of the class and its figures.
-        left_out: Classes that `per_class` leaves out, the better ones.
-        examples: Rows that were predicted wrong.
+        step: Step of the evaluation.
+        is_best: Whether it is the best evaluation of the run.
+        classes: Names of the classes.
+        matrix: Rows of cells by true class; empty with too many classes or without a confusion matrix.
+        pairs: With too many classes: true class, predicted class and rows of the most frequent confusions.
+        columns: Names of the metrics per class.
+        per_class: Name and metrics of each class.
+        left_out: Number of classes that `per_class` does not contain, which have the better metrics.
+        examples: Rows with wrong predictions.
     """
 
     step: int
@@ -218,72 +236,74 @@ class ByClass:
 
 
 def by_class(facts: Facts) -> ByClass | None:
-    """What to show of the best evaluation, or of the last one that has tables or examples; None if none has."""
+    """Returns the results of the best evaluation by class, or of the last evaluation that has tables or examples; None
+    if none has them.
+    """
     best = facts.best
     candidates = [*([best] if best else []), *reversed(facts.evaluations)]
-    chosen = next((e for e in candidates if e.tables or e.examples), None)
-    if chosen is None:
+    evaluation = next((e for e in candidates if e.tables or e.examples), None)
+    if evaluation is None:
         return None
-    made = _counts(chosen.tables.get("confusion_matrix"))
-    matrix = made if len(made) > 1 and len(made) == len(made[0]) else []
-    classes = [str(name) for name in chosen.classes]
+    matrix_counts = _counts(evaluation.tables.get("confusion_matrix"))
+    matrix = matrix_counts if len(matrix_counts) > 1 and len(matrix_counts) == len(matrix_counts[0]) else []
+    classes = [str(name) for name in evaluation.classes]
     classes += [str(i) for i in range(len(classes), len(matrix))]
-    is_small = len(matrix) <= _MOST_CLASSES
-    columns, rows = _per_class(chosen, classes)
+    is_small = len(matrix) <= _MAX_CLASSES
+    columns, rows = _per_class(evaluation, classes)
     return ByClass(
-        chosen.step,
-        chosen is best,
+        evaluation.step,
+        evaluation is best,
         classes,
         _cells(matrix, classes) if is_small else [],
         [] if is_small else _confused(matrix, classes),
         columns,
-        rows[:_MOST_CLASSES],
-        max(0, len(rows) - _MOST_CLASSES),
-        [_example(example) for example in chosen.examples[:_MOST_EXAMPLES]],
+        rows[:_MAX_CLASSES],
+        max(0, len(rows) - _MAX_CLASSES),
+        [_example(example) for example in evaluation.examples[:_MAX_EXAMPLES]],
     )
 
 
 def _counts(table: Any) -> list[list[int]]:
-    """A matrix of counts, or nothing if it is none."""
+    """Returns a table as a square matrix of counts; empty if it is not one."""
     try:
-        made = [[int(value) for value in row] for row in table or []]
+        counts = [[int(value) for value in row] for row in table or []]
     except (TypeError, ValueError, OverflowError):
         return []
-    return made if all(len(row) == len(made) for row in made) else []
+    return counts if all(len(row) == len(counts) for row in counts) else []
 
 
 def _cells(matrix: list[list[int]], classes: list[str]) -> list[list[Cell]]:
-    made = []
+    cell_rows = []
     for truth, row in enumerate(matrix):
         rows = max(1, sum(row))
         titles = [f"{classes[truth]} predicted as {classes[p]}: {n:,} of {sum(row):,} rows" for p, n in enumerate(row)]
-        made.append([Cell(n, n / rows, p == truth, titles[p]) for p, n in enumerate(row)])
-    return made
+        cell_rows.append([Cell(n, n / rows, p == truth, titles[p]) for p, n in enumerate(row)])
+    return cell_rows
 
 
 def _confused(matrix: list[list[int]], classes: list[str]) -> list[tuple[str, str, int]]:
-    """The most frequent confusions."""
-    wrong = ((n, truth, p) for truth, row in enumerate(matrix) for p, n in enumerate(row) if n and truth != p)
-    return [(classes[truth], classes[p], n) for n, truth, p in sorted(wrong, reverse=True)[:_MOST_PAIRS]]
+    """Returns the most frequent confusions: true class, predicted class, rows."""
+    confusions = ((n, truth, p) for truth, row in enumerate(matrix) for p, n in enumerate(row) if n and truth != p)
+    return [(classes[truth], classes[p], n) for n, truth, p in sorted(confusions, reverse=True)[:_MAX_PAIRS]]
 
 
-def _per_class(found: Evaluation, classes: list[str]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
-    """Figures per class; if there are many classes, those with the lowest F1 first, without it those with the lowest
-    last figure.
+def _per_class(evaluation: Evaluation, classes: list[str]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
+    """Returns the names of the metrics per class, and the classes with their metrics. If there are many classes, those
+    with the lowest F1 come first, or with the lowest last metric if there is no F1.
     """
-    tables = {name: _numbers(table) for name, table in found.tables.items()}
+    tables = {name: _numbers(table) for name, table in evaluation.tables.items()}
     usable = {name: values for name, values in tables.items() if values and len(values) == len(classes)}
     rows: list[tuple[str, list[float | None]]] = [
         (name, [v[i] for v in usable.values()]) for i, name in enumerate(classes)
     ]
-    if len(rows) > _MOST_CLASSES and usable:
-        worth = [math.inf if value is None else value for value in usable.get("f1", list(usable.values())[-1])]
-        rows = [rows[i] for i in sorted(range(len(rows)), key=worth.__getitem__)]
+    if len(rows) > _MAX_CLASSES and usable:
+        sort_values = [math.inf if value is None else value for value in usable.get("f1", list(usable.values())[-1])]
+        rows = [rows[i] for i in sorted(range(len(rows)), key=sort_values.__getitem__)]
     return list(usable), rows if usable else []
 
 
 def _numbers(table: Any) -> list[float | None]:
-    """A list of numbers, NaN as None, or nothing if it is none."""
+    """Returns a table as a list of numbers, with None for NaN; empty if it is not one."""
     try:
         return [float(value) if value is not None and math.isfinite(float(value)) else None for value in table]
     except (TypeError, ValueError):

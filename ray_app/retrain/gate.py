@@ -1,21 +1,17 @@
-"""Is the challenger better than the champion? Pure functions of what the blocks of the evaluation rows gave for the
-two.
+"""The gate: decides whether the challenger is better than the champion, on rows that no checkpoint was chosen by.
 
-The interval of the gain is that of the paired bootstrap: blocks of consecutive rows are drawn with replacement, the
-same for both models, and the metric of both is computed for each draw (Efron and Tibshirani, "An Introduction to the
-Bootstrap", 1993, percentile interval; Künsch 1989 for blocks). Rows of a block may depend on each other, blocks may
-not. The draws are keyed, so the same rows and models give the same interval. The rule is that of a one-sided test at (1
-- confidence) / 2: superiority if `min_gain` is at least 0, non-inferiority by that margin below it.
+It has three parts:
 
-Scoring packaged models on the same rows, by one Ray task with the evaluator's resources.
-
-A model is scored as it is served: from the files of its version in the registry, so the directory of the run that made
-it is not needed.
-
-Rows that are chosen by a hash of their file's content and their place in it: a sample of old ones, and those of the
-gate.
-
-The same files give the same rows, whatever the files are called.
+- The comparison, pure functions of the metric states of blocks of rows. The interval of the gain is that of the paired
+  bootstrap: blocks of consecutive rows are drawn with replacement, the same for both models, and the metric of both is
+  computed for each draw (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, percentile interval; Künsch
+  1989 for blocks). Rows of a block may depend on each other, blocks may not. The draws are keyed, so the same rows and
+  models give the same interval. The rule is a one-sided test at (1 - confidence) / 2: superiority if `min_gain` is at
+  least 0, non-inferiority by that margin if it is below 0.
+- The scoring of packaged models on the same rows, in one Ray task with the evaluator's resources. A model is scored as
+  it is served, from the files of its version in the registry; the directory of its run is not needed.
+- The selection of rows by a hash of their file's content and their position in it: the rows of the gate, and a sample
+  of old rows for training. The same files give the same rows under any name.
 """
 
 from __future__ import annotations
@@ -40,14 +36,14 @@ from torch import Tensor, nn
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.arrays import Columns
 from ray_app.data.dataset import Dataset
-from ray_app.data.memory_cache import fetch_at_once
+from ray_app.data.memory_cache import fetch_auto
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.process_deaths import Attempts
-from ray_app.data.reader import RowSource, specs_of
+from ray_app.data.process_deaths import RetriedTask
+from ray_app.data.reader import RowSource, plan_reads
 from ray_app.errors import ConfigError
 from ray_app.ingest.shards import Shards
 from ray_app.models import loader
-from ray_app.models.export import module_on
+from ray_app.models.export import exported_module
 from ray_app.plan.hashing import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
@@ -55,14 +51,14 @@ from ray_app.retrain.options import RetrainSection
 from ray_app.storage.files import remove_tree, to_json
 from ray_app.task import device as environment
 from ray_app.task.base import Batch, Task
-from ray_app.task.metrics import Chunk, combine, resampled, score
+from ray_app.task.metrics import Chunk, combine, resample, score
 from ray_app.task.ragged import Arrays
 
 if TYPE_CHECKING:
     pass
 
-GUARD = "recall"
-"""The metric of one number per class that is watched, where the task has it."""
+GUARD_METRIC = "recall"
+"""The metric with a value per class that must not fall; only tasks with this metric are checked."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +67,9 @@ class ClassRecall:
 
     Args:
         rows: Evaluation rows of the class.
-        champion: Its recall.
-        challenger: Its recall.
-        least_drop: Lower bound of the interval of the fall, which holds for all classes together.
+        champion: Recall of the champion.
+        challenger: Recall of the challenger.
+        least_drop: Lower bound of the interval of the fall; the confidence holds for all classes together.
     """
 
     rows: int
@@ -84,18 +80,18 @@ class ClassRecall:
 
 @dataclass(frozen=True)
 class GateFigures:
-    """What was found about a challenger.
+    """The comparison of a challenger with the champion.
 
     Args:
         metric: The metric that decides.
-        mode: Whether more (`max`) or less (`min`) of it is better.
-        rows: Rows that both were scored on.
-        challenger: Its value.
-        champion: The champion's; None: there is no champion.
+        mode: Whether a higher (`max`) or a lower (`min`) value is better.
+        rows: Rows on which both models were scored.
+        challenger: The challenger's value.
+        champion: The champion's value; None without a champion.
         gain: How much better the challenger is, in the metric's unit; below 0: worse.
         low: Lower bound of the interval of the gain.
-        high: Its upper bound.
-        recalls: Of every class with enough rows, by its name.
+        high: Upper bound of the interval of the gain.
+        recalls: Recalls of each class with enough rows, by its name.
     """
 
     metric: str
@@ -111,28 +107,27 @@ class GateFigures:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the gate says.
+    """The decision of the gate.
 
     Args:
         promote: Whether the challenger becomes the champion.
-        reason: Why, with the figures.
+        reason: The reason, with the numbers.
     """
 
     promote: bool
     reason: str
 
 
-def draws(seed: int, resamples: int, blocks: int) -> npt.NDArray[np.int64]:
-    """How often each block occurs in each bootstrap resample, shape (resamples, blocks); a function of the arguments
-    only.
+def bootstrap_counts(seed: int, resamples: int, blocks: int) -> npt.NDArray[np.int64]:
+    """Returns how often each block occurs in each bootstrap resample, shape (resamples, blocks); a pure function of the
+    arguments.
     """
-    chosen = hash_array(key(seed, 0x67617465), np.arange(resamples * blocks).reshape(resamples, blocks)) % np.uint64(
-        blocks
-    )
-    return np.stack([np.bincount(row, minlength=blocks) for row in chosen.astype(np.int64)])
+    hashes = hash_array(key(seed, 0x67617465), np.arange(resamples * blocks).reshape(resamples, blocks))
+    drawn_blocks = hashes % np.uint64(blocks)
+    return np.stack([np.bincount(row, minlength=blocks) for row in drawn_blocks.astype(np.int64)])
 
 
-def figures(
+def compare_models(
     task: Task,
     metric: str,
     mode: str,
@@ -144,64 +139,67 @@ def figures(
     """Compares two models on the same rows.
 
     Args:
-        task: The prepared task; its metrics are those of the chunks.
+        task: The prepared task; the chunks contain its metrics.
         metric: The metric that decides.
-        mode: Whether more (`max`) or less (`min`) of it is better.
-        challenger: What each block of the rows gave for it.
-        champion: The same for the champion; None: there is none.
-        seed: Chooses the draws.
-        section: Resamples, confidence and the fewest rows of a class.
+        mode: Whether a higher (`max`) or a lower (`min`) value is better.
+        challenger: The challenger's metric states, one chunk for each block of rows.
+        champion: The champion's metric states on the same blocks; None without a champion.
+        seed: Seed of the bootstrap draws.
+        section: Has the resamples, the confidence and the minimum rows of a class.
     """
     scores, rows = combine(task, challenger), sum(chunk.rows for chunk in challenger)
     if champion is None:
         return GateFigures(metric, mode, rows, scores.values[metric])
-    before = combine(task, champion)
+    champion_scores = combine(task, champion)
     sign = 1 if mode == "max" else -1
-    counts = draws(seed, section.resamples, len(challenger))
-    gains = sign * (resampled(task, challenger, metric, counts) - resampled(task, champion, metric, counts))
+    counts = bootstrap_counts(seed, section.resamples, len(challenger))
+    gains = sign * (resample(task, challenger, metric, counts) - resample(task, champion, metric, counts))
     low, high = np.quantile(gains, [(1 - section.confidence) / 2, (1 + section.confidence) / 2]).tolist()
     recalls = {
         task.classes[i]: recall
-        for i, recall in _recalls(challenger, champion, counts, section).items()
+        for i, recall in _compare_recalls(challenger, champion, counts, section).items()
         if i < len(task.classes)
     }
-    gain = sign * (scores.values[metric] - before.values[metric])
-    return GateFigures(metric, mode, rows, scores.values[metric], before.values[metric], gain, low, high, recalls)
+    gain = sign * (scores.values[metric] - champion_scores.values[metric])
+    return GateFigures(
+        metric, mode, rows, scores.values[metric], champion_scores.values[metric], gain, low, high, recalls
+    )
 
 
-def judge(found: GateFigures, section: RetrainSection) -> Decision:
-    """Says whether a challenger becomes the champion."""
+def decide_promotion(figures: GateFigures, section: RetrainSection) -> Decision:
+    """Decides whether a challenger becomes the champion."""
     problems = []
-    worst = section.min_metric
-    if worst is not None and not (
-        found.challenger >= worst if found.mode == "max" else found.challenger <= worst
-    ):  # also NaN
+    min_metric = section.min_metric
+    # The comparisons are negated so that NaN is a problem, too.
+    if min_metric is not None and not (
+        figures.challenger >= min_metric if figures.mode == "max" else figures.challenger <= min_metric
+    ):
         problems.append(
-            f"its {found.metric} of {found.challenger:.4f} is not as good as retrain.min_metric = {worst:g}"
+            f"its {figures.metric} of {figures.challenger:.4f} is not as good as retrain.min_metric = {min_metric:g}"
         )
-    if not math.isfinite(found.challenger):
+    if not math.isfinite(figures.challenger):
         problems.append(
-            f"its {found.metric} is no number to judge it by; look at the rows of the gate (one class, a constant"
+            f"its {figures.metric} is not a number to judge it by; look at the rows of the gate (one class, a constant"
             f" target?)"
         )
-    if found.champion is None or not math.isfinite(found.champion):
-        other = (
+    if figures.champion is None or not math.isfinite(figures.champion):
+        comparison = (
             "no champion to compare with"
-            if found.champion is None
-            else f"the champion's is {found.champion}, which nothing compares with"
+            if figures.champion is None
+            else f"the champion's is {figures.champion}, which nothing compares with"
         )
-        said = f"{found.metric} {found.challenger:.4f} on {found.rows:,} rows, {other}"
-        return Decision(not problems, "; ".join([said, *problems]))
-    assert found.gain is not None
-    assert found.low is not None
-    said = (
-        f"{found.metric} {found.challenger:.4f} against the champion's {found.champion:.4f} on {found.rows:,} rows:"
-        f" gain {found.gain:+.4f}"
-        f" ({section.confidence:.0%} interval {found.low:+.4f} to {found.high:+.4f})"
+        summary = f"{figures.metric} {figures.challenger:.4f} on {figures.rows:,} rows, {comparison}"
+        return Decision(not problems, "; ".join([summary, *problems]))
+    assert figures.gain is not None
+    assert figures.low is not None
+    summary = (
+        f"{figures.metric} {figures.challenger:.4f} against the champion's {figures.champion:.4f} on {figures.rows:,}"
+        f" rows: gain {figures.gain:+.4f}"
+        f" ({section.confidence:.0%} interval {figures.low:+.4f} to {figures.high:+.4f})"
     )
-    if not found.low > section.min_gain:
+    if not figures.low > section.min_gain:
         problems.append(f"the lower bound is not above retrain.min_gain = {section.min_gain:g}, so it may be no better")
-    for name, recall in found.recalls.items():
+    for name, recall in figures.recalls.items():
         if recall.least_drop > section.max_recall_drop:
             problems.append(
                 f"the recall of class {name} falls from {recall.champion:.3f} to {recall.challenger:.3f} ({recall.rows}"
@@ -209,36 +207,36 @@ def judge(found: GateFigures, section: RetrainSection) -> Decision:
                 f" {recall.least_drop:.3f} beyond chance; allowed are {section.max_recall_drop:g}"
                 f" (retrain.max_recall_drop)"
             )
-    return Decision(not problems, "; ".join([said, *problems]))
+    return Decision(not problems, "; ".join([summary, *problems]))
 
 
-def _recalls(
+def _compare_recalls(
     challenger: Sequence[Chunk], champion: Sequence[Chunk], counts: npt.NDArray[np.int64], section: RetrainSection
 ) -> dict[int, ClassRecall]:
-    """The recalls of the classes with enough rows, by their numbers, from the states of the guard metric; none if it
-    keeps others.
+    """Returns the recalls of the classes with enough rows, by class number, from the states of the guard metric; empty
+    if that metric has other states than `tp` and `fn`.
 
-    Both models are drawn alike, so what they agree on does not count. The bound is normal, with the standard deviation
-    of the draws, at (1 - confidence) / 2 over the number of classes (Bonferroni): draws alone do not reach so far into
-    the tail for many classes.
+    Both models have the same draws, so rows on which they agree do not count. The bound is normal, with the standard
+    deviation of the draws, at (1 - confidence) / 2 over the number of classes (Bonferroni): the draws alone do not
+    reach that far into the tail for many classes.
     """
     states: list[list[dict[str, Any]]] = [
-        [chunk.states.get(GUARD, {}) for chunk in chunks] for chunks in (challenger, champion)
+        [chunk.states.get(GUARD_METRIC, {}) for chunk in chunks] for chunks in (challenger, champion)
     ]
-    if not all({"tp", "fn"} <= state.keys() for found in states for state in found):
+    if not all({"tp", "fn"} <= state.keys() for model_states in states for state in model_states):
         return {}
-    new, old = (
-        np.stack([state["tp"].numpy() for state in found]).astype(np.float64) for found in states
-    )  # (blocks, classes)
+    # The shapes are (blocks, classes).
+    new, old = (np.stack([state["tp"].numpy() for state in model_states]).astype(np.float64) for model_states in states)
     rows = np.stack([(state["tp"] + state["fn"]).numpy() for state in states[0]]).astype(np.float64)
     watched = np.flatnonzero(rows.sum(0) >= section.min_class_rows).tolist()
     if not watched:
         return {}
-    far = NormalDist().inv_cdf(1 - (1 - section.confidence) / 2 / len(watched))
-    drops = (counts @ (old - new)[:, watched]) / np.maximum(1, counts @ rows[:, watched])  # (draws, classes)
+    quantile = NormalDist().inv_cdf(1 - (1 - section.confidence) / 2 / len(watched))
+    # The shape is (draws, classes).
+    drops = (counts @ (old - new)[:, watched]) / np.maximum(1, counts @ rows[:, watched])
     total = rows.sum(0)
     return {
-        i: ClassRecall(int(total[i]), float(was), float(now), float(was - now - far * spread))
+        i: ClassRecall(int(total[i]), float(was), float(now), float(was - now - quantile * spread))
         for i, was, now, spread in zip(
             watched,
             (old.sum(0) / np.maximum(1, total))[watched],
@@ -249,21 +247,22 @@ def _recalls(
     }
 
 
-MOST_BLOCKS = 1000
+MAX_BLOCKS = 1000
 Files = dict[str, bytes]
 """The files of a package that hold its model, by name."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """Rows to score models on.
+class ScoringRequest:
+    """Rows, and the models to score on them.
 
     Args:
         source: The data set.
-        segments: Its rows.
-        models: The packages by any name.
-        blocks: Into how many chunks the rows are cut at least, as far as there are rows; not given: as is quick.
-        chosen: Which of the rows count, shape (rows of the segments,); not given: all.
+        segments: The rows.
+        models: The packages of the models, by any name.
+        blocks: Minimum number of chunks into which the rows are divided, if there are enough rows; by default the
+            fastest number.
+        chosen: Mask of the rows that count, shape (rows of the segments,); by default all count.
     """
 
     source: RowSource
@@ -274,82 +273,81 @@ class Request:
 
 
 class PackagedModule(nn.Module):
-    """A loaded package, which is in evaluation mode for good: an exported one refuses to be asked for it.
-
-    Args:
-        module: What the loader returned.
+    """A loaded package behind the interface of a module. The package always is in evaluation mode, and an exported one
+    raises when `train` or `eval` is called on it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._held = [module]  # no submodule, so that modes do not reach it
+        # The list hides the package from `nn.Module`: as a submodule it would get the calls of `train` and `eval`.
+        self._modules_outside = [module]
 
     def forward(self, *fields: Tensor) -> Any:
-        """Runs it on its inputs, each (rows, ...)."""
-        return self._held[0](*fields)
+        """Runs the package on its inputs, each of shape (rows, ...)."""
+        return self._modules_outside[0](*fields)
 
 
-def files_of(data: Path) -> Files:
-    """The files of the folder with `package.json`: a model that needs its task's code gets the one that is here, if
-    that is the same.
+def read_package_files(data: Path) -> Files:
+    """Returns the files of the folder with `package.json`. They do not include the code of the task: a model that needs
+    it uses the installed code, if that is the same.
     """
     return {file.name: file.read_bytes() for file in sorted(data.iterdir()) if file.is_file()}
 
 
-def sample(manifest: Manifest, most_rows: int) -> list[Segment]:
-    """About `most_rows` rows of all row groups, some consecutive ones of each, chosen by a keyed hash; all if there are
-    no more.
+def sample_segments(manifest: Manifest, max_rows: int) -> list[Segment]:
+    """Returns segments of about `max_rows` rows: of each row group some consecutive ones, chosen by a keyed hash; all
+    rows if the data has no more.
     """
-    share = min(1.0, most_rows / manifest.num_rows)
-    luck = hash_array(key(2), np.arange(manifest.num_row_groups))
+    share = min(1.0, max_rows / manifest.num_rows)
+    hashes = hash_array(key(2), np.arange(manifest.num_row_groups))
     segments = []
     for group, rows in enumerate(manifest.rows.tolist()):
         whole, part = divmod(rows * share, 1)
-        take = int(whole) + (float(luck[group]) / 2**64 < part)
-        if take:
-            segments.append(Segment(group, int(luck[group]) % (rows - take + 1), take))
+        count = int(whole) + (float(hashes[group]) / 2**64 < part)
+        if count:
+            segments.append(Segment(group, int(hashes[group]) % (rows - count + 1), count))
     return segments
 
 
 def score_packages(
-    task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection
+    task: Task, metrics: Sequence[str], requests: list[ScoringRequest], section: EvaluateSection
 ) -> list[dict[str, list[Chunk]]]:
     """Scores models on rows, in one Ray task on the connected cluster.
 
     Args:
-        task: The prepared task of now, which decodes the rows and measures all the models.
-        metrics: The metrics that are looked at besides the loss; the task need not have all.
-        requests: Which models on which rows.
-        section: The evaluator's resources and batch size.
+        task: The prepared task of today's configuration, which decodes the rows and measures all models.
+        metrics: The metrics to compute besides the loss; those that the task lacks are ignored.
+        requests: The models and the rows.
+        section: Resources and batch size of the evaluator.
 
     Returns:
-        For each request what the chunks of its rows gave, by the model's name, in the order of the rows.
+        For each request the chunks of metric states in the order of the rows, by the model's name.
 
     Raises:
         BadRowError: A row cannot be decoded.
         ConfigError: A model takes fields that the task does not decode.
-        ProcessDiedError: The process of the task died again and again.
+        ProcessDiedError: The process of the task died in every attempt.
     """
     options = {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus, "max_retries": 0}
     submit = partial(ray.remote(_score_all).options(**options).remote, task, metrics, requests, section)
-    rows = "; ".join(
+    description = "; ".join(
         f"{sum(segment.rows for segment in request.segments):,} rows of {request.source.reader.root}"
         for request in requests
     )
-    return Attempts(submit, lambda: f"while it scored models on {rows}").result()
+    return RetriedTask(submit, lambda: f"while it scored models on {description}").result()
 
 
 def _score_all(
-    task: Task, metrics: Sequence[str], requests: list[Request], section: EvaluateSection
+    task: Task, metrics: Sequence[str], requests: list[ScoringRequest], section: EvaluateSection
 ) -> list[dict[str, list[Chunk]]]:
-    """Runs in the Ray task."""
+    """Scores the models of all requests; runs in the Ray task."""
     environment.pin(section.threads, True, refuses=False)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     device = environment.gpu_of(ray.get_gpu_ids(), visible) if section.num_gpus else torch.device("cpu")
     environment.use_device(device)
-    found = []
+    results = []
     for request in requests:
-        arrays = _arrays(request)
+        arrays = _read_arrays(request)
         rows = len(next(iter(arrays.values())))
         chunk_rows = -(-rows // request.blocks) if request.blocks else None
         scored = {}
@@ -363,36 +361,36 @@ def _score_all(
                     " Use another tracking.registered_model for a task with other inputs."
                 )
             run, packaged = partial(run_packaged, inputs), PackagedModule(model)
-            asked = score(
+            chunks = score(
                 task, packaged, arrays, section.batch_size, device, chunk_rows=chunk_rows, keep=metrics, forward=run
             )
-            scored[name] = list(asked)
-        found.append(scored)
-    return found
+            scored[name] = list(chunks)
+        results.append(scored)
+    return results
 
 
 def run_packaged(inputs: list[str], model: nn.Module, batch: Batch) -> Any:
-    """Runs a package on the fields that it takes, in its order."""
+    """Runs a package on those fields of a batch that are its inputs, in its order."""
     return model(*(batch[name] for name in inputs))
 
 
-def _arrays(request: Request) -> Arrays:
-    """The decoded rows of a request."""
+def _read_arrays(request: ScoringRequest) -> Arrays:
+    """Reads and decodes the rows of a request."""
     source = request.source
     columns = Columns(source.fields, sum(segment.rows for segment in request.segments))
-    for table in fetch_at_once(source.reader, specs_of(source.manifest, request.segments, source.task_rows)):
+    for table in fetch_auto(source.reader, plan_reads(source.manifest, request.segments, source.task_rows)):
         columns.add(table)
     arrays = columns.all()
     return arrays if request.chosen is None else {name: values[request.chosen] for name, values in arrays.items()}
 
 
 def _load(files: Files, folder: Path, device: torch.device) -> tuple[nn.Module, list[str]]:
-    """The module of a package on a device, and the fields that it takes."""
+    """Loads a package onto a device; returns its module and the names of its inputs."""
     for name, content in files.items():
         (folder / name).write_bytes(content)
     description = loader.describe(folder)
     if description["format"] == "torch.export":
-        model = module_on(loader.load_exported(folder / loader.EXPORTED), device)
+        model = exported_module(loader.load_exported(folder / loader.EXPORTED), device)
     else:
         model = loader.load(folder).to(device)
     return model, [spec["name"] for spec in description["inputs"]]
@@ -401,69 +399,74 @@ def _load(files: Files, folder: Path, device: torch.device) -> tuple[nn.Module, 
 _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1_000_000, 10_000, 16_000_000
 _DESCRIPTION = "dataset.json"
 _SELECTION_SHARE = 0.5
-"""Of the evaluation rows: by these the best checkpoint is chosen. Both parts need rows, the gate to tell a gain from
-luck.
+"""Share of the evaluation rows by which the best checkpoint is chosen. Both parts need many rows: the gate must
+distinguish a gain from chance.
 """
 
 
-def old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]:
-    """The paths of a delivery whose content was in another one, under whatever name."""
-    known = set(before.values())
-    return {path for path, digest in delivery.items() if digest in known}
+def find_old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]:
+    """Returns the paths of the files with content that an earlier delivery had, under any name.
+
+    Args:
+        delivery: SHA-256 of the content of each file, by path.
+        before: The same of the earlier delivery.
+    """
+    digests_before = set(before.values())
+    return {path for path, digest in delivery.items() if digest in digests_before}
 
 
-def in_share(content: str, first: int, rows: int, share: float) -> npt.NDArray[np.bool_]:
-    """Which of some rows of a file are in a share of them, shape (rows,); what a smaller share has, a larger one has,
-    too.
+def select_share(content: str, first: int, rows: int, share: float) -> npt.NDArray[np.bool_]:
+    """Returns a mask of the rows that belong to a share, shape (rows,). A larger share contains every smaller one.
 
     Args:
         content: SHA-256 of the file's content.
-        first: Place of the first of them in the file.
-        rows: How many.
-        share: From 0 to 1.
+        first: Position of the first row in the file.
+        rows: Number of consecutive rows.
+        share: The share, from 0 to 1.
     """
-    chosen: npt.NDArray[np.bool_] = (
+    is_in_share: npt.NDArray[np.bool_] = (
         hash_array(key(int(content[:16], 16)), np.arange(first, first + rows)).astype(np.float64) / 2**64 < share
     )
-    return chosen
+    return is_in_share
 
 
-def gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArray[np.bool_]:
-    """Which evaluation rows the gate judges on, shape (rows of the manifest,): those that are not in `selection_part`.
+def select_gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArray[np.bool_]:
+    """Returns a mask of the evaluation rows that the gate uses, shape (rows of the manifest,): those that
+    `write_selection_part` does not write.
 
-    The best of several checkpoints is the luckier one, on the rows that chose it: judged by them, two equally good
-    models differ.
+    On the rows by which it was chosen the best checkpoint is the luckiest one: on them two equally good models would
+    differ.
 
     Args:
-        manifest: The evaluation data.
-        delivery: SHA-256 of the content of its files by path.
+        manifest: Manifest of the evaluation data.
+        delivery: SHA-256 of the content of each file, by path.
     """
-    rows = np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
+    file_rows = np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
     return ~np.concatenate(
         [
-            in_share(delivery[path], 0, many, _SELECTION_SHARE)
-            for path, many in zip(manifest.paths, rows.tolist(), strict=True)
+            select_share(delivery[path], 0, count, _SELECTION_SHARE)
+            for path, count in zip(manifest.paths, file_rows.tolist(), strict=True)
         ]
     )
 
 
-def selection_part(dataset: Dataset, columns: list[str], delivery: dict[str, str], out: Path) -> Path:
-    """Writes the evaluation rows by which the best checkpoint is chosen, unless that was done before; returns `out`."""
-    return put_together(dataset, columns, delivery, set(dataset.manifest.paths), _SELECTION_SHARE, out)
+def write_selection_part(dataset: Dataset, columns: list[str], delivery: dict[str, str], out: Path) -> Path:
+    """Writes the evaluation rows by which the best checkpoint is chosen, unless `out` exists; returns `out`."""
+    return write_dataset(dataset, columns, delivery, set(dataset.manifest.paths), _SELECTION_SHARE, out)
 
 
-def put_together(
+def write_dataset(
     dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float, out: Path
 ) -> Path:
-    """Writes all rows of new files and a share of the rows of old ones, unless that was done before.
+    """Writes a data set of all rows of new files and a share of the rows of old ones, unless `out` exists.
 
     Args:
         dataset: The delivered data.
         columns: The columns that the task reads.
-        delivery: SHA-256 of the content of its files by path.
-        old: Paths of its old files.
-        fraction: Share of their rows; a row is chosen by a hash of its file's content and its place in it.
-        out: The new data set, there whole or not at all.
+        delivery: SHA-256 of the content of each file, by path.
+        old: Paths of the old files.
+        fraction: Share of the rows of old files; a hash of the file's content and the row's position chooses them.
+        out: Folder of the new data set; it is renamed into its place when it is complete.
 
     Returns:
         `out`.
@@ -471,11 +474,12 @@ def put_together(
     if (out / _DESCRIPTION).is_file():
         return out
     partial, scratch = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.scratch")
-    for left in (partial, scratch):  # of a start that was stopped in the middle; the round's lease lets only one write
-        remove_tree(left)
+    # A start that was stopped in the middle has left these folders. The lease of the round lets only one process write.
+    for leftover in (partial, scratch):
+        remove_tree(leftover)
     partial.mkdir(parents=True)
     shards = Shards(partial, "part-00000", scratch, _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES)
-    for table in _rows(dataset, columns, delivery, old, fraction):
+    for table in _iter_tables(dataset, columns, delivery, old, fraction):
         shards.write(table)
     shards.close()
     made_from = {"files": delivery, "old": sorted(old), "old_fraction": fraction}
@@ -486,20 +490,21 @@ def put_together(
     return out
 
 
-def _rows(
+def _iter_tables(
     dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float
 ) -> Iterator[pa.Table]:
+    """Yields the rows to write, one table for each row group."""
     manifest = dataset.manifest
     for index, path in enumerate(manifest.paths):
         first = 0
         with DataFile(dataset.root, path, manifest.partitions) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
                 table = file.read_row_group(int(manifest.index_in_file[group]), columns)
-                kept = (
-                    table.filter(pa.array(in_share(delivery[path], first, table.num_rows, fraction)))
+                selected = (
+                    table.filter(pa.array(select_share(delivery[path], first, table.num_rows, fraction)))
                     if path in old
                     else table
                 )
                 first += table.num_rows
-                if kept.num_rows:
-                    yield kept
+                if selected.num_rows:
+                    yield selected

@@ -1,4 +1,4 @@
-"""What can be configured about retraining."""
+"""The configuration of retraining, `RetrainSection`, and its checks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 
 
-def _judging(default: Any) -> Any:
-    """A field that decides whether data or a model is accepted, so that another value asks for another judgement of the
-    same run.
+def _judging_field(default: Any) -> Any:
+    """Returns a field that decides whether data or a model is accepted: with another value the same run is judged
+    again.
     """
     return dataclasses.field(default=default, metadata={"judges": True})
 
@@ -66,27 +66,27 @@ class RetrainSection:
     old_fraction: float = 0.2
     start: Literal["scratch", "champion"] = "scratch"
     gate_path: str | None = None
-    accept_data: str | None = _judging(None)
-    min_rows_ratio: float = _judging(0.7)
-    min_eval_rows: int = _judging(100)
-    max_null_increase: float = _judging(0.01)
-    max_class_shift: float = _judging(0.2)
-    max_disagreement: float = _judging(0.25)
-    sample_rows: int = _judging(20_000)
-    min_gain: float = _judging(0.0)
-    confidence: float = _judging(0.95)
-    resamples: int = _judging(1000)
-    min_metric: float | None = _judging(None)
-    max_recall_drop: float = _judging(0.1)
-    min_class_rows: int = _judging(20)
+    accept_data: str | None = _judging_field(None)
+    min_rows_ratio: float = _judging_field(0.7)
+    min_eval_rows: int = _judging_field(100)
+    max_null_increase: float = _judging_field(0.01)
+    max_class_shift: float = _judging_field(0.2)
+    max_disagreement: float = _judging_field(0.25)
+    sample_rows: int = _judging_field(20_000)
+    min_gain: float = _judging_field(0.0)
+    confidence: float = _judging_field(0.95)
+    resamples: int = _judging_field(1000)
+    min_metric: float | None = _judging_field(None)
+    max_recall_drop: float = _judging_field(0.1)
+    min_class_rows: int = _judging_field(20)
 
-    def judging(self) -> dict[str, Any]:
-        """The settings that decide whether data or a model is accepted."""
+    def acceptance_settings(self) -> dict[str, Any]:
+        """Returns the settings that decide whether data or a model is accepted, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("judges")}
 
 
 _FRACTIONS = ("old_fraction", "min_rows_ratio", "max_null_increase", "max_class_shift", "max_recall_drop")
-_AT_LEAST: dict[str, float] = {
+_MINIMA: dict[str, float] = {
     "min_new_rows": 1,
     "max_age_days": 0,
     "max_drop": 0,
@@ -100,17 +100,17 @@ _AT_LEAST: dict[str, float] = {
 
 
 def check_section(config: Config, section: RetrainSection) -> None:
-    """Refuses what retraining cannot work with.
+    """Checks that retraining can work with a configuration.
 
     Raises:
-        ConfigError: All that is wrong, a line each.
+        ConfigError: The configuration has problems; the message has a line for each.
     """
-    problems = [*_ranges(section), *_needs(config, section)]
+    problems = [*_check_ranges(section), *_check_requirements(config, section)]
     if problems:
         raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def _ranges(section: RetrainSection) -> list[str]:
+def _check_ranges(section: RetrainSection) -> list[str]:
     values = dataclasses.asdict(section)
     problems = []
     for name, allowed in (("data", ("all", "new_and_sample")), ("start", ("scratch", "champion"))):
@@ -119,9 +119,10 @@ def _ranges(section: RetrainSection) -> list[str]:
     for name in _FRACTIONS:
         if not 0 <= values[name] <= 1:
             problems.append(f"retrain.{name} is {values[name]}; it must be from 0 to 1.")
-    for name, least in _AT_LEAST.items():
-        if values[name] is not None and not values[name] >= least:  # also NaN
-            problems.append(f"retrain.{name} is {values[name]}; it must be at least {least:g}.")
+    for name, minimum in _MINIMA.items():
+        # The negated comparison refuses NaN, too.
+        if values[name] is not None and not values[name] >= minimum:
+            problems.append(f"retrain.{name} is {values[name]}; it must be at least {minimum:g}.")
     if not 0 < section.confidence < 1:
         problems.append(f"retrain.confidence is {section.confidence}; it must be between 0 and 1, such as 0.95.")
     for name in ("force", "accept_data"):
@@ -130,7 +131,7 @@ def _ranges(section: RetrainSection) -> list[str]:
     return problems
 
 
-def _needs(config: Config, section: RetrainSection) -> list[str]:
+def _check_requirements(config: Config, section: RetrainSection) -> list[str]:
     problems = []
     if config.tracking.registered_model is None:
         problems.append(

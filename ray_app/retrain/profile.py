@@ -1,15 +1,15 @@
-"""What a data set looks like: rows, missing values, class balance and the distribution of its columns, found in one
-pass.
+"""Data validation: the profile of a data set, its drift against other data, and the problems of a delivery.
 
-The drift of a column is its population stability index against the profile of other data. With shares p of a sample and
-q of the reference in the bins between the reference's deciles, PSI = sum (p - q) ln(p / q); above 0.1 counts as a
-change, above 0.25 as a big one (Siddiqi, "Credit Risk Scorecards", 2006). Without any drift it is distributed as (1/n +
-1/m) times a chi-squared variable of (bins - 1) degrees of freedom for samples of n and m rows (Yurdakul, "Statistical
-Properties of Population Stability Index", 2018); what is not significant by this is not called drift, so that a small
-delivery raises no alarm.
+`profile_dataset` reads a data set in one pass and returns its rows, missing values, class balance and the distribution
+of its columns. `find_problems` is a pure function that compares the profiles of a delivery with those of the champion's
+data and returns all problems at once.
 
-Is a delivery of data sound? A pure function of its profile and of what is known of the champion's data; all problems at
-once.
+The drift of a column is its population stability index (PSI) against the profile of other data. With shares p of a
+sample and q of the reference in the bins between the reference's deciles, PSI = sum (p - q) ln(p / q); above 0.1 counts
+as a change, above 0.25 as a big one (Siddiqi, "Credit Risk Scorecards", 2006). Without any drift it is distributed as
+(1/n + 1/m) times a chi-squared variable of (bins - 1) degrees of freedom for samples of n and m rows (Yurdakul,
+"Statistical Properties of Population Stability Index", 2018). A value that is not significant by this counts as 0, so
+that a small delivery raises no alarm.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.arrays import fixed, spec_of
+from ray_app.data.arrays import fixed_array, spec_of_field
 from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.plan.hashing import hash_array, key
 from ray_app.retrain.options import RetrainSection
-from ray_app.storage.data_files import place_of, unusable
+from ray_app.storage.data_files import locate_data, to_read_error
 
 _BINS = 10
 _SAMPLE_ROWS = 50_000
 _SMALLEST_SHARE = 1e-4
-"""What an empty bin counts as, so that the logarithm is finite."""
+"""The share of an empty bin, so that the logarithm is finite."""
 _SIGNIFICANT = 0.999
 Sample = dict[str, npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
 class Column:
-    """The distribution of a column of numbers, of a sample of its rows.
+    """The distribution of a column of numbers in a sample of the rows.
 
     Args:
         rows: Rows of the sample with a finite value.
-        mean: Their mean.
-        std: Their standard deviation.
-        edges: Boundaries between the bins: their distinct deciles, and the next number after one that many rows have.
+        mean: Mean of these values.
+        std: Standard deviation of these values.
+        edges: Boundaries between the bins: the distinct deciles, and the next number after a value that many rows have.
         shares: Share of the rows in each bin; a value at a boundary belongs to the bin above.
     """
 
@@ -60,15 +60,15 @@ class Column:
 
 @dataclass(frozen=True)
 class Profile:
-    """A data set.
+    """The profile of a data set.
 
     Args:
-        rows: How many.
-        schema: Type of every column that the task reads.
-        nulls: Share of missing values of each.
+        rows: Number of rows.
+        schema: Type of each column that the task reads.
+        nulls: Share of missing values of each column.
         classes: Rows of each class, by its number as text; empty if the task has no classes.
-        columns: Distribution of every column of numbers, and of the mean and the standard deviation of every row of an
-            array column.
+        columns: Distribution of each column of numbers; of an array column those of the rows' means and standard
+            deviations.
     """
 
     rows: int
@@ -78,44 +78,44 @@ class Profile:
     columns: dict[str, Column] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain dictionaries."""
+        """Returns the profile as plain dictionaries."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Profile:
-        """Reads what `to_json` made."""
+        """Returns the profile of which `to_json` returned these values."""
         return cls(**values | {"columns": {name: Column(**column) for name, column in values["columns"].items()}})
 
 
-def profile(dataset: Dataset, columns: list[str], label: str | None) -> tuple[Profile, Sample]:
-    """Reads a data set once, a row group at a time.
+def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> tuple[Profile, Sample]:
+    """Reads a data set once, a row group at a time, and computes its profile.
 
     Args:
-        dataset: Where it is.
+        dataset: The data set.
         columns: The columns that the task reads.
-        label: The column of class numbers, if the task has classes; its balance is looked at instead of its
+        label: The column of class numbers, if the task has classes; the profile has its class balance instead of its
             distribution.
 
     Returns:
-        The profile, and the sample of each column that it was made from, to be held against other profiles with `psi`.
+        The profile, and the sample of each column from which it was computed, to compare with other profiles by `psi`.
     """
     nulls, classes = Counter[str](), Counter[int]()
     parts: dict[str, list[npt.NDArray[np.float64]]] = {}
     schema: dict[str, str] = {}
     share = min(1.0, _SAMPLE_ROWS / dataset.manifest.num_rows)
     for first, table in _row_groups(dataset, columns):
-        chosen = hash_array(key(1), np.arange(first, first + table.num_rows)) <= np.uint64(share * (2**64 - 2**12))
-        for item, values in zip(table.schema, table.columns, strict=True):
-            spec = spec_of(item)
-            schema[item.name] = f"{spec.dtype} {spec.shape}" if spec else str(item.type)
-            nulls[item.name] += values.null_count
-            if item.name == label and pa.types.is_integer(item.type):
-                known, counts = np.unique(values.drop_null().to_numpy(), return_counts=True)
-                classes.update(dict(zip(known.tolist(), counts.tolist(), strict=True)))
+        is_sampled = hash_array(key(1), np.arange(first, first + table.num_rows)) <= np.uint64(share * (2**64 - 2**12))
+        for arrow_field, values in zip(table.schema, table.columns, strict=True):
+            spec = spec_of_field(arrow_field)
+            schema[arrow_field.name] = f"{spec.dtype} {spec.shape}" if spec else str(arrow_field.type)
+            nulls[arrow_field.name] += values.null_count
+            if arrow_field.name == label and pa.types.is_integer(arrow_field.type):
+                class_numbers, counts = np.unique(values.drop_null().to_numpy(), return_counts=True)
+                classes.update(dict(zip(class_numbers.tolist(), counts.tolist(), strict=True)))
                 continue
-            for name, numbers in _numbers(item, values.filter(pa.array(chosen))):
+            for name, numbers in _numeric_values(arrow_field, values.filter(pa.array(is_sampled))):
                 parts.setdefault(name, []).append(numbers)
-    sample = {name: _finite(np.concatenate(found)) for name, found in parts.items()}
+    sample = {name: _drop_non_finite(np.concatenate(parts_of_column)) for name, parts_of_column in parts.items()}
     rows = dataset.manifest.num_rows
     return (
         Profile(
@@ -123,32 +123,29 @@ def profile(dataset: Dataset, columns: list[str], label: str | None) -> tuple[Pr
             schema,
             {name: nulls[name] / rows for name in schema},
             {str(number): count for number, count in sorted(classes.items())},
-            {name: _column(values) for name, values in sample.items() if len(values)},
+            {name: _describe_column(values) for name, values in sample.items() if len(values)},
         ),
         sample,
     )
 
 
 def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
-    """Population stability index of a sample against a column of another profile; 0 if it is not significant.
-
-    Args:
-        values: The sample, shape (rows,).
-        reference: What it is held against.
+    """Returns the population stability index of a sample, shape (rows,), against a column of another profile; 0 if it
+    is not significant.
     """
     from scipy.stats import chi2
 
     if not len(values) or len(reference.shares) < 2:
         return 0.0
-    now = np.maximum(_shares(values, reference.edges), _SMALLEST_SHARE)
-    before = np.maximum(reference.shares, _SMALLEST_SHARE)
-    found = float(((now - before) * np.log(now / before)).sum())
-    by_chance = chi2.ppf(_SIGNIFICANT, len(before) - 1) * (1 / len(values) + 1 / reference.rows)
-    return found if found > by_chance else 0.0
+    shares = np.maximum(_bin_shares(values, reference.edges), _SMALLEST_SHARE)
+    reference_shares = np.maximum(reference.shares, _SMALLEST_SHARE)
+    index = float(((shares - reference_shares) * np.log(shares / reference_shares)).sum())
+    significant_index = chi2.ppf(_SIGNIFICANT, len(reference_shares) - 1) * (1 / len(values) + 1 / reference.rows)
+    return index if index > significant_index else 0.0
 
 
 def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
-    """Total variation distance of two class balances, 0 (equal) to 1 (no class in common)."""
+    """Returns the total variation distance of two class balances, 0 (equal) to 1 (no class in common)."""
     totals = max(1, sum(now.values())), max(1, sum(before.values()))
     return (
         math.fsum(
@@ -159,13 +156,13 @@ def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
 
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
-    """Every row group with the position of its first row.
+    """Yields each row group with the position of its first row.
 
     Raises:
         DataError: A file is damaged.
         StorageError: The storage does not answer.
     """
-    manifest, root = dataset.manifest, place_of(dataset.root)
+    manifest, root = dataset.manifest, locate_data(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
             with DataFile(root, path, manifest.partitions) as file:
@@ -175,55 +172,61 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
                         file.read_row_group(int(manifest.index_in_file[group]), columns),
                     )
         except (pa.ArrowException, OSError) as error:
-            raise unusable(root / path, error, "It cannot be read; deliver it again.") from error
+            raise to_read_error(root / path, error, "It cannot be read; deliver it again.") from error
 
 
-def _numbers(item: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:
-    """What is looked at of some rows of a column, each of shape (rows,), by name."""
-    spec = spec_of(item)
+def _numeric_values(arrow_field: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:
+    """Returns the names and values, shape (rows,), of the numbers to describe in some rows of a column; none if the
+    column has no numbers.
+    """
+    spec = spec_of_field(arrow_field)
     if spec is not None:
         if not len(values) or spec.padding is not None or np.dtype(spec.dtype).kind not in "biuf":
             return []
-        rows = fixed(values, spec).reshape(len(values), -1).astype(np.float64)
-        return [(f"{item.name} (mean)", rows.mean(1)), (f"{item.name} (std)", rows.std(1))]
-    if pa.types.is_integer(item.type) or pa.types.is_floating(item.type) or pa.types.is_boolean(item.type):
-        return [(item.name, values.drop_null().to_numpy().astype(np.float64))]
+        rows = fixed_array(values, spec).reshape(len(values), -1).astype(np.float64)
+        return [(f"{arrow_field.name} (mean)", rows.mean(1)), (f"{arrow_field.name} (std)", rows.std(1))]
+    if (
+        pa.types.is_integer(arrow_field.type)
+        or pa.types.is_floating(arrow_field.type)
+        or pa.types.is_boolean(arrow_field.type)
+    ):
+        return [(arrow_field.name, values.drop_null().to_numpy().astype(np.float64))]
     return []
 
 
-def _finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _drop_non_finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return values[np.isfinite(values)]
 
 
-def _column(values: npt.NDArray[np.float64]) -> Column:
-    edges = _edges(values)
-    return Column(len(values), float(values.mean()), float(values.std()), edges, _shares(values, edges).tolist())
+def _describe_column(values: npt.NDArray[np.float64]) -> Column:
+    edges = _bin_edges(values)
+    return Column(len(values), float(values.mean()), float(values.std()), edges, _bin_shares(values, edges).tolist())
 
 
-def _edges(values: npt.NDArray[np.float64]) -> list[float]:
-    """Boundaries between the bins; a value that many rows have is a bin of its own, else all zeros and ones were in
-    one.
+def _bin_edges(values: npt.NDArray[np.float64]) -> list[float]:
+    """Returns the boundaries between the bins. A frequent value gets its own bin; otherwise all zeros and ones of a
+    binary column would be in one bin.
     """
     deciles, times = np.unique(np.quantile(values, np.arange(1, _BINS) / _BINS), return_counts=True)
     frequent = deciles[(times > 1) | (deciles == values.min()) | (deciles == values.max())]
     return np.union1d(deciles, np.nextafter(frequent, np.inf)).tolist()
 
 
-def _shares(values: npt.NDArray[np.float64], edges: list[float]) -> npt.NDArray[np.float64]:
-    """Share of the values in each bin, shape (len(edges) + 1,)."""
+def _bin_shares(values: npt.NDArray[np.float64], edges: list[float]) -> npt.NDArray[np.float64]:
+    """Returns the share of the values in each bin, shape (len(edges) + 1,)."""
     return np.bincount(np.searchsorted(edges, values, side="right"), minlength=len(edges) + 1) / len(values)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the champion agrees with the labels of some rows.
+    """The agreement of the champion's predictions with the delivered labels.
 
     Args:
         metric: The metric that decides.
-        mode: Whether more (`max`) or less (`min`) of it is better.
-        accepted: Its value on the rows of the gate when it was promoted.
-        training: Its value on a sample of the delivered training rows.
-        evaluation: Its value on the delivered rows of the gate.
+        mode: Whether a higher (`max`) or a lower (`min`) value is better.
+        accepted: The champion's value on the rows of the gate when it was promoted.
+        training: The champion's value on a sample of the delivered training rows.
+        evaluation: The champion's value on the delivered rows of the gate.
     """
 
     metric: str
@@ -232,21 +235,21 @@ class Agreement:
     training: float
     evaluation: float
 
-    def loss(self, value: float) -> float:
-        """How much worse a value is than the accepted one, relative to that."""
+    def relative_loss(self, value: float) -> float:
+        """Returns how much worse a value is than the accepted one, as a share of the accepted one."""
         worse = self.accepted - value if self.mode == "max" else value - self.accepted
         return worse / max(abs(self.accepted), 1e-12)
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a delivery is held against.
+class ReferenceProfiles:
+    """The profiles of the champion's data, with which a delivery is compared; None where the record has none, as before
+    the first champion.
 
     Args:
-        train: Profile of the training data of the champion; None: there is none that is known, as before the first
-            champion.
-        evaluation: Profile of its evaluation data.
-        gate: Profile of the gate's own data that it was promoted on.
+        train: Profile of the training data.
+        evaluation: Profile of the evaluation data.
+        gate: Profile of the gate's data set (`retrain.gate_path`) when the champion was promoted.
     """
 
     train: Profile | None = None
@@ -255,109 +258,110 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Gate:
-    """The rows that the gate judges on.
+class GateRows:
+    """The rows on which the gate compares models.
 
     Args:
-        rows: How many.
-        own: Their profile, if they are a data set of its own (`retrain.gate_path`); None: they are a part of the
-            evaluation data.
+        rows: Number of rows.
+        profile: Profile of the gate's data set (`retrain.gate_path`); None: the rows are a part of the evaluation data.
     """
 
     rows: int
-    own: Profile | None = None
+    profile: Profile | None = None
 
 
-def problems(
+def find_problems(
     train: Profile,
     evaluation: Profile,
-    gate: Gate,
-    known: Known,
+    gate: GateRows,
+    reference: ReferenceProfiles,
     agreement: Agreement | None,
-    twice: list[str],
+    duplicates: list[str],
     section: RetrainSection,
 ) -> list[str]:
-    """Everything that speaks against training on a delivery.
+    """Returns a message for each problem of a delivery; training needs a delivery without problems.
 
     Args:
         train: Profile of the delivered training data.
         evaluation: Profile of the delivered evaluation data.
-        gate: What the gate judges on.
-        known: What these are held against.
-        agreement: How far the champion agrees with the labels; None without a champion.
-        twice: Files that are there twice, as text.
+        gate: The rows of the gate.
+        reference: The profiles of the champion's data.
+        agreement: Agreement of the champion with the labels; None without a champion.
+        duplicates: Messages about files with the content of another one.
         section: The thresholds.
     """
-    found = list(twice)
+    messages = list(duplicates)
     if gate.rows < section.min_eval_rows:
-        whose = (
+        subject = (
             "the gate's data has"
-            if gate.own is not None
+            if gate.profile is not None
             else f"the evaluation data has {evaluation.rows:,} rows, and the gate's part of it"
         )
-        found.append(
-            f"{whose} {gate.rows:,}; with fewer than retrain.min_eval_rows = {section.min_eval_rows} no gate can tell a"
-            f" better model"
-            " from luck"
+        messages.append(
+            f"{subject} {gate.rows:,}; with fewer than retrain.min_eval_rows = {section.min_eval_rows} no gate can tell"
+            " a better model from luck"
         )
-    found += _against("training data", train, known.train, section)
-    found += _against("evaluation data", evaluation, known.evaluation, section)
-    if gate.own is not None:
-        found += _against("gate data", gate.own, known.gate, section)
-    judged = "gate" if gate.own is not None else "evaluation"
-    return found + (_disagreements(agreement, judged, section) if agreement is not None else [])
+    messages += _compare_profiles("training data", train, reference.train, section)
+    messages += _compare_profiles("evaluation data", evaluation, reference.evaluation, section)
+    if gate.profile is not None:
+        messages += _compare_profiles("gate data", gate.profile, reference.gate, section)
+    gate_data = "gate" if gate.profile is not None else "evaluation"
+    return messages + (_find_disagreements(agreement, gate_data, section) if agreement is not None else [])
 
 
-def _against(what: str, now: Profile, before: Profile | None, section: RetrainSection) -> list[str]:
-    """Problems of one data set; without one to compare it with, none."""
-    if before is None:
+def _compare_profiles(
+    data_name: str, current: Profile, reference: Profile | None, section: RetrainSection
+) -> list[str]:
+    """Returns the problems of one data set against a reference; none without a reference."""
+    if reference is None:
         return []
-    found = []
-    for name in sorted(now.schema.keys() | before.schema.keys()):
-        if now.schema.get(name) != before.schema.get(name):
-            found.append(
-                f"{what}: column {name!r} is {now.schema.get(name, 'missing')}, it was"
-                f" {before.schema.get(name, 'not there')}"
+    messages = []
+    for name in sorted(current.schema.keys() | reference.schema.keys()):
+        if current.schema.get(name) != reference.schema.get(name):
+            messages.append(
+                f"{data_name}: column {name!r} is {current.schema.get(name, 'missing')}, it was"
+                f" {reference.schema.get(name, 'not there')}"
             )
-    if now.rows < section.min_rows_ratio * before.rows:
-        found.append(
-            f"{what}: {now.rows:,} rows, {now.rows / before.rows:.0%} of the {before.rows:,} of the champion's; allowed"
-            f" are"
-            f" {section.min_rows_ratio:.0%} (retrain.min_rows_ratio)"
+    if current.rows < section.min_rows_ratio * reference.rows:
+        messages.append(
+            f"{data_name}: {current.rows:,} rows, {current.rows / reference.rows:.0%} of the {reference.rows:,} of the"
+            f" champion's; allowed are {section.min_rows_ratio:.0%} (retrain.min_rows_ratio)"
         )
-    for name, share in now.nulls.items():
-        if share > before.nulls.get(name, 0.0) + section.max_null_increase:
-            found.append(
-                f"{what}: {share:.1%} of column {name!r} are missing, {before.nulls.get(name, 0.0):.1%} were; allowed"
-                f" are"
-                f" {section.max_null_increase:.1%} more (retrain.max_null_increase)"
+    for name, share in current.nulls.items():
+        if share > reference.nulls.get(name, 0.0) + section.max_null_increase:
+            messages.append(
+                f"{data_name}: {share:.1%} of column {name!r} are missing, {reference.nulls.get(name, 0.0):.1%} were;"
+                f" allowed are {section.max_null_increase:.1%} more (retrain.max_null_increase)"
             )
-    gone = sorted((name for name, rows in before.classes.items() if rows and not now.classes.get(name)), key=int)
-    if gone:
-        found.append(
-            f"{what}: no row of class {', '.join(gone)}, of which there were"
-            f" {', '.join(str(before.classes[n]) for n in gone)}"
+    missing_classes = sorted(
+        (name for name, rows in reference.classes.items() if rows and not current.classes.get(name)), key=int
+    )
+    if missing_classes:
+        messages.append(
+            f"{data_name}: no row of class {', '.join(missing_classes)}, of which there were"
+            f" {', '.join(str(reference.classes[n]) for n in missing_classes)}"
         )
-    shift = class_shift(now.classes, before.classes)
+    shift = class_shift(current.classes, reference.classes)
     if shift > section.max_class_shift:
-        found.append(
-            f"{what}: the class balance has shifted by {shift:.2f} (total variation); allowed are"
+        messages.append(
+            f"{data_name}: the class balance has shifted by {shift:.2f} (total variation); allowed are"
             f" {section.max_class_shift:.2f}"
             " (retrain.max_class_shift)"
         )
-    return found
+    return messages
 
 
-def _disagreements(agreement: Agreement, judged: str, section: RetrainSection) -> list[str]:
-    found = []
-    for what, value in (("training", agreement.training), (judged, agreement.evaluation)):
-        loss = agreement.loss(value)
-        if not loss <= section.max_disagreement:  # also NaN
-            found.append(
-                f"labels of the {what} data: the champion's {agreement.metric} on them is {value:.4f}, it was"
+def _find_disagreements(agreement: Agreement, gate_data: str, section: RetrainSection) -> list[str]:
+    messages = []
+    for data_name, value in (("training", agreement.training), (gate_data, agreement.evaluation)):
+        loss = agreement.relative_loss(value)
+        # The negated comparison finds NaN, too.
+        if not loss <= section.max_disagreement:
+            messages.append(
+                f"labels of the {data_name} data: the champion's {agreement.metric} on them is {value:.4f}, it was"
                 f" {agreement.accepted:.4f} when"
                 f" it was promoted, a loss of {loss:.0%}; allowed are {section.max_disagreement:.0%}"
                 f" (retrain.max_disagreement). A model"
                 " does not age like that: the labels look wrong"
             )
-    return found
+    return messages

@@ -1,10 +1,9 @@
-"""One start of a retraining, from the decision to the audit record.
+"""One start of a retraining (`retrain`), from the decision to the audit record, and the stages of a round (`Stages`).
 
-A round is a chain of stages, each recorded once after its effects, and every effect can be repeated: the run has a name
-made of its key and is continued, the version is found again, the alias moves to where it is already. So a start after a
-crash at any point goes on and comes to the same outcome. One scheduler at a time: all of it happens under a lease.
-
-What the stages of a round do. Each can be repeated: doing it again finds what is there.
+A round is a chain of stages, each recorded once after its effects. Every effect can be repeated: the name of the run
+depends on the round's key, so that the run is continued; a registered version is registered once; the alias may move to
+the version that has it. So a start after a crash at any point continues the round and has the same outcome. A lease
+lets only one scheduler at a time do this.
 """
 
 from __future__ import annotations
@@ -21,31 +20,48 @@ from rich.console import Console
 
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
-from ray_app.driver.model_export import register_best, user
+from ray_app.driver.model_export import register_best, user_name
 from ray_app.driver.run import run_training
 from ray_app.errors import DataError, RegistryError, StorageError
-from ray_app.models.registry import Version, champion_of, log_figures, promote, tag, tag_model, tagged, version_of
+from ray_app.models.registry import (
+    Version,
+    champion_of,
+    log_metrics,
+    promote,
+    tag_model,
+    tag_version,
+    version_of,
+    versions_with_tag,
+)
 from ray_app.preflight.prepare import prepare
-from ray_app.retrain.champion import KEY_TAG, deciding, package, record_rollbacks
+from ray_app.retrain.champion import KEY_TAG, acquire_alias_lease, fetch_package, record_rollbacks
 from ray_app.retrain.gate import (
-    GUARD,
-    MOST_BLOCKS,
+    GUARD_METRIC,
+    MAX_BLOCKS,
     Decision,
-    figures,
-    judge,
-    old_files,
-    put_together,
+    compare_models,
+    decide_promotion,
+    find_old_files,
     score_packages,
-    selection_part,
+    write_dataset,
+    write_selection_part,
 )
 from ray_app.retrain.options import RetrainSection, check_section
-from ray_app.retrain.profile import Known, problems
-from ray_app.retrain.rounds import RetrainPaths, Round, audit, delivered, digest_of, now, open_rounds
-from ray_app.retrain.situation import Situation, Triggered, champion_now, gate_request
+from ray_app.retrain.profile import ReferenceProfiles, find_problems
+from ray_app.retrain.rounds import (
+    RetrainPaths,
+    Round,
+    add_audit_entry,
+    current_time,
+    digest_json,
+    open_rounds,
+    read_delivery,
+)
+from ray_app.retrain.situation import Situation, TriggerDecision, gate_request, load_serving_champion
 from ray_app.runlog.endings import put_summary
-from ray_app.runlog.lease import Lease, acquire, forget_older, refuse_if_lost
+from ray_app.runlog.lease import Lease, acquire_lease, check_lease, remove_old_fences
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard, redact
+from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.storage.files import read_json, remove_tree
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tracker import check_available
@@ -56,55 +72,65 @@ class InterruptedRunError(Exception):
 
 
 class Stages:
-    """The stages of one round.
+    """The stages of one round, each of which returns the value to record.
 
     Args:
-        situation: How things stand, with the champion of when the round began.
+        situation: The input of this start, with the champion that served when the round began.
         round: The round.
-        console: Where training shows its progress.
-        at: For fault tests: called with `training` while it goes on.
+        console: Shows the progress of the training.
+        at: For fault tests: called with `training` while the run trains.
     """
 
     def __init__(self, situation: Situation, round: Round, console: Console, at: Callable[[str], None]) -> None:
-        self._now, self._round, self._console, self._at = situation, round, console, at
+        self._situation, self._round, self._console, self._at = situation, round, console, at
 
     def validate(self) -> dict[str, Any]:
-        """Looks whether the data is sound.
+        """Validates the delivered data.
 
         Raises:
-            StorageError: It cannot be said now.
+            StorageError: The data cannot be read now.
         """
-        now = self._now
-        found: dict[str, Any] = {"delivery": asdict(now.delivery)}
+        situation = self._situation
+        result: dict[str, Any] = {"delivery": asdict(situation.delivery)}
         try:
-            look = now.look
+            inspection = situation.inspection
         except StorageError:
             raise
         except DataError as error:
-            return {**found, "problems": [str(error)], "accepted": False}
-        known = now.champion.known if now.champion is not None else Known()
-        wrong = problems(
-            look.train, look.evaluation, look.gate, known, look.agreement, now.delivery.twice(), now.section
+            return {**result, "problems": [str(error)], "accepted": False}
+        reference = situation.champion.profiles if situation.champion is not None else ReferenceProfiles()
+        messages = find_problems(
+            inspection.train,
+            inspection.evaluation,
+            inspection.gate,
+            reference,
+            inspection.agreement,
+            situation.delivery.find_duplicates(),
+            situation.section,
         )
-        found |= {"train": look.train.to_json(), "evaluation": look.evaluation.to_json(), "drift": look.drift}
-        found |= {"gate": look.gate.own.to_json()} if look.gate.own is not None else {}
-        found |= {"agreement": asdict(look.agreement) if look.agreement is not None else None}
+        result |= {
+            "train": inspection.train.to_json(),
+            "evaluation": inspection.evaluation.to_json(),
+            "drift": inspection.drift,
+        }
+        result |= {"gate": inspection.gate.profile.to_json()} if inspection.gate.profile is not None else {}
+        result |= {"agreement": asdict(inspection.agreement) if inspection.agreement is not None else None}
         return {
-            **found,
-            "problems": wrong,
-            "accepted": not wrong or now.section.accept_data is not None,
-            "because": now.section.accept_data,
+            **result,
+            "problems": messages,
+            "accepted": not messages or situation.section.accept_data is not None,
+            "because": situation.section.accept_data,
         }
 
     def train(self) -> dict[str, Any]:
-        """Trains the run of this key, or continues it.
+        """Trains the run of this round's key, or continues it.
 
         Raises:
-            InterruptedRunError: It was stopped by a signal.
+            InterruptedRunError: A signal stopped the run.
             DataError: A row cannot be used.
             RegistryError: MLflow does not have the run.
         """
-        self._now.connect()
+        self._situation.connect()
         result = run_training(self._config, self._console, observe=lambda _: self._at("training"))
         if result.status == "interrupted":
             raise InterruptedRunError
@@ -112,123 +138,145 @@ class Stages:
             raise RegistryError(
                 f"MLflow does not have the run {result.path.name!r} yet; start again, which sends its record."
             )
-        said = {name: result.summary[name] for name in ("status", "steps", "rows", "params_digest", "best")}
-        return {"run": result.path.name, **said}
+        summary = {name: result.summary[name] for name in ("status", "steps", "rows", "params_digest", "best")}
+        return {"run": result.path.name, **summary}
 
     def register(self) -> dict[str, Any]:
-        """Makes the run's best checkpoint a version, which serves nobody yet."""
+        """Registers the run's best checkpoint as a version, which does not serve yet."""
         job = prepare(self._config).job
-        done = register_best(job, self._now.model, self._now.uri, {KEY_TAG: self._round.key}, first_serves=False)
-        model = {"name": done.name, "version": done.version, "aliases": list(done.aliases)}
+        registered = register_best(
+            job, self._situation.model, self._situation.uri, {KEY_TAG: self._round.key}, first_serves=False
+        )
+        model = {"name": registered.name, "version": registered.version, "aliases": list(registered.aliases)}
         put_summary(job.paths, read_json(job.paths.summary) | {"model": model})
         return {
-            "version": done.version,
-            "params_digest": version_of(self._now.client, done.name, done.version).params_digest,
+            "version": registered.version,
+            "params_digest": version_of(self._situation.client, registered.name, registered.version).params_digest,
         }
 
     def judge(self) -> dict[str, Any]:
-        """Scores champion and challenger on the same rows, by which no checkpoint was chosen."""
-        now, challenger = self._now, self._challenger
-        now.connect()
+        """Scores champion and challenger on the same rows, by which no checkpoint was chosen, and decides."""
+        situation, challenger = self._situation, self._challenger
+        situation.connect()
         job = prepare(self._config).job
-        models = {"challenger": package(now.uri, challenger)}
-        if now.champion is not None:
-            models["champion"] = now.champion.files
-        request = gate_request(job, now.config, now.section, now.delivery, models, MOST_BLOCKS)
-        [scored] = score_packages(job.task, (job.best_metric, GUARD), [request], now.config.evaluate)
-        found = figures(
+        models = {"challenger": fetch_package(situation.uri, challenger)}
+        if situation.champion is not None:
+            models["champion"] = situation.champion.files
+        request = gate_request(job, situation.config, situation.section, situation.delivery, models, MAX_BLOCKS)
+        [scored] = score_packages(job.task, (job.best_metric, GUARD_METRIC), [request], situation.config.evaluate)
+        result = compare_models(
             job.task,
             job.best_metric,
             job.best_mode,
             scored["challenger"],
             scored.get("champion"),
-            now.config.seed,
-            now.section,
+            situation.config.seed,
+            situation.section,
         )
-        return {"figures": asdict(found), "verdict": asdict(judge(found, now.section))}
+        return {"figures": asdict(result), "verdict": asdict(decide_promotion(result, situation.section))}
 
     def conclude(self) -> dict[str, Any]:
-        """Does what the gate says, while nobody rolls back; the alias moves in the last call."""
-        with deciding(self._now.paths):
+        """Carries out the decision of the gate while no rollback can happen; the alias moves in the last call."""
+        with acquire_alias_lease(self._situation.paths):
             return self._conclude()
 
     def _conclude(self) -> dict[str, Any]:
-        now, challenger = self._now, self._challenger
+        situation, challenger = self._situation, self._challenger
         judged = self._round.read("judged") or {}
         decision = Decision(**judged["verdict"])
-        before = now.champion.version.version if now.champion is not None else None
-        decision = self._still(decision, challenger, before)
+        champion_version = situation.champion.version.version if situation.champion is not None else None
+        decision = self._confirm_champion(decision, challenger, champion_version)
         outcome = "promoted" if decision.promote else "gate refused"
-        if challenger.version != before:  # else the same parameters came out again: nothing new is to be said of it
-            log_figures(
-                now.client, challenger, _numbers(judged["figures"]), datetime.fromisoformat(judged["at"]).timestamp()
+        # If training gave the champion's parameters again, its tags and metrics must stay as they are.
+        if challenger.version != champion_version:
+            log_metrics(
+                situation.client,
+                challenger,
+                _gate_metrics(judged["figures"]),
+                datetime.fromisoformat(judged["at"]).timestamp(),
             )
-            why = (self._round.read("decided") or {})["decision"]["reason"]
+            reason = (self._round.read("decided") or {})["decision"]["reason"]
             tags = {
                 KEY_TAG: self._round.key,
                 "ray_app.gate": outcome,
                 "ray_app.gate_reason": decision.reason,
-                "ray_app.trained_because": why,
+                "ray_app.trained_because": reason,
             }
-            tag(now.client, challenger, tags | {"ray_app.data_digest": self._round.inputs.data})
+            tag_version(situation.client, challenger, tags | {"ray_app.data_digest": self._round.inputs.data})
         if decision.promote:
-            promote(now.client, now.model, challenger.version, f"retraining: {decision.reason}", user())
-        return {"outcome": outcome, "reason": decision.reason, "version": challenger.version, "before": before}
+            why = f"retraining: {decision.reason}"
+            promote(situation.client, situation.model, challenger.version, why, user_name())
+        return {
+            "outcome": outcome,
+            "reason": decision.reason,
+            "version": challenger.version,
+            "before": champion_version,
+        }
 
     @property
     def _challenger(self) -> Version:
-        return version_of(self._now.client, self._now.model, (self._round.read("registered") or {})["version"])
+        return version_of(
+            self._situation.client, self._situation.model, (self._round.read("registered") or {})["version"]
+        )
 
-    def _still(self, decision: Decision, challenger: Version, before: str | None) -> Decision:
-        """The decision, unless what it was about has changed meanwhile."""
-        serves = champion_of(self._now.client, self._now.model)
-        said = decision.reason
-        if challenger.version == before:
-            return Decision(False, f"{said}; training gave the parameters of the champion itself, version {before}")
-        if serves == challenger.version:  # it was promoted just before a crash
+    def _confirm_champion(self, decision: Decision, challenger: Version, champion_version: str | None) -> Decision:
+        """Returns the decision, or a refusal if the champion has changed since the comparison."""
+        serving_version = champion_of(self._situation.client, self._situation.model)
+        reason = decision.reason
+        if challenger.version == champion_version:
+            return Decision(
+                False, f"{reason}; training gave the parameters of the champion itself, version {champion_version}"
+            )
+        # The challenger serves already if a crash came between the promotion and its record.
+        if serving_version == challenger.version:
             return decision
         if "ray_app.rolled_back_at" in challenger.tags:
-            because = challenger.tags.get("ray_app.rolled_back_because", "")
+            rollback_reason = challenger.tags.get("ray_app.rolled_back_because", "")
             return Decision(
-                False, f"{said}; but these parameters, version {challenger.version}, were rolled back: {because}"
+                False,
+                f"{reason}; but these parameters, version {challenger.version}, were rolled back: {rollback_reason}",
             )
-        if serves != before:
+        if serving_version != champion_version:
             return Decision(
-                False, f"{said}; but meanwhile version {serves} has become the champion, which it was not compared with"
+                False,
+                f"{reason}; but meanwhile version {serving_version} has become the champion, which it was not compared"
+                " with",
             )
         return decision
 
     @cached_property
     def _config(self) -> Config:
         """The configuration of the round's run."""
-        now = self._now
+        situation = self._situation
         fields: dict[str, Any] = {
-            "run__name": now.paths.run_name(now.inputs.training_key),
+            "run__name": situation.paths.run_name(situation.inputs.training_key),
             "tracking__registered_model": None,
         }
-        before = now.champion.delivery if now.champion is not None else None
-        dataset = open_dataset(now.config.data.path)
-        columns = now.task.prepare(dataset.facts).columns()
-        if now.section.gate_path is None:
-            out = Path(
-                str(now.paths.selection(digest_of([sorted(now.delivery.evaluation.items()), columns])))
-            )  # a folder: see check_section
-            held_out = open_dataset(str(now.config.data.eval_path))
-            fields["data__eval_path"] = str(selection_part(held_out, columns, now.delivery.evaluation, out))
-        if now.section.data == "new_and_sample" and before is not None:
-            old = old_files(now.delivery.train, before.train)
+        champion_delivery = situation.champion.delivery if situation.champion is not None else None
+        dataset = open_dataset(situation.config.data.path)
+        columns = situation.task.prepare(dataset.facts).columns()
+        if situation.section.gate_path is None:
+            # It is a local folder: `check_section` refuses other storage here.
+            key = digest_json([sorted(situation.delivery.evaluation.items()), columns])
+            out = Path(str(situation.paths.selection(key)))
+            evaluation_dataset = open_dataset(str(situation.config.data.eval_path))
+            fields["data__eval_path"] = str(
+                write_selection_part(evaluation_dataset, columns, situation.delivery.evaluation, out)
+            )
+        if situation.section.data == "new_and_sample" and champion_delivery is not None:
+            old = find_old_files(situation.delivery.train, champion_delivery.train)
             if set(dataset.manifest.paths) - old and old & set(dataset.manifest.paths):
-                out = Path(str(now.paths.data(now.inputs.training_key)))
+                out = Path(str(situation.paths.data(situation.inputs.training_key)))
                 fields["data__path"] = str(
-                    put_together(dataset, columns, now.delivery.train, old, now.section.old_fraction, out)
+                    write_dataset(dataset, columns, situation.delivery.train, old, situation.section.old_fraction, out)
                 )
-        if now.section.start == "champion" and now.champion is not None:
-            fields["train__init_from"] = str(now.champion.export())
-        return now.config.replace(**fields)
+        if situation.section.start == "champion" and situation.champion is not None:
+            fields["train__init_from"] = str(situation.champion.write_parameters())
+        return situation.config.replace(**fields)
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The figures of the gate as metrics of the challenger's MLflow run."""
+def _gate_metrics(values: dict[str, Any]) -> dict[str, float]:
+    """Returns the figures of the gate as metrics of the challenger's MLflow run."""
     return {
         f"gate_{name}": values[name]
         for name in ("challenger", "champion", "gain", "low", "high", "rows")
@@ -236,8 +284,8 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
     }
 
 
-What = Literal["nothing", "would train", "promoted", "gate refused", "data refused", "interrupted"]
-EXIT_CODES: dict[What, int] = {
+OutcomeKind = Literal["nothing", "would train", "promoted", "gate refused", "data refused", "interrupted"]
+EXIT_CODES: dict[OutcomeKind, int] = {
     "nothing": 0,
     "would train": 0,
     "promoted": 0,
@@ -249,16 +297,16 @@ EXIT_CODES: dict[What, int] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a start.
+    """The outcome of a start.
 
     Args:
-        what: `nothing` was to be done, `would train` (of a dry run), `promoted`, `gate refused`, `data refused`, or
-            `interrupted`.
-        reason: Why, with figures.
-        version: The version that was made.
+        kind: `nothing` (no reason to train), `would train` (of a dry run), `promoted`, `gate refused`, `data refused`,
+            or `interrupted`.
+        reason: The reason, with the numbers.
+        version: The version that was registered.
     """
 
-    what: What
+    kind: OutcomeKind
     reason: str
     version: str | None = None
 
@@ -269,36 +317,36 @@ def retrain(
     console: Console | None = None,
     at: Callable[[str], None] = lambda stage: None,
 ) -> Outcome:
-    """Decides whether to train, and if so trains, compares and promotes or refuses; starting again after a crash goes
-    on.
+    """Decides whether to train, and if so trains, compares and promotes or refuses. A start after a crash continues the
+    round.
 
     Args:
         config: The configuration of the runs.
-        section: How to retrain.
-        console: Where to say how it gets on; not given: standard output.
-        at: For fault tests: called with the name of each stage when its effects are done and not recorded, and with
-            `training` a few times a second while that goes on.
+        section: The configuration of retraining.
+        console: Shows the progress; by default on standard output.
+        at: For fault tests: called with the name of each stage when its effects are done and not yet recorded, and
+            with `training` a few times a second while the run trains.
 
     Raises:
         ConfigError: The configuration is refused.
         RunHeldError: Another scheduler retrains this model.
         DataError: There is no data.
-        StorageError: The data cannot be read now; starting again goes on.
-        RayAppError: The training failed, or MLflow refused something; starting again goes on.
+        StorageError: The data cannot be read now; the next start continues the round.
+        RayAppError: The training failed, or MLflow refused a request; the next start continues the round.
     """
     check_section(config, section)
     check_available(config)
-    guard(config.to_dict())
+    register_secrets(config.to_dict())
     paths = RetrainPaths.of(config)
     with ExitStack() as stack:
-        lease = None if section.dry_run else stack.enter_context(acquire(RunPaths(paths.root)))
+        lease = None if section.dry_run else stack.enter_context(acquire_lease(RunPaths(paths.root)))
         if lease is not None:
-            forget_older(RunPaths(paths.root), lease.fence)
-        return _Start(config, section, paths, console or Console(), at, lease, stack).go()
+            remove_old_fences(RunPaths(paths.root), lease.fence)
+        return _RetrainingStart(config, section, paths, console or Console(), at, lease, stack).run()
 
 
-class _Start:
-    """The parts of one start."""
+class _RetrainingStart:
+    """One start of a retraining: it finds a stopped round or decides whether to begin one, and takes it to its end."""
 
     def __init__(
         self,
@@ -313,129 +361,138 @@ class _Start:
         self._section, self._paths, self._console, self._at, self._lease = section, paths, console, at, lease
         uri, self._name = default_tracking_uri(config), str(config.tracking.registered_model)
         self._client = connect(uri)
-        delivery = delivered(config, paths.contents if lease is not None else None, section.gate_path)
-        serves = champion_now(paths, self._client, self._name, uri)
-        self._given = Situation(config, section, paths, self._client, delivery, serves, stack)
+        delivery = read_delivery(config, paths.contents if lease is not None else None, section.gate_path)
+        champion = load_serving_champion(paths, self._client, self._name, uri)
+        self._situation = Situation(config, section, paths, self._client, delivery, champion, stack)
 
-    def go(self) -> Outcome:
-        champion = self._given.champion
+    def run(self) -> Outcome:
+        """Continues a stopped round, or decides and begins one; returns the outcome."""
+        champion = self._situation.champion
         self._say(
             "champion",
             f"{self._name} version {champion.version.version}" if champion is not None else f"{self._name}: none yet",
         )
         if self._lease is not None:
             record_rollbacks(self._paths, self._client, self._name)
-        opened = self._continued() if self._lease is not None else None
-        if opened is not None:
+        stopped_round = self._find_stopped_round() if self._lease is not None else None
+        if stopped_round is not None:
             self._say(
-                "decided", f"going on with what was stopped: {(opened.read('decided') or {})['decision']['reason']}"
+                "decided",
+                f"going on with what was stopped: {(stopped_round.read('decided') or {})['decision']['reason']}",
             )
-            return self._finish(opened)
-        made = self._decided()
-        if isinstance(made, Outcome):
-            self._say("nothing" if made.what == "nothing" else made.what, made.reason)
-            return made
-        return self._dry_run(made) if self._lease is None else self._finish(self._begun(made))
+            return self._finish(stopped_round)
+        decision = self._decide()
+        if isinstance(decision, Outcome):
+            self._say("nothing" if decision.kind == "nothing" else decision.kind, decision.reason)
+            return decision
+        return self._dry_run(decision) if self._lease is None else self._finish(self._begin(decision))
 
-    def _continued(self) -> Round | None:
-        """The round that was stopped, if it is about the same; others are closed, since what they were about is no
-        more.
+    def _find_stopped_round(self) -> Round | None:
+        """Returns the round that was stopped, if its inputs are today's; closes stopped rounds with other inputs.
 
-        What one of these did already, a promotion above all, is recorded as what it is.
+        If such a round has promoted its challenger already, the promotion is recorded before the round is closed.
         """
-        found = None
-        for one in open_rounds(self._paths):
-            decided = one.read("decided") or {}
-            then = self._given.at_champion(decided["champion"])
-            if found is None and then.inputs == one.inputs:
-                found = one
-            elif one.read("concluded") is not None or self._has_promoted(one, decided):
-                self._stage(one, "concluded", Stages(then, one, self._console, self._at).conclude)
-                self._record(one)
+        matching_round = None
+        for round in open_rounds(self._paths):
+            decided = round.read("decided") or {}
+            situation = self._situation.at_champion(decided["champion"])
+            if matching_round is None and situation.inputs == round.inputs:
+                matching_round = round
+            elif round.read("concluded") is not None or self._has_promoted(round, decided):
+                self._stage(round, "concluded", Stages(situation, round, self._console, self._at).conclude)
+                self._record(round)
             else:
-                self._supersede(one, decided)
-        return found
+                self._supersede(round, decided)
+        return matching_round
 
     def _has_promoted(self, round: Round, decided: dict[str, Any]) -> bool:
-        """Whether its challenger serves, since it was stopped between the alias and its record."""
-        serves = self._given.champion
-        if serves is None or round.read("judged") is None:
+        """Returns whether the challenger of a round serves, because the round was stopped between the promotion and its
+        record.
+        """
+        champion = self._situation.champion
+        if champion is None or round.read("judged") is None:
             return False
-        return serves.version.tags.get(KEY_TAG) == round.key and serves.version.version != decided["champion"]
+        return champion.version.tags.get(KEY_TAG) == round.key and champion.version.version != decided["champion"]
 
     def _supersede(self, round: Round, decided: dict[str, Any]) -> None:
-        why = "data, configuration or code changed before it was done"
+        reason = "data, configuration or code changed before it was done"
         details = {"key": round.key, "inputs": decided["inputs"], "decision": decided["decision"]}
-        audit(self._paths, f"superseded {round.key} {decided['at']}", "superseded", why, details)
-        if tagged(
-            self._client, self._name, KEY_TAG, round.key
-        ):  # a version says by it what data it is of, and may come to serve
-            round.put("recorded", {"superseded": why})
+        add_audit_entry(self._paths, f"superseded {round.key} {decided['at']}", "superseded", reason, details)
+        # A version with this key may come to serve: then its data is looked up in the record of the round.
+        if versions_with_tag(self._client, self._name, KEY_TAG, round.key):
+            round.put("recorded", {"superseded": reason})
         else:
             remove_tree(self._paths.round(round.key))
 
-    def _decided(self) -> Triggered | Outcome:
-        """The decision to train, or why there is nothing to do."""
-        same = Round(self._paths, self._given.inputs.key)
-        before = same.read("concluded") if same.is_done else None
-        if before and self._is_overtaken(same, before):
-            before = None
-        judged = f"{before['outcome']}: {before['reason']} ({before['at']})" if before else None
-        if before and before["outcome"] == "data refused":
-            return Outcome("data refused", f"the same data was refused before: {before['reason']} ({before['at']})")
+    def _decide(self) -> TriggerDecision | Outcome:
+        """Returns the decision to train, or the outcome if there is nothing to do."""
+        round = Round(self._paths, self._situation.inputs.key)
+        concluded = round.read("concluded") if round.is_done else None
+        if concluded and self._is_overtaken(round, concluded):
+            concluded = None
+        earlier_result = f"{concluded['outcome']}: {concluded['reason']} ({concluded['at']})" if concluded else None
+        if concluded and concluded["outcome"] == "data refused":
+            return Outcome(
+                "data refused", f"the same data was refused before: {concluded['reason']} ({concluded['at']})"
+            )
         try:
-            decision = self._given.decide(judged)
+            decision = self._situation.decide(earlier_result)
         except StorageError:
             raise
         except DataError as error:
-            decision = Triggered(True, "new data", f"the delivered data cannot be used: {error}")
+            decision = TriggerDecision(True, "new data", f"the delivered data cannot be used: {error}")
         return decision if decision.retrain else Outcome("nothing", decision.reason)
 
     def _is_overtaken(self, round: Round, concluded: dict[str, Any]) -> bool:
-        """Whether data or a model was refused that was not compared with what serves now."""
-        champion = self._given.champion
+        """Returns whether a round refused data or a model by a comparison with another champion than today's."""
+        champion = self._situation.champion
         serves = champion.version.version if champion is not None else None
         if concluded["outcome"] == "data refused":
             return (round.read("decided") or {}).get("champion") != serves
         return concluded["outcome"] == "gate refused" and serves not in (concluded["before"], concluded["version"])
 
-    def _begun(self, decision: Triggered) -> Round:
-        made = Round(self._paths, self._given.inputs.key)
-        made.clear()  # of a round that was overtaken or superseded; its entry in the audit record stays
-        champion = self._given.champion
+    def _begin(self, decision: TriggerDecision) -> Round:
+        """Records the decision as the first stage of a new round."""
+        round = Round(self._paths, self._situation.inputs.key)
+        # An overtaken or superseded round may have the same key. Its entry in the audit record stays.
+        round.clear()
+        champion = self._situation.champion
         value = {
-            "inputs": asdict(self._given.inputs),
+            "inputs": asdict(self._situation.inputs),
             "champion": champion.version.version if champion is not None else None,
             "decision": asdict(decision),
         }
-        self._stage(made, "decided", lambda: value)
+        self._stage(round, "decided", lambda: value)
         self._say("decided", decision.reason)
-        return made
+        return round
 
-    def _dry_run(self, decision: Triggered) -> Outcome:
+    def _dry_run(self, decision: TriggerDecision) -> Outcome:
         self._say("decided", decision.reason)
-        found = Stages(self._given, Round(self._paths, self._given.inputs.key), self._console, self._at).validate()
-        self._say_data(found)
-        if not found["accepted"]:
-            return Outcome("data refused", "; ".join(found["problems"]))
+        validated = Stages(
+            self._situation, Round(self._paths, self._situation.inputs.key), self._console, self._at
+        ).validate()
+        self._say_data(validated)
+        if not validated["accepted"]:
+            return Outcome("data refused", "; ".join(validated["problems"]))
         return Outcome("would train", decision.reason)
 
     def _finish(self, round: Round) -> Outcome:
-        """Takes a round from where it is to its end."""
-        situation = self._given.at_champion((round.read("decided") or {})["champion"])
+        """Runs the remaining stages of a round."""
+        situation = self._situation.at_champion((round.read("decided") or {})["champion"])
         stages = Stages(situation, round, self._console, self._at)
         validated = self._stage(round, "validated", stages.validate)
         self._say_data(validated)
         if not validated["accepted"]:
-            return self._refused_data(round, validated["problems"])
+            return self._refuse_data(round, validated["problems"])
         try:
             trained = self._stage(round, "trained", stages.train)
         except InterruptedRunError:
             return Outcome("interrupted", "the run was stopped with a checkpoint; starting again continues it")
-        except StorageError:  # says nothing of the data
+        except StorageError:
+            # The storage may answer later: the data is not refused.
             raise
         except DataError as error:
-            return self._refused_data(round, [str(error)])
+            return self._refuse_data(round, [str(error)])
         self._say("trained", f"run {trained['run']}: {trained['status']}, {trained['steps']:,} steps")
         registered = self._stage(round, "registered", stages.register)
         self._say("registered", f"version {registered['version']}, the challenger")
@@ -445,16 +502,16 @@ class _Start:
         self._say(concluded["outcome"], f"version {concluded['version']}: {concluded['reason']}")
         return Outcome(concluded["outcome"], concluded["reason"], concluded["version"])
 
-    def _refused_data(self, round: Round, wrong: list[str]) -> Outcome:
+    def _refuse_data(self, round: Round, messages: list[str]) -> Outcome:
         """Records that the data is refused; the champion stays."""
-        reason = "; ".join(wrong)
+        reason = "; ".join(messages)
 
         def conclude() -> dict[str, Any]:
-            told = f"{now()}: {reason}"
+            message = f"{current_time()}: {reason}"
             tag_model(
                 self._client,
                 self._name,
-                {"ray_app.data_refused": told, "ray_app.refused_data_digest": round.inputs.data},
+                {"ray_app.data_refused": message, "ray_app.refused_data_digest": round.inputs.data},
             )
             return {"outcome": "data refused", "reason": reason}
 
@@ -462,22 +519,22 @@ class _Start:
         self._record(round)
         return Outcome("data refused", concluded["reason"])
 
-    def _stage(self, round: Round, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What a stage came to, now or before."""
-        found = round.read(name)
-        if found is None:
+    def _stage(self, round: Round, name: str, run_stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the record of a stage; runs the stage if it is not recorded."""
+        record = round.read(name)
+        if record is None:
             assert self._lease is not None
-            refuse_if_lost(RunPaths(self._paths.root), self._lease.fence)
-            made = make()
+            check_lease(RunPaths(self._paths.root), self._lease.fence)
+            value = run_stage()
             self._at(name)
-            refuse_if_lost(RunPaths(self._paths.root), self._lease.fence)
-            found = round.put(name, made)
-        return found
+            check_lease(RunPaths(self._paths.root), self._lease.fence)
+            record = round.put(name, value)
+        return record
 
     def _record(self, round: Round) -> None:
-        """Adds what was concluded to the audit record and closes the round."""
+        """Adds the conclusion to the audit record and closes the round."""
 
-        def make() -> dict[str, Any]:
+        def add_entry() -> dict[str, Any]:
             concluded, decided, judged = (round.read(name) or {} for name in ("concluded", "decided", "judged"))
             details = {
                 "key": round.key,
@@ -492,7 +549,7 @@ class _Start:
                     for name in ("problems", "agreement", "drift", "because")
                 },
             }
-            audit(
+            add_audit_entry(
                 self._paths,
                 f"{round.key} {decided['champion']} {decided['at']}",
                 concluded["outcome"],
@@ -501,7 +558,7 @@ class _Start:
             )
             return {}
 
-        self._stage(round, "recorded", make)
+        self._stage(round, "recorded", add_entry)
 
     def _say_data(self, validated: dict[str, Any]) -> None:
         if validated["problems"]:
@@ -511,5 +568,5 @@ class _Start:
             train, evaluation = validated["train"], validated["evaluation"]
             self._say("data", f"sound: {train['rows']:,} training rows, {evaluation['rows']:,} evaluation rows")
 
-    def _say(self, what: str, text: str) -> None:
-        self._console.print(redact(f"{what:<10} {text}"), markup=False, highlight=False, soft_wrap=True)
+    def _say(self, kind: str, text: str) -> None:
+        self._console.print(redact(f"{kind:<10} {text}"), markup=False, highlight=False, soft_wrap=True)

@@ -1,8 +1,7 @@
-"""The record of retrainings: a round's stages, each written once, and the audit of everything that was decided.
+"""The files of a model's retrainings: their paths (`RetrainPaths`), the delivered data and the other inputs of a
+training as digests of contents (`Delivery`, `Inputs`), the stages of a round (`Round`), and the audit record.
 
-Every path of the retrainings of a model, as properties of one class.
-
-What a training depends on, as digests of contents; their digest is the key under which it is done once.
+The digest of all inputs is the key of a round: a training with equal inputs is done once.
 """
 
 from __future__ import annotations
@@ -18,33 +17,44 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.config.config import Config, result_fields
-from ray_app.data.dataset import contents, sha256
-from ray_app.driver.model_export import user
+from ray_app.data.dataset import hash_files, sha256
+from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
-from ray_app.preflight.changes import classes_in, files_of
-from ray_app.preflight.initial_parameters import find_beginning
+from ray_app.preflight.changes import iter_import_paths, source_files
+from ray_app.preflight.initial_parameters import load_initial_parameters
 from ray_app.retrain.options import RetrainSection
-from ray_app.storage.data_files import files_below, find, is_folder, place_of, relative
-from ray_app.storage.files import Location, folders, location, names, put_json, read_all_json, read_json, remove_tree
+from ray_app.storage.data_files import files_below, find_file, is_folder, locate_data, relative_path
+from ray_app.storage.files import (
+    Location,
+    list_files,
+    list_folders,
+    put_json,
+    read_all_json,
+    read_json,
+    remove_tree,
+    to_location,
+)
 
 _KEY_CHARS, _NAME_CHARS = 12, 64
 
 
 @dataclass(frozen=True)
 class RetrainPaths:
-    """The layout of `<run.storage_path>/retraining/<model>`, beside the runs.
+    """The layout of `<run.storage_path>/retraining/<model>`, next to the runs.
 
     Args:
-        root: That folder. Its lease (`RunPaths(root)`) lets one scheduler at a time retrain the model.
+        root: This folder. Its lease (`RunPaths(root)`) lets one scheduler at a time retrain the model.
     """
 
     root: Location
 
     @classmethod
     def of(cls, config: Config) -> RetrainPaths:
-        """The folder of a configuration's registered model."""
+        """Returns the paths of a configuration's registered model."""
         return cls(
-            location(config.run.storage_path) / "retraining" / folder_name(str(config.tracking.registered_model))
+            to_location(config.run.storage_path)
+            / "retraining"
+            / make_folder_name(str(config.tracking.registered_model))
         )
 
     @property
@@ -59,16 +69,18 @@ class RetrainPaths:
 
     @property
     def contents(self) -> Location:
-        """Folder with the digests of the data's files, by which those that were not changed are not read again."""
+        """Folder with the digests of the data's files, so that unchanged files are not read again."""
         return self.root / "contents"
 
     @property
     def deciding(self) -> Location:
-        """Folder whose lease is held while the alias moves, for seconds: a rollback does not wait for a training."""
+        """Folder of the lease to move the alias. It is held for seconds, so that a rollback need not wait for a
+        training, which holds the lease of `root`.
+        """
         return self.root / "deciding"
 
     def entry(self, number: int) -> Location:
-        """One decision."""
+        """File of one decision."""
         return self.audit / f"{number:06d}.json"
 
     def round(self, key: str) -> Location:
@@ -76,25 +88,25 @@ class RetrainPaths:
         return self.rounds / key
 
     def data(self, key: str) -> Location:
-        """The data set that was put together for a training key."""
+        """Folder of the data set that was written for a training key."""
         return self.root / "data" / key[:_KEY_CHARS]
 
     def selection(self, key: str) -> Location:
-        """The evaluation rows by which the best checkpoint is chosen."""
+        """Folder of the evaluation rows by which the best checkpoint is chosen."""
         return self.root / "data" / f"selection-{key[:_KEY_CHARS]}"
 
     def parameters(self, digest: str) -> Location:
-        """The parameters of a champion that a run began with."""
+        """File of the parameters of a champion, the initial parameters of a run."""
         return self.root / "champions" / f"{digest}.safetensors"
 
     def run_name(self, training_key: str) -> str:
-        """Name of the run that trains what a key stands for."""
+        """Returns the name of the run for a training key."""
         return f"{self.root.name}-{training_key[:_KEY_CHARS]}"
 
 
-def folder_name(model: str) -> str:
-    """A model's name as a folder and the beginning of run names; another one where it has characters that these may not
-    have.
+def make_folder_name(model: str) -> str:
+    """Returns a name for the folder and the runs of a model: the model's name, or a similar one with a hash if the name
+    has characters that run names may not have.
     """
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", model)[:_NAME_CHARS].strip("._-")
     if plain == model:
@@ -107,12 +119,13 @@ _DESCRIPTION = "dataset.json"
 
 @dataclass(frozen=True)
 class Delivery:
-    """The files of the data as it is now: SHA-256 of the content by relative path.
+    """The SHA-256 of the content of each data file, by its path relative to the data set.
 
     Args:
-        train: Of `data.path`.
-        evaluation: Of `data.eval_path`.
-        gate: Of `retrain.gate_path`. No training depends on it, so deliveries that differ in it alone are equal.
+        train: Files of `data.path`.
+        evaluation: Files of `data.eval_path`.
+        gate: Files of `retrain.gate_path`. No training depends on them, so deliveries that only differ in them are
+            equal.
     """
 
     train: dict[str, str]
@@ -121,38 +134,36 @@ class Delivery:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over what is trained and evaluated on.
+        """SHA-256 over the files for training and evaluation.
 
-        The manifest of a run knows paths and row counts alone; this one sees a label that was changed.
+        It changes when a label changes; the digest of a run's manifest depends on paths and row counts only.
         """
-        return digest_of([sorted(self.train.items()), sorted(self.evaluation.items())])
+        return digest_json([sorted(self.train.items()), sorted(self.evaluation.items())])
 
-    def twice(self) -> list[str]:
-        """Files with the content of another one, of the same or another data set, as text for people."""
-        first: dict[str, str] = {}
-        found = []
+    def find_duplicates(self) -> list[str]:
+        """Returns a message for each file that has the content of another file, in the same or another data set."""
+        name_by_digest: dict[str, str] = {}
+        messages = []
         for kind, files in (("training", self.train), ("evaluation", self.evaluation), ("gate", self.gate)):
             for path, digest in files.items():
                 name = f"{kind} file {path}"
-                if path.endswith(".parquet") and digest in first:
-                    found.append(f"{name} has the content of {first[digest]}")
-                first.setdefault(digest, name)
-        return found
+                if path.endswith(".parquet") and digest in name_by_digest:
+                    messages.append(f"{name} has the content of {name_by_digest[digest]}")
+                name_by_digest.setdefault(digest, name)
+        return messages
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a round is about.
+    """The inputs of a round, as digests.
 
     Args:
         data: Digest of the delivery.
-        config: Digest of the fields that decide the result, and of how retraining chooses rows and parameters to begin
-            with.
+        config: Digest of the fields that decide the result, and of the choice of rows and initial parameters.
         code: Digest of the source files of the task, the optimizer, the schedule and classes in their arguments, and of
             ray_app.
-        judging: Digest of what decides whether data or a model is accepted: the settings, and the gate's data if it has
-            its own.
-        champion: What of the champion the training depends on; empty if it depends on nothing of it.
+        judging: Digest of the settings that decide whether data or a model is accepted, and of the gate's data set.
+        champion: Digest of those properties of the champion on which the training depends; empty if there are none.
     """
 
     data: str
@@ -163,25 +174,25 @@ class Inputs:
 
     @property
     def training_key(self) -> str:
-        """Equal keys give equal parameters."""
-        return digest_of([self.data, self.config, self.code, self.champion])
+        """Digest of all inputs of the training: equal keys give equal parameters."""
+        return digest_json([self.data, self.config, self.code, self.champion])
 
     @property
     def key(self) -> str:
-        """Equal keys give equal parameters and are judged alike, against the same champion."""
-        return digest_of(asdict(self))
+        """Digest of all inputs: equal keys give equal parameters, which are accepted by the same rules."""
+        return digest_json(asdict(self))
 
 
-def delivered(config: Config, memory: Location | None = None, gate_path: str | None = None) -> Delivery:
-    """The digests of all files of the data; those that were changed since the last look are read.
+def read_delivery(config: Config, memory: Location | None = None, gate_path: str | None = None) -> Delivery:
+    """Returns the digests of all data files; only files that have changed since the last call are read.
 
     Args:
-        config: Names the data.
-        memory: Folder where the digests are kept for the next look; not given: all files are read, and nothing is kept.
-        gate_path: The gate's own data, if it has any.
+        config: Has the paths of the data.
+        memory: Folder that keeps the digests for the next call; by default all files are read, and nothing is kept.
+        gate_path: Path of the gate's data set, if it has one.
 
     Raises:
-        DataError: There are none.
+        DataError: A path has no files.
         StorageError: S3 does not answer.
     """
     paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)} | (
@@ -189,76 +200,75 @@ def delivered(config: Config, memory: Location | None = None, gate_path: str | N
     )
     return Delivery(
         **{
-            name: _contents(path, memory / f"{name}.json" if memory is not None else None)
+            name: _digest_files(path, memory / f"{name}.json" if memory is not None else None)
             for name, path in paths.items()
         }
     )
 
 
-def inputs_of(config: Config, section: RetrainSection, delivery: Delivery, champion: str) -> Inputs:
-    """The inputs of a round; the parameters that `train.init_from` names count by their content.
+def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, champion: str) -> Inputs:
+    """Returns the inputs of a round; the initial parameters of `train.init_from` count by their content.
 
     Args:
-        config: The configuration.
-        section: How to retrain.
-        delivery: The data.
-        champion: What of the champion the training depends on, such as the digest of its parameters; empty if nothing.
+        config: The configuration of the runs.
+        section: The configuration of retraining.
+        delivery: The delivered data.
+        champion: See `Inputs`.
 
     Raises:
-        ConfigError: There are no such parameters, or a class cannot be imported.
+        ConfigError: The initial parameters do not exist, or a class cannot be imported.
     """
-    config = find_beginning(config, None).config
+    config = load_initial_parameters(config, None).config
     fields = result_fields(config, "")
     fields |= {"retrain.data": section.data, "retrain.start": section.start}
     if section.data == "new_and_sample":
         fields["retrain.old_fraction"] = section.old_fraction
-    judging = section.judging() | {
+    judging = section.acceptance_settings() | {
         "metric": config.evaluate.metric,
         "mode": config.evaluate.mode,
         "gate": delivery.gate,
     }
-    return Inputs(delivery.digest, digest_of(fields), _code(config), digest_of(judging), champion)
+    return Inputs(delivery.digest, digest_json(fields), _digest_code(config), digest_json(judging), champion)
 
 
-def digest_of(value: Any) -> str:
-    """SHA-256 of a value of JSON."""
+def digest_json(value: Any) -> str:
+    """Returns the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _contents(path: str, memory: Location | None) -> dict[str, str]:
-    target = place_of(path)
-    is_one = find(target) is not None
-    files = [target] if is_one else files_below(target, ".parquet") if is_folder(target) else []
+def _digest_files(path: str, memory: Location | None) -> dict[str, str]:
+    target = locate_data(path)
+    is_file = find_file(target) is not None
+    files = [target] if is_file else files_below(target, ".parquet") if is_folder(target) else []
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file (looked at {target}); deliver the data first.")
-    root = target.parent if is_one else target
-    found = contents(root, [relative(file, root) for file in files], memory)
-    if find(
-        root / _DESCRIPTION
-    ):  # of what stands in it only the classes count: it also says when and from what it was made
-        found[_DESCRIPTION] = digest_of(json.loads((root / _DESCRIPTION).read_text()).get("classes"))
-    return found
+    root = target.parent if is_file else target
+    digests = hash_files(root, [relative_path(file, root) for file in files], memory)
+    # Only the classes of the description count: it also has the time and the source of the ingest.
+    if find_file(root / _DESCRIPTION):
+        digests[_DESCRIPTION] = digest_json(json.loads((root / _DESCRIPTION).read_text()).get("classes"))
+    return digests
 
 
-def _code(config: Config) -> str:
+def _digest_code(config: Config) -> str:
     package = Path(__file__).resolve().parents[1]
     files = {str(file.relative_to(package)): file for file in package.rglob("*.py")}
-    for class_path in sorted(classes_in(config)):
-        files |= files_of(class_path)
-    return digest_of({name: sha256(file) for name, file in sorted(files.items())})
+    for class_path in sorted(iter_import_paths(config)):
+        files |= source_files(class_path)
+    return digest_json({name: sha256(file) for name, file in sorted(files.items())})
 
 
 STAGES = ("decided", "validated", "trained", "registered", "judged", "concluded", "recorded")
-"""In this order; data that is refused goes from `validated` to `concluded`."""
+"""The stages of a round in their order; refused data goes from `validated` to `concluded`."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What was done for one key. Each stage is written once, after its effects, so that a stopped round goes on where
-    it was.
+    """The record of one round. Each stage is written once, after its effects, so that a stopped round continues at the
+    stage where it stopped.
 
     Args:
-        paths: The model's retrainings.
+        paths: The folder of the model's retrainings.
         key: The round's key.
     """
 
@@ -266,19 +276,19 @@ class Round:
     key: str
 
     def read(self, stage: str) -> dict[str, Any] | None:
-        """What a stage came to; None if it is not done."""
+        """Returns the result of a stage; None if it is not done."""
         return read_json(self.paths.round(self.key) / f"{stage}.json")
 
     def put(self, stage: str, value: dict[str, Any]) -> dict[str, Any]:
-        """Writes a stage with the time, unless it is there; returns what is there."""
-        put_json(self.paths.round(self.key) / f"{stage}.json", {**value, "at": now()}, if_absent=True)
+        """Writes the result of a stage with the time, unless the stage is recorded already; returns the record."""
+        put_json(self.paths.round(self.key) / f"{stage}.json", {**value, "at": current_time()}, if_absent=True)
         return self.read(stage) or {}
 
     def clear(self) -> None:
-        """Removes all stages, also those that a removal before left because it was interrupted.
+        """Removes all stages, also those that an interrupted removal has left.
 
         Raises:
-            OSError: Some are still there; what is begun now would take them for its own.
+            OSError: Some stages still exist; a new round would take them for its own.
         """
         folder = self.paths.round(self.key)
         remove_tree(folder)
@@ -290,47 +300,48 @@ class Round:
 
     @property
     def inputs(self) -> Inputs:
-        """What the round is about."""
+        """The inputs of the round."""
         return Inputs(**(self.read("decided") or {})["inputs"])
 
     @property
     def is_done(self) -> bool:
-        """Whether everything about it was decided and recorded."""
+        """Whether the last stage of the round is recorded."""
         return self.read("recorded") is not None
 
 
 def open_rounds(paths: RetrainPaths) -> list[Round]:
-    """Rounds that were stopped before their end, by key."""
-    rounds = [Round(paths, key) for key in sorted(folders(paths.rounds))]
-    return [one for one in rounds if not one.is_done and one.read("decided") is not None]
+    """Returns the rounds that were stopped before their end, ordered by key."""
+    rounds = [Round(paths, key) for key in sorted(list_folders(paths.rounds))]
+    return [round for round in rounds if not round.is_done and round.read("decided") is not None]
 
 
-def audit(paths: RetrainPaths, id: str, what: str, why: str, details: dict[str, Any]) -> None:
-    """Adds an entry to the audit record, unless one with this id is there; several may do so at once.
+def add_audit_entry(paths: RetrainPaths, id: str, kind: str, reason: str, details: dict[str, Any]) -> None:
+    """Adds an entry to the audit record, unless one with this id exists; several processes may do so at once.
 
     Args:
-        paths: The model's retrainings.
-        id: What identifies the decision.
-        what: `promoted`, `gate refused`, `data refused`, `superseded` or `rolled back`.
-        why: The reason, with figures.
-        details: All else.
+        paths: The folder of the model's retrainings.
+        id: Identifies the decision.
+        kind: `promoted`, `gate refused`, `data refused`, `superseded` or `rolled back`.
+        reason: The reason, with the numbers.
+        details: More fields of the entry.
     """
-    entry = {"id": id, "when": now(), "who": who(), "what": what, "why": why, **details}
-    while not any(known["id"] == id for known in entries(paths)):
-        number = max((int(name.removesuffix(".json")) for name in names(paths.audit)), default=0) + 1
-        put_json(paths.entry(number), entry, if_absent=True)  # if somebody was faster, under the next number
+    new_entry = {"id": id, "when": current_time(), "who": describe_user(), "what": kind, "why": reason, **details}
+    while not any(entry["id"] == id for entry in read_audit_entries(paths)):
+        number = max((int(name.removesuffix(".json")) for name in list_files(paths.audit)), default=0) + 1
+        # If another process has taken this number, the loop tries the next one.
+        put_json(paths.entry(number), new_entry, if_absent=True)
 
 
-def entries(paths: RetrainPaths) -> list[dict[str, Any]]:
-    """The audit record, oldest first."""
-    return read_all_json(paths.audit / name for name in sorted(names(paths.audit)))
+def read_audit_entries(paths: RetrainPaths) -> list[dict[str, Any]]:
+    """Returns the entries of the audit record, oldest first."""
+    return read_all_json(paths.audit / name for name in sorted(list_files(paths.audit)))
 
 
-def who() -> str:
-    """Who decides: the user, the machine and the process."""
-    return f"{user()}@{platform.node()} (process {os.getpid()})"
+def describe_user() -> str:
+    """Returns the user, the machine and the process of a decision, as text."""
+    return f"{user_name()}@{platform.node()} (process {os.getpid()})"
 
 
-def now() -> str:
-    """The time, ISO 8601 (UTC)."""
+def current_time() -> str:
+    """Returns the time, ISO 8601 (UTC)."""
     return datetime.now(UTC).isoformat(timespec="seconds")

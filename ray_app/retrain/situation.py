@@ -1,8 +1,7 @@
-"""How things stand at a start: the delivered data, the champion, and whether there is a reason to train.
+"""The input of a retraining decision: the delivered data, the champion, and the reason to train, if there is one.
 
-A look at a delivery of data: what it is like, how it differs from the champion's, and what the champion says to it.
-
-Is there a reason to train? A pure decision.
+`inspect_data` reads a delivery and compares it with the champion's data; `decide_trigger` is a pure function of facts
+that returns whether to train; `Situation` combines both for one start.
 """
 
 from __future__ import annotations
@@ -18,12 +17,19 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import DataError
 from ray_app.models.registry import champion, version_of
-from ray_app.preflight.prepare import evaluation_source, make_task, prepare
+from ray_app.preflight.prepare import make_task, open_evaluation_source, prepare
 from ray_app.retrain.champion import Champion
-from ray_app.retrain.gate import Files, Request, gate_rows, old_files, sample, score_packages
+from ray_app.retrain.gate import (
+    Files,
+    ScoringRequest,
+    find_old_files,
+    sample_segments,
+    score_packages,
+    select_gate_rows,
+)
 from ray_app.retrain.options import RetrainSection
-from ray_app.retrain.profile import Agreement, Gate, Profile, profile, psi
-from ray_app.retrain.rounds import Delivery, Inputs, RetrainPaths, digest_of, inputs_of
+from ray_app.retrain.profile import Agreement, GateRows, Profile, profile_dataset, psi
+from ray_app.retrain.rounds import Delivery, Inputs, RetrainPaths, digest_json, make_inputs
 from ray_app.task.base import Task
 from ray_app.task.metrics import combine, mode_of
 from ray_app.task.schema import refuse_other_names
@@ -31,76 +37,86 @@ from ray_app.train.job import Job
 
 
 @dataclass(frozen=True)
-class DataLook:
-    """What was found.
+class DataInspection:
+    """The result of reading a delivery.
 
     Args:
         train: Profile of the training data.
         evaluation: Profile of the evaluation data.
-        gate: What the gate judges on.
+        gate: The rows of the gate.
         drift: Population stability index of each column against the champion's training data; 0 if not significant.
-        agreement: How far the champion agrees with the labels; None if there is none, or its value of then is not
-            known.
+        agreement: Agreement of the champion with the labels; None without a champion, or if its metric when it was
+            promoted is not recorded.
     """
 
     train: Profile
     evaluation: Profile
-    gate: Gate
+    gate: GateRows
     drift: dict[str, float]
     agreement: Agreement | None
 
 
-def look_at(
+def inspect_data(
     config: Config, section: RetrainSection, delivery: Delivery, champion: Champion | None, connect: Callable[[], None]
-) -> DataLook:
-    """Reads a delivery once and has the champion score it.
+) -> DataInspection:
+    """Reads a delivery once, and scores the champion on it.
 
     Args:
-        config: The configuration.
-        section: How many rows to score, and what the gate judges on.
-        delivery: The data.
-        champion: What to hold it against.
-        connect: Connects to the cluster; called if something is to be scored.
+        config: The configuration of the runs.
+        section: Has the number of rows to score and the data set of the gate.
+        delivery: The delivered data.
+        champion: The champion; the delivery is compared with its data.
+        connect: Connects to the cluster; called only if the champion is scored.
 
     Raises:
         DataError: The data cannot be used.
     """
     job = prepare(config).job
     assert job.evaluation is not None
-    label = label_of(job.task)
+    label = label_column(job.task)
     if champion is not None:
         refuse_other_names(
             champion.classes, job.task.data_schema["classes"], f"data.path {config.data.path}", "the champion"
         )
-    train, rows = profile(open_dataset(config.data.path), job.task.columns(), label)
-    evaluation, _ = profile(open_dataset(str(config.data.eval_path)), job.task.columns(), label)
-    to_judge = gate_request(job, config, section, delivery, {})
-    own = (
-        profile(open_dataset(section.gate_path), job.task.columns(), label)[0]
+    train, train_sample = profile_dataset(open_dataset(config.data.path), job.task.columns(), label)
+    evaluation, _ = profile_dataset(open_dataset(str(config.data.eval_path)), job.task.columns(), label)
+    gate_rows_request = gate_request(job, config, section, delivery, {})
+    gate_profile = (
+        profile_dataset(open_dataset(section.gate_path), job.task.columns(), label)[0]
         if section.gate_path is not None
         else None
     )
-    chosen = to_judge.chosen
-    gate = Gate(int(chosen.sum()) if chosen is not None else to_judge.source.manifest.num_rows, own)
-    known = champion.known.train if champion is not None else None
+    gate_mask = gate_rows_request.chosen
+    gate = GateRows(
+        int(gate_mask.sum()) if gate_mask is not None else gate_rows_request.source.manifest.num_rows, gate_profile
+    )
+    reference_profile = champion.profiles.train if champion is not None else None
     drift = (
-        {name: psi(rows[name], column) for name, column in known.columns.items() if name in rows}
-        if known is not None
+        {
+            name: psi(train_sample[name], column)
+            for name, column in reference_profile.columns.items()
+            if name in train_sample
+        }
+        if reference_profile is not None
         else {}
     )
-    accepted = champion.accepted(job.best_metric) if champion is not None else None
+    accepted = champion.metric_when_promoted(job.best_metric) if champion is not None else None
     agreement = None
-    if champion is not None and accepted is not None and (known is None or known.schema == train.schema):
+    if (
+        champion is not None
+        and accepted is not None
+        and (reference_profile is None or reference_profile.schema == train.schema)
+    ):
         connect()
         models = {"champion": champion.files}
         requests = [
-            Request(job.source, sample(job.plan.manifest, section.sample_rows), models),
-            replace(to_judge, models=models),
+            ScoringRequest(job.source, sample_segments(job.plan.manifest, section.sample_rows), models),
+            replace(gate_rows_request, models=models),
         ]
         scored = score_packages(job.task, (job.best_metric,), requests, config.evaluate)
-        values = [combine(job.task, one["champion"]).values[job.best_metric] for one in scored]
+        values = [combine(job.task, chunks["champion"]).values[job.best_metric] for chunks in scored]
         agreement = Agreement(job.best_metric, job.best_mode, accepted, values[0], values[1])
-    return DataLook(train, evaluation, gate, drift, agreement)
+    return DataInspection(train, evaluation, gate, drift, agreement)
 
 
 def gate_request(
@@ -110,34 +126,36 @@ def gate_request(
     delivery: Delivery,
     models: dict[str, Files],
     blocks: int | None = None,
-) -> Request:
-    """The rows that the gate judges on: those of `retrain.gate_path`, or the part of the evaluation data that chooses
-    no checkpoint.
+) -> ScoringRequest:
+    """Returns the request to score models on the rows of the gate: those of `retrain.gate_path`, or the part of the
+    evaluation data by which no checkpoint is chosen.
 
     Args:
         job: The prepared run.
-        config: The configuration of the retraining; its `data.eval_path` is the whole of the evaluation data.
-        section: Names the gate's own data.
-        delivery: The data.
-        models: See `Request`.
-        blocks: See `Request`.
+        config: The configuration of the retraining; its `data.eval_path` is all of the evaluation data.
+        section: Has the path of the gate's data set.
+        delivery: The delivered data.
+        models: See `ScoringRequest`.
+        blocks: See `ScoringRequest`.
 
     Raises:
-        DataError: The rows are not like those that are trained on.
+        DataError: The rows have other fields than those of the training data.
     """
-    source = evaluation_source(job.task, section.gate_path or str(config.data.eval_path), config.data.read_task_mb)
+    source = open_evaluation_source(job.task, section.gate_path or str(config.data.eval_path), config.data.read_task_mb)
     if source.fields != job.fields:
         raise DataError(
             f"A decoded row of retrain.gate_path {section.gate_path} is {source.fields}, of data.path"
             f" {config.data.path} it is"
             f" {job.fields}; both must be alike. Ingest them the same way."
         )
-    chosen = None if section.gate_path is not None else gate_rows(source.manifest, delivery.evaluation)
-    return Request(source, sample(source.manifest, source.manifest.num_rows), models, blocks, chosen)
+    chosen = None if section.gate_path is not None else select_gate_rows(source.manifest, delivery.evaluation)
+    return ScoringRequest(source, sample_segments(source.manifest, source.manifest.num_rows), models, blocks, chosen)
 
 
-def label_of(task: Task) -> str | None:
-    """The column of class numbers of a classification: what its `label` names, or `label`."""
+def label_column(task: Task) -> str | None:
+    """Returns the column of class numbers of a classification, from the task's attribute `label` or "label"; None if
+    the task has none.
+    """
     name = str(getattr(task, "label", "label"))
     return name if task.classes and name in task.columns() else None
 
@@ -147,22 +165,22 @@ Trigger = Literal["none", "forced", "first", "new data", "drop", "drift", "age"]
 
 @dataclass(frozen=True)
 class TriggerFacts:
-    """What the decision depends on.
+    """The facts on which the decision to train depends.
 
     Args:
         champion: Version of the champion; None: there is none.
-        age_days: Days since its promotion; None: not known.
-        same_data: Whether the files are those that it was trained and promoted with; None: not known, since it was not
-            made by a retraining.
-        new_rows: Training rows in files that it was not trained on.
+        age_days: Days since the champion's promotion; None: not recorded.
+        same_data: Whether the files are those with which the champion was trained and promoted; None: not recorded,
+            because no retraining made it.
+        new_rows: Training rows in files on which the champion was not trained.
         rows: Training rows.
         metric: The metric that decides.
-        mode: Whether more (`max`) or less (`min`) of it is better.
-        then: Its value when the champion was promoted; None: not known.
-        now: Its value on the evaluation data as it is now; None: not known.
-        drift: Population stability index of every column that drifted.
-        judged: What came of the same data, configuration and code before; None: they are new, or were refused for
-            another champion.
+        mode: Whether a higher (`max`) or a lower (`min`) value is better.
+        then: The champion's value when it was promoted; None: not recorded.
+        now: The champion's value on the delivered evaluation data; None: not computed.
+        drift: Population stability index of each column.
+        judged: Result of an earlier round with the same data, configuration and code; None: they are new, or were
+            refused for another champion.
     """
 
     champion: str | None = None
@@ -179,13 +197,13 @@ class TriggerFacts:
 
 
 @dataclass(frozen=True)
-class Triggered:
-    """What to do.
+class TriggerDecision:
+    """The decision whether to train.
 
     Args:
         retrain: Whether to train.
-        trigger: Which reason came first.
-        reason: The same in words, with figures.
+        trigger: The first trigger that applies.
+        reason: The reason as a message, with the numbers.
     """
 
     retrain: bool
@@ -193,23 +211,24 @@ class Triggered:
     reason: str
 
 
-def decide(facts: TriggerFacts, section: RetrainSection) -> Triggered:
-    """Decides whether to train; of several reasons the first of forced, first, new data, drop, drift, age counts.
+def decide_trigger(facts: TriggerFacts, section: RetrainSection) -> TriggerDecision:
+    """Decides whether to train; the first trigger that applies counts, in the order forced, first, new data, drop,
+    drift, age.
 
-    With the same data, configuration and code training gives the same bits, so what was judged before is not trained
-    again, whatever the reason.
+    With the same data, configuration and code training gives bit-identical parameters, so a combination that was judged
+    before is not trained again, whatever the trigger.
     """
-    trigger, reason = _trigger(facts, section)
+    trigger, reason = _find_trigger(facts, section)
     if trigger == "none":
-        return Triggered(False, trigger, reason)
+        return TriggerDecision(False, trigger, reason)
     if facts.judged is not None:
-        return Triggered(
+        return TriggerDecision(
             False, trigger, f"{reason}; but the same data, configuration and code were already judged: {facts.judged}"
         )
-    return Triggered(True, trigger, reason)
+    return TriggerDecision(True, trigger, reason)
 
 
-def _trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger, str]:  # noqa: PLR0911 - one for each trigger
+def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger, str]:  # noqa: PLR0911 - one for each trigger
     if section.force is not None:
         return "forced", f"forced: {section.force}"
     if facts.champion is None:
@@ -222,12 +241,13 @@ def _trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger, str
             f"new data: {facts.new_rows:,} of {facts.rows:,} training rows are in files that the champion was not"
             f" trained on",
         )
-    fall = _fall(facts)
-    if section.max_drop is not None and fall is not None and not fall <= section.max_drop:  # also NaN
+    drop = _metric_drop(facts)
+    # The negated comparison finds NaN, too.
+    if section.max_drop is not None and drop is not None and not drop <= section.max_drop:
         return "drop", (
             f"the champion's {facts.metric} on the evaluation data is {facts.now:.4f}, it was {facts.then:.4f} when it"
             f" was promoted: worse"
-            f" by {fall:.4f}, more than {section.max_drop:g}"
+            f" by {drop:.4f}, more than {section.max_drop:g}"
         )
     drifted = {
         name: value for name, value in facts.drift.items() if section.max_psi is not None and value > section.max_psi
@@ -239,17 +259,17 @@ def _trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger, str
         )
     if section.max_age_days is not None and facts.age_days is not None and facts.age_days > section.max_age_days:
         return "age", f"the champion is {facts.age_days:.1f} days old, more than {section.max_age_days:g}"
-    return "none", _nothing(facts, section)
+    return "none", _describe_no_trigger(facts, section)
 
 
-def _fall(facts: TriggerFacts) -> float | None:
-    """How much worse the champion's metric has become."""
+def _metric_drop(facts: TriggerFacts) -> float | None:
+    """Returns how much worse the champion's metric has become; None if a value is missing."""
     if facts.then is None or facts.now is None:
         return None
     return facts.then - facts.now if facts.mode == "max" else facts.now - facts.then
 
 
-def _nothing(facts: TriggerFacts, section: RetrainSection) -> str:
+def _describe_no_trigger(facts: TriggerFacts, section: RetrainSection) -> str:
     if facts.same_data:
         return f"the data is what champion version {facts.champion} was trained on"
     return (
@@ -260,16 +280,16 @@ def _nothing(facts: TriggerFacts, section: RetrainSection) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is given at a start.
+    """The input of one start of a retraining, with what is computed from it on demand.
 
     Args:
-        config: The configuration.
-        section: How to retrain.
-        paths: The model's retrainings.
+        config: The configuration of the runs.
+        section: The configuration of retraining.
+        paths: The folder of the model's retrainings.
         client: MLflow's client.
-        delivery: The files of the data.
-        champion: What serves, or what served when the round began; None: nothing.
-        stack: Ends the connection to the cluster, if one is needed.
+        delivery: The delivered data.
+        champion: The version that serves, or that served when the round began; None: there is none.
+        stack: Closes the connection to the cluster, if one is opened.
     """
 
     config: Config
@@ -301,77 +321,79 @@ class Situation:
         return self.config.evaluate.metric or self.task.best_metric
 
     @property
-    def _own_mode(self) -> str:
-        """Whether less or more of `metric` is better, as far as can be said without the data."""
+    def _default_mode(self) -> str:
+        """Whether a higher (`max`) or a lower (`min`) value of `metric` is better by default, without the data."""
         return (mode_of(self.metric, None) if self.metric != self.task.best_metric else None) or self.task.best_mode
 
     @cached_property
     def inputs(self) -> Inputs:
-        """What a round would be about; of the champion it counts what the training depends on."""
-        parts = []
+        """The inputs of a round; of the champion only those properties count on which the training depends."""
+        champion_parts = []
         if self.champion is not None and self.section.start == "champion":
-            parts.append(self.champion.version.params_digest)
+            champion_parts.append(self.champion.version.params_digest)
         if self.champion is not None and self.section.data == "new_and_sample":
-            before = self.champion.delivery
-            parts.append(before.digest if before is not None else "")
-        return inputs_of(self.config, self.section, self.delivery, digest_of(parts) if parts else "")
+            delivery = self.champion.delivery
+            champion_parts.append(delivery.digest if delivery is not None else "")
+        return make_inputs(
+            self.config, self.section, self.delivery, digest_json(champion_parts) if champion_parts else ""
+        )
 
     @property
     def same_data(self) -> bool | None:
-        """Whether the data is the champion's; None if that is not known."""
-        before = self.champion.delivery if self.champion is not None else None
-        return None if before is None else before == self.delivery
+        """Whether the data is the champion's; None if its data is not recorded."""
+        delivery = self.champion.delivery if self.champion is not None else None
+        return None if delivery is None else delivery == self.delivery
 
     @cached_property
-    def look(self) -> DataLook:
-        """A look at the data; reads all of it.
+    def inspection(self) -> DataInspection:
+        """The profiles of the delivered data, for which all of it is read.
 
         Raises:
-            DataError: It cannot be used.
+            DataError: The data cannot be used.
         """
-        return look_at(self.config, self.section, self.delivery, self.champion, self.connect)
+        return inspect_data(self.config, self.section, self.delivery, self.champion, self.connect)
 
     @cached_property
     def connect(self) -> Callable[[], None]:
-        """Connects to the cluster, or starts one, at the first call; what runs later uses the same connection."""
-        made: list[bool] = []
+        """A function that connects to the cluster, or starts one, at its first call; later calls do nothing."""
+        connections: list[bool] = []
 
         def call() -> None:
-            if not made:
-                made.append(self.stack.enter_context(cluster(self.config)))
+            if not connections:
+                connections.append(self.stack.enter_context(cluster(self.config)))
 
         return call
 
     def at_champion(self, version: str | None) -> Situation:
-        """The situation with another version as the champion: that of when a round began."""
+        """Returns the situation with another version as the champion: the one that served when a round began."""
         if version == (self.champion.version.version if self.champion is not None else None):
             return self
-        return replace(self, champion=champion_at(self.paths, self.client, self.model, self.uri, version))
+        return replace(self, champion=load_champion(self.paths, self.client, self.model, self.uri, version))
 
-    def decide(self, judged: str | None) -> Triggered:
-        """Whether to train; what takes time to find out is looked at only if nothing else is a reason.
+    def decide(self, judged: str | None) -> TriggerDecision:
+        """Decides whether to train; reads all of the data only if no other trigger applies.
 
         Args:
-            judged: What came of the same data, configuration and code before.
+            judged: Result of an earlier round with the same data, configuration and code.
 
         Raises:
             DataError: The data cannot be used.
         """
         facts = self._facts(judged)
-        decision = decide(facts, self.section)
-        measures = self.section.max_drop is not None or self.section.max_psi is not None
-        if decision.trigger in ("none", "age") and facts.same_data is False and judged is None and measures:
-            agreement = self.look.agreement
-            now = agreement.evaluation if agreement is not None else None
-            decision = decide(replace(facts, now=now, drift=self.look.drift), self.section)
+        decision = decide_trigger(facts, self.section)
+        has_costly_trigger = self.section.max_drop is not None or self.section.max_psi is not None
+        if decision.trigger in ("none", "age") and facts.same_data is False and judged is None and has_costly_trigger:
+            agreement = self.inspection.agreement
+            current_value = agreement.evaluation if agreement is not None else None
+            decision = decide_trigger(replace(facts, now=current_value, drift=self.inspection.drift), self.section)
         return decision
 
     def _facts(self, judged: str | None) -> TriggerFacts:
         if self.champion is None:
             return TriggerFacts(judged=judged)
-        before = self.champion.delivery
+        delivery = self.champion.delivery
         manifest = open_dataset(self.config.data.path).manifest
-        old = old_files(self.delivery.train, before.train) if before is not None else set()
+        old = find_old_files(self.delivery.train, delivery.train) if delivery is not None else set()
         is_new = [path not in old for path in manifest.paths]
         return TriggerFacts(
             champion=self.champion.version.version,
@@ -384,18 +406,18 @@ class Situation:
             ),
             rows=manifest.num_rows,
             metric=self.metric,
-            mode=self.config.evaluate.mode or self._own_mode,
-            then=self.champion.accepted(self.metric),
+            mode=self.config.evaluate.mode or self._default_mode,
+            then=self.champion.metric_when_promoted(self.metric),
             judged=judged,
         )
 
 
-def champion_at(paths: RetrainPaths, client: Any, name: str, uri: str, version: str | None) -> Champion | None:
-    """A version with its record; None if there is none."""
+def load_champion(paths: RetrainPaths, client: Any, name: str, uri: str, version: str | None) -> Champion | None:
+    """Returns a version with the record of its retraining; None if `version` is None."""
     return None if version is None else Champion(version_of(client, name, version), paths, uri)
 
 
-def champion_now(paths: RetrainPaths, client: Any, name: str, uri: str) -> Champion | None:
-    """The version that serves, with its record."""
+def load_serving_champion(paths: RetrainPaths, client: Any, name: str, uri: str) -> Champion | None:
+    """Returns the version that serves, with the record of its retraining; None if there is none."""
     serves = champion(client, name)
     return None if serves is None else Champion(serves, paths, uri)

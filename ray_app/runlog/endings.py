@@ -1,8 +1,8 @@
-"""How the runs of a storage ended: an empty file for each, whose name says it, so that one listing tells of a thousand
-runs.
+"""How the runs of a storage ended: one empty file per run with the result in its name, so that one listing is enough.
 
-It is a hint beside `summary.json`, which is put first. Whoever is stopped in between leaves none, or that of an earlier
-end: of a run without one the summary is read, and none is believed that the summary does not confirm.
+The file is a hint beside `summary.json`, which is written first. A process that is stopped in between leaves no file,
+or that of an earlier end. So the summary of a run without a file is read, and a result counts only if the summary
+confirms it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import Location, folders, names, put_atomic, put_json, read_all
+from ray_app.storage.files import Location, list_files, list_folders, put_atomic, put_json, read_all
 
 logger = logging.getLogger(__name__)
 
 _FOLDER = ".ends"
-_SAYS_NONE = ValueError, KeyError, TypeError, AttributeError
-"""What reading a summary raises that says no end, such as that of a run that ended before its first event."""
+_NO_END_ERRORS = ValueError, KeyError, TypeError, AttributeError
+"""The errors for a summary without an end, such as that of a run that ended before its first event."""
 
 
 @dataclass(frozen=True)
-class End:
+class RunEnd:
     """How a run ended.
 
     Args:
-        run: Its name.
-        ended_s: When, seconds since 1970 (UTC).
-        metric: Which one its best value is of, see `key_of`; empty if it did not finish, or was not evaluated.
-        value: That value; NaN without.
+        run: Name of the run.
+        ended_s: Time of the end, seconds since 1970 (UTC).
+        metric: `metric_key` of the metric that decides; empty if the run did not finish, or was not evaluated.
+        value: The best value of that metric; NaN without one.
     """
 
     run: str
@@ -42,81 +42,83 @@ class End:
 
     @property
     def name(self) -> str:
-        """Of its file; names of runs have no comma."""
+        """The name of the file; names of runs have no comma."""
         return f"{self.run},{self.ended_s!r},{self.metric},{self.value!r}"
 
     @classmethod
-    def named(cls, name: str) -> End:
-        """The end that a file's name says.
+    def from_name(cls, name: str) -> RunEnd:
+        """Returns the end that the name of a file contains.
 
         Raises:
-            ValueError: It says none.
+            ValueError: The name contains none.
         """
         run, ended_s, metric, value = name.split(",")
         return cls(run, float(ended_s), metric, float(value))
 
     @classmethod
-    def of(cls, run: str, summary: Any) -> End:
-        """The end that a `summary.json` says.
+    def from_summary(cls, run: str, summary: Any) -> RunEnd:
+        """Returns the end that a `summary.json` contains.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: It says none.
+            ValueError, KeyError, TypeError, AttributeError: The summary contains none.
         """
         ended_s, best = float(summary["ended_s"]), summary["best"]
         if summary["status"] not in ("finished", "stopped_early") or best is None or best["value"] is None:
             return cls(run, ended_s)
-        return cls(run, ended_s, key_of(best["metric"]), float(best["value"]))
+        return cls(run, ended_s, metric_key(best["metric"]), float(best["value"]))
 
 
-def key_of(metric: str) -> str:
-    """What stands for a metric, however long its name is."""
+def metric_key(metric: str) -> str:
+    """Returns a short key for a metric with a name of any length."""
     return hashlib.sha256(metric.encode()).hexdigest()[:12]
 
 
 def put_summary(paths: RunPaths, summary: dict[str, Any]) -> None:
-    """Writes a run's `summary.json`, and what it says of the end where the runs beside it look for it.
+    """Writes a run's `summary.json`, and the file with its end in the folder of all runs.
 
     Raises:
         OSError: The storage refuses the summary.
     """
     put_json(paths.summary, summary)
     try:
-        end = End.of(paths.name, summary)
+        end = RunEnd.from_summary(paths.name, summary)
         folder = _put(paths.root.parent, end)
-        for name in names(folder):
+        for name in list_files(folder):
             if name.startswith(f"{paths.name},") and name != end.name:
                 (folder / name).unlink(missing_ok=True)
-    except (OSError, *_SAYS_NONE) as error:
+    except (OSError, *_NO_END_ERRORS) as error:
         logger.debug("The end of %s is not listed: %s", paths.name, error)
 
 
-def read_ends(storage: Location) -> list[End]:
-    """The ends of all runs in a folder; reads summaries only of those that are not listed, and lists them.
+def read_ends(storage: Location) -> list[RunEnd]:
+    """Returns the ends of all runs in a folder.
+
+    The summary of a run without a file for its end is read, and the file is written.
 
     Raises:
         OSError: The storage does not answer.
     """
-    listed: dict[str, End] = {}
-    for name in names(storage / _FOLDER):
+    listed: dict[str, RunEnd] = {}
+    for name in list_files(storage / _FOLDER):
         try:
-            end = End.named(name)
+            end = RunEnd.from_name(name)
         except ValueError:
             continue
         if end.run not in listed or listed[end.run].ended_s <= end.ended_s:
             listed[end.run] = end
-    runs = [name for name in folders(storage) if not name.startswith(".")]
+    runs = [name for name in list_folders(storage) if not name.startswith(".")]
     unlisted = [name for name in runs if name not in listed]
-    for run, data in zip(
-        unlisted, read_all((RunPaths(storage / run).summary for run in unlisted), missing=b"", denied=b""), strict=True
-    ):
+    summaries = read_all((RunPaths(storage / run).summary for run in unlisted), missing=b"", denied=b"")
+    for run, data in zip(unlisted, summaries, strict=True):
         try:
-            listed[run] = End.of(run, json.loads(data))
+            listed[run] = RunEnd.from_summary(run, json.loads(data))
             _put(storage, listed[run])
-        except (OSError, *_SAYS_NONE) as error:
+        except (OSError, *_NO_END_ERRORS) as error:
             logger.debug("%s is not listed: %s", run, error)
     return [listed[run] for run in runs if run in listed]
 
 
-def _put(storage: Location, end: End) -> Location:
+def _put(storage: Location, end: RunEnd) -> Location:
+    """Writes the file for the end of a run; returns the folder of these files."""
     put_atomic(storage / _FOLDER / end.name, b"")
     return storage / _FOLDER

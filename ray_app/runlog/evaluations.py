@@ -1,11 +1,8 @@
-"""The evaluations of a run: one file per evaluator and step, written once. The run's own evaluator has no name.
+"""The evaluations of a run, early stopping, and the choice of the best checkpoint.
 
-Early stopping as a pure function of the evaluations of planned checkpoints in the order of their steps.
-
-When an evaluation came, and how far training had run ahead by then, makes no difference: the same evaluations name the
-same step.
-
-Whether a run's evaluations say that training is over, and which are its best, from the record alone.
+There is one file per evaluator and step, written once; the run's own evaluator has no name. Early stopping
+(`check_patience`) is a pure function of the evaluations of planned checkpoints in the order of their steps. The time of
+an evaluation, and how far training has run ahead by then, make no difference: the same evaluations give the same step.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ from typing import Any, Literal
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.runlog.journal import read_events
-from ray_app.runlog.paths import RunPaths, known_fields, versioned
-from ray_app.storage.files import Location, listing, names, put_json, read_all, with_nan
+from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
+from ray_app.storage.files import Location, list_files, list_tree, put_json, read_all, restore_nan
 from ray_app.storage.object_stores import S3Path
 
 logger = logging.getLogger(__name__)
@@ -29,22 +26,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluator found about one checkpoint.
+    """The result of an evaluator for one checkpoint.
 
     Args:
-        step: Finished steps of the checkpoint.
-        epoch: Its epoch.
+        step: Number of finished steps of the checkpoint.
+        epoch: Epoch of the checkpoint.
         params_digest: Digest of the parameters that were evaluated.
-        metrics: Value by name.
-        rows: Rows evaluated.
-        duration_s: Seconds it took.
-        time_s: When it was done, seconds since 1970 (UTC).
+        metrics: Values by name.
+        rows: Number of evaluated rows.
+        duration_s: Duration in seconds.
+        time_s: Time of the end, seconds since 1970 (UTC).
         data_digest: Digest of the evaluation data's manifest.
-        behind: Checkpoints that were waiting when it was done.
-        lag_s: Seconds from the commit of the checkpoint until then.
+        behind: Number of checkpoints that waited at that time.
+        lag_s: Seconds from the commit of the checkpoint to that time.
         tables: Metrics that are lists, one number per class, or matrices.
         classes: Names of the classes, in the order of the tables.
-        examples: Some rows that were predicted wrong, the surest ones first.
+        examples: Some rows with a wrong prediction, those with the highest confidence first.
     """
 
     step: int
@@ -63,117 +60,128 @@ class Evaluation:
 
 
 def put_evaluation(paths: RunPaths, evaluation: Evaluation, name: str | None = None) -> bool:
-    """Records an evaluation of the evaluator `name`; returns False if the step had one already, which then stays."""
-    return put_json(paths.evaluation(evaluation.step, name), versioned(asdict(evaluation)), if_absent=True)
+    """Records an evaluation; returns False if that evaluator has one of the step already, which then stays.
+
+    Args:
+        paths: The run.
+        evaluation: The evaluation.
+        name: Name of the evaluator; None is the run's own.
+    """
+    return put_json(paths.evaluation(evaluation.step, name), add_version(asdict(evaluation)), if_absent=True)
 
 
 def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
-    """The evaluations of one evaluator by step, with their tables and examples. What is damaged is left out, with a
-    warning.
+    """Returns the evaluations of one evaluator by step, with their tables and examples.
+
+    Damaged files are left out, with a warning.
 
     Raises:
         OSError: The storage does not answer.
     """
-    places = [place for file, place in listing(paths.evaluations_of(name)).items() if _is_evaluation(file)]
-    read = zip(places, read_all(places), strict=True)
-    return [made for place, data in read if (made := _parsed(place, data)) is not None]
+    files = [file for path, file in list_tree(paths.evaluations_of(name)).items() if _is_evaluation(path)]
+    evaluations = map(_parse_evaluation, files, read_all(files))
+    return [evaluation for evaluation in evaluations if evaluation is not None]
 
 
 def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
-    """`read_evaluations` without tables and examples. Each file is read once in a process, for those who look again and
-    again.
+    """Returns the evaluations of one evaluator by step, without tables and examples.
+
+    A process reads each file once, so that frequent calls are cheap.
 
     Raises:
         OSError: The storage does not answer.
     """
     folder = paths.evaluations_of(name)
-    places = [place for file, place in listing(folder).items() if _is_evaluation(file)]
-    keys = [(str(place), _version(place)) for place in places]
-    known = _scores.get(str(folder), {})
-    found = {key: known[key] for key in keys if key in known}
-    new = [(key, place) for key, place in zip(keys, places, strict=True) if key not in found]
-    for (key, place), data in zip(new, read_all(place for _, place in new), strict=True):
-        made = _parsed(place, data)
-        found[key] = replace(made, tables={}, classes=[], examples=[]) if made is not None else None
+    files = [file for path, file in list_tree(folder).items() if _is_evaluation(path)]
+    keys = [(str(file), _version(file)) for file in files]
+    cached = _scores.get(str(folder), {})
+    scores = {key: cached[key] for key in keys if key in cached}
+    new = [(key, file) for key, file in zip(keys, files, strict=True) if key not in scores]
+    for (key, file), data in zip(new, read_all(file for _, file in new), strict=True):
+        evaluation = _parse_evaluation(file, data)
+        scores[key] = replace(evaluation, tables={}, classes=[], examples=[]) if evaluation is not None else None
     with _lock:
+        # The folder that was read least recently is dropped.
         _scores.pop(str(folder), None)
-        _scores[str(folder)] = found
-        while len(_scores) > _MOST_FOLDERS:
+        _scores[str(folder)] = scores
+        while len(_scores) > _MAX_FOLDERS:
             del _scores[next(iter(_scores))]
-    return [made for key in keys if (made := found[key]) is not None]
+    return [evaluation for key in keys if (evaluation := scores[key]) is not None]
 
 
-_MOST_FOLDERS = 16
+_MAX_FOLDERS = 16
 _scores: dict[str, dict[tuple[str, str], Evaluation | None]] = {}
-"""What was read of the folders that were looked at last, by file and version of it: a run's folder may be removed and
-made again.
+"""The evaluations in the folders that were read last, by file and version of the file: the folder of a run may be
+removed
+and created again.
 """
 _lock = threading.Lock()
 
 
-def _version(place: Location) -> str:
-    if isinstance(place, S3Path):
-        return str(place.etag)
-    stat = place.stat()
+def _version(file: Location) -> str:
+    """Returns a text that changes with the content of a file."""
+    if isinstance(file, S3Path):
+        return str(file.etag)
+    stat = file.stat()
     return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
 
 
-def _parsed(place: Location, data: bytes) -> Evaluation | None:
+def _parse_evaluation(file: Location, data: bytes) -> Evaluation | None:
     try:
-        made = known_fields(Evaluation, json.loads(data))
-        return replace(made, metrics=with_nan(made.metrics), tables=with_nan(made.tables))
+        evaluation = from_known_fields(Evaluation, json.loads(data))
+        return replace(evaluation, metrics=restore_nan(evaluation.metrics), tables=restore_nan(evaluation.tables))
     except (ValueError, TypeError) as error:
-        logger.warning("%s is left out, it is damaged or of another version: %s", place, error)
+        logger.warning("%s is left out, it is damaged or of another version: %s", file, error)
         return None
 
 
 def evaluated_steps(paths: RunPaths, name: str | None = None) -> set[int]:
-    """The steps that have an evaluation of one evaluator, without reading them."""
-    found = filter(_is_evaluation, names(paths.evaluations_of(name)))
-    return {int(file.removeprefix("step-").removesuffix(".json")) for file in found}
+    """Returns the steps with an evaluation of one evaluator, from the names of the files."""
+    files = filter(_is_evaluation, list_files(paths.evaluations_of(name)))
+    return {int(file.removeprefix("step-").removesuffix(".json")) for file in files}
 
 
 def evaluator_names(paths: RunPaths) -> list[str]:
-    """The evaluators beside the run's own that have evaluated something, sorted."""
-    return sorted(
-        {place.partition("/")[0] for place in listing(paths.evaluators) if _is_evaluation(place.partition("/")[2])}
-    )
+    """Returns the sorted names of the evaluators, without the run's own, that have evaluated a checkpoint."""
+    parts = [path.partition("/") for path in list_tree(paths.evaluators)]
+    return sorted({name for name, _, file in parts if _is_evaluation(file)})
 
 
 def _is_evaluation(file: str) -> bool:
     return file.startswith("step-") and file.endswith(".json")
 
 
-def ranked(evaluations: list[Evaluation], metric: str, mode: Literal["max", "min"] | str) -> list[Evaluation]:
-    """Evaluations from best to worst by a metric; of equals the earlier step is better. NaN is left out."""
+def rank_evaluations(evaluations: list[Evaluation], metric: str, mode: Literal["max", "min"] | str) -> list[Evaluation]:
+    """Returns evaluations from best to worst by a metric; of equals the earlier step comes first. NaN is left out."""
     usable = [e for e in evaluations if e.metrics.get(metric) is not None and e.metrics[metric] == e.metrics[metric]]
     return sorted(usable, key=lambda e: (-e.metrics[metric] if mode == "max" else e.metrics[metric], e.step))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Training is over.
+    """The decision of early stopping that training is over.
 
     Args:
-        stop_step: The planned checkpoint at which patience ran out; what came after it does not count.
-        best_step: The best planned checkpoint up to there: the result of the run. Of equals the earlier one.
+        stop_step: The planned checkpoint at which patience ran out; later steps do not count.
+        best_step: The best planned checkpoint up to `stop_step`, the result of the run; of equals the earlier one.
     """
 
     stop_step: int
     best_step: int
 
 
-def verdict(
+def check_patience(
     values: Mapping[int, float | None], planned: Iterable[int], patience: int, min_delta: float, mode: str
 ) -> Verdict | None:
-    """Looks whether patience has run out.
+    """Returns the verdict if patience has run out, or None.
 
     Args:
-        values: The metric by step; None for a checkpoint that can never be evaluated, which does not count.
-        planned: Steps of the planned checkpoints in order; looked at up to the first one that is not in `values`.
-        patience: Planned checkpoints in a row without an improvement after which it has.
-        min_delta: An improvement is more than this.
-        mode: Whether more (`max`) or less (`min`) is better. NaN is never an improvement.
+        values: The metric by step; None for a checkpoint that can never be evaluated, which is skipped.
+        planned: Steps of the planned checkpoints in order; those from the first one on that is not in `values` are
+            ignored.
+        patience: The number of consecutive planned checkpoints without an improvement after which it runs out.
+        min_delta: A change counts as an improvement if it is more than this.
+        mode: Whether higher (`max`) or lower (`min`) is better. NaN is never an improvement.
     """
     sign = -1.0 if mode == "min" else 1.0
     best_step, best, bar, waited = 0, -math.inf, -math.inf, 0
@@ -194,39 +202,39 @@ def verdict(
 
 
 Planned = Callable[[int], list[int]]
-"""The steps up to a given one at which the cadence plans a checkpoint that is evaluated."""
+"""Returns the steps, up to its argument, of the planned checkpoints that are evaluated."""
 
 
 def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned) -> Verdict | None:
-    """The verdict of `evaluate.patience`; None if training goes on.
+    """Returns the verdict of `evaluate.patience`; None if training goes on.
 
     Args:
         paths: The run.
-        section: Its patience, and what counts as an improvement.
-        metric: What decides which evaluation is best.
+        section: Its `patience` and `min_delta` count.
+        metric: The metric that decides which evaluation is best.
         mode: `max` or `min`.
-        planned: Which steps are evaluated.
+        planned: Returns the steps that are evaluated.
     """
     if section.patience is None:
         return None
-    there = evaluated_steps(
-        paths
-    )  # looked at first: one that is there by now, and is not among those that were read, is damaged for good
+    # The names are read before the contents: a step with a file by now that is not among `evaluations` is damaged.
+    steps = evaluated_steps(paths)
     evaluations = read_scores(paths)
-    last = max((*there, *(e.step for e in evaluations)), default=0)
-    never = read_events(paths, "evaluation_skipped", "write_failed")
-    values: dict[int, float | None] = dict.fromkeys(there)
-    values |= {e.details["step"]: None for e in never if "by" not in e.details}
+    last = max((*steps, *(e.step for e in evaluations)), default=0)
+    not_evaluated = read_events(paths, "evaluation_skipped", "write_failed")
+    values: dict[int, float | None] = dict.fromkeys(steps)
+    values |= {e.details["step"]: None for e in not_evaluated if "by" not in e.details}
     values |= {e.step: e.metrics.get(metric, float("nan")) for e in evaluations}
-    return verdict(values, planned(last), section.patience, section.min_delta, mode)
+    return check_patience(values, planned(last), section.patience, section.min_delta, mode)
 
 
-def best_first(paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned) -> list[Evaluation]:
-    """The evaluations that may name the run's result, from best to worst; only those on the data that was evaluated
-    last.
+def rank_candidates(
+    paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned
+) -> list[Evaluation]:
+    """Returns the evaluations that may be the result of the run, from best to worst.
 
-    With patience, and a metric that is not a number in any of them, it is the first: the verdict names it, so it has to
-    be kept.
+    Only evaluations on the newest evaluation data count. With patience, if the metric is NaN in all of them, it is the
+    first one, since the verdict names it and its checkpoint has to be kept.
 
     Args:
         paths: The run.
@@ -240,10 +248,11 @@ def best_first(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
     evaluations = [e for e in evaluations if newest is not None and e.data_digest == newest.data_digest]
     if section.patience is not None:
         last = max((e.step for e in evaluations), default=0)
-        found = early_stop(paths, section, metric, mode, planned)
-        counts = set(planned(found.stop_step if found else last))
-        evaluations = [e for e in evaluations if e.step in counts]
-    found_best = ranked(evaluations, metric, mode)
-    if not found_best and section.patience is not None:  # the step that `verdict` names: of equals the earlier one
+        stop = early_stop(paths, section, metric, mode, planned)
+        counted = set(planned(stop.stop_step if stop else last))
+        evaluations = [e for e in evaluations if e.step in counted]
+    candidates = rank_evaluations(evaluations, metric, mode)
+    if not candidates and section.patience is not None:
+        # `check_patience` names the earliest of equal steps.
         return sorted((e for e in evaluations if metric in e.metrics), key=lambda e: e.step)[:1]
-    return found_best
+    return candidates

@@ -1,6 +1,4 @@
-"""What the record says of a run's course: world sizes, disturbances, recoveries, goodput. Pure functions of step
-records and events.
-"""
+"""The history of a run as pure functions of step records and events: world sizes, restarts, recoveries, goodput."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from ray_app.config.sections import FailureSection
 from ray_app.runlog.journal import Event, StepRecord
 
 SETTLING_S = 3.0
-"""Seconds after a change of the workers whose steps do not count as undisturbed."""
+"""Steps in the first seconds after a change of workers do not count as undisturbed."""
 
 
 def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
-    """`[from_step, workers]` for every stretch of steps with one number of workers; steps count from 0."""
+    """Returns `[from_step, workers]` for every stretch of steps with one number of workers; steps count from 0."""
     stretches: list[list[int]] = []
     for record in records:
         if not stretches or stretches[-1][1] != record.workers:
@@ -27,8 +25,9 @@ def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
 
 
 def restarts(events: list[Event]) -> dict[str, int]:
-    """How often the workers or the driver were started again, by cause; a start of a run that had finished before is no
-    restart.
+    """Returns how often the workers or the driver were restarted, by cause.
+
+    Another start of a finished run does not count.
     """
     ended = {event.fence for event in events if event.kind in ("finished", "stopped_early")}
     starts = [event.fence for event in events if event.kind == "started"]
@@ -42,16 +41,17 @@ def restarts(events: list[Event]) -> dict[str, int]:
 
 
 def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float]:
-    """Seconds of each phase of the newest start that made a step, in their order: from the command, where there was
-    one.
+    """Returns the seconds of each phase of the newest start that reached a step, in their order.
+
+    The first phase is that of the command, if a command has started the run.
     """
     newest = max((record.time_s for record in records), default=0.0)
-    begun = next((event for event in reversed(events) if event.kind == "started" and event.time_s <= newest), None)
-    if begun is None:
+    started = next((event for event in reversed(events) if event.kind == "started" and event.time_s <= newest), None)
+    if started is None:
         return {}
-    first_s = min(record.time_s for record in records if record.time_s >= begun.time_s)
-    before = [event for event in events if begun.time_s <= event.time_s <= first_s]
-    phases, since = dict(begun.details.get("phases", {})), begun.time_s
+    first_s = min(record.time_s for record in records if record.time_s >= started.time_s)
+    before = [event for event in events if started.time_s <= event.time_s <= first_s]
+    phases, since = dict(started.details.get("phases", {})), started.time_s
     for kind, phase in (("workers", "workers"), ("formed", "forming")):
         for event in before:
             if event.kind == kind and event.time_s >= since:
@@ -62,22 +62,24 @@ def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float
 
 
 def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
-    """Seconds from each loss of workers, when the others (or, without others, the controller) noticed it, to the next
-    finished step.
+    """Returns the seconds from each loss of workers to the next finished step.
+
+    The time begins when the other workers notice the loss, or the controller if no worker is left.
     """
     times = array("d", sorted(record.time_s for record in records))
-    noticed = [
+    lost_times = [
         e.time_s for e in events if e.kind in ("failed", "preempted", "storage_failed") and not e.details["left"]
     ]
-    noticed += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
-    return [round(times[next_] - t, 3) for t in sorted(noticed) if (next_ := bisect_right(times, t)) < len(times)]
+    lost_times += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
+    return [round(times[next_] - t, 3) for t in sorted(lost_times) if (next_ := bisect_right(times, t)) < len(times)]
 
 
 def means(records: Sequence[StepRecord]) -> dict[str, float]:
-    """The loss and the task's own metrics over some steps, at least one; each step counts by what its own means are
-    over.
+    """Returns the means of the loss and of the task's metrics over some steps, at least one.
+
+    A step is weighted by the weight of its own means, see `StepRecord.over`.
     """
-    found = dict[str, float]()
+    averages: dict[str, float] = {}
     for name in dict.fromkeys(["loss", *(name for record in records for name in record.metrics)]):
         values = [
             (r.loss if name == "loss" else r.metrics[name], r.over)
@@ -85,17 +87,18 @@ def means(records: Sequence[StepRecord]) -> dict[str, float]:
             if name == "loss" or name in r.metrics
         ]
         over = sum(weight for _, weight in values)
-        found[name] = sum(value * weight for value, weight in values) / over if over else math.nan
-    return found
+        averages[name] = sum(value * weight for value, weight in values) / over if over else math.nan
+    return averages
 
 
 def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> float | None:
-    """Rows that counted x undisturbed time per row / wall time since the first step; 1 means that nothing was lost,
-    None: too few steps.
+    """Returns counted rows x undisturbed time per row / wall time since the first step; None for fewer than two steps.
+
+    1 means that no time was lost.
 
     Args:
-        records: The steps that counted, in order.
-        repeated: Those that were done again.
+        records: The steps that count, in order.
+        repeated: The records of steps that were done again.
     """
     if len(records) < 2:
         return None
@@ -105,59 +108,62 @@ def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> fl
 
 
 def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
-    """Seconds per row in the stretches of steps on the most workers that the run had, without the first 3 s of each
-    stretch.
+    """Returns the seconds per row of the undisturbed steps on the maximum number of workers that the run had.
 
-    A stretch ends where the generation or the number of workers changes. It is the time of all these steps over all
-    their rows, a mean, so checkpoints and waiting for data count as normal work. A run with no such steps, because it
-    is so short, takes all on the most workers.
+    A step is undisturbed if it is not in the first 3 s of its stretch; a stretch ends where the generation or the
+    number of workers changes. The result is the time of all these steps divided by their rows, so checkpoints and
+    waiting for data count as normal work. In a run that is too short for such steps, all steps on that number of
+    workers count.
 
     Args:
         records: At least two steps, in order; the first only sets the clock.
     """
-    full = max(r.workers for r in records[1:])
-    start, began_s = None, 0.0
-    settled_ms = settled_rows = all_ms = all_rows = 0.0
+    max_workers = max(r.workers for r in records[1:])
+    stretch, began_s = None, 0.0
+    undisturbed_ms = undisturbed_rows = all_ms = all_rows = 0.0
     for number, record in enumerate(records):
-        if start != (record.generation, record.workers):
-            start, began_s = (record.generation, record.workers), record.time_s
-        if record.workers != full:
+        if stretch != (record.generation, record.workers):
+            stretch, began_s = (record.generation, record.workers), record.time_s
+        if record.workers != max_workers:
             continue
         if number:
-            all_ms, all_rows = all_ms + record.step_ms, all_rows + sum(record.rows)
+            all_ms += record.step_ms
+            all_rows += sum(record.rows)
         if record.time_s > began_s + SETTLING_S:
-            settled_ms, settled_rows = settled_ms + record.step_ms, settled_rows + sum(record.rows)
-    ms, rows = (settled_ms, settled_rows) if settled_rows else (all_ms, all_rows)
+            undisturbed_ms += record.step_ms
+            undisturbed_rows += sum(record.rows)
+    ms, rows = (undisturbed_ms, undisturbed_rows) if undisturbed_rows else (all_ms, all_rows)
     return ms / 1e3 / max(1, rows)
 
 
 def disturbances(events: list[Event], limits: FailureSection) -> str:
-    """What went wrong in all starts, in words: `1 of 5 failures, 3 of unlimited preemptions, 1 failure of the storage,
-    2 resizes`.
+    """Returns a text that counts the disturbances in all starts.
+
+    An example: `1 of 5 failures, 3 of unlimited preemptions, 1 failure of the storage, 2 resizes`.
 
     Args:
-        events: The run's.
-        limits: The budgets.
+        events: The events of the run.
+        limits: The failure budgets.
     """
-    happened = restarts(events)
+    counts = restarts(events)
     parts = []
-    for name, most in (("failures", limits.max_failures), ("preemptions", limits.max_preemptions)):
-        if happened[name]:
-            parts.append(f"{happened[name]} of {most if most >= 0 else 'unlimited'} {name}")
-    if happened["storage"]:
-        parts.append(f"{counted_word(happened['storage'], 'failure')} of the storage")
-    if happened["resizes"]:
-        parts.append(counted_word(happened["resizes"], "resize"))
-    if happened["driver"]:
-        parts.append(counted_word(happened["driver"], "driver restart"))
+    for name, limit in (("failures", limits.max_failures), ("preemptions", limits.max_preemptions)):
+        if counts[name]:
+            parts.append(f"{counts[name]} of {limit if limit >= 0 else 'unlimited'} {name}")
+    if counts["storage"]:
+        parts.append(f"{counted_word(counts['storage'], 'failure')} of the storage")
+    if counts["resizes"]:
+        parts.append(counted_word(counts["resizes"], "resize"))
+    if counts["driver"]:
+        parts.append(counted_word(counts["driver"], "driver restart"))
     return ", ".join(parts)
 
 
 def count(events: Iterable[Event], kind: str) -> int:
-    """How many events are of a kind."""
+    """Returns the number of events of a kind."""
     return sum(event.kind == kind for event in events)
 
 
 def counted_word(number: int, name: str) -> str:
-    """`1 resize`, `2 resizes`."""
+    """Returns a number with its noun: `1 resize`, `2 resizes`."""
     return f"{number:,} {name}{'' if number == 1 else 's'}"

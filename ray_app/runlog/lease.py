@@ -1,17 +1,15 @@
-"""The writer's lease: at most one driver writes a run.
+"""The writer's lease of a run: at most one driver writes it.
 
-A start claims the next *fence*, a number, by creating its file `fences/0003.json`; only one can. The file is also the
-lease: its holder alone writes it again, every third of its life, and at the end to say that it is released. Whoever
-wants to start looks at the file of the highest fence, and either refuses or creates the next, which takes the lease
-over. So no file is ever written by two, and a holder that slept through its own end finds a higher fence before its
-next commit (`refuse_if_lost`).
+A start claims the next *fence*, a number, by creating its file `fences/0003.json`; only one process can. The file is
+also the lease: only its holder writes it again, three times per life of the lease, and at the end to release it. A
+start reads the file of the highest fence, and either refuses or creates the next one, which takes the lease over. So no
+two processes write the same file, and a holder that was suspended beyond the end of its lease finds a higher fence
+before its next commit (`check_lease`).
 
-Clocks of different machines are not trusted. On the same machine the holder's process and the time tell at once whether
-the lease is live. For one of another machine the observer waits for the life of the lease by its own clock and watches
-whether the file changes; only what was not renewed for a quarter of an hour (S3 refuses clocks that differ by more)
-counts as expired without watching.
-
-Who holds a run, as the file of a fence says it, and what another process can tell from it at one look.
+Clocks of different machines are not trusted. On the same machine the holder's process and the time show at once whether
+the lease is live. For a lease of another machine the observer waits for the life of the lease by its own clock and
+watches whether the file changes; only a lease that was not renewed for a quarter of an hour (S3 refuses clocks that
+differ by more) counts as expired without watching.
 """
 
 from __future__ import annotations
@@ -31,20 +29,20 @@ from typing import Literal
 
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import Location, names, put_json, read_json
+from ray_app.storage.files import Location, list_files, put_json, read_json
 
-_CLOCKS_DIFFER_S = 900.0
+_MAX_CLOCK_DIFFERENCE_S = 900.0
 
 
 @dataclass(frozen=True)
-class Holder:
-    """A process, so that others on its machine can tell whether it lives.
+class LeaseHolder:
+    """The process that has a lease, identified so that others on its machine can check whether it is alive.
 
     Args:
-        host: Name of its machine, for people.
+        host: Name of its machine, for messages.
         machine: Id of the machine's boot and of the process namespace; equal for processes that see each other.
-        pid: Its id.
-        pid_ticks: When it started, in clock ticks since the boot: ids are used again.
+        pid: Id of the process.
+        pid_ticks: Start of the process, in clock ticks since the boot, since ids are used again.
     """
 
     host: str
@@ -53,45 +51,45 @@ class Holder:
     pid_ticks: int | None
 
     @classmethod
-    def here(cls) -> Holder:
-        """This process."""
+    def here(cls) -> LeaseHolder:
+        """Returns the holder for this process."""
         return cls.of(os.getpid())
 
     @classmethod
-    def of(cls, pid: int) -> Holder:
-        """A process of this machine that lives."""
+    def of(cls, pid: int) -> LeaseHolder:
+        """Returns the holder for a live process of this machine."""
         return cls(platform.node(), _machine(), pid, _ticks(pid))
 
     def is_gone(self) -> bool:
-        """Whether the process has ended; to be asked on its machine."""
+        """Returns whether the process has ended; only valid on its machine."""
         return _ticks(self.pid) != self.pid_ticks
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a fence's file says.
+class LeaseRecord:
+    """The contents of the file of a fence.
 
     Args:
-        holder: Who claimed it.
-        since_s: When, seconds since 1970 (UTC) by the holder's clock.
-        renewed_s: When it was renewed last, likewise.
-        life_s: Seconds after that at which it expires.
-        released: Whether its holder has ended.
-        closing: Whether it only says what became of the run, which takes seconds: a start waits for it.
+        holder: The process that claimed the fence.
+        since_s: Time of the claim, seconds since 1970 (UTC) by the holder's clock.
+        renewed_s: Time of the last renewal, seconds since 1970 (UTC) by the holder's clock.
+        life_s: Seconds from the last renewal until the lease expires.
+        released: Whether the holder has released the lease.
+        closing: Whether the holder only closes an orphaned run, which takes seconds: a start waits for it.
     """
 
-    holder: Holder
+    holder: LeaseHolder
     since_s: float
     renewed_s: float
     life_s: float
     released: bool = False
     closing: bool = False
 
-    def state(self, here: Holder, now_s: float) -> Literal["free", "held", "unclear"]:
-        """What an observer can say at one look.
+    def state(self, here: LeaseHolder, now_s: float) -> Literal["free", "held", "unclear"]:
+        """Returns the state of the lease as far as one read of the file shows it.
 
         Args:
-            here: The observer.
+            here: The process that observes.
             now_s: Its time, seconds since 1970 (UTC).
         """
         overdue_s = now_s - self.renewed_s - self.life_s
@@ -99,22 +97,21 @@ class Record:
             return "free"
         if self.holder.machine == here.machine:
             return "free" if self.holder.is_gone() else "unclear" if overdue_s > 0 else "held"
-        return "free" if overdue_s > _CLOCKS_DIFFER_S else "unclear"
+        return "free" if overdue_s > _MAX_CLOCK_DIFFERENCE_S else "unclear"
 
 
 def _machine() -> str:
-    """Id of this boot of the machine and of the namespace of the processes that this one sees."""
+    """Returns an id of this boot of the machine and of the process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"{platform.node()} {os.urandom(16).hex()}"  # not Linux: equal to no other
+        # On other systems than Linux the id differs from all others, so every lease counts as one of another machine.
+        return f"{platform.node()} {os.urandom(16).hex()}"
 
 
 def _ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None if there is none, or it is dead and not yet
-    reaped.
-    """
+    """Returns the start of a process in clock ticks since the boot; None if it does not exist or is a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -125,23 +122,26 @@ def _ticks(pid: int) -> int | None:
 logger = logging.getLogger(__name__)
 
 LIFE_S = 30.0
-"""Seconds that a lease lasts unless it is renewed."""
+"""Seconds after which a lease expires unless it is renewed."""
 _FENCE = re.compile(r"(\d+)\.json")
-_CLOSING_S, _CLOSING_LOOK_S = 60.0, 0.2
-_REMEMBERED = 100
-_RENEWALS_PER_LIFE, _TRIES_PER_LIFE, _LOOKS_PER_LIFE = 3, 30, 30
+_CLOSING_TIMEOUT_S = 60.0
+_CLOSING_POLL_S = 0.2
+_KEPT_FENCES = 100
+_RENEWALS_PER_LIFE = 3
+_RETRIES_PER_LIFE = 30
+_POLLS_PER_LIFE = 30
 
 
 class Lease:
-    """The right to write a run, renewed by a thread until it is released; leave it as a context manager to release it.
+    """The right to write a run. A thread renews it until it is released; it is a context manager that releases it.
 
     Args:
         paths: The run.
-        fence: The number that was claimed.
-        record: The content of its file.
+        fence: The claimed number.
+        record: The contents of its file.
     """
 
-    def __init__(self, paths: RunPaths, fence: int, record: Record) -> None:
+    def __init__(self, paths: RunPaths, fence: int, record: LeaseRecord) -> None:
         self._paths, self.fence, self._record = paths, fence, record
         self._lost: LeaseLostError | None = None
         self._on_lost: Callable[[], None] = lambda: None
@@ -159,15 +159,15 @@ class Lease:
 
     @property
     def lost(self) -> LeaseLostError | None:
-        """How the lease was lost, if it was; the run must then end and write nothing more."""
+        """The error that says how the lease was lost, or None; the run must then end and write nothing more."""
         return self._lost
 
     def on_lost(self, call: Callable[[], None]) -> None:
-        """Calls something as soon as the lease is found to be lost, in the lease's thread."""
+        """Sets a function to be called as soon as the lease is lost, in the lease's thread."""
         self._on_lost = call
 
     def release(self) -> None:
-        """Ends the renewals and says that the run is free."""
+        """Ends the renewals and releases the lease."""
         self._ended.set()
         self._thread.join()
         if self._lost is None:
@@ -187,37 +187,37 @@ class Lease:
                 pause_s = life_s / _RENEWALS_PER_LIFE
             except OSError as error:
                 logger.warning("The lease of %s could not be renewed, will try again: %s", self._paths.name, error)
-                pause_s = life_s / _TRIES_PER_LIFE
+                pause_s = life_s / _RETRIES_PER_LIFE
             except LeaseLostError as error:
                 self._lost = error
                 self._on_lost()
                 return
 
     def _renew(self) -> None:
-        refuse_if_lost(self._paths, self.fence)
+        check_lease(self._paths, self.fence)
         self._record = replace(self._record, renewed_s=time.time())
         put_json(self._paths.fence(self.fence), asdict(self._record))
 
 
 class LeaseWatch:
-    """Tells whether the holder of a fence still lives, without waiting and without trusting its clock.
+    """Watches whether the holder of a fence is alive, without waiting and without trusting its clock.
 
     Args:
         paths: The run.
-        fence: The fence that is watched.
+        fence: The fence to watch.
     """
 
     def __init__(self, paths: RunPaths, fence: int) -> None:
         self._paths, self._fence = paths, fence
-        self._last: Record | None = None
+        self._last: LeaseRecord | None = None
         self._changed_s, self._renewed = time.monotonic(), False
 
-    def look(self) -> Literal["held", "unclear", "over", "superseded"]:
-        """Looks once; to be called several times in the life of a lease.
+    def poll(self) -> Literal["held", "unclear", "over", "superseded"]:
+        """Reads the lease once and returns its state; to be called several times in the life of a lease.
 
         Returns:
-            `unclear`: the holder is on another machine, or lives and is overdue, and has not been seen to renew its
-            lease yet; within a life of it that becomes `held` or `over`. `superseded`: a later start has taken the run
+            `unclear`: the holder is on another machine, or alive and overdue, and no renewal was observed yet; within
+            one life of the lease the state becomes `held` or `over`. `superseded`: a later start has taken the run
             over.
 
         Raises:
@@ -228,29 +228,32 @@ class LeaseWatch:
                 return "superseded"
             record = _read(self._paths.fence(self._fence))
         except OSError:
-            self._changed_s = time.monotonic()  # nor could the holder renew its lease
+            # While the storage does not answer, the holder cannot renew its lease either.
+            self._changed_s = time.monotonic()
             raise
         if record is None:
             return "over"
-        state = record.state(Holder.here(), time.time())
+        state = record.state(LeaseHolder.here(), time.time())
         if record != self._last:
-            seen_before, self._last, self._changed_s = self._last is not None, record, time.monotonic()
-            self._renewed = self._renewed or seen_before
+            # The first record that is read is no sign of a renewal.
+            self._renewed = self._renewed or self._last is not None
+            self._last, self._changed_s = record, time.monotonic()
         if state == "unclear":
             is_overdue = time.monotonic() - self._changed_s > record.life_s
             return "over" if is_overdue else "held" if self._renewed else "unclear"
         return "over" if state == "free" else "held"
 
 
-def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False, waits: bool = True) -> Lease:
-    """Claims a run for this process; takes over what a dead driver left. Blocks for the life of a lease if that must be
-    watched.
+def acquire_lease(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False, waits: bool = True) -> Lease:
+    """Claims a run for this process, and takes it over from a dead driver; returns the lease.
+
+    Blocks for the life of the present lease if that has to be watched.
 
     Args:
         paths: The run; it need not exist yet.
-        life_s: Seconds that the lease lasts unless it is renewed.
-        closing: It is only to say what became of the run, so an evaluator goes on.
-        waits: For somebody else who only does that.
+        life_s: Seconds after which the lease expires unless it is renewed.
+        closing: Whether this process only closes an orphaned run, so that an evaluator goes on.
+        waits: Whether to wait for another process that only closes the run.
 
     Raises:
         RunHeldError: Another driver writes this run.
@@ -259,46 +262,44 @@ def acquire(paths: RunPaths, life_s: float = LIFE_S, closing: bool = False, wait
     while True:
         fence = newest_fence(paths)
         if fence:
-            _refuse_if_held(paths, fence, waits)
+            _check_free(paths, fence, waits)
         now_s = time.time()
-        record = Record(Holder.here(), now_s, now_s, life_s, closing=closing)
+        record = LeaseRecord(LeaseHolder.here(), now_s, now_s, life_s, closing=closing)
         if put_json(paths.fence(fence + 1), asdict(record), if_absent=True):
             return Lease(paths, fence + 1, record)
 
 
 def is_held(paths: RunPaths) -> bool:
-    """Whether a driver seems to write the run, at one look; for people, not for deciding to write.
+    """Returns whether a driver seems to write the run, by one read; for display, not for a decision to write.
 
     Raises:
         OSError: The storage does not answer.
     """
     fence = newest_fence(paths)
     record = _read(paths.fence(fence)) if fence else None
-    return record is not None and record.state(Holder.here(), time.time()) != "free"
+    return record is not None and record.state(LeaseHolder.here(), time.time()) != "free"
 
 
 def newest_fence(paths: RunPaths) -> int:
-    """The highest fence that was claimed; 0 for a run that was never started."""
+    """Returns the highest claimed fence; 0 for a run that was never started."""
     return max(_claimed(paths), default=0)
 
 
 def _claimed(paths: RunPaths) -> list[int]:
-    """The fences that were claimed; other files beside them are none."""
-    return [int(found[1]) for name in names(paths.fences) if (found := _FENCE.fullmatch(name))]
+    """Returns the claimed fences; other files in the folder are ignored."""
+    return [int(match[1]) for name in list_files(paths.fences) if (match := _FENCE.fullmatch(name))]
 
 
-def forget_older(paths: RunPaths, fence: int) -> None:
-    """Removes the files of starts long before one that holds the lease, which say nothing any more, as far as the
-    storage lets us.
-    """
+def remove_old_fences(paths: RunPaths, fence: int) -> None:
+    """Removes the files of starts long before the one with the lease, as far as the storage permits it."""
     with suppress(OSError):
         for number in _claimed(paths):
-            if number < fence - _REMEMBERED:
+            if number < fence - _KEPT_FENCES:
                 paths.fence(number).unlink(missing_ok=True)
 
 
 def is_taken_over(paths: RunPaths, fence: int) -> bool:
-    """Whether a later start has taken a run over; who only says what became of it has not.
+    """Returns whether a later start has taken a run over; a process that only closes the run does not count.
 
     Raises:
         OSError: The storage does not answer.
@@ -308,14 +309,14 @@ def is_taken_over(paths: RunPaths, fence: int) -> bool:
 
 
 def is_released(paths: RunPaths) -> bool:
-    """Whether the last holder of the run has ended in order."""
+    """Returns whether the last holder of the run has released its lease."""
     fence = newest_fence(paths)
     record = _read(paths.fence(fence)) if fence else None
     return record is None or record.released
 
 
-def refuse_if_lost(paths: RunPaths, fence: int) -> None:
-    """Refuses to go on writing if a later start has taken the run over; called before every commit.
+def check_lease(paths: RunPaths, fence: int) -> None:
+    """Checks, before every commit, that no later start has taken the run over.
 
     Raises:
         LeaseLostError: A higher fence was claimed.
@@ -331,43 +332,46 @@ def refuse_if_lost(paths: RunPaths, fence: int) -> None:
         )
         raise LeaseLostError(
             f"The run {paths.name!r} was taken over by its start number {newest} ({by}); this one, number {fence}, must"
-            f" not write it any"
-            " more and ends. Its lease was not renewed in time: the process or its machine stood still, or the storage"
-            " was out of reach."
+            " not write it any more and ends. Its lease was not renewed in time: the process or its machine was"
+            " stalled, or the storage was out of reach."
         )
 
 
-def _refuse_if_held(paths: RunPaths, fence: int, waits: bool) -> None:
-    observer, record = LeaseWatch(paths, fence), _read(paths.fence(fence))
-    state = observer.look()
+def _check_free(paths: RunPaths, fence: int, waits: bool) -> None:
+    """Checks that no live driver has the lease of a fence; watches it if one read does not show that.
+
+    Raises:
+        RunHeldError: Another driver writes this run.
+        OSError: The storage does not answer.
+    """
+    watch, record = LeaseWatch(paths, fence), _read(paths.fence(fence))
+    state = watch.poll()
     if record and state == "unclear":
         logger.warning(
             "The run %s was last written by process %d on %s; watching for up to %g s whether it still is.",
             paths.name, record.holder.pid, record.holder.host, record.life_s,
         )  # fmt: skip
         while state == "unclear":
-            time.sleep(record.life_s / _LOOKS_PER_LIFE)
-            state = observer.look()
-    deadline_s = time.monotonic() + _CLOSING_S
+            time.sleep(record.life_s / _POLLS_PER_LIFE)
+            state = watch.poll()
+    deadline_s = time.monotonic() + _CLOSING_TIMEOUT_S
     while waits and record and record.closing and state == "held" and time.monotonic() < deadline_s:
-        time.sleep(_CLOSING_LOOK_S)
-        state = observer.look()
+        time.sleep(_CLOSING_POLL_S)
+        state = watch.poll()
     if record and state == "held":
         raise RunHeldError(
             f"The run {paths.name!r} is being written by process {record.holder.pid} on {record.holder.host}, since"
             f" {_utc(record.since_s)}; its lease lasts until {_utc(record.renewed_s + record.life_s)} unless it is"
-            f" renewed, as it is every"
-            f" {record.life_s / _RENEWALS_PER_LIFE:g} s. Wait until that run has ended, or end that process and start"
-            f" again; for a run of"
-            " its own give another run.name."
+            f" renewed, as it is every {record.life_s / _RENEWALS_PER_LIFE:g} s. Wait until that run has ended, or end"
+            " that process and start again; for a run of its own give another run.name."
         )
 
 
-def _read(place: Location) -> Record | None:
-    """The record of a fence; None if its file is gone or damaged, which nobody holds then."""
+def _read(file: Location) -> LeaseRecord | None:
+    """Returns the record of a fence; None if its file is missing or damaged, so that no process has the lease."""
     try:
-        values = read_json(place)
-        return Record(**values | {"holder": Holder(**values["holder"])})
+        values = read_json(file)
+        return LeaseRecord(**values | {"holder": LeaseHolder(**values["holder"])})
     except (ValueError, TypeError, KeyError):
         return None
 

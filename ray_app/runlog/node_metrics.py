@@ -1,7 +1,7 @@
-"""How busy the nodes were: one file per look at all of them, written by the driver, in an order that its name tells.
+"""How busy the nodes were: one file per sample of all nodes, written by the driver and ordered by name.
 
-Looks that follow each other are joined in one file, named as the last of them, and only then their files are removed; a
-look that is in two files because somebody was stopped in between counts once.
+Consecutive samples are joined in one file with the name of the last one, and only then their files are removed. A
+sample that is in two files, because a process was stopped in between, counts once.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from ray_app.runlog.journal import FULL_BYTES, MOST_SMALL
-from ray_app.runlog.paths import RunPaths, known_fields, understood, versioned
-from ray_app.storage.files import Location, names, put_atomic, put_json, read_all, to_json
+from ray_app.runlog.journal import FULL_BYTES, MAX_SMALL_FILES
+from ray_app.runlog.paths import RunPaths, add_version, from_known_fields, translate_format_errors
+from ray_app.storage.files import Location, list_files, put_atomic, put_json, read_all, to_json
 
 _FULL = "-full.json"
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one look found.
+class NodeSample:
+    """One sample of all nodes.
 
     Args:
-        step: Finished steps of the run at that time.
-        time_s: When, seconds since 1970 (UTC).
+        step: Number of finished steps of the run at that time.
+        time_s: Time of the sample, seconds since 1970 (UTC).
         nodes: For each node that answered, the values by name: `cpu_percent`, `memory_percent`, `memory_gb`,
-            `gpu0_percent`, `gpu0_memory_gb`, ...; of more than 16 nodes see `together`.
+            `gpu0_percent`, `gpu0_memory_gb`, ...; for more than 16 nodes see `summarize_nodes`.
     """
 
     step: int
@@ -34,13 +34,13 @@ class Look:
     nodes: dict[str, dict[str, float]]
 
 
-MOST_NODES = 16
-"""Nodes of which each has values of its own in a look; of more there is what they have together."""
+MAX_NODES = 16
+"""A sample has the values of each node up to this number of nodes, and a summary of more."""
 
 
-def together(nodes: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The values of many nodes as the `least`, the `mean` and the `most` of each; those of few nodes as they are."""
-    if len(nodes) <= MOST_NODES:
+def summarize_nodes(nodes: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns the minimum (`least`), mean and maximum (`most`) of each value; few nodes stay as they are."""
+    if len(nodes) <= MAX_NODES:
         return nodes
     columns: dict[str, list[float]] = {}
     for values in nodes.values():
@@ -54,28 +54,28 @@ def together(nodes: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def put_look(paths: RunPaths, fence: int, number: int, look: Look) -> None:
-    """Records a look.
+def put_sample(paths: RunPaths, fence: int, number: int, sample: NodeSample) -> None:
+    """Records a sample.
 
     Args:
         paths: The run.
         fence: Number of the driver's start.
-        number: Number of the look in this start.
-        look: What was found.
+        number: Number of the sample in this start.
+        sample: The sample.
 
     Raises:
         OSError: The storage refused.
     """
-    put_json(paths.system / f"{fence:06d}-{number:09d}.json", versioned(asdict(look)))
+    put_json(paths.system / f"{fence:06d}-{number:09d}.json", add_version(asdict(sample)))
 
 
-def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict[str, Look]:
-    """The looks after one, by their names and in their order.
+def read_samples(paths: RunPaths, after: str, exclude: Collection[str] = ()) -> dict[str, NodeSample]:
+    """Returns the samples after one, by their names and in their order.
 
     Args:
         paths: The run.
-        after: Name of the last look that is not wanted; empty: all are.
-        known: Names of others that are not.
+        after: Name of the last sample to leave out; empty returns all.
+        exclude: Names of other samples to leave out.
 
     Raises:
         ConfigError: A file is damaged, or of a newer version.
@@ -83,61 +83,68 @@ def read_looks(paths: RunPaths, after: str, known: Collection[str] = ()) -> dict
     """
     before: set[str] = set()
     while True:
-        files = [name for name in names(paths.system) if (last := _last(name)) > after and last not in known]
+        files = [name for name in list_files(paths.system) if (last := _last(name)) > after and last not in exclude]
         contents = _read(paths, files, before)
-        before = {name for name, looks in zip(files, contents, strict=True) if not looks}
-        if not before:  # else some were joined meanwhile
-            found = {
-                name: look for looks in contents for name, look in looks.items() if name > after and name not in known
+        before = {name for name, samples in zip(files, contents, strict=True) if not samples}
+        # Files that are gone were joined meanwhile; then the folder has to be listed again.
+        if not before:
+            chosen = {
+                name: sample
+                for samples in contents
+                for name, sample in samples.items()
+                if name > after and name not in exclude
             }
-            return dict(sorted(found.items()))
+            return dict(sorted(chosen.items()))
 
 
-def join_looks(paths: RunPaths, fence: int, full_bytes: int = FULL_BYTES) -> None:
-    """Joins the looks of this start of the driver and those before it, if many files of them are not full.
+def join_samples(paths: RunPaths, fence: int, full_bytes: int = FULL_BYTES) -> None:
+    """Joins the samples of this start of the driver and of earlier ones, if there are many files that are not full.
 
     Args:
         paths: The run.
         fence: Number of the driver's start.
-        full_bytes: A file of so many bytes is joined no more.
+        full_bytes: A file of at least this size is not joined again.
 
     Raises:
         ConfigError: A file is damaged, or of a newer version; all are left as they are.
         OSError: The storage does not answer.
     """
-    small = sorted(name for name in names(paths.system) if not name.endswith(_FULL) and int(name[:6]) <= fence)
-    if len(small) < MOST_SMALL:
+    small = sorted(name for name in list_files(paths.system) if not name.endswith(_FULL) and int(name[:6]) <= fence)
+    if len(small) < MAX_SMALL_FILES:
         return
     contents = _read(paths, small)
+    # If a file is gone, another process joins the same ones.
     if not all(contents):
-        return  # somebody else joins them
-    looks = {name: asdict(look) for content in contents for name, look in content.items()}
-    data = to_json(versioned({"looks": looks})).encode()
+        return
+    samples = {name: asdict(sample) for content in contents for name, sample in content.items()}
+    data = to_json(add_version({"looks": samples})).encode()
     joined = small[-1].replace(".json", _FULL) if len(data) >= full_bytes else small[-1]
     put_atomic(paths.system / joined, data)
-    for name in reversed(small):  # so that whoever lists them meanwhile and misses one finds that all after it are gone
+    # The newest file goes first: a reader that misses one of its listing then misses all files after it as well.
+    for name in reversed(small):
         if name != joined:
             (paths.system / name).unlink(missing_ok=True)
 
 
 def _last(name: str) -> str:
-    """The name of the last look in a file."""
+    """Returns the name of the last sample in a file."""
     return name.replace(_FULL, ".json")
 
 
-def _read(paths: RunPaths, files: list[str], before: Collection[str] = ()) -> list[dict[str, Look]]:
-    """The looks in files, by their names; none in one that is gone, but one that was so `before` and is listed again is
-    damaged.
+def _read(paths: RunPaths, files: list[str], before: Collection[str] = ()) -> list[dict[str, NodeSample]]:
+    """Returns the samples in each of some files by name; none for a file that is gone.
+
+    A file that was empty `before` and is listed again is not gone but damaged.
     """
-    places = [paths.system / name for name in files]
-    contents = zip(places, read_all(places, missing=b""), strict=True)
-    return [_looks(place, data) if data or place.name in before else {} for place, data in contents]
+    locations = [paths.system / name for name in files]
+    contents = zip(locations, read_all(locations, missing=b""), strict=True)
+    return [_parse_samples(file, data) if data or file.name in before else {} for file, data in contents]
 
 
-def _looks(file: Location, data: bytes) -> dict[str, Look]:
+def _parse_samples(file: Location, data: bytes) -> dict[str, NodeSample]:
     values = None
-    with understood(file, values):
+    with translate_format_errors(file, values):
         values = json.loads(data)
-    with understood(file, values):
+    with translate_format_errors(file, values):
         joined = values.get("looks", {file.name: values})
-        return {name: known_fields(Look, look) for name, look in joined.items()}
+        return {name: from_known_fields(NodeSample, sample) for name, sample in joined.items()}

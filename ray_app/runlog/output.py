@@ -1,10 +1,8 @@
-"""What the code of a task prints in other processes, in the run's directory: `output/<start>-<who>.out` and `.err`.
+"""The output of user code in other processes, as files of the run: `output/<start>-<process>.out` and `.err`.
 
-It goes where it went before, too. A thread copies the first megabyte to the storage, about once a second and at the
-end; no print waits for it, and a storage that is away costs nothing but the copy. What C code writes by itself is not
-seen here.
-
-Text streams that never raise: a full disk, a closed pipe or an encoding does not end a process that has work to do.
+The output also goes to its former destination. A thread copies the first megabyte to the storage, about once a second
+and at the end; no print waits for it, and an outage of the storage costs nothing but the copy. Output that C code
+writes to the file descriptors is not copied.
 """
 
 from __future__ import annotations
@@ -20,39 +18,40 @@ from typing import Any
 from ray_app.process import SafeStream
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, poll_s, put_atomic
+from ray_app.storage.files import Location, poll_interval_s, put_atomic
 
-_MOST_CHARS = 1 << 20
+_MAX_CHARS = 1 << 20
 
 
 class Output:
-    """Copies what this process prints from now on, until it is closed.
+    """Copies the output of this process until it is closed.
 
     Args:
         paths: The run.
         fence: Number of the driver's start.
-        who: Who prints; no two processes of a start have the same.
-        where: What stands before every line in brackets, such as the step.
+        process_name: A name for the process, unique in a start.
+        context: Returns the text in brackets before every line, such as the step.
     """
 
-    def __init__(self, paths: RunPaths, fence: int, who: str, where: Callable[[], str]) -> None:
+    def __init__(self, paths: RunPaths, fence: int, process_name: str, context: Callable[[], str]) -> None:
         self._before = sys.stdout, sys.stderr
-        kinds = enumerate(("out", "err"), 1)
-        self._kept = [_Kept(paths.output(fence, who, kind), where, _goes_to(number)) for number, kind in kinds]
-        self._tees = [
-            _Tee(stream, name, kept)
-            for stream, name, kept in zip(self._before, ("standard output", "standard error"), self._kept, strict=True)
+        self._copies = [
+            _OutputCopy(paths.output(fence, process_name, kind), context, _destination(descriptor))
+            for descriptor, kind in enumerate(("out", "err"), 1)
         ]
+        titles = "standard output", "standard error"
+        self._tees = [_Tee(*args) for args in zip(self._before, titles, self._copies, strict=True)]
         sys.stdout, sys.stderr = self._tees
         self._lock = threading.Lock()
-        self._closed, self._look_s = threading.Event(), 2 * poll_s(paths.root)
+        self._closed, self._interval_s = threading.Event(), 2 * poll_interval_s(paths.root)
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Copies the rest."""
+        """Restores the streams and copies the rest."""
         for name, tee, before in zip(("stdout", "stderr"), self._tees, self._before, strict=True):
-            if getattr(sys, name) is tee:  # or somebody has put another in its place, which may need it
+            # User code may have replaced the stream by another one, which may write to this one.
+            if getattr(sys, name) is tee:
                 setattr(sys, name, before)
         self._closed.set()
         self._thread.join()
@@ -60,89 +59,90 @@ class Output:
     def _run(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._closed.wait(self._look_s)
+            is_last = self._closed.wait(self._interval_s)
             self.copy()
 
     def copy(self) -> None:
-        """Copies what is there now."""
+        """Copies the output so far."""
         with self._lock:
-            for kept in self._kept:
-                with suppress(Exception):  # whatever it is, it is tried again with the next, and a run goes on without
-                    kept.put()
+            for copy in self._copies:
+                # Any error is ignored: the next call tries again, and the run does not need the copy.
+                with suppress(Exception):
+                    copy.put()
 
 
 @contextmanager
-def copied_output(paths: RunPaths, fence: int, who: str, where: Callable[[], str]) -> Iterator[None]:
-    """The time in which output is copied, see `Output`."""
-    output = Output(paths, fence, who, where)
+def copied_output(paths: RunPaths, fence: int, process_name: str, context: Callable[[], str]) -> Iterator[None]:
+    """Copies the output of this process during the block, see `Output`."""
+    output = Output(paths, fence, process_name, context)
     try:
         yield
     finally:
         output.close()
 
 
-class _Kept:
-    """The beginning of what was printed."""
+class _OutputCopy:
+    """The beginning of a stream's output, and its copy in a file."""
 
-    def __init__(self, place: Location, where: Callable[[], str], goes_to: str) -> None:
-        self._place, self._where, self._goes_to = place, where, goes_to
+    def __init__(self, file: Location, context: Callable[[], str], destination: str) -> None:
+        self._file, self._context, self._destination = file, context, destination
         self._parts: list[str] = []
         self._chars, self._copied = 0, 0
         self._is_at_start = True
 
     def add(self, text: str) -> None:
-        if self._chars > _MOST_CHARS or not text:
+        if self._chars > _MAX_CHARS or not text:
             return
-        before = f"[{self._where()}] "
-        shown = text[:_MOST_CHARS]
-        shown = (before if self._is_at_start else "") + shown[:-1].replace("\n", f"\n{before}") + shown[-1:]
+        prefix = f"[{self._context()}] "
+        part = text[:_MAX_CHARS]
+        part = (prefix if self._is_at_start else "") + part[:-1].replace("\n", f"\n{prefix}") + part[-1:]
         self._is_at_start = text.endswith("\n")
-        self._chars += len(shown)
-        self._parts.append(shown)
+        self._chars += len(part)
+        self._parts.append(part)
 
     def put(self) -> None:
-        """Writes all of it anew, if it is more than before.
+        """Writes the whole file again if there is more output than before.
 
         Raises:
-            OSError: The storage does not take it.
+            OSError: The storage refuses.
         """
         chars = self._chars
         if chars == self._copied:
             return
         text = "".join(self._parts)
-        if chars > _MOST_CHARS:
-            text = text[:_MOST_CHARS].rpartition("\n")[0] + f"\n... what follows is in {self._goes_to} alone\n"
-        put_atomic(self._place, redact(text).encode(errors="replace"))
+        if chars > _MAX_CHARS:
+            text = text[:_MAX_CHARS].rpartition("\n")[0] + f"\n... what follows is in {self._destination} alone\n"
+        put_atomic(self._file, redact(text).encode(errors="replace"))
         self._copied = chars
 
 
 class _Tee(SafeStream):
-    """A stream that keeps what is written to it."""
+    """A stream that also passes its text to a copy."""
 
-    def __init__(self, stream: Any, name: str, kept: _Kept) -> None:
+    def __init__(self, stream: Any, name: str, copy: _OutputCopy) -> None:
         super().__init__(stream, name)
-        self._kept = kept
+        self._copy = copy
 
     def write(self, text: str) -> int:
         """See `TextIOBase.write`."""
         super().write(text)
         with suppress(Exception):
-            self._kept.add(text)
+            self._copy.add(text)
         return len(text)
 
 
-def _goes_to(descriptor: int) -> str:
-    """The file that a process's output goes to by itself: Ray redirects that of its workers."""
+def _destination(descriptor: int) -> str:
+    """Returns the file that a descriptor writes to; Ray redirects the output of its workers to its log."""
     with suppress(OSError):
         return os.readlink(f"/proc/self/fd/{descriptor}")
     return "Ray's own log"
 
 
-_MOST_LINES = 20
+_MAX_LINES = 20
 
 
 class NewLines:
-    """What the processes of a start have printed since the last look, for a console; of a run on a disk.
+    """Reads the new output of the processes of a start, for a console; only for runs on a disk.
 
     Args:
         paths: The run.
@@ -151,26 +151,27 @@ class NewLines:
 
     def __init__(self, paths: RunPaths, fence: int) -> None:
         self._folder, self._start = paths.outputs, f"{fence:04d}-"
-        self._read: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
 
-    def look(self) -> list[str]:
-        """At most twenty lines; the last one says how many there are besides.
+    def poll(self) -> list[str]:
+        """Returns the lines since the last call, up to twenty, and one that counts the others.
 
         Raises:
             OSError: The storage does not answer.
         """
         if not isinstance(self._folder, Path) or not self._folder.is_dir():
             return []
-        found: list[str] = []
+        lines: list[str] = []
         files = [
             file
             for file in sorted(self._folder.glob(f"{self._start}*.out"))
-            if file.stat().st_size > self._read.get(file.name, 0)
+            if file.stat().st_size > self._offsets.get(file.name, 0)
         ]
         for file in files:
-            data = file.read_bytes()[self._read.get(file.name, 0) :]
-            whole = data[: data.rfind(b"\n") + 1]
-            self._read[file.name] = self._read.get(file.name, 0) + len(whole)
-            found += whole.decode(errors="replace").splitlines()
-        more = len(found) - _MOST_LINES
-        return [*found[:_MOST_LINES], f"... {more:,} more lines in {self._folder}"] if more > 0 else found
+            data = file.read_bytes()[self._offsets.get(file.name, 0) :]
+            # A line that has no end yet is left for the next call.
+            complete = data[: data.rfind(b"\n") + 1]
+            self._offsets[file.name] = self._offsets.get(file.name, 0) + len(complete)
+            lines += complete.decode(errors="replace").splitlines()
+        more = len(lines) - _MAX_LINES
+        return [*lines[:_MAX_LINES], f"... {more:,} more lines in {self._folder}"] if more > 0 else lines

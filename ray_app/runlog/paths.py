@@ -1,6 +1,6 @@
-"""Every path of a run, as properties of one class.
+"""The layout of a run directory (`RunPaths`), and the schema version that the files of a run carry.
 
-The version that every file of the record carries, and reading what another version wrote.
+`translate_format_errors` and `from_known_fields` read files that another version of this application wrote.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ class RunPaths:
 
     @property
     def unique_name(self) -> str:
-        """The run's name, and a digest of where it is stored: two storages may have runs of one name."""
+        """The run's name and a digest of its location, since two storages may have runs of the same name."""
         return f"{self.name}-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}"
 
     @property
     def config(self) -> Location:
-        """The resolved configuration of the run's newest start; what decides the result is that of the first."""
+        """The resolved configuration of the newest start; the fields that decide the result are those of the first
+        start.
+        """
         return self.root / "config.yaml"
 
     @property
     def code(self) -> Location:
-        """The source files and libraries that it was started with, and which arguments in `config.yaml` were
-        not given.
-        """
+        """The source files and libraries of the start, and the arguments in `config.yaml` that are defaults."""
         return self.root / "code.json"
 
     @property
     def data(self) -> Location:
-        """Size and time, or ETag, of the data files as at the run's newest start."""
+        """Size and time, or ETag, of the data files at the newest start."""
         return self.root / "data.json"
 
     @property
@@ -63,117 +63,118 @@ class RunPaths:
 
     @property
     def classes(self) -> Location:
-        """The classes by which rows are balanced, if they are."""
+        """The classes of the rows, if rows are balanced by class."""
         return self.root / "classes.json"
 
     @property
     def schema(self) -> Location:
-        """Types of the columns that the run trains on, and the names of its classes."""
+        """The types of the columns that the run trains on, and the names of its classes."""
         return self.root / "schema.json"
 
     @property
     def initial(self) -> Location:
-        """The parameters that it began with, if `train.init_from` named some."""
+        """The initial parameters, if `train.init_from` names some."""
         return self.root / "initial.safetensors"
 
     @property
     def checkpoints(self) -> Location:
-        """Folder of committed checkpoints."""
+        """The folder of the checkpoints."""
         return self.root / "checkpoints"
 
     @property
     def holds(self) -> Location:
-        """Folder with one file per follower of the checkpoints."""
+        """The folder with one file per reader of the checkpoints."""
         return self.root / "holds"
 
     @property
     def evaluations(self) -> Location:
-        """Folder with one file per step that the run's own evaluator evaluated."""
+        """The folder with one file per step that the run's own evaluator has evaluated."""
         return self.root / "evaluations"
 
     @property
     def evaluators(self) -> Location:
-        """Folder with one folder per evaluator beside the run's own, by its name."""
+        """The folder with one folder for each other evaluator, by its name."""
         return self.root / "evaluators"
 
     @property
     def metrics(self) -> Location:
-        """Folder of rank 0's metrics by step."""
+        """The folder of the segments with step records."""
         return self.root / "metrics"
 
     @property
     def events(self) -> Location:
-        """Folder with one file per event."""
+        """The folder with one file per event."""
         return self.root / "events"
 
     @property
     def bad_rows(self) -> Location:
-        """Folder with one file per row that was skipped because it cannot be decoded."""
+        """The folder with one file per row that was skipped because it cannot be decoded."""
         return self.root / "bad_rows"
 
     @property
     def system(self) -> Location:
-        """Folder of the looks at how busy the nodes are."""
+        """The folder of the samples of how busy the nodes are."""
         return self.root / "system"
 
     @property
     def outputs(self) -> Location:
-        """Folder with what the processes of a task print."""
+        """The folder with the output of user code."""
         return self.root / "output"
 
-    def output(self, fence: int, who: str, kind: str) -> Location:
-        """The file of a kind (`out`, `err`) of somebody's output during a start."""
-        return self.outputs / f"{fence:04d}-{who}.{kind}"
+    def output(self, fence: int, process_name: str, kind: str) -> Location:
+        """Returns the file with the output of a process during a start; `kind` is `out` or `err`."""
+        return self.outputs / f"{fence:04d}-{process_name}.{kind}"
 
     @property
     def profile(self) -> Location:
-        """Folder of the traces of steps, if they were asked for."""
+        """The folder of the traces of steps, if the configuration asks for them."""
         return self.root / "profile"
 
     @property
     def summary(self) -> Location:
-        """What came of the run."""
+        """The summary of the run."""
         return self.root / "summary.json"
 
     @property
     def report(self) -> Location:
-        """The same for people: one page with curves and tables."""
+        """The report about the run: one page with curves and tables."""
         return self.root / "report.html"
 
     @property
     def tracking(self) -> Location:
-        """The MLflow run and how far it has been fed."""
+        """The MLflow run, and how far the journal has been sent to it."""
         return self.root / "tracking.json"
 
     @property
     def tensorboard(self) -> Location:
-        """Folder of TensorBoard's event files, if they were asked for."""
+        """The folder of TensorBoard's event files, if the configuration asks for them."""
         return self.root / "tensorboard"
 
     @property
     def fences(self) -> Location:
-        """Folder with one file per start of the driver, its lease; the highest number may write."""
+        """The folder with one file per start of the driver, its lease; the highest number may write."""
         return self.root / "fences"
 
     def fence(self, number: int) -> Location:
-        """The file that claims a fence."""
+        """Returns the file that claims a fence."""
         return self.fences / f"{number:04d}.json"
 
     def checkpoint(self, step: int, fence: int) -> Location:
-        """Folder of one checkpoint."""
+        """Returns the folder of a checkpoint."""
         return self.checkpoints / f"step-{step:08d}-{fence:04d}"
 
     def evaluations_of(self, evaluator: str | None) -> Location:
-        """Folder with one file per step that an evaluator evaluated; None: the run's own."""
+        """Returns the folder with one file per step that an evaluator has evaluated; None is the run's own."""
         return self.evaluations if evaluator is None else self.evaluators / evaluator
 
     def evaluation(self, step: int, evaluator: str | None = None) -> Location:
-        """The evaluation of the checkpoint at a step."""
+        """Returns the file with the evaluation of the checkpoint of a step."""
         return self.evaluations_of(evaluator) / f"step-{step:08d}.json"
 
     def ray_storage(self, fence: int) -> Path:
-        """What Ray Train writes for itself during one `fit()`; for a run on S3 in a temporary folder of the driver's
-        machine.
+        """Returns the folder for the files of Ray Train during one `fit()`.
+
+        For a run on S3 it is a temporary folder of the driver's machine.
         """
         if isinstance(self.root, Path):
             return self.root / f"ray-{fence}"
@@ -181,23 +182,23 @@ class RunPaths:
 
 
 SCHEMA_VERSION = 1
-"""Of evaluations, events, looks and segments of metrics; files without one are of version 1. A field that is added with
-a default is no new version; one is due when what is there changes its meaning.
+"""The version of evaluations, events, samples and segments; files without one are of version 1. A new field with a
+default needs no new version; a new meaning of an existing field does.
 """
 
 T = TypeVar("T")
 
 
 @contextmanager
-def understood(place: Location, values: Any) -> Iterator[None]:
-    """Makes errors about what a file holds name the file, and say what to do.
+def translate_format_errors(file: Location, values: Any) -> Iterator[None]:
+    """Turns errors about the contents of a file into one that names the file and says what to do.
 
     Args:
-        place: The file.
-        values: What it holds.
+        file: The file.
+        values: The contents.
 
     Raises:
-        ConfigError: It is of a newer version, or damaged.
+        ConfigError: The file is of a newer version, or damaged.
     """
     try:
         yield
@@ -208,23 +209,24 @@ def understood(place: Location, values: Any) -> Iterator[None]:
                 f"is of schema version {version}; this version of ray_app ({__version__}) reads up to {SCHEMA_VERSION}."
                 f" Use the version"
             )
-            raise ConfigError(f"{place} {why} that wrote it, or a newer one ({error}).") from error
+            raise ConfigError(f"{file} {why} that wrote it, or a newer one ({error}).") from error
         raise ConfigError(
-            f"{place} is damaged: {error}. Restore it from a backup, or remove it: what stands in it is lost."
+            f"{file} is damaged: {error}. Restore it from a backup, or remove it: what stands in it is lost."
         ) from error
 
 
-def versioned(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a file, with the version that they are written in."""
+def add_version(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a file with the schema version."""
     return {**values, "schema_version": SCHEMA_VERSION}
 
 
-def known_fields(kind: type[T], values: dict[str, Any]) -> T:
-    """Makes a dataclass from the values of a file; what a newer version adds is left out, what an older one lacks has
-    its default.
+def from_known_fields(kind: type[T], values: dict[str, Any]) -> T:
+    """Returns a dataclass with the values of a file.
+
+    Fields that a newer version adds are ignored; fields that an older version lacks have their defaults.
 
     Raises:
-        TypeError: A field that has no default is missing, or it holds no fields at all.
+        TypeError: A field without a default is missing, or the values are not fields by name.
     """
     if not isinstance(values, dict):
         raise TypeError(f"it should hold fields by name, it holds {type(values).__name__}")

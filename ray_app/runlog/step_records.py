@@ -1,4 +1,4 @@
-"""The steps of a run in little memory: numbers in columns, so that a million steps take a hundred megabytes."""
+"""All step records of a run in little memory: columns of numbers, a hundred megabytes for a million steps."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import overload
 
-from ray_app.runlog.journal import Segments, StepRecord
+from ray_app.runlog.journal import SegmentReader, StepRecord
 from ray_app.runlog.paths import RunPaths
 
-_WHOLE = ("step", "epoch", "workers", "skipped")
-_REAL = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms")
+_INTEGERS = ("step", "epoch", "workers", "skipped")
+_FLOATS = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms")
 
 
 class _Columns:
-    """Records by the row that they are in."""
+    """Step records as columns of numbers; a record is one row."""
 
     def __init__(self) -> None:
-        self.whole = {name: array("q") for name in _WHOLE}
-        self.real = {name: array("d") for name in _REAL}
-        self.rows, self.generation, self.weight, self.imbalance = array("q"), array("i"), array("d"), array("d")
-        self.numbers: dict[str, int] = {}
-        self.names: list[str] = []
+        self.integers = {name: array("q") for name in _INTEGERS}
+        self.floats = {name: array("d") for name in _FLOATS}
+        self.rows, self.generation = array("q"), array("i")
+        self.weight, self.imbalance = array("d"), array("d")
+        # The generation of a record is stored as the index of its name.
+        self.generation_index: dict[str, int] = {}
+        self.generation_names: list[str] = []
         self.metrics: dict[str, array[float]] = {}
 
     def add(self, record: StepRecord) -> int:
-        """Takes a record; returns its row."""
-        for name, numbers in self.whole.items():
+        """Adds a record; returns its row."""
+        for name, numbers in self.integers.items():
             numbers.append(getattr(record, name))
-        for name, values in self.real.items():
+        for name, values in self.floats.items():
             values.append(getattr(record, name))
         self.weight.append(math.nan if record.weight is None else record.weight)
         self.imbalance.append(math.nan if record.imbalance is None else record.imbalance)
@@ -39,30 +41,31 @@ class _Columns:
             self.metrics[name] = array("d", [math.nan]) * len(self.rows)
         for name, values in self.metrics.items():
             values.append(record.metrics.get(name, math.nan))
-        number = self.numbers.setdefault(record.generation, len(self.names))
-        if number == len(self.names):
-            self.names.append(record.generation)
+        index = self.generation_index.setdefault(record.generation, len(self.generation_names))
+        if index == len(self.generation_names):
+            self.generation_names.append(record.generation)
         self.rows.append(sum(record.rows))
-        self.generation.append(number)
+        self.generation.append(index)
         return len(self.rows) - 1
 
     def at(self, row: int) -> StepRecord:
-        """The record in a row."""
-        whole, real, weight, imbalance = self.whole, self.real, self.weight[row], self.imbalance[row]
+        """Returns the record in a row."""
+        integers, floats = self.integers, self.floats
+        weight, imbalance = self.weight[row], self.imbalance[row]
         return StepRecord(
-            whole["step"][row],
-            whole["epoch"][row],
-            real["time_s"][row],
-            real["loss"][row],
-            real["lr"][row],
-            real["grad_norm"][row],
-            real["step_ms"][row],
-            real["data_wait_ms"][row],
-            whole["workers"][row],
+            integers["step"][row],
+            integers["epoch"][row],
+            floats["time_s"][row],
+            floats["loss"][row],
+            floats["lr"][row],
+            floats["grad_norm"][row],
+            floats["step_ms"][row],
+            floats["data_wait_ms"][row],
+            integers["workers"][row],
             [self.rows[row]],
             [],
-            self.names[self.generation[row]],
-            whole["skipped"][row],
+            self.generation_names[self.generation[row]],
+            integers["skipped"][row],
             None if math.isnan(weight) else weight,
             {name: values[row] for name, values in self.metrics.items() if not math.isnan(values[row])},
             None if math.isnan(imbalance) else imbalance,
@@ -70,12 +73,14 @@ class _Columns:
 
 
 class Steps(Sequence[StepRecord]):
-    """Records in an order, made when they are asked for; `rows` is one number, their sum over the logical workers,
-    `row_hash` and `slow` are empty, `replayed` is 0.
+    """A sequence of step records that are created at each access.
+
+    `rows` of a record is one number, the sum over the logical workers; `row_hash` and `slow` are empty, `replayed` is
+    0.
 
     Args:
-        columns: Where they are.
-        order: The rows in which they are.
+        columns: The columns.
+        order: The rows of the columns, in the order of the sequence.
     """
 
     def __init__(self, columns: _Columns, order: array[int]) -> None:
@@ -104,10 +109,10 @@ class Course:
     Args:
         records: The first record of each step, in the order of the steps.
         repeated: The records of steps that were done again, in the order in which they were written.
-        in_time: All of them, in the order of time.
-        rows: Rows of the first records, of each logical worker.
-        skipped: Rows that cannot be decoded, in the first records.
-        replayed: Shares that were computed twice, in the first records.
+        in_time: All records, in the order of time.
+        rows: Number of rows of each logical worker, over the first records.
+        skipped: Number of rows that cannot be decoded, over the first records.
+        replayed: Number of shares that were computed twice, over the first records.
     """
 
     records: Sequence[StepRecord]
@@ -119,35 +124,39 @@ class Course:
 
 
 class StepsReader:
-    """Reads the steps of a run, also while they are written: each segment once.
+    """Reads the steps of a run, each segment once, also while they are written.
 
     Args:
         paths: The run.
-        last_step: Of first records only those up to here; not given: all.
+        last_step: The last step of which first records count; None counts all.
     """
 
     def __init__(self, paths: RunPaths, last_step: int | None = None) -> None:
-        self._segments, self._last = Segments(paths), last_step
-        self._columns, self._place = _Columns(), array("q")
-        self._again: dict[tuple[int, str], int] = {}
-        self._rows, self._skipped, self._replayed = list[int](), 0, 0
+        self._segments, self._last = SegmentReader(paths), last_step
+        self._columns = _Columns()
+        # The row of each step's first record; -1 for a step without one.
+        self._row_of_step = array("q")
+        self._repeated: dict[tuple[int, str], int] = {}
+        self._rows: list[int] = []
+        self._skipped = self._replayed = 0
 
     def read(self) -> Course:
-        """All that was written so far.
+        """Returns all steps that were written so far.
 
         Raises:
             ConfigError: A segment is damaged, or of a newer version.
             OSError: The storage does not answer.
         """
-        for record in chain.from_iterable(self._segments.unread()):
+        for record in chain.from_iterable(self._segments.read_new()):
             self._add(record)
         columns, end = self._columns, None if self._last is None else self._last + 1
-        first, again = array("q", (row for row in self._place[:end] if row >= 0)), array("q", self._again.values())
-        times = columns.real["time_s"]
+        first = array("q", (row for row in self._row_of_step[:end] if row >= 0))
+        repeated = array("q", self._repeated.values())
+        times = columns.floats["time_s"]
         in_time = array("q", sorted(range(len(times)), key=times.__getitem__))
         return Course(
             Steps(columns, first),
-            Steps(columns, again),
+            Steps(columns, repeated),
             Steps(columns, in_time),
             list(self._rows),
             self._skipped,
@@ -155,23 +164,23 @@ class StepsReader:
         )
 
     def _add(self, record: StepRecord) -> None:
-        columns, place = self._columns, self._place
-        if record.step >= len(place):
-            place.extend([-1] * (record.step + 1 - len(place)))
-        known, this = place[record.step], (record.step, record.generation)
-        if known >= 0:
-            if columns.names[columns.generation[known]] != record.generation and this not in self._again:
-                self._again[this] = columns.add(record)
+        columns, row_of_step = self._columns, self._row_of_step
+        if record.step >= len(row_of_step):
+            row_of_step.extend([-1] * (record.step + 1 - len(row_of_step)))
+        first, key = row_of_step[record.step], (record.step, record.generation)
+        if first >= 0:
+            if columns.generation_names[columns.generation[first]] != record.generation and key not in self._repeated:
+                self._repeated[key] = columns.add(record)
             return
-        place[record.step] = columns.add(record)
+        row_of_step[record.step] = columns.add(record)
         if self._last is None or record.step <= self._last:
             self._rows.extend([0] * (len(record.rows) - len(self._rows)))
-            for v, each in enumerate(record.rows):
-                self._rows[v] += each
+            for v, rows in enumerate(record.rows):
+                self._rows[v] += rows
             self._skipped += record.skipped
             self._replayed += record.replayed
 
 
 def read_steps(paths: RunPaths, last_step: int | None = None) -> Course:
-    """See `StepsReader`."""
+    """Returns all steps of a run, see `StepsReader`."""
     return StepsReader(paths, last_step).read()

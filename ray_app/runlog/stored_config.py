@@ -1,8 +1,7 @@
-"""The configuration of a run that exists, for whoever reads its directory.
+"""The stored configuration of an existing run, read from its directory.
 
-`config.yaml` has all arguments of the classes; those that were not given are named in `code.json`. What is compared,
-and what digests are made of, is what was given: a run whose record was completed by a default is the run that was asked
-for.
+`config.yaml` has all arguments of the classes; `code.json` names those that are defaults. Comparisons and digests use
+only the arguments that the user gave: a stored configuration with defaults is the same run as one without.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ from ray_app.config.config import Config, from_dict, from_yaml
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.plan.manifest import Manifest
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard
-from ray_app.storage.files import folders, read_json
+from ray_app.runlog.redaction import register_secrets
+from ray_app.storage.files import list_folders, read_json
 from ray_app.version import __version__
 
 
 def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
-    """The configuration of a run; its secrets are hidden from then on.
+    """Returns the configuration of a run and registers its secrets for redaction.
 
     Args:
         paths: The run.
-        with_defaults: With the arguments of its classes that were not given, as they were at its first start.
+        with_defaults: Whether to include default arguments of its classes, as they were at the first start.
 
     Raises:
-        ConfigError: There is none, or not one of this version.
+        ConfigError: The run has no configuration, or not one of this version.
         OSError: The storage does not answer.
     """
     try:
-        config = parsed(paths, paths.config.read_text())
-        return config if with_defaults else as_given(paths, config)
+        config = parse_config(paths, paths.config.read_text())
+        return config if with_defaults else drop_defaults(paths, config)
     except FileNotFoundError:
-        near = ", ".join(sorted(folders(paths.root))[:10])
+        near = ", ".join(sorted(list_folders(paths.root))[:10])
         raise ConfigError(
-            f"{paths.root} is no run: it has no config.yaml. Give the directory of a run,"
-            f" <run.storage_path>/<run.name>, on a disk or on"
-            f" s3://. {f'Folders in it: {near}.' if near else 'There are no folders in it either.'}"
+            f"{paths.root} is not a run: it has no config.yaml. Give the directory of a run,"
+            f" <run.storage_path>/<run.name>, on a disk or on s3://."
+            f" {f'Folders in it: {near}.' if near else 'There are no folders in it either.'}"
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{paths.config} is damaged ({error}); restore it from a backup.") from error
@@ -50,11 +49,11 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
 
 
 def read_manifest(paths: RunPaths) -> Manifest:
-    """The manifest of the data that a run was begun with.
+    """Returns the manifest of the data at the first start of a run.
 
     Raises:
-        DataError: It is damaged; with the file.
-        OSError: There is none, or the storage does not answer.
+        DataError: The file is damaged; the message names it.
+        OSError: There is no such file, or the storage does not answer.
     """
     try:
         return Manifest.from_json(paths.manifest.read_text())
@@ -62,44 +61,44 @@ def read_manifest(paths: RunPaths) -> Manifest:
         raise DataError(f"{paths.manifest}: {error}") from error
 
 
-def parsed(paths: RunPaths, text: str) -> Config:
-    """The configuration that stands in `config.yaml`; its secrets are hidden from then on.
+def parse_config(paths: RunPaths, text: str) -> Config:
+    """Returns the configuration in a `config.yaml` and registers its secrets for redaction.
 
     Args:
         paths: The run.
-        text: What the file holds.
+        text: The contents of the file.
 
     Raises:
-        ConfigError: It is not one of this version; with the file and the fields.
+        ConfigError: It is not a configuration of this version; the message names the file and the fields.
     """
     try:
         config = from_yaml(text)
-        guard(config.to_dict())
+        register_secrets(config.to_dict())
         return config
     except ConfigError as error:
         problems = "\n".join(f"  - {line}" for line in str(error).splitlines())
         raise ConfigError(
-            f"{paths.config} is no configuration of this version ({__version__}):\n{problems}\nUse the version that"
-            f" made the run; its event"
-            " `started` names it. Or, in a copy of the run, rename the field, or remove it if its default is meant."
+            f"{paths.config} is not a configuration of this version ({__version__}):\n{problems}\nUse the version that"
+            " made the run; its event `started` names it. Or, in a copy of the run, rename the field, or remove it if"
+            " its default is meant."
         ) from error
     except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{paths.config} is no configuration of this version ({__version__}): {error}. Give the directory of a run"
-            f" that this version"
-            " has made, or use the version that made it."
+            f"{paths.config} is not a configuration of this version ({__version__}): {error}. Give the directory of a"
+            " run that this version has made, or use the version that made it."
         ) from error
 
 
-def as_given(paths: RunPaths, config: Config) -> Config:
-    """A stored configuration without the arguments of its classes that were not given.
+def drop_defaults(paths: RunPaths, config: Config) -> Config:
+    """Returns a stored configuration without the default arguments of its classes.
 
     Raises:
         OSError: The storage does not answer.
     """
     try:
         names = (read_json(paths.code) or {}).get("defaults", [])
-    except (ValueError, AttributeError):  # damaged
+    except (ValueError, AttributeError):
+        # A damaged `code.json` names no defaults.
         names = []
     values = config.to_dict()
     for name in names:
@@ -108,9 +107,9 @@ def as_given(paths: RunPaths, config: Config) -> Config:
 
 
 def _remove(values: Any, parts: list[str]) -> None:
-    """Removes what a dotted name means from nested dictionaries and lists, if it is there."""
-    *way, last = parts
-    for part in way:
+    """Removes the value of a dotted name from nested dictionaries and lists, if there is one."""
+    *parents, last = parts
+    for part in parents:
         if isinstance(values, list) and part.isdigit() and int(part) < len(values):
             values = values[int(part)]
         else:
@@ -120,19 +119,18 @@ def _remove(values: Any, parts: list[str]) -> None:
 
 
 def stored_config(paths: RunPaths) -> Config | None:
-    """The configuration of the run as it is, if it exists.
+    """Returns the configuration of a run as the user gave it, or None if the run does not exist.
 
     Raises:
-        ConfigError: It is not one of this version.
+        ConfigError: It is not a configuration of this version.
         StorageError: The storage does not answer.
     """
     try:
-        return as_given(paths, parsed(paths, paths.config.read_text()))
+        return drop_defaults(paths, parse_config(paths, paths.config.read_text()))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StorageError(
             f"run.storage_path cannot be read: {error}. Check that the folder or bucket exists, and on S3 the endpoint"
-            f" (AWS_ENDPOINT_URL,"
-            " or ?endpoint_override=... in the path), the region and the credentials."
+            " (AWS_ENDPOINT_URL, or ?endpoint_override=... in the path), the region and the credentials."
         ) from error

@@ -1,4 +1,4 @@
-"""Where files are, a disk or S3, and the one primitive for writing them: a file is there whole or not at all.
+"""Files of a run, on a disk or in S3, and the one primitive for writing them: a file is complete or absent.
 
 Nothing here renames a folder, appends, or needs a folder to exist. A path is a `pathlib.Path` or an `S3Path`; both have
 `/`, `name`, `exists`, `read_bytes`, `read_text` and `unlink`, and the functions below do the rest.
@@ -23,17 +23,18 @@ Location = Path | S3Path
 """A file or a folder, on a disk or on S3."""
 
 Content = bytes | Callable[[IO[bytes]], object]
-"""What a file is to hold: the bytes, or a function that writes them to the open file, once from beginning to end."""
+"""The content of a file: the bytes, or a function that writes them to the open file, once from beginning to end."""
 
 _READERS = 16
 
 
-def location(text: str) -> Location:
-    """The place that a path or URI names, `~` being the home folder; `location(str(place))` is the same place, in any
-    process.
+def to_location(text: str) -> Location:
+    """Returns the location that a path or a URI names; `~` is the home folder.
+
+    `to_location(str(x))` is the same location as `x`, in every process.
 
     Raises:
-        ConfigError: It is neither a path nor an S3 URI.
+        ConfigError: The text is neither a path nor an S3 URI.
     """
     scheme, is_uri, _ = text.partition("://")
     if not is_uri:
@@ -46,16 +47,17 @@ def location(text: str) -> Location:
     return S3Path.parse(text)
 
 
-def poll_s(place: Location) -> float:
-    """Seconds between two looks for something new; each look at S3 costs time and money."""
-    return 0.5 if isinstance(place, Path) else 5.0
+def poll_interval_s(path: Location) -> float:
+    """Returns the seconds between two polls of a location; each poll of S3 costs time and money."""
+    return 0.5 if isinstance(path, Path) else 5.0
 
 
-def in_memory(content: Content) -> bytes:
-    """The bytes of a content."""
+def render_content(content: Content) -> bytes:
+    """Returns the bytes of a content."""
     if isinstance(content, bytes):
         return content
-    with open(os.memfd_create("content"), "w+b") as file:  # io.BytesIO copies under Python's lock: 1.7 s for a gigabyte
+    # io.BytesIO copies under the GIL: 1.7 s for a gigabyte.
+    with open(os.memfd_create("content"), "w+b") as file:
         content(file)
         size = file.tell()
         file.seek(0)
@@ -63,26 +65,25 @@ def in_memory(content: Content) -> bytes:
 
 
 def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: int = 0o666) -> bool:
-    """Writes `data` to `path` so that every reader sees the old file, the new one, or none, also when the writer is
-    stopped in the middle.
+    """Writes a file atomically: every reader sees the old file, the new one, or none.
 
-    On a disk a temporary file is synced, then renamed or linked into place; on S3 it is one put, or one upload in parts
-    if it is big.
+    This holds also if the writer is stopped in the middle. On a disk a temporary file is synced, then renamed or linked
+    into place; on S3 it is one put, or one upload in parts if it is large.
 
     Args:
-        path: Where to; its folder is made.
+        path: The file; its folder is created.
         data: The whole content.
-        if_absent: Leave a file that is there already.
-        mode: Who may do what with a file on a disk, less the process's umask.
+        if_absent: Do not replace an existing file.
+        mode: Permissions of a file on a disk, less the process's umask.
 
     Returns:
-        Whether it was written; False only with `if_absent`.
+        Whether the file was written; False only with `if_absent`.
 
     Raises:
-        OSError: The storage refused; what was written of it is removed.
+        OSError: The storage refused; the temporary file is removed.
     """
     if isinstance(path, S3Path):
-        return path.put(in_memory(data), if_absent)
+        return path.put(render_content(data), if_absent)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
@@ -97,70 +98,71 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: 
             os.link(temporary, path)
             return True
         except FileExistsError:
-            return temporary.stat().st_nlink == 2  # NFS repeats a link whose answer was lost; then it is ours
+            # NFS repeats a link if its answer was lost; then the existing file is this one.
+            return temporary.stat().st_nlink == 2
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def put_json(path: Location, value: Any, *, if_absent: bool = False) -> bool:
-    """`put_atomic` of JSON, see `to_json`."""
+    """Writes a value as JSON, see `put_atomic` and `to_json`."""
     return put_atomic(path, to_json(value, indent=1).encode(), if_absent=if_absent)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """A value as JSON, which has neither NaN nor infinity: they are written as `null`."""
+    """Returns a value as JSON; NaN and infinity, which JSON lacks, become `null`."""
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
-        return json.dumps(without_nan(value), indent=indent, allow_nan=False)
+        return json.dumps(replace_nan(value), indent=indent, allow_nan=False)
 
 
-def without_nan(value: Any) -> Any:
-    """A JSON value with None for each number that is not finite."""
+def replace_nan(value: Any) -> Any:
+    """Returns a JSON value with None for each number that is not finite."""
     if isinstance(value, dict):
-        return {name: without_nan(each) for name, each in value.items()}
+        return {name: replace_nan(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nan(each) for each in value]
+        return [replace_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def with_nan(value: Any) -> Any:
-    """A value of numbers as it was before `without_nan`, with NaN for each that was not finite."""
+def restore_nan(value: Any) -> Any:
+    """Reverses `replace_nan` for a value of numbers: returns it with NaN for each None."""
     if isinstance(value, dict):
-        return {name: with_nan(each) for name, each in value.items()}
+        return {name: restore_nan(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [with_nan(each) for each in value]
+        return [restore_nan(item) for item in value]
     return math.nan if value is None else value
 
 
 class Readable(Protocol):
-    """What can be read as a whole."""
+    """A file that can be read as a whole."""
 
     def read_bytes(self) -> bytes:
-        """The whole file."""
+        """Returns the whole content."""
 
 
 def read_json(path: Readable) -> Any:
-    """The JSON value of a file, or None if there is no such file.
+    """Returns the JSON value of a file, or None if there is no such file.
 
     Raises:
-        ValueError: It holds something else.
+        ValueError: The file contains something else.
     """
     try:
-        return _parsed(path, path.read_bytes())
+        return _parse_json(path, path.read_bytes())
     except FileNotFoundError:
         return None
 
 
-def _parsed(path: Readable, data: bytes) -> Any:
+def _parse_json(path: Readable, data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:
         raise ValueError(f"{path} is damaged, it should hold JSON: {error}") from error
 
 
-def names(folder: Location) -> list[str]:
-    """Names of the files in a folder, in no order and without temporary ones; none if there is no such folder."""
+def list_files(folder: Location) -> list[str]:
+    """Returns the names of the files in a folder, unordered, without temporary ones; none for a missing folder."""
     if isinstance(folder, S3Path):
         return [name for name in folder.listing() if "/" not in name]
     try:
@@ -169,8 +171,8 @@ def names(folder: Location) -> list[str]:
         return []
 
 
-def folders(folder: Location) -> list[str]:
-    """Names of the folders in a folder, in no order; none if there is no such folder."""
+def list_folders(folder: Location) -> list[str]:
+    """Returns the names of the folders in a folder, unordered; none for a missing folder."""
     if isinstance(folder, S3Path):
         return folder.folders()
     try:
@@ -180,42 +182,41 @@ def folders(folder: Location) -> list[str]:
         return []
 
 
-def listing(folder: Location, *, temporary: bool = False) -> dict[str, Location]:
-    """The files in a folder and in the folders in it, by their path relative to it and in its order. On S3 that is one
-    request.
+def list_tree(folder: Location, *, temporary: bool = False) -> dict[str, Location]:
+    """Returns all files below a folder, by their relative paths and in the order of these; on S3 by one request.
 
     Args:
-        folder: Where to look; it need not exist.
-        temporary: Tell instead what writers that were stopped in the middle have left.
+        folder: The folder; it need not exist.
+        temporary: Return the temporary files instead, which writers leave that are stopped in the middle.
     """
     if isinstance(folder, S3Path):
         return dict(sorted(folder.listing(temporary).items()))
     start = len(str(folder)) + 1
-    found = [
+    relative_paths = [
         os.path.join(root, name)[start:]
         for root, _, files in os.walk(folder)
         for name in files
         if name.startswith(".") is temporary
     ]
-    return {name: folder / name for name in sorted(found)}
+    return {name: folder / name for name in sorted(relative_paths)}
 
 
 def read_all(paths: Iterable[Location], missing: bytes | None = None, denied: bytes | None = None) -> list[bytes]:
-    """The contents of many small files, on S3 several at a time.
+    """Returns the contents of many small files, which are read in parallel from S3.
 
     Args:
         paths: The files.
-        missing: What counts as the content of a file that was removed meanwhile.
-        denied: Likewise of one that this user may not read.
+        missing: The content to return for a file that does not exist.
+        denied: The content to return for a file that this user may not read.
 
     Raises:
-        FileNotFoundError: There is no such file, and nothing was said to count instead.
-        PermissionError: Likewise.
+        FileNotFoundError: A file does not exist, and `missing` is None.
+        PermissionError: A file may not be read, and `denied` is None.
     """
 
-    def read(place: Location) -> bytes:
+    def read(path: Location) -> bytes:
         try:
-            return place.read_bytes()
+            return path.read_bytes()
         except FileNotFoundError:
             if missing is None:
                 raise
@@ -225,30 +226,30 @@ def read_all(paths: Iterable[Location], missing: bytes | None = None, denied: by
                 raise
             return denied
 
-    places = list(paths)
-    if not any(isinstance(place, S3Path) for place in places):
-        return [read(place) for place in places]
+    files = list(paths)
+    if not any(isinstance(file, S3Path) for file in files):
+        return [read(file) for file in files]
     with ThreadPoolExecutor(_READERS) as pool:
-        return list(pool.map(read, places))
+        return list(pool.map(read, files))
 
 
 def read_all_json(paths: Iterable[Location], missing: bytes | None = None) -> list[Any]:
-    """The JSON values of many small files; see `read_all` and `read_json`."""
-    places = list(paths)
-    return [_parsed(place, data) for place, data in zip(places, read_all(places, missing), strict=True)]
+    """Returns the JSON values of many small files, see `read_all` and `read_json`."""
+    files = list(paths)
+    return [_parse_json(file, data) for file, data in zip(files, read_all(files, missing), strict=True)]
 
 
 def remove_temporary(folder: Location) -> None:
-    """Removes what writers of a folder's files that were stopped in the middle have left."""
+    """Removes the temporary files in a folder, which writers leave that are stopped in the middle."""
     if isinstance(folder, S3Path):
         folder.end_uploads()
         return
-    for file in listing(folder, temporary=True).values():
+    for file in list_tree(folder, temporary=True).values():
         file.unlink(missing_ok=True)
 
 
 def remove_tree(folder: Location) -> None:
-    """Removes a folder with all that is in it, as far as the storage lets us; nobody may rely on the order."""
+    """Removes a folder with its contents, in any order and as far as the storage permits it."""
     if isinstance(folder, S3Path):
         folder.remove_tree()
     else:

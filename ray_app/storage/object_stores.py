@@ -1,11 +1,9 @@
-"""Names of objects in buckets, as URIs.
+"""Objects in buckets: S3 for run directories and data, Google Cloud Storage and Azure Blob Storage for data only.
 
-A run directory on S3, or on what speaks its protocol: whole objects, conditional puts, multipart uploads that end on an
-error.
-
-botocore is imported where it is needed, so that a run on local storage does not pay for it.
-
-Data on Google Cloud Storage and Azure Blob Storage: read through pyarrow, never written.
+- `S3Path` has what a run directory needs: whole objects, conditional puts, and multipart uploads that are ended after
+  an error. It works with every server that implements the protocol. botocore is imported at the first use, so that a
+  run on local storage does not pay for it.
+- `GooglePath` and `AzurePath` are read through pyarrow and never written.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from ray_app.errors import ConfigError
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """A place in a bucket, with those methods of `pathlib.Path` that need no server.
+    """A location in a bucket, with those methods of `pathlib.Path` that need no server.
 
     Args:
-        bucket: The bucket; a container, as Azure calls it.
+        bucket: The bucket; Azure calls it a container.
         key: The object's key, or a prefix without its last slash.
-        query: How the server is reached, as it stands in the URI.
-        etag: Version of the object, if it was listed.
-        size: Its bytes, likewise.
+        query: The query of the URI, which says how to connect to the server.
+        etag: Version of the object, if a listing returned it.
+        size: Size of the object in bytes, if a listing returned it.
     """
 
     bucket: str
@@ -50,16 +48,16 @@ class ObjectPath:
     size: int | None = field(default=None, compare=False, repr=False)
     scheme: ClassVar[str]
     options: ClassVar[Sequence[str]]
-    """What the query may hold."""
+    """The parameters that the query may have."""
     credentials: ClassVar[str]
-    """Where they come from, for messages."""
+    """The source of the credentials, for messages."""
 
     @classmethod
     def parse(cls, uri: str) -> Self:
-        """The place that a URI names: `SCHEME://bucket/prefix?option=...`.
+        """Returns the location that a URI names: `SCHEME://bucket/prefix?option=...`.
 
         Raises:
-            ConfigError: There is no bucket, an option is unknown, or credentials stand in the URI.
+            ConfigError: There is no bucket, an option is unknown, or the URI contains credentials.
         """
         parts = urlsplit(uri)
         if "@" in parts.netloc:
@@ -89,32 +87,35 @@ class ObjectPath:
 
     @property
     def parent(self) -> Self:
-        """The prefix that it is in."""
+        """The prefix that contains this location."""
         return replace(self, key=self.key.rpartition("/")[0], etag="", size=None)
 
     @property
     def below(self) -> str:
-        """What the keys of everything below it begin with; nothing, if it is the whole bucket."""
+        """The prefix of the keys below this location; empty if it is the whole bucket."""
         return f"{self.key}/".lstrip("/")
 
 
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
-"""Larger files go up in parts of this size; a few of them at once are all the memory that an upload takes."""
-_PARALLEL_PARTS, _MOST_PARTS = 4, 10_000
+"""Larger files are uploaded in parts of this size; an upload needs memory for a few parts."""
+_PARALLEL_PARTS = 4
+_MAX_PARTS = 10_000
 _DELETED_PER_CALL = 1000
-_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S, _ATTEMPTS = 5, 30, 3
+_CONNECT_TIMEOUT_S = 5
+_READ_TIMEOUT_S = 30
+_ATTEMPTS = 3
 _CONFLICT_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 @dataclass(frozen=True)
 class S3Path(ObjectPath):
-    """A place on S3, with those methods of `pathlib.Path` that a run directory needs.
+    """A location in S3, with those methods of `pathlib.Path` that a run directory needs.
 
-    `s3://bucket/prefix` has the query parameters `endpoint_override`, `scheme` and `region` as pyarrow knows them. What
-    goes wrong is an `OSError`, as on a disk; a missing object is a `FileNotFoundError`. Reading a version that was
-    listed a second time asks no server.
+    `s3://bucket/prefix` has the query parameters `endpoint_override`, `scheme` and `region`, as in pyarrow. Every
+    failure is an `OSError`, as on a disk; a missing object is a `FileNotFoundError`. A version that was listed is
+    fetched once: a second read of it needs no request.
     """
 
     scheme: ClassVar[str] = "s3"
@@ -122,61 +123,68 @@ class S3Path(ObjectPath):
     credentials: ClassVar[str] = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine"
 
     def exists(self) -> bool:
-        """Whether there is such an object."""
+        """Returns whether the object exists."""
         try:
             with self._errors():
-                self._client.head_object(**self._place)
+                self._client.head_object(**self._object)
         except FileNotFoundError:
             return False
         return True
 
     def read_bytes(self) -> bytes:
-        """The whole object."""
+        """Returns the content of the object."""
         return _read_version(self, self.etag) if self.etag else self._read()
 
     def read_text(self) -> str:
-        """The whole object as UTF-8."""
+        """Returns the content of the object as UTF-8."""
         return self.read_bytes().decode()
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Removes the object; S3 does not say whether it was there."""
+        """Removes the object; S3 does not say whether it existed."""
         del missing_ok
         with self._errors():
-            self._client.delete_object(**self._place)
+            self._client.delete_object(**self._object)
 
     def put(self, data: bytes, if_absent: bool) -> bool:
-        """See `record.files.put_atomic`. With `if_absent` an object of the same content counts as written.
+        """Writes the object, see `storage.files.put_atomic`; returns whether it was written.
 
-        The answer to a put can be lost; the repeated one then meets what the first has written.
+        With `if_absent` an existing object with the same content counts as written: if the answer to a put is lost, the
+        repeated put finds the object of the first.
         """
         with self._errors():
             if len(data) <= PART_BYTES and not if_absent:
-                self._client.put_object(**self._place, Body=data)
+                self._client.put_object(**self._object, Body=data)
                 return True
             written = self._put_absent(data) if len(data) <= PART_BYTES else self._put_parts(data, if_absent)
             return written or self._read() == data
 
     def listing(self, temporary: bool = False) -> dict[str, S3Path]:
-        """See `record.files.listing`; `temporary` asks for uploads instead that were begun and not ended."""
-        prefix, found = self.below, {}
+        """Returns the objects below this prefix, see `storage.files.list_tree`.
+
+        Args:
+            temporary: Return the unfinished uploads instead.
+        """
+        prefix = self.below
+        paths: dict[str, S3Path] = {}
         with self._errors():
             if temporary:
                 for upload in self._uploads():
-                    found[upload["Key"].removeprefix(prefix)] = S3Path(self.bucket, upload["Key"], self.query)
-                return found
+                    paths[upload["Key"].removeprefix(prefix)] = S3Path(self.bucket, upload["Key"], self.query)
+                return paths
             for entry in self._entries():
                 name = entry["Key"].removeprefix(prefix)
-                if name and not name.endswith("/"):  # what consoles put for a folder is no file
-                    found[name] = replace(self / name, etag=entry["ETag"], size=entry["Size"])
-        return found
+                # Consoles create objects with a slash at the end to show folders.
+                if name and not name.endswith("/"):
+                    paths[name] = replace(self / name, etag=entry["ETag"], size=entry["Size"])
+        return paths
 
     def _entries(self) -> Iterator[Any]:
-        """What S3 says of every object below this prefix."""
+        """Yields the entry of every object below this prefix in the listing of S3."""
         for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.below):
             yield from page.get("Contents", ())
 
     def folders(self) -> list[str]:
-        """See `record.files.folders`; one request per thousand folders, however much is in them."""
+        """Returns the names of the folders, see `storage.files.list_folders`; one request per thousand folders."""
         with self._errors():
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.bucket, Prefix=self.below, Delimiter="/"
@@ -188,7 +196,7 @@ class S3Path(ObjectPath):
             ]
 
     def end_uploads(self) -> None:
-        """Ends the uploads that were begun below this prefix, so that their parts take no room."""
+        """Ends the unfinished uploads below this prefix, so that their parts use no storage."""
         with self._errors():
             for upload in self._uploads():
                 _abort(self._client, {"Bucket": self.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
@@ -205,7 +213,7 @@ class S3Path(ObjectPath):
         self.end_uploads()
 
     @property
-    def _place(self) -> dict[str, str]:
+    def _object(self) -> dict[str, str]:
         return {"Bucket": self.bucket, "Key": self.key}
 
     @property
@@ -213,12 +221,12 @@ class S3Path(ObjectPath):
         return _client(self.query)
 
     def _read(self) -> bytes:
-        """Reads the object; a connection that breaks in the middle is not tried again by botocore, so it is here."""
+        """Reads the object, and tries again if the connection breaks in the middle, which botocore does not do."""
         from botocore.exceptions import BotoCoreError
 
         with self._errors():
             for attempt in range(1, _ATTEMPTS + 1):
-                body = self._client.get_object(**self._place)["Body"]
+                body = self._client.get_object(**self._object)["Body"]
                 try:
                     return bytes(body.read())
                 except BotoCoreError:
@@ -227,12 +235,12 @@ class S3Path(ObjectPath):
         raise AssertionError
 
     def _put_absent(self, data: bytes) -> bool:
-        """Puts the object unless there is one; waits while another such put of it is under way."""
+        """Puts the object unless it exists; returns whether it did. Waits while another conditional put is running."""
         from botocore.exceptions import ClientError
 
         for pause_s in (*_CONFLICT_PAUSES_S, None):
             try:
-                self._client.put_object(**self._place, Body=data, IfNoneMatch="*")
+                self._client.put_object(**self._object, Body=data, IfNoneMatch="*")
                 return True
             except ClientError as error:
                 code = error.response["Error"]["Code"]
@@ -244,14 +252,16 @@ class S3Path(ObjectPath):
         raise AssertionError
 
     def _put_parts(self, data: bytes, if_absent: bool) -> bool:
-        """Uploads in parts; the object appears with the last call, or not at all. With `if_absent` returns whether
-        there was none.
+        """Uploads the object in parts; it appears with the last call, or not at all.
+
+        Returns:
+            Whether it was written; False only with `if_absent`, if the object existed.
         """
         from botocore.exceptions import ClientError
 
-        client, size, view = self._client, max(PART_BYTES, -(-len(data) // _MOST_PARTS)), memoryview(data)
+        client, size, view = self._client, max(PART_BYTES, -(-len(data) // _MAX_PARTS)), memoryview(data)
         condition = {"IfNoneMatch": "*"} if if_absent else {}
-        upload = self._place | {"UploadId": client.create_multipart_upload(**self._place)["UploadId"]}
+        upload = self._object | {"UploadId": client.create_multipart_upload(**self._object)["UploadId"]}
 
         def put_part(number: int) -> dict[str, Any]:
             answer = client.upload_part(
@@ -279,7 +289,7 @@ class S3Path(ObjectPath):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turns what botocore raises into what a disk would."""
+        """Turns the errors of botocore into those that a disk would raise."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
@@ -302,8 +312,9 @@ def _client(query: str) -> Any:
 
 @functools.cache
 def _make_client(query: str) -> Any:
-    """One client per server and process; it may be used by many threads. Importing botocore and reading its models
-    takes half a second.
+    """Returns the client for a server, one per process; many threads may use it.
+
+    Importing botocore and reading its models takes half a second.
     """
     require("botocore", "s3://")
     import botocore.session
@@ -313,13 +324,13 @@ def _make_client(query: str) -> Any:
     endpoint = options.get("endpoint_override")
     if endpoint and "://" not in endpoint:
         endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
-    is_other = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    is_custom_server = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     config = Config(
         connect_timeout=_CONNECT_TIMEOUT_S,
         read_timeout=_READ_TIMEOUT_S,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
         max_pool_connections=32,
-        s3={"addressing_style": "path"} if is_other else {},
+        s3={"addressing_style": "path"} if is_custom_server else {},
     )
     return botocore.session.get_session().create_client(
         "s3", region_name=options.get("region"), endpoint_url=endpoint, config=config
@@ -333,7 +344,7 @@ def _read_version(path: S3Path, etag: str) -> bytes:
 
 
 def _abort(client: Any, upload: dict[str, str]) -> None:
-    """Ends an upload, so that its parts take no room; where that fails, `listing(temporary=True)` still shows it."""
+    """Ends an upload, so that its parts use no storage. If that fails, `listing(temporary=True)` still returns it."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -342,58 +353,60 @@ def _abort(client: Any, upload: dict[str, str]) -> None:
         logger.warning("The upload of s3://%s/%s could not be ended: %s", upload["Bucket"], upload["Key"], error)
 
 
-_PATIENCE = timedelta(seconds=60)
-"""How long pyarrow tries again to reach Google; its own default is a quarter of an hour."""
+_RETRY_TIME = timedelta(seconds=60)
+"""How long pyarrow retries requests to Google; its own default is a quarter of an hour."""
 
 
 @dataclass(frozen=True)
 class CloudPath(ObjectPath):
-    """A place that is read. What goes wrong is an `OSError`; a missing object is a `FileNotFoundError`."""
+    """A location that is only read. Every failure is an `OSError`; a missing object is a `FileNotFoundError`."""
 
     @property
     @abstractmethod
     def filesystem(self) -> pafs.FileSystem:
-        """What reads it, one per server and process."""
+        """The file system of pyarrow that reads it, one per server and process."""
 
     @property
     def path(self) -> str:
-        """Its path on that."""
+        """The path on that file system."""
         return f"{self.bucket}/{self.key}".rstrip("/")
 
     def exists(self) -> bool:
-        """Whether there is such an object."""
+        """Returns whether the object exists."""
         return bool(self.filesystem.get_file_info(self.path).type == pafs.FileType.File)
 
     def read_bytes(self) -> bytes:
-        """The whole object."""
+        """Returns the content of the object."""
         with self.filesystem.open_input_file(self.path) as file:
             return bytes(file.read())
 
     def read_text(self) -> str:
-        """The whole object as UTF-8."""
+        """Returns the content of the object as UTF-8."""
         return self.read_bytes().decode()
 
     def listing(self) -> dict[str, CloudPath]:
-        """All objects below this prefix by what follows it, in its order; as versions they have what changes
-        with them.
+        """Returns all objects below this prefix by their relative paths, in the order of these.
+
+        Their `etag` is made of size and time, which change with the content.
         """
-        found = self.filesystem.get_file_info(pafs.FileSelector(self.path, recursive=True, allow_not_found=True))
-        files = {info.path.removeprefix(f"{self.path}/"): info for info in found if info.type == pafs.FileType.File}
+        entries = self.filesystem.get_file_info(pafs.FileSelector(self.path, recursive=True, allow_not_found=True))
+        files = {info.path.removeprefix(f"{self.path}/"): info for info in entries if info.type == pafs.FileType.File}
         return {
             name: replace(self / name, etag=f"{info.size}-{info.mtime_ns}", size=info.size)
             for name, info in sorted(files.items())
         }
 
     def folders(self) -> list[str]:
-        """The prefixes directly below this one: pyarrow does not list those of Google, which are nothing of
-        their own.
+        """Returns the names of the folders directly below this one.
+
+        They are computed from the objects, since pyarrow does not list prefixes of Google, which are not objects.
         """
         return list(dict.fromkeys(name.partition("/")[0] for name in self.listing() if "/" in name))
 
 
 @dataclass(frozen=True)
 class GooglePath(CloudPath):
-    """A place on Google Cloud Storage: `gs://bucket/prefix`."""
+    """A location in Google Cloud Storage: `gs://bucket/prefix`."""
 
     scheme: ClassVar[str] = "gs"
     options: ClassVar[Sequence[str]] = ("anonymous", "endpoint_override", "scheme")
@@ -407,8 +420,9 @@ class GooglePath(CloudPath):
 
 @dataclass(frozen=True)
 class AzurePath(CloudPath):
-    """A place on Azure Blob Storage: `az://container/prefix?account_name=...`, or the account of
-    `AZURE_STORAGE_ACCOUNT`.
+    """A location in Azure Blob Storage: `az://container/prefix?account_name=...`.
+
+    Without that parameter the account is the one of `AZURE_STORAGE_ACCOUNT`.
     """
 
     scheme: ClassVar[str] = "az"
@@ -436,7 +450,7 @@ def _google(query: str) -> pafs.FileSystem:
         anonymous=options.get("anonymous") == "true",
         scheme=options.get("scheme"),
         endpoint_override=options.get("endpoint_override"),
-        retry_time_limit=_PATIENCE,
+        retry_time_limit=_RETRY_TIME,
     )
 
 

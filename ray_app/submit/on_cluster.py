@@ -1,11 +1,7 @@
-"""The driver of the preflight's job, `python -m ray_app.submit.on_cluster`: looks at the run from the cluster and takes
-no slot.
+"""The job of `ray-app submit` that checks a run from the cluster, without reserving resources.
 
-It prints one line of JSON behind a mark, which `preflight` reads.
-
-Whether every node of the cluster reads the data and shares the storage, by a task without a slot on each.
-
-What a run will do and need, in figures: steps, workers, bytes.
+`python -m ray_app.submit.on_cluster` prints one line of JSON after a mark, which `ray_app.submit.preflight` reads. It
+checks that every node reads the data and shares the storage, and computes the steps, workers and bytes of the run.
 """
 
 from __future__ import annotations
@@ -29,8 +25,15 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.cluster.ray_private import most_resources
-from ray_app.cluster.resources import cluster, counted, fits_object_stores, megabytes, shared_bytes, workers_that_fit
+from ray_app.cluster.ray_private import max_resources
+from ray_app.cluster.resources import (
+    check_object_stores,
+    cluster,
+    megabytes,
+    resolve_max_workers,
+    shared_bytes,
+    workers_that_fit,
+)
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import ScalingSection
 from ray_app.data.dataset import open_dataset
@@ -41,13 +44,13 @@ from ray_app.preflight.prepare import Prepared, prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import stored_config
-from ray_app.storage.data_files import find, is_folder, place_of
-from ray_app.storage.files import Location, location, put_atomic
+from ray_app.storage.data_files import find_file, is_folder, locate_data
+from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.track.tensorboard import check_board
 from ray_app.track.tracker import check_available
 from ray_app.train.state.state import TrainingState
 from ray_app.version import __version__
-from ray_app.watch.terminal import Finding, look
+from ray_app.watch.terminal import Finding, run_check
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +59,8 @@ _COPY_MARKS = ("_ray_pkg_", "runtime_resources")
 _SHARED = "Give a folder that is mounted on every node under the same path, or s3://bucket/prefix."
 
 
-def storage(path: str, data: list[str]) -> Finding:
-    """Whether the storage can be written, and every other node sees what is written there and reads the data.
+def check_shared_storage(path: str, data: list[str]) -> Finding:
+    """Checks that the storage can be written, and that every other node sees the written file and the data.
 
     Args:
         path: `run.storage_path`.
@@ -66,15 +69,14 @@ def storage(path: str, data: list[str]) -> Finding:
     Raises:
         ConfigError: The storage cannot be used.
     """
-    place = location(path)
-    if isinstance(place, Path) and any(mark in str(place) for mark in _COPY_MARKS):
+    storage = to_location(path)
+    if isinstance(storage, Path) and any(mark in str(storage) for mark in _COPY_MARKS):
         raise ConfigError(
-            f"run.storage_path is {path!r}, which is {place} in the job: Ray removes that copy of the working directory"
-            f" when the job has"
-            f" ended, and other nodes do not see it. {_SHARED}"
+            f"run.storage_path is {path!r}, which is {storage} in the job: Ray removes that copy of the working"
+            f" directory when the job has ended, and other nodes do not see it. {_SHARED}"
         )
-    made = _missing_parents(place)
-    probe = place / f".preflight-{uuid.uuid4().hex}"
+    new_folders = _missing_parents(storage)
+    probe = storage / f".preflight-{uuid.uuid4().hex}"
     try:
         put_atomic(probe, probe.name.encode())
     except OSError as error:
@@ -82,101 +84,112 @@ def storage(path: str, data: list[str]) -> Finding:
             f"run.storage_path {path} cannot be written from the head node: {error}. {_SHARED}"
         ) from error
     try:
-        return _seen_elsewhere(path, probe, data)
+        return _check_other_nodes(path, probe, data)
     finally:
-        _remove(probe, made)
+        _remove(probe, new_folders)
 
 
-def _seen_elsewhere(path: str, probe: Location, data: list[str]) -> Finding:
+def _check_other_nodes(path: str, probe: Location, data: list[str]) -> Finding:
+    """Runs a task on each other node that looks for a file in the storage and for the data.
+
+    Raises:
+        ConfigError: A node does not see them.
+    """
     here = ray.get_runtime_context().get_node_id()
     others = {
         node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here
     }
-    look = ray.remote(num_cpus=0, max_retries=0)(_trouble)
-    asked: dict[Any, str] = {
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+    check_node = ray.remote(num_cpus=0, max_retries=0)(_find_problem)
+    pending: dict[Any, str] = {
+        check_node.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
             str(probe), data
         ): name
         for node, name in others.items()
     }
-    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
-    troubles = [f"{asked[answer]}: {found}" for answer in answered if (found := _answer(answer))]
-    if troubles:
-        raise ConfigError("other nodes cannot work with it: " + "; ".join(troubles) + f". {_SHARED}")
+    answered, silent = ray.wait(list(pending), num_returns=len(pending), timeout=_ANSWER_S) if pending else ([], [])
+    problems = [f"{pending[answer]}: {problem}" for answer in answered if (problem := _get_answer(answer))]
+    if problems:
+        raise ConfigError("other nodes cannot work with it: " + "; ".join(problems) + f". {_SHARED}")
     if silent:
-        names = ", ".join(asked[answer] for answer in silent)
+        names = ", ".join(pending[answer] for answer in silent)
         text = f"{path} can be written, but {names} did not say within {_ANSWER_S:g} s whether it is seen there."
         return Finding("warning", "storage", text)
-    seen = f"is seen on the {len(others)} other nodes" if others else "the cluster has one node"
-    return Finding("ok", "storage", f"{path} can be written; {seen}.")
+    visibility = f"is seen on the {len(others)} other nodes" if others else "the cluster has one node"
+    return Finding("ok", "storage", f"{path} can be written; {visibility}.")
 
 
-def _answer(answer: Any) -> str | None:
+def _get_answer(answer: Any) -> str | None:
+    """Returns the problem that a node reports, or the reason why it could not be checked, or None."""
     try:
         return ray.get(answer)
     except ray.exceptions.RayError as error:
         return f"could not be asked ({type(error).__name__})"
 
 
-def _trouble(probe: str, data: list[str]) -> str | None:
-    """What is wrong on the node that this runs on; None: nothing."""
-    place = location(probe)
+def _find_problem(probe: str, data: list[str]) -> str | None:
+    """Returns the problem of this node with the storage or the data, or None."""
+    file = to_location(probe)
     try:
-        if place.read_bytes() != place.name.encode():
-            return f"{place} holds something else here"
+        if file.read_bytes() != file.name.encode():
+            return f"{file} holds something else here"
     except OSError as error:
         return f"a file that the head node wrote is not there ({error})"
-    own = location(f"{probe}-{uuid.uuid4().hex}")
+    new_file = to_location(f"{probe}-{uuid.uuid4().hex}")
     try:
-        put_atomic(own, b"")
-        own.unlink(missing_ok=True)
+        put_atomic(new_file, b"")
+        new_file.unlink(missing_ok=True)
     except OSError as error:
         return f"the storage cannot be written ({error})"
     try:
-        missing = [path for path in data if not (find(place_of(path)) or is_folder(place_of(path)))]
+        missing = [path for path in data if not (find_file(locate_data(path)) or is_folder(locate_data(path)))]
     except DataError as error:
         return f"{error}"
     return f"data is not there: {', '.join(missing)}" if missing else None
 
 
-def _missing_parents(place: Location) -> list[Path]:
-    """The folders that writing will make, the innermost first."""
-    return [folder for folder in (place, *place.parents) if not folder.exists()] if isinstance(place, Path) else []
+def _missing_parents(storage: Location) -> list[Path]:
+    """Returns the folders that writing will create, the innermost first."""
+    if not isinstance(storage, Path):
+        return []
+    return [folder for folder in (storage, *storage.parents) if not folder.exists()]
 
 
-def _remove(probe: Location, made: list[Path]) -> None:
+def _remove(probe: Location, new_folders: list[Path]) -> None:
+    """Removes the file and the folders of the check."""
     try:
         probe.unlink(missing_ok=True)
-        for folder in made:
+        for folder in new_folders:
             folder.rmdir()
-    except OSError as error:  # somebody uses the folder by now
+    except OSError as error:
+        # Another process may use the folder by now.
         logger.info("Left behind by the preflight: %s", error)
 
 
-_STATES = 4  # parameters, gradients, and two values per parameter of the optimizer
+_STATES = 4
+"""Assumed size of the training state in multiples of the parameters: parameters, gradients, two of the optimizer."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A run as it would start now.
+    """The numbers of a run as it would start now.
 
     Args:
-        workers: W, those that the cluster has room for.
-        max_workers: Most that were asked for.
-        logical_workers: L.
+        workers: Number of workers for which the cluster has the capacity (W).
+        max_workers: Configured largest number of workers.
+        logical_workers: Number of logical workers (L).
         rows: Rows of the training data.
         step_rows: Rows of one optimizer step.
         steps_per_epoch: Steps of one epoch.
         total_steps: Steps of the run.
-        from_step: Finished steps that it continues from.
-        state_bytes: Parameters, buffers, gradients and optimizer of one worker, with two values of the optimizer per
-            parameter.
+        from_step: Finished steps after which the run continues.
+        state_bytes: Parameters, buffers, gradients and optimizer state of one worker, with two values of the optimizer
+            per parameter.
         shared_bytes: Decoded data in the object store of each node.
-        snapshot_bytes: Two snapshots in the memory of the driver's node and one other; 0 without
+        snapshot_bytes: Two snapshots in the memory of the driver's node and one other node; 0 without
             `checkpoint.snapshot_every_steps`.
-        run_directory: Where the run is recorded.
-        report: Its page.
-        tracking: Where MLflow's record is; None without tracking.
+        run_directory: Directory of the run.
+        report: The run's report page.
+        tracking: MLflow tracking URI; None without tracking.
     """
 
     workers: int
@@ -195,11 +208,11 @@ class Figures:
     tracking: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it; `Figures(**values)` is the same."""
+        """Returns the fields as a dictionary for JSON; `Figures(**values)` is the inverse."""
         return asdict(self)
 
     def lines(self) -> list[tuple[str, str]]:
-        """For people: what, and how much."""
+        """Returns the lines of a table for the user, each a name and a text."""
         capped = f" of {self.max_workers} asked for" if self.workers < self.max_workers else ""
         done = f", {self.from_step:,} of them done" if self.from_step else ""
         memory = f"{megabytes(self.state_bytes)} of state per worker"
@@ -223,7 +236,7 @@ class Figures:
 
 
 def figures(prepared: Prepared, workers: int) -> Figures:
-    """The figures of a run that may start on so many workers."""
+    """Returns the figures of a prepared run on this number of workers."""
     job, config = prepared.job, prepared.job.config
     with torch.random.fork_rng(devices=[]):
         model = TrainingState(config, job.task, torch.device("cpu"), job.total_steps).model
@@ -232,7 +245,7 @@ def figures(prepared: Prepared, workers: int) -> Figures:
     newest = newest_commit(job) if prepared.resumes else None
     return Figures(
         workers=workers,
-        max_workers=config.scaling.most_workers,
+        max_workers=config.scaling.worker_limit,
         logical_workers=job.plan.logical_workers,
         rows=job.plan.manifest.num_rows,
         step_rows=job.plan.global_batch_size,
@@ -266,12 +279,12 @@ _MLFLOW_S = 10.0
 
 @dataclass(frozen=True)
 class Report:
-    """What was found on the cluster.
+    """The result of the checks on the cluster.
 
     Args:
-        findings: Line by line.
-        versions: Of Python and of the libraries, on the head node.
-        figures: What would run, if that can be said.
+        findings: One finding per line of output.
+        versions: Versions of Python and of the libraries on the head node.
+        figures: The figures of the run, unless a finding prevents them.
     """
 
     findings: list[Finding]
@@ -279,128 +292,145 @@ class Report:
     figures: Figures | None
 
     def to_json(self) -> str:
-        """One line."""
+        """Returns the report as one line of JSON."""
         numbers = self.figures.to_dict() if self.figures else None
         return json.dumps(
-            {"findings": [asdict(one) for one in self.findings], "versions": self.versions, "figures": numbers}
+            {"findings": [asdict(finding) for finding in self.findings], "versions": self.versions, "figures": numbers}
         )
 
     @classmethod
     def from_output(cls, output: str) -> Report | None:
-        """Finds it in what the job printed; None if it is not there."""
+        """Returns the report in the output of the job, or None if there is none."""
         lines = [line for line in output.splitlines() if line.startswith(MARK)]
         if not lines:
             return None
         values = json.loads(lines[-1].removeprefix(MARK))
-        made = Figures(**values["figures"]) if values["figures"] else None
-        return cls([Finding(**one) for one in values["findings"]], values["versions"], made)
+        run_figures = Figures(**values["figures"]) if values["figures"] else None
+        return cls([Finding(**finding) for finding in values["findings"]], values["versions"], run_figures)
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that are installed here."""
-    found = {"python": platform.python_version(), "ray_app": __version__}
+    """Returns the versions of Python and of the libraries that are installed on this machine."""
+    installed = {"python": platform.python_version(), "ray_app": __version__}
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 def inspect(config: Config) -> Report:
-    """Looks at everything that a run of this configuration needs, on the connected cluster."""
+    """Checks on the connected cluster everything that a run of this configuration needs, and returns the report."""
     try:
-        config = counted(
+        config = resolve_max_workers(
             config,
-            stored_config(RunPaths(location(config.run.storage_path) / config.run.name)) if config.run.name else None,
+            stored_config(RunPaths(to_location(config.run.storage_path) / config.run.name))
+            if config.run.name
+            else None,
         )
     except ConfigError as error:
         return Report([Finding("refused", "resources", str(error))], versions(), None)
     data = [path for path in (config.data.path, config.data.eval_path) if path]
     topics = [("training data", config.data.path), ("evaluation data", config.data.eval_path)]
-    found = [look(topic, partial(_data, path)) for topic, path in topics if path]
-    readable = all(one.level == "ok" for one in found)
-    shared = [str(place_of(path)) for path in data] if readable else []
-    found.append(look("storage", partial(storage, config.run.storage_path, shared)))
-    found.append(look("resources", partial(_resources, config)))
-    found.append(look("MLflow", partial(_mlflow, config)))
+    findings = [run_check(topic, partial(_describe_data, path)) for topic, path in topics if path]
+    readable = all(finding.level == "ok" for finding in findings)
+    shared = [str(locate_data(path)) for path in data] if readable else []
+    findings.append(run_check("storage", partial(check_shared_storage, config.run.storage_path, shared)))
+    findings.append(run_check("resources", partial(_check_resources, config)))
+    findings.append(run_check("MLflow", partial(_check_mlflow, config)))
     if config.tracking.tensorboard:
-        found.append(look("TensorBoard", partial(_board, config)))
+        findings.append(run_check("TensorBoard", partial(_check_tensorboard, config)))
     if not readable:
-        return Report(found, versions(), None)
-    made: list[Figures] = []
-    found.append(look("run", partial(_figures, config, made)))
-    if made and made[0].shared_bytes:
-        found.append(look("object store", partial(fits_object_stores, made[0].shared_bytes, ray.nodes())))
-    return Report(found, versions(), made[0] if made else None)
+        return Report(findings, versions(), None)
+    run_figures: list[Figures] = []
+    findings.append(run_check("run", partial(_check_run, config, run_figures)))
+    if run_figures and run_figures[0].shared_bytes:
+        findings.append(
+            run_check("object store", partial(check_object_stores, run_figures[0].shared_bytes, ray.nodes()))
+        )
+    return Report(findings, versions(), run_figures[0] if run_figures else None)
 
 
-def _data(path: str) -> str:
+def _describe_data(path: str) -> str:
+    """Returns the number of rows and row groups of a data set, as a sentence."""
     manifest = open_dataset(path).manifest
     return f"{path}: {manifest.num_rows:,} rows in {len(manifest.rows):,} row groups."
 
 
-def _resources(config: Config) -> str | Finding:
-    most = most_resources()
-    workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), most)
-    if most is None:
-        _refuse_small_nodes(config.scaling)
+def _check_resources(config: Config) -> str | Finding:
+    """Returns how many workers fit into the cluster, as a sentence or a warning.
+
+    Raises:
+        ConfigError: The cluster never has the capacity for `scaling.min_workers`.
+    """
+    limits = max_resources()
+    workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), limits)
+    if limits is None:
+        _check_node_sizes(config.scaling)
     try:
         workers_that_fit(config, ray.available_resources(), ray.nodes())
     except ConfigError:
         return Finding(
             "warning",
             "resources",
-            f"The cluster is {'' if most is None else 'or grows '}big enough, but has no room now; the run waits for"
-            f" it.",
+            f"The cluster is {'' if limits is None else 'or grows '}big enough, but has no capacity now; the run waits"
+            " for it.",
         )
-    if workers < config.scaling.most_workers:
+    if workers < config.scaling.worker_limit:
         text = (
             f"{workers} of {config.scaling.max_workers} workers fit; the result is the same, and more join when there"
-            f" is room."
+            f" is capacity."
         )
         return Finding("warning", "resources", text)
     return f"{workers} workers, the evaluator and reading fit."
 
 
-def _refuse_small_nodes(scaling: ScalingSection) -> None:
-    """Refuses workers that the cluster has room for only if they were spread over several nodes each."""
-    for name, field, each in (
+def _check_node_sizes(scaling: ScalingSection) -> None:
+    """Refuses workers that need more resources than any single node has.
+
+    Raises:
+        ConfigError: No node is large enough for one worker.
+    """
+    for name, field, amount in (
         ("CPU", "cpus_per_worker", scaling.cpus_per_worker),
         ("GPU", "gpus_per_worker", scaling.gpus_per_worker),
     ):
-        most = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
-        if each > most:
+        largest = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
+        if amount > largest:
             raise ConfigError(
-                f"scaling.{field} is {each:g}, but no node has more than {most:g} {name}; lower it, or add a bigger"
-                f" node."
+                f"scaling.{field} is {amount:g}, but no node has more than {largest:g} {name}; lower it, or add a"
+                " bigger node."
             )
 
 
-def _board(config: Config) -> str:
+def _check_tensorboard(config: Config) -> str:
+    """Checks that event files can be written; see `check_board`."""
     check_board(config)
     return "event files are written."
 
 
-def _mlflow(config: Config) -> str | Finding:
-    """Whether MLflow is there; the run works without, and sends later what it could not send."""
+def _check_mlflow(config: Config) -> str | Finding:
+    """Returns whether MLflow answers; the run works without it, and its record can be sent later."""
     if not config.tracking.enabled:
         return "not used (tracking.enabled is false)."
     check_available(config)
     uri = default_tracking_uri(config)
     if urlsplit(uri).scheme not in ("http", "https"):
         return "the record goes to a database, opened when the run starts."
-    problem = _trouble_at(f"{uri.rstrip('/')}/health")
+    problem = _find_server_problem(f"{uri.rstrip('/')}/health")
     if problem is None:
         return f"{redact(uri)} answers."
     text = f"{redact(uri)} {problem}. The run works without; ray-app track --replay sends its record later."
     return Finding("warning", "MLflow", text)
 
 
-def _trouble_at(url: str) -> str | None:
+def _find_server_problem(url: str) -> str | None:
+    """Returns why a server cannot be used, as the end of a sentence, or None if it can."""
     try:
         urllib.request.urlopen(url, timeout=_MLFLOW_S).close()
-    except urllib.error.HTTPError as error:  # somebody answers; only what concerns us is trouble
+    except urllib.error.HTTPError as error:
+        # The server answers; only refused credentials are a problem of the run.
         advice = "check MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         return f"answers with {error.code}; {advice}" if error.code in (401, 403) else None
     except (OSError, ValueError) as error:
@@ -408,21 +438,22 @@ def _trouble_at(url: str) -> str | None:
     return None
 
 
-def _figures(config: Config, made: list[Figures]) -> str:
+def _check_run(config: Config, run_figures: list[Figures]) -> str:
+    """Prepares the run, appends its figures to `run_figures`, and returns a sentence."""
     prepared = prepare(config)
-    there = ray.cluster_resources(), ray.nodes(), most_resources()
-    made.append(figures(prepared, workers_that_fit(config.replace(scaling__min_workers=0), *there)))
+    cluster_state = ray.cluster_resources(), ray.nodes(), max_resources()
+    run_figures.append(figures(prepared, workers_that_fit(config.replace(scaling__min_workers=0), *cluster_state)))
     verb = "continues" if prepared.resumes else "starts"
     return f"{prepared.job.paths.name} loads on the cluster and {verb}; one row went through the model and the loss."
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints what was found.
+    """Runs the checks and prints the report.
 
     Returns:
-        0, whatever was found.
+        0, also if a check fails: the report has the findings.
     """
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     try:
         config = parse(arguments, prog="on_cluster", exit_on_error=False)
     except ConfigError as error:
@@ -432,7 +463,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         with cluster(config):
             report = inspect(config)
-    print(f"Looked at the cluster for {time.monotonic() - began_s:.1f} s.")
+    print(f"Looked at the cluster for {time.monotonic() - start_s:.1f} s.")
     print(MARK + redact(report.to_json()), flush=True)
     return 0
 

@@ -1,6 +1,6 @@
-"""The section `submit` of the command, and how the configuration travels to the cluster.
+"""The section `submit` of the command, the transfer of the configuration to the cluster, and the resubmission of jobs.
 
-When a run is submitted again: a pure decision, and the waiting before it.
+`judge` decides whether a job that has ended is submitted again, `wait_s` how long to wait before that.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from typing import Any
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.runlog.redaction import HIDDEN, guard, redacted
+from ray_app.runlog.redaction import HIDDEN, redact_value, register_secrets
 
 _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 
 
 @dataclass(frozen=True)
 class SubmitSection:
-    """How the run is submitted as a Ray job.
+    """How a run is submitted as a Ray job.
 
     Args:
-        address: Of the cluster's job server, `http://HEAD:8265`. Not given: `RAY_API_SERVER_ADDRESS`, `RAY_ADDRESS`, or
-            the cluster of this machine, as `ray job submit` has it.
-        working_dir: Folder that is uploaded and in which the job runs; modules of your own are found from there.
-        ray_app: How the nodes get this application: `send`: the one that is used here goes along with the job;
-            `installed`: they have the same version, for instance in their image; anything else is what pip installs on
-            them: the path of a wheel that every node sees, or `ray_app==0.1.0` from an index that has it.
-        exclude: Further patterns of what is not uploaded, as in `.gitignore`, separated by commas.
-        max_package_mb: Most megabytes (2^20 bytes) of the upload; Ray's own limit is 512.
-        env: Names of environment variables that the job gets with the values that they have here, separated by commas.
-            Who may see the cluster's jobs can read them; better are variables of the cluster's own nodes.
+        address: Address of the cluster's job server, `http://HEAD:8265`. Not given: `RAY_API_SERVER_ADDRESS`,
+            `RAY_ADDRESS`, or the cluster of this machine, as for `ray job submit`.
+        working_dir: Folder that is uploaded and in which the job runs. Your own modules are imported from there.
+        ray_app: How the nodes get this application. `send`: the installation of this machine is uploaded with the job.
+            `installed`: the nodes have the same version, for instance in their image. Anything else is installed on
+            them by pip: the path of a wheel that every node sees, or `ray_app==0.2.0` from an index that has it.
+        exclude: Additional patterns of files that are not uploaded, as in `.gitignore`, separated by commas.
+        max_package_mb: Largest upload in mebibytes (2^20 bytes); Ray's own limit is 512.
+        env: Names of environment variables, separated by commas, that the job gets with their values on this machine.
+            All users of the cluster can read the values; variables of the cluster's nodes are safer.
         python: Command of the cluster's Python.
-        dry_run: Looks at everything, says what would run, and submits nothing.
-        follow: Shows the job's output until it ends, and submits it again where that helps; otherwise only submits.
-        retries: Submissions after the first, for a run that was interrupted or lost its driver.
-        backoff_s: Seconds before the first of them; twice as many before each next one, at most 300.
+        dry_run: Runs all checks, shows what would run, and submits nothing.
+        follow: Shows the job's output until it ends, and submits it again after an interruption or the loss of its
+            driver. Otherwise the command only submits the job.
+        retries: Largest number of further submissions of a run that was interrupted or lost its driver.
+        backoff_s: Seconds before the first further submission; doubled before each next one, at most 300.
         stop_wait_s: Seconds that `ray job stop` gives the run for a last checkpoint.
-        lost_contact_s: Seconds without an answer of the cluster after which it is not waited for any more.
+        lost_contact_s: Seconds without an answer of the cluster after which the command gives up.
     """
 
     address: str | None = None
@@ -58,40 +59,40 @@ class SubmitSection:
     lost_contact_s: float = 300.0
 
     def check(self) -> None:
-        """Refuses values that make no sense.
+        """Refuses values out of range and a working directory that does not exist.
 
         Raises:
-            ConfigError: There are some.
+            ConfigError: All problems of the values, one per line, or the problem of the folder.
         """
-        least = {"retries": 0, "backoff_s": 0, "stop_wait_s": 1, "lost_contact_s": 1, "max_package_mb": 0}
-        values = {name: (getattr(self, name), limit) for name, limit in least.items()}
-        low = [
+        min_values = {"retries": 0, "backoff_s": 0, "stop_wait_s": 1, "lost_contact_s": 1, "max_package_mb": 0}
+        values = {name: (getattr(self, name), limit) for name, limit in min_values.items()}
+        problems = [
             f"submit.{name} is {value}; it must be at least {limit}."
             for name, (value, limit) in values.items()
             if not value >= limit
         ]
-        if low:
-            raise ConfigError("\n".join(low))
+        if problems:
+            raise ConfigError("\n".join(problems))
         if not Path(self.working_dir).is_dir():
             raise ConfigError(
-                f"submit.working_dir is {self.working_dir!r}, which is no folder; name the one with your configuration"
-                f" and modules."
+                f"submit.working_dir is {self.working_dir!r}, which is not a folder; name the one with your"
+                " configuration and modules."
             )
 
     def runtime_env(self) -> dict[str, Any]:
-        """The part of the jobs' runtime environment by which the nodes get the application."""
+        """Returns the part of the jobs' runtime environment that gives the nodes the application."""
         if self.ray_app == "send":
             return {"py_modules": [str(Path(__file__).resolve().parents[1])]}
         return {} if self.ray_app == "installed" else {"pip": [self.ray_app]}
 
     def environment(self, values: dict[str, str]) -> dict[str, str]:
-        """The variables that the job gets.
+        """Returns the environment variables of the job.
 
         Args:
-            values: The environment here.
+            values: The environment variables of this process.
 
         Raises:
-            ConfigError: One that was asked for is not set here.
+            ConfigError: A variable in `submit.env` is not set in this process.
         """
         names = split(self.env)
         missing = [name for name in names if name not in values]
@@ -102,19 +103,17 @@ class SubmitSection:
         return {name: values[name] for name in names} | {_STOP_WAIT: str(self.stop_wait_s)}
 
     def command(self, target: list[str], config: Config) -> str:
-        """The shell command of a job; `exec`, so that a signal that ends the driver is seen by Ray."""
-        return shlex.join(["exec", self.python, *target, "--config", json.dumps(given(config))])
+        """Returns the shell command of a job; with `exec`, Ray sees a signal that ends the driver."""
+        return shlex.join(["exec", self.python, *target, "--config", json.dumps(non_default_fields(config))])
 
 
 def split(text: str | None) -> list[str]:
-    """The parts of a list with commas."""
+    """Returns the parts of a text that are separated by commas."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def given(config: Config) -> dict[str, Any]:
-    """The fields that are not at their default, as nested dictionaries; `load_config` makes the same configuration of
-    them.
-    """
+def non_default_fields(config: Config) -> dict[str, Any]:
+    """Returns the fields without those at their default, as nested dictionaries that `load_config` reads."""
     return _without_defaults(config.to_dict(), Config().to_dict())
 
 
@@ -129,39 +128,39 @@ def _without_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[
     return kept
 
 
-def refuse_secrets(config: Config) -> None:
-    """A job's command and package can be read by whoever sees the cluster's jobs, so secrets are not in them.
+def check_no_secrets(config: Config) -> None:
+    """Refuses a configuration with secrets, since all users of the cluster can read a job's command and package.
 
     Raises:
-        ConfigError: The configuration holds some.
+        ConfigError: The configuration holds a secret; the message names the fields.
     """
     values = config.to_dict()
-    if guard(values):
-        places = ", ".join(_changed(values, redacted(values)))
+    if register_secrets(values):
+        names = ", ".join(_changed(values, redact_value(values)))
         raise ConfigError(
-            f"the configuration holds a secret ({places}), which would stand in the job's command for all to read."
-            f" Leave it out and set"
-            " an environment variable instead: on the cluster's nodes, or here with its name in submit.env."
+            f"the configuration holds a secret ({names}), which would stand in the job's command for all to read."
+            " Leave it out and set an environment variable instead: on the cluster's nodes, or here with its name in"
+            " submit.env."
         )
 
 
 def _changed(before: Any, after: Any, name: str = "") -> list[str]:
-    """Dotted names of the values that redaction changes."""
+    """Returns the dotted names of the values that redaction changes."""
     if isinstance(before, dict) and isinstance(after, dict):
         return [
-            found
+            changed_name
             for key in before
-            for found in _changed(before[key], after.get(key, HIDDEN), f"{name}.{key}".lstrip("."))
+            for changed_name in _changed(before[key], after.get(key, HIDDEN), f"{name}.{key}".lstrip("."))
         ]
     return [] if before == after or (isinstance(before, list | tuple) and list(before) == list(after)) else [name]
 
 
-_MOST_WAIT_S = 300.0
+_MAX_WAIT_S = 300.0
 _SHELL_SIGNALS = 128
 _NOT_STARTED = "the cluster has no such command; name its Python by submit.python"
 _FINAL_CODES = {1: "the run failed", 2: "the run was refused", 126: _NOT_STARTED, 127: _NOT_STARTED}
 _FINAL_ERRORS = {"RUNTIME_ENV_SETUP_FAILURE": 2}
-"""Kinds of failure of the job itself that another try meets again, with the exit code that they give."""
+"""Errors of the job itself, by Ray's names, that would occur again, with the exit code of the command."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +168,10 @@ class EndedJob:
     """How a job ended.
 
     Args:
-        status: `SUCCEEDED`, `FAILED` or `STOPPED`, as Ray calls it, or `UNKNOWN`: the cluster does not know the job any
+        status: Ray's status `SUCCEEDED`, `FAILED` or `STOPPED`, or `UNKNOWN`: the cluster does not know the job any
             more.
-        exit_code: Of the driver; negative: minus the signal that ended it; None: it was not seen to end.
-        message: What Ray says about it.
+        exit_code: Exit code of the driver, or minus the signal that ended it; None if Ray did not see it end.
+        message: Ray's message about the end.
         error_type: Ray's name for the kind of failure.
     """
 
@@ -184,12 +183,12 @@ class EndedJob:
 
 @dataclass(frozen=True)
 class AfterTry:
-    """What follows from how a job ended.
+    """The decision about a job that has ended.
 
     Args:
-        again: Whether to submit once more.
-        exit_code: What the command returns if not.
-        reason: Why.
+        again: Whether the run is submitted again.
+        exit_code: Exit code of the command if it is not.
+        reason: The reason, as a phrase.
     """
 
     again: bool
@@ -198,14 +197,14 @@ class AfterTry:
 
 
 def judge(ended: EndedJob, done: int, retries: int) -> AfterTry:
-    """Says whether a run whose job has ended is submitted again.
+    """Decides whether a run is submitted again after its job has ended.
 
-    Exit code 1 is final: the run has spent its own budget of failures, or failed for a reason that stays.
+    Exit code 1 is final: the run has used up its own budget of failures, or failed for a permanent reason.
 
     Args:
         ended: How the job ended.
-        done: Submissions so far.
-        retries: Submissions allowed after the first.
+        done: Number of submissions so far.
+        retries: Number of submissions that are allowed after the first.
     """
     code = ended.exit_code
     if ended.status == "SUCCEEDED":
@@ -225,13 +224,13 @@ def judge(ended: EndedJob, done: int, retries: int) -> AfterTry:
 
 
 def _loss(ended: EndedJob) -> tuple[str | None, int]:
-    """Why another try helps, or None; and the exit code where there is none."""
+    """Returns why another submission helps, or None, and the exit code if there is no other submission."""
     code = ended.exit_code
     if code == 75:
         return "the run was interrupted", 75
     if code is None:
         return (
-            f"the driver was lost"
+            "the driver was lost"
             f" ({(ended.message or 'the cluster does not know the job any more').splitlines()[0][:200]})",
             1,
         )
@@ -242,10 +241,10 @@ def _loss(ended: EndedJob) -> tuple[str | None, int]:
 
 
 def wait_s(done: int, backoff_s: float) -> float:
-    """Seconds to wait before the next submission.
+    """Returns the seconds to wait before the next submission.
 
     Args:
-        done: Submissions so far, at least one.
-        backoff_s: Seconds after the first.
+        done: Number of submissions so far, at least one.
+        backoff_s: Seconds to wait after the first submission.
     """
-    return float(min(_MOST_WAIT_S, backoff_s * 2 ** (done - 1)))
+    return float(min(_MAX_WAIT_S, backoff_s * 2 ** (done - 1)))

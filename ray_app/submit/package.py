@@ -1,7 +1,7 @@
-"""What would be uploaded: the working directory as Ray walks it, less what no job needs.
+"""The files of a job that would be uploaded: the working directory as Ray walks it, without what no job needs.
 
-`ray._private.runtime_env.packaging` (Ray 2.60) is private, but no public function says what Ray packs, and a walk of
-our own could differ.
+The walk uses `ray._private.runtime_env.packaging` (Ray 2.60), which is private, because no public function returns what
+Ray packs, and an own implementation could differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray_app.submit.options import SubmitSection, split
 from ray_app.watch.terminal import Finding
 
 _MB = 1 << 20
-_SHOWN = 5
+_TABLE_ROWS = 5
 _BIG_DATA_MB = 100
 _NEVER = [
     *(
@@ -50,18 +50,18 @@ _NEVER = [
         "*.safetensors",
     ),
 ]
-"""Repositories, environments, records, caches, files of secrets, and data and models by their kind."""
+"""Patterns that are never uploaded: repositories, environments, records, caches, secrets, data and models."""
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 
 
 @dataclass(frozen=True)
 class JobFiles:
-    """What Ray would upload.
+    """The files that Ray would upload.
 
     Args:
         folder: The working directory.
-        excludes: Patterns of what is left out, for the runtime environment.
-        files: Bytes of each file by its path relative to the folder.
+        excludes: Patterns of files that are not uploaded, for the runtime environment.
+        files: Size of each file in bytes, by its path relative to the folder.
     """
 
     folder: Path
@@ -70,19 +70,19 @@ class JobFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files; Ray does not compress them."""
+        """Returns the size of all files in bytes; Ray does not compress them."""
         return sum(self.files.values())
 
     def by_folder(self) -> list[tuple[str, int]]:
-        """Bytes of each folder and file at the top, the biggest first."""
+        """Returns the size in bytes of each file and folder of the top level, the largest first."""
         sizes: dict[str, int] = {}
         for name, size in self.files.items():
             top = name.split("/")[0] + ("/" if "/" in name else "")
             sizes[top] = sizes.get(top, 0) + size
         return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
 
-    def table(self, rows: int = _SHOWN) -> str:
-        """The biggest of them, a line each."""
+    def table(self, rows: int = _TABLE_ROWS) -> str:
+        """Returns the largest files and folders of the top level, one per line."""
         sizes = self.by_folder()
         lines = [f"{size / _MB:10.2f} MB  {name}" for name, size in sizes[:rows]]
         rest = sum(size for _, size in sizes[rows:])
@@ -91,13 +91,13 @@ class JobFiles:
         )
 
     def holds(self, path: str) -> bool:
-        """Whether a file, or something in a folder, is in it."""
+        """Returns whether a file, or a file in a folder, would be uploaded."""
         name = os.path.normpath(path)
         return any(file == name or file.startswith(name + "/") for file in self.files)
 
 
-def packed(config: Config, section: SubmitSection) -> JobFiles:
-    """What would be uploaded for a run."""
+def list_job_files(config: Config, section: SubmitSection) -> JobFiles:
+    """Returns the files that would be uploaded for a run."""
     folder = Path(section.working_dir).resolve()
     excludes = _excludes(folder, config, section)
     files: dict[str, int] = {}
@@ -115,10 +115,10 @@ def packed(config: Config, section: SubmitSection) -> JobFiles:
 
 
 def _excludes(folder: Path, config: Config, section: SubmitSection) -> list[str]:
-    """Patterns as in `.gitignore`: of two that match a file the later one counts."""
+    """Returns patterns as in `.gitignore`; of two patterns that match a file, the later one counts."""
     patterns = list(_NEVER)
-    for found in sorted(path for mark in _ENVIRONMENT_MARKS for path in folder.glob(f"*/{mark}")):
-        patterns.append(f"/{found.parent.name}")
+    for mark_file in sorted(path for mark in _ENVIRONMENT_MARKS for path in folder.glob(f"*/{mark}")):
+        patterns.append(f"/{mark_file.parent.name}")
     data = [path for path in (config.data.path, config.data.eval_path) if path]
     patterns += [f"!{_inside(folder, path)}/**" for path in data if not os.path.isabs(path) and _inside(folder, path)]
     read_in_place = [path for path in data if os.path.isabs(path)]
@@ -127,34 +127,32 @@ def _excludes(folder: Path, config: Config, section: SubmitSection) -> list[str]
 
 
 def _inside(folder: Path, path: str) -> str | None:
-    """A pattern of what is below the folder; None of what is not."""
+    """Returns a pattern for a path inside the folder, or None for any other path."""
     if "://" in path:
         return None
     target = Path(os.path.normpath(folder / path))
     return f"/{target.relative_to(folder).as_posix()}" if folder in target.parents else None
 
 
-def size_of(package: JobFiles, section: SubmitSection) -> str | Finding:
-    """Whether the package can be uploaded.
+def check_size(package: JobFiles, section: SubmitSection) -> str | Finding:
+    """Returns the size of the upload and its largest parts, as text.
 
     Raises:
-        ConfigError: It is too big.
+        ConfigError: The upload is larger than `submit.max_package_mb`.
     """
     size = package.num_bytes / _MB
     if size > section.max_package_mb:
         raise ConfigError(
             f"{size:.1f} MB in {len(package.files)} files would be uploaded, more than the {section.max_package_mb:g}"
-            f" MB allowed"
-            f" (submit.max_package_mb; Ray takes at most 512). Leave out what the job does not need: name it in"
-            f" .rayignore or in"
-            f" submit.exclude. The biggest:\n{package.table()}"
+            " MB allowed (submit.max_package_mb; Ray takes at most 512). Leave out what the job does not need: name it"
+            f" in .rayignore or in submit.exclude. The biggest:\n{package.table()}"
         )
     return f"{size:.2f} MB in {len(package.files)} files:\n{package.table()}"
 
 
-def data_in(package: JobFiles, config: Config) -> list[Finding]:
-    """What is to be said about data that travels in the package: a relative path means that."""
-    found = []
+def check_uploaded_data(package: JobFiles, config: Config) -> list[Finding]:
+    """Returns findings about data with a relative path, which is uploaded with the job."""
+    findings = []
     fields = (
         ("training data", "data.path", config.data.path),
         ("evaluation data", "data.eval_path", config.data.eval_path),
@@ -166,12 +164,12 @@ def data_in(package: JobFiles, config: Config) -> list[Finding]:
         if not package.holds(path):
             why = f"relative, but nothing of it would be uploaded from {package.folder} (is it ignored, or not there?)"
             text = f"{field} is {path!r}, {why}. {advice}"
-            found.append(Finding("refused", topic, text))
+            findings.append(Finding("refused", topic, text))
             continue
         name = os.path.normpath(path)
         size = sum(n for file, n in package.files.items() if file == name or file.startswith(name + "/")) / _MB
         if size > _BIG_DATA_MB:
-            found.append(
+            findings.append(
                 Finding("warning", topic, f"{field} is {path!r}, so {size:.0f} MB of data are uploaded. {advice}")
             )
-    return found
+    return findings

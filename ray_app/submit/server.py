@@ -1,4 +1,4 @@
-"""The cluster's job server: submitting, following and asking, over HTTP, also where connections break."""
+"""The client of the cluster's job server: submits and follows jobs over HTTP, and survives lost connections."""
 
 from __future__ import annotations
 
@@ -24,44 +24,40 @@ from ray_app.submit.options import EndedJob
 
 _CONNECT_S, _ANSWER_S, _UPLOAD_S = 10.0, 60.0, 1800.0
 _SILENCE_S = 30.0
-"""Without output for so long the connection is made anew: one that is half open would be silent for ever."""
+"""Time without output after which the connection is opened anew, since a half-open one would stay silent for ever."""
 _LOOK_S = 1.0
 _LOST = (OSError, RuntimeError, TimeoutError, aiohttp.ClientError, requests.exceptions.RequestException)
 _UNABLE = re.compile(r"Request failed with status code 5(?!.*status code 4)", re.DOTALL)
-"""How Ray's client begins where a server or what is before it cannot answer now; the head says 500 also for what an
-agent refuses (4xx).
+"""Beginning of the errors of Ray's client if the server, or a proxy, cannot answer now. The head node answers 500 also
+if an agent refuses a request (4xx).
 """
 _TOKENS = (
-    "Set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, or a file with it in RAY_AUTH_TOKEN_PATH; for a"
-    " cluster without"
-    " tokens unset them."
+    "Set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, or a file with it in RAY_AUTH_TOKEN_PATH; for"
+    " a cluster without tokens unset them."
 )
 _CHATTY = (
     *("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk"),
     *("_private.runtime_env.packaging", "_private.runtime_env.working_dir"),
 )
-"""Loggers of Ray that tell of every ignored file and every connection."""
+"""Loggers of Ray that report every ignored file and every connection."""
 
 Show = Callable[[str], None]
 
 
 class LostContactError(Exception):
-    """The cluster does not answer any more."""
+    """The cluster has not answered for `submit.lost_contact_s`."""
 
 
 class _Client(JobSubmissionClient):
-    """Ray's client, which by itself waits for ever for a server that takes the connection and does not answer."""
+    """Ray's client with time-outs; by itself it waits for ever for a server that accepts a connection but is silent."""
 
     def _do_request(self, method: str, endpoint: str, **fields: Any) -> requests.Response:
-        wait_s = (
-            _UPLOAD_S if method == "PUT" else (_CONNECT_S, _ANSWER_S)
-        )  # the time to connect bounds that of sending, too
+        # The time to connect would limit the time to send, too, so an upload has one long limit.
+        wait_s = _UPLOAD_S if method == "PUT" else (_CONNECT_S, _ANSWER_S)
         return super()._do_request(method, endpoint, **{"timeout": wait_s} | fields)
 
     def _upload_py_modules_if_needed(self, runtime_env: dict[str, Any]) -> None:
-        """Uploads the application whole; Ray would leave out of it what is left out of the working directory, such as
-        `/runs`.
-        """
+        """Uploads the complete application; Ray would apply the excludes of the working directory, such as `/runs`."""
         if "py_modules" in runtime_env:
             whole = runtime_env | {"excludes": ["__pycache__"]}
             super()._upload_py_modules_if_needed(whole)
@@ -76,38 +72,42 @@ class JobServer:
         lost_contact_s: See `submit.lost_contact_s`.
 
     Raises:
-        ConfigError: It does not answer, or refuses us.
+        ConfigError: The server does not answer, or refuses the credentials.
     """
 
     def __init__(self, address: str | None, lost_contact_s: float) -> None:
         for name in _CHATTY:
             logging.getLogger(f"ray.{name}").setLevel(logging.ERROR)
         if address is not None:
-            os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers this to what it is given
+            # Ray prefers this variable to the address that its client gets.
+            os.environ["RAY_API_SERVER_ADDRESS"] = address
         self._lost_contact_s = lost_contact_s
-        asked = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+        configured_address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
         advice = (
             "Give the dashboard of the head node, --submit.address http://HEAD:8265, and check that it can be reached"
             " from here."
         )
         try:
-            _refuse_silence(asked)
+            _check_listening(configured_address)
             self._client = _Client()
         except AuthenticationError as error:
-            raise ConfigError(f"{asked} refuses us: {str(error).splitlines()[0]} {_TOKENS}") from error
+            raise ConfigError(f"{configured_address} refuses us: {str(error).splitlines()[0]} {_TOKENS}") from error
         except (*_LOST, ValueError) as error:
-            raise ConfigError(f"no job server answers at {asked or 'this machine'}: {error} {advice}") from error
+            raise ConfigError(
+                f"no job server answers at {configured_address or 'this machine'}: {error} {advice}"
+            ) from error
         self.address = self._client.get_address()
 
     def submit(self, name: str, command: str, runtime_env: dict[str, Any], metadata: dict[str, str]) -> str:
-        """Submits a job under the first free id `<name>-<n>` and returns that; tries again while the cluster does not
-        answer.
+        """Submits a job under the first free id `<name>-<n>` and returns the id.
+
+        The request is repeated while the cluster does not answer.
 
         Raises:
-            ConfigError: The cluster refuses it.
-            LostContactError: It did not answer for too long.
+            ConfigError: The cluster refuses the job.
+            LostContactError: The cluster did not answer for too long.
         """
-        began_s, job_id, sent = time.monotonic(), "", 0
+        start_s, job_id, sent = time.monotonic(), "", 0
         while True:
             try:
                 job_id = job_id or self._free_id(name)
@@ -118,11 +118,12 @@ class JobServer:
             except (AuthenticationError, OSError, RuntimeError, ValueError) as error:
                 is_lost = isinstance(error, OSError)
                 is_taken = not is_lost and "already exists" in str(error)
-                if is_taken and sent > 1:  # only the answer was lost
+                # The job of an earlier request has this id; only the answer was lost.
+                if is_taken and sent > 1:
                     return job_id
                 if is_taken or not (is_lost or _UNABLE.match(str(error))):
                     raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
-                if time.monotonic() - began_s > self._lost_contact_s:
+                if time.monotonic() - start_s > self._lost_contact_s:
                     raise LostContactError(
                         f"{self.address} has not answered for {self._lost_contact_s:g} s: {error}"
                     ) from error
@@ -136,18 +137,18 @@ class JobServer:
         return f"{name}-{max(numbers, default=0) + 1}"
 
     def follow(self, job_id: str, show: Show, tell: Show) -> EndedJob:
-        """Shows what a job prints until it has ended, each piece once, however often the connection breaks.
+        """Shows the output of a job exactly once until the job has ended, and returns how it ended.
 
         Args:
-            job_id: The job.
-            show: Takes pieces of its output.
-            tell: Takes lines about the connection.
+            job_id: Id of the job.
+            show: Shows a part of its output.
+            tell: Shows a line about the connection.
 
         Raises:
             LostContactError: The cluster did not answer for too long.
         """
         tail = _Tail(show)
-        told = False
+        is_reported = False
         while True:
             trouble = tail.read(self._client, job_id)
             try:
@@ -164,17 +165,18 @@ class JobServer:
             if ended is not None:
                 tail.rest(self._client, job_id)
                 return ended
-            if trouble is not None and not told:
+            if trouble is not None and not is_reported:
                 tell(f"The connection to {self.address} is lost, trying again: {type(trouble).__name__}")
-            told = trouble is not None
+            is_reported = trouble is not None
             time.sleep(_LOOK_S)
 
     def ended(self, job_id: str) -> EndedJob | None:
-        """How a job ended; None while it has not."""
+        """Returns how a job ended, or None while it runs."""
         try:
             info = self._client.get_job_info(job_id)
         except RuntimeError as error:
-            if "status code 404" in str(error):  # a new head that has not kept the jobs of the old one
+            # A new head node does not know the jobs of the old one.
+            if "status code 404" in str(error):
                 return EndedJob("UNKNOWN")
             raise
         if not info.status.is_terminal():
@@ -183,15 +185,18 @@ class JobServer:
 
 
 class _Tail:
-    """What of a job's output was shown, and when it was last heard of; the server always begins at its beginning."""
+    """Shows the output of a job without repetitions, although the server always sends it from the start.
+
+    `heard_s` is the time of the last answer of the server.
+    """
 
     def __init__(self, show: Show) -> None:
         self._show = show
-        self._shown = 0
+        self._num_shown = 0
         self.heard_s = time.monotonic()
 
     def read(self, client: JobSubmissionClient, job_id: str) -> Exception | None:
-        """Shows what is new until the connection ends or is silent; returns what broke it, if something did."""
+        """Shows new output until the connection ends or is silent; returns the error that broke it, or None."""
         try:
             asyncio.run(self._read(client, job_id))
         except _LOST as error:
@@ -200,32 +205,33 @@ class _Tail:
 
     async def _read(self, client: JobSubmissionClient, job_id: str) -> None:
         chunks = client.tail_job_logs(job_id)
-        seen = 0
+        num_received = 0
         with suppress(StopAsyncIteration, TimeoutError):
             while True:
-                async with asyncio.timeout(_SILENCE_S):  # wait_for of Python 3.11 may lose a Ctrl-C
+                # `wait_for` of Python 3.11 may lose a Ctrl-C.
+                async with asyncio.timeout(_SILENCE_S):
                     chunk = await anext(chunks)
                 self.heard_s = time.monotonic()
-                self._take(chunk, seen)
-                seen += len(chunk)
+                self._take(chunk, num_received)
+                num_received += len(chunk)
 
     def rest(self, client: JobSubmissionClient, job_id: str) -> None:
-        """Shows what is still missing of a job that has ended; as far as the node that ran it is there."""
+        """Shows the remaining output of a job that has ended, if the node of its driver still exists."""
         with suppress(*_LOST):
             self._take(client.get_job_logs(job_id), 0)
 
     def _take(self, chunk: str, start: int) -> None:
-        new = chunk[max(0, self._shown - start) :]
+        new = chunk[max(0, self._num_shown - start) :]
         if new:
             self._show(new)
-            self._shown += len(new)
+            self._num_shown += len(new)
 
 
-def _refuse_silence(address: str | None) -> None:
-    """Ray's client waits for ever for a host that does not answer.
+def _check_listening(address: str | None) -> None:
+    """Checks that a server listens at an address, since Ray's client would wait for ever for a silent host.
 
     Raises:
-        OSError: Nothing listens there.
+        OSError: No server listens there.
     """
     parts = urlsplit(address or "")
     if parts.scheme in ("http", "https") and parts.hostname:

@@ -1,8 +1,8 @@
-"""The interface of a task. A user's own task is a class in their own file, named by `task.class_path`.
+"""The interface of a task, and the losses that a task returns for the rows of a batch.
 
-What a task says of the rows of a batch: their losses, how much each counts, and what else is recorded of them.
-
-Rows to predict on, which need no targets.
+A user writes a task as a class in a file of their own and names it by `task.class_path`. `Losses` carries the loss and
+the weight of every row; the functions after it check them and sum them over rows on the device. `WithoutTargets`
+decodes rows for a prediction, which has no targets.
 """
 
 from __future__ import annotations
@@ -25,35 +25,43 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.fields import Mistake, class_names, count_classes, need_column, need_finite, plain
+from ray_app.task.fields import Mistake, class_names, count_classes, need_column, need_finite, to_model_types
 from ray_app.task.ragged import LENGTHS, Arrays
 from ray_app.task.transforms import uniform
 
 if TYPE_CHECKING:
     from ray_app.config.config import Config
 
-TAKEN = frozenset(
+__all__ = ["Batch", "Mistake", "Rows", "Task", "class_names", "count_classes", "need_column", "uniform"]
+
+Batch = dict[str, Tensor]
+Rows = dict[str, Any]
+"""Rows as read, by column: NumPy arrays of numbers or arrays, `Ragged` lists of numbers, lists of `bytes` or `str`."""
+STEP_METRICS = frozenset(
     {"loss", "lr", "grad_norm", "step_ms", "data_wait_ms", "rows_per_s", "workers", "restarts", "imbalance"}
 )
-"""What is recorded of every step; a metric of a task's own has another name."""
-_FEW = 16
-"""So many tensors of the host are read one by one in less time than at once."""
-_NAME = re.compile(r"(?!eval_)[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}")
+"""Names of the metrics that are recorded of every step, which a task's metrics must not have."""
+_MAX_SEPARATE_READS = 16
+"""Up to so many CPU tensors are read faster one by one than stacked."""
+_NUMERIC_KINDS = ("number", "integer", "array", "list")
+_MIN_UNIT_VALUES = 100_000
+"""A module with fewer parameters is not worth an all-gather of its own."""
+_METRIC_NAME = re.compile(r"(?!eval_)[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}")
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of a batch whose mean is not one over rows, or with which more is recorded.
+    """The losses of a batch, for a mean that is not one over rows, or to record further metrics.
 
     The loss of a step, or of an evaluation, is the sum of `values` over the sum of `weights`, both over all rows of the
-    global batch, and so is its gradient. In a language model the values of a row are the sum over its tokens, its
+    global batch, and so is its gradient. In a language model the value of a row is the sum over its tokens, and its
     weight is their number.
 
     Args:
         values: The sum of the losses of each row's parts, shape (rows,).
-        weights: How much each row counts, 0 or more, shape (rows,); not given: 1 each.
-        metrics: What else is recorded of every training step, by name, as sums over each row's parts like `values`,
-            shape (rows,); the mean is over the same weights.
+        weights: The weight of each row, 0 or more, shape (rows,); None: 1 each.
+        metrics: Further metrics of a training step by name, as sums over each row's parts like `values`, shape (rows,);
+            their means are over the same weights.
     """
 
     values: Tensor
@@ -61,69 +69,59 @@ class Losses:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Tensor | Losses) -> Losses:
-        """What `Task.loss` or `Task.training_loss` returned."""
-        return found if isinstance(found, Losses) else cls(found)
+    def of(cls, losses: Tensor | Losses) -> Losses:
+        """Returns the result of `Task.loss` or `Task.training_loss` as `Losses`."""
+        return losses if isinstance(losses, Losses) else cls(losses)
 
     def float(self) -> Losses:
-        """With values in full precision, which their backward begins with."""
+        """Returns the losses with float32 values, so that backward begins in full precision."""
         return self if self.values.dtype == torch.float32 else replace(self, values=self.values.float())
 
 
 class LossSums(NamedTuple):
-    """What rows add to the means of a step or an evaluation.
-
-    Args:
-        loss: The sum of their losses.
-        weight: The sum of their weights.
-        metrics: The sum of each of their metrics.
-    """
+    """The sums of the losses, the weights and each metric over some rows, of a step or an evaluation."""
 
     loss: float
     weight: float
     metrics: dict[str, float]
 
 
-NOTHING = LossSums(0.0, 0.0, {})
-"""What no rows add."""
+ZERO_SUMS = LossSums(0.0, 0.0, {})
+"""The sums over no rows."""
 
 
-def of_rows(task: object, found: Tensor | Losses, rows: int) -> Losses:
-    """What `Task.loss` or `Task.training_loss` returned for so many rows.
+def check_losses(task: object, returned: Tensor | Losses, rows: int) -> Losses:
+    """Returns what `Task.loss` or `Task.training_loss` returned as `Losses`, after checking shapes and names.
 
     Raises:
-        ConfigError: It is not one value for each row, or a metric has a name that cannot be recorded.
+        ConfigError: There is not one value for each row, or a metric has a name that cannot be recorded.
     """
-    losses = Losses.of(found)
-    given = (
-        {"": losses.values} | ({"weights": losses.weights} if losses.weights is not None else {}) | dict(losses.metrics)
-    )
-    for name, value in given.items():
+    losses = Losses.of(returned)
+    weights = {"weights": losses.weights} if losses.weights is not None else {}
+    for name, value in {"": losses.values, **weights, **losses.metrics}.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         if shape != (rows,):
             raise ConfigError(
                 f"{type(task).__name__}.loss returned {name and f'{name!r} of '}shape {shape} for {rows} rows; it must"
-                f" return one value per"
-                " row, shape (rows,). Use reduction='none' in the loss function."
+                " return one value per row, shape (rows,). Use reduction='none' in the loss function."
             )
     for name in losses.metrics:
-        if name in TAKEN or not _NAME.fullmatch(name):
+        if name in STEP_METRICS or not _METRIC_NAME.fullmatch(name):
             raise ConfigError(
                 f"{type(task).__name__}.loss returned a metric {name!r}; use letters, digits, '_', '.', '-' and spaces,"
-                f" nothing that begins"
-                f" with eval_, and none of {', '.join(sorted(TAKEN))}, which every step has."
+                f" nothing that begins with eval_, and none of {', '.join(sorted(STEP_METRICS))}, which every step has."
             )
     return losses
 
 
 class DeviceSums(NamedTuple):
-    """Sums over rows that are still where they were computed.
+    """Sums over rows, still on the device that computed them.
 
     Args:
-        values: That of the losses and, with weights or metrics, those of the weights and of each metric; shape (1,) or
-            (2 + metrics,).
-        rows: How many.
-        metrics: Their names; None without weights and metrics.
+        values: The sum of the losses and, with weights or metrics, the sums of the weights and of each metric; one
+            value, or shape (2 + metrics,).
+        rows: The number of rows.
+        metrics: The names of the metrics; None without weights and metrics.
     """
 
     values: Tensor
@@ -131,159 +129,150 @@ class DeviceSums(NamedTuple):
     metrics: tuple[str, ...] | None
 
 
-def sums_of(losses: Losses) -> DeviceSums:
-    """The sums over rows; does not wait for the device."""
+def sum_on_device(losses: Losses) -> DeviceSums:
+    """Returns the sums over rows without waiting for the device."""
     values = losses.values.detach()
     if losses.weights is None and not losses.metrics:
         return DeviceSums(values.sum(), len(values), None)
     weights = losses.weights.detach() if losses.weights is not None else torch.ones_like(values)
-    more = [each.detach().sum(dtype=torch.float64) for each in (weights, *losses.metrics.values())]
-    return DeviceSums(torch.stack([values.sum().double(), *more]), len(values), tuple(losses.metrics))
+    other_sums = [value.detach().sum(dtype=torch.float64) for value in (weights, *losses.metrics.values())]
+    return DeviceSums(torch.stack([values.sum().double(), *other_sums]), len(values), tuple(losses.metrics))
 
 
-def read(
-    task: object, found: Sequence[DeviceSums | None], also: Sequence[Tensor] = ()
+def read_sums(
+    task: object, sums: Sequence[DeviceSums | None], more: Sequence[Tensor] = ()
 ) -> tuple[list[LossSums], list[float]]:
-    """What sums are, `NOTHING` for None, and other numbers; waits for the device once.
+    """Reads sums, `ZERO_SUMS` for None, and further numbers from the device; synchronizes with it once.
 
     Args:
-        task: Whose they are.
-        found: The sums.
-        also: The numbers, each of shape () or (n,).
+        task: The task that computed the losses, for messages.
+        sums: The sums on the device.
+        more: Further numbers to read, each of shape () or (n,).
 
     Raises:
         ConfigError: Weights are negative, infinite or NaN.
     """
-    numbers = _numbers([*[each.values for each in found if each is not None], *also])
-    told, at = [], 0
-    for each in found:
-        if each is None:
-            told.append(NOTHING)
-        elif each.metrics is None:
-            told.append(LossSums(numbers[at], float(each.rows), {}))
+    numbers = _read_values([*[one.values for one in sums if one is not None], *more])
+    loss_sums, at = list[LossSums](), 0
+    for one in sums:
+        if one is None:
+            loss_sums.append(ZERO_SUMS)
+        elif one.metrics is None:
+            loss_sums.append(LossSums(numbers[at], float(one.rows), {}))
             at += 1
         else:
-            loss, weight, *metrics = numbers[at : at + 2 + len(each.metrics)]
+            loss, weight, *metrics = numbers[at : at + 2 + len(one.metrics)]
             if not 0 <= weight < math.inf:
                 raise ConfigError(
-                    f"{type(task).__name__}.loss returned weights whose sum over {each.rows} rows is {weight}; each"
-                    f" must be a number of at"
-                    " least 0, such as how many tokens a row has."
+                    f"{type(task).__name__}.loss returned weights whose sum over {one.rows} rows is {weight}; each"
+                    " must be a number of at least 0, such as how many tokens a row has."
                 )
-            told.append(LossSums(loss, weight, dict(zip(each.metrics, metrics, strict=True))))
+            loss_sums.append(LossSums(loss, weight, dict(zip(one.metrics, metrics, strict=True))))
             at += 2 + len(metrics)
-    return told, numbers[at:]
+    return loss_sums, numbers[at:]
 
 
-def _numbers(held: list[Tensor]) -> list[float]:
-    """All their values, read at once from a device."""
-    if len(held) <= (_FEW if _are_here(held) else 1):
-        return [value for each in held for value in (each.tolist() if each.ndim else (each.item(),))]
-    return (torch.stack if {each.ndim for each in held} == {0} else torch.hstack)(held).tolist()
+def _read_values(tensors: list[Tensor]) -> list[float]:
+    """Returns all values of some tensors, read from a device in one transfer."""
+    if len(tensors) <= (_MAX_SEPARATE_READS if _are_on_cpu(tensors) else 1):
+        return [value for tensor in tensors for value in (tensor.tolist() if tensor.ndim else (tensor.item(),))]
+    return (torch.stack if {tensor.ndim for tensor in tensors} == {0} else torch.hstack)(tensors).tolist()
 
 
-def _are_here(held: list[Tensor]) -> bool:
-    return not held or held[0].is_cpu
+def _are_on_cpu(tensors: list[Tensor]) -> bool:
+    return not tensors or tensors[0].is_cpu
 
 
-def summed(task: object, losses: Losses) -> LossSums:
-    """The sums over rows; see `read`."""
-    return read(task, [sums_of(losses)])[0][0]
-
-
-__all__ = ["Batch", "Mistake", "Rows", "Task", "class_names", "count_classes", "need_column", "uniform"]
-
-_NUMBERS = ("number", "integer", "array", "list")
-_UNIT_VALUES = 100_000
-"""Fewer are not worth an exchange of their own."""
-
-Batch = dict[str, Tensor]
-Rows = dict[str, Any]
-"""Rows as read: arrays of numbers or arrays, `Ragged` lists of numbers, lists of `bytes` or `str`, by column."""
+def sum_losses(task: object, losses: Losses) -> LossSums:
+    """Returns the sums over rows as numbers; see `read_sums`."""
+    return read_sums(task, [sum_on_device(losses)])[0][0]
 
 
 class Task(ABC):
-    """What is trained.
+    """The model, the decoding of rows, the loss and the metrics of a training.
 
-    Instances are made from the configuration on the driver and pickled to the readers, the workers and the evaluator,
-    so they hold settings, not tensors. Everything random must come from torch's default generators or from the `keys`
-    given to `augment`: then the result does not depend on the number of workers. `columns`, `build_model` and `loss`
-    are what a task must have.
+    An instance is made from the configuration on the driver and pickled to the readers, the workers and the evaluator,
+    so it holds settings, not tensors. All randomness must come from torch's default generators or from the `keys` that
+    `augment` gets: then the result does not depend on the number of workers. A task must implement `columns`,
+    `build_model` and `loss`.
     """
 
     best_metric: ClassVar[str] = "loss"
-    """Metric that decides which checkpoint is best, unless `evaluate.metric` says otherwise."""
+    """The metric that decides which checkpoint is best, unless `evaluate.metric` names another."""
     best_mode: ClassVar[str] = "min"
-    """Whether less (`min`) or more (`max`) of `best_metric` is better."""
+    """Whether a lower (`min`) or a higher (`max`) value of `best_metric` is better."""
     classes: list[str] = []  # noqa: RUF012 - replaced, never changed
-    """Names of the classes, in the order of their numbers; set by `prepare` of a classification."""
+    """Names of the classes in the order of their indices; set by `prepare` of a classification."""
     data_schema: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
-    """Columns and classes of the data that the task was prepared with, see `ray_app.task.schema`; set after `prepare`.
+    """Columns and classes of the data that the task was prepared with; set after `prepare`, see
+    `ray_app.task.schema`.
     """
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any]) -> Self:
-        """Makes a prepared task again from what `vars` said of it."""
+        """Restores a prepared task from the `vars` of it, without calling `__init__`."""
         task = cls.__new__(cls)
         vars(task).update(settings)
         return task
 
     def prepare(self, data: DataFacts) -> Task:
-        """Checks the data set and completes the settings from it; called on the driver before anything starts.
+        """Checks the data set and returns the task with settings completed from it, such as the number of classes.
 
-        Returns:
-            A task with nothing left open (such as the number of classes); not overridden: this one.
+        Called on the driver before anything starts. Not overridden: returns this task.
 
         Raises:
-            DataError: The data set does not fit; the message says what to do. Not overridden: a column is not there or
-                has missing values, or holds what `decode`, not overridden either, does not know.
+            DataError: The data set does not fit; the message says what to do. Not overridden, and `decode` neither: a
+                column is missing, has missing values, or holds values that `decode` does not support.
         """
         if type(self).decode is Task.decode:
             for name in self.columns():
-                need_column(data, name, _NUMBERS, f"task {type(self).__name__}, which leaves `decode` out,")
+                need_column(data, name, _NUMERIC_KINDS, f"task {type(self).__name__}, which leaves `decode` out,")
         return self
 
-    def unfit(self, config: Config) -> list[str]:
-        """What of a configuration does not go with the task, a sentence each that says what to do; not overridden:
-        nothing.
+    def validate_config(self, config: Config) -> list[str]:
+        """Returns what of a configuration the task cannot be trained with, a sentence for each problem that says what
+        to do.
+
+        Not overridden: no problems. Called on the driver, before anything starts.
         """
         del config
         return []
 
     @abstractmethod
     def columns(self) -> list[str]:
-        """Columns to read."""
+        """Returns the names of the columns to read."""
 
     def targets(self) -> list[str]:
-        """Those of `columns` that only the loss and the metrics need; a prediction does not read them, and `decode`
-        gets zeros for them.
+        """Returns the `columns` that only the loss and the metrics need.
+
+        A prediction does not read them, and its `decode` gets zeros for them.
         """
         return []
 
     def decode(self, rows: Rows) -> Arrays:
-        """Turns rows as read into an array of one fixed shape for each name, (rows, ...), or into a `Ragged`, on any
-        CPU of the cluster.
+        """Decodes rows into named fields: arrays of one shape per row, (rows, ...), or `Ragged`; runs on any CPU of the
+        cluster.
 
         Not overridden: the columns by their names; fractions as float32, integers as int64, lists of these as `Ragged`,
-        arrays of integers as they are; a value that is NaN or infinite as float32 is refused.
+        arrays of integers unchanged; a value that is NaN or infinite as float32 is refused.
 
-        The arrays are used as they are, and must not change afterwards. A ragged field `x` is in a batch as `x`, padded
-        to the longest of its rows, and `x_lengths`.
+        The arrays are used without copying and must not change afterwards. A batch has a ragged field `x` as `x`,
+        padded to its longest row, and as `x_lengths`.
 
         Raises:
-            Exception: Any, for rows that cannot be decoded; the reader finds out which row it is and says so.
+            Exception: Any, for rows that cannot be decoded; the reader determines the row and names it.
         """
-        fields = {name: plain(rows[name]) for name in self.columns()}
+        fields = {name: to_model_types(rows[name]) for name in self.columns()}
         for name, values in fields.items():
             need_finite(f"column {name!r}", values)
         return fields
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
-        """Turns rows to train on into arrays like those of `decode`, another way in every epoch: random crops,
+        """Decodes rows to train on into fields like those of `decode`, differently in every epoch: random crops,
         augmentations.
 
-        To be replaced where the random part of a row is made in the readers and not in `augment`, on the device;
-        without a cache of decoded rows (`data.cache`).
+        Override it to randomize rows in the readers instead of in `augment` on the device. It
+        requires that decoded rows are not cached (`data.cache`).
 
         Args:
             rows: As in `decode`.
@@ -295,15 +284,15 @@ class Task(ABC):
 
     @property
     def has_epoch_decode(self) -> bool:
-        """Whether `decode_training` is to be called for rows to train on: it is not that of `Task`."""
+        """Whether rows to train on are decoded by `decode_training`: the task overrides it."""
         return type(self).decode_training is not Task.decode_training
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """Makes the model; torch's generators are seeded before the call."""
+        """Builds the model; torch's generators are seeded before the call."""
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Changes a training batch on the device.
+        """Returns a training batch after random changes on the device.
 
         Args:
             batch: The decoded fields, each (rows, ...).
@@ -314,65 +303,62 @@ class Task(ABC):
         return batch
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        """The parts of a model whose parameters `train.strategy: fsdp` gathers together while they compute; the rest is
-        one more part.
+        """Returns the modules that `train.strategy: fsdp` makes units of: it gathers the parameters of a unit together
+        while the unit computes. The other parameters form one more unit.
 
-        Each must be called as a module, once or more, wherever its parameters are used. To be replaced where the blocks
-        of a model are not in an `nn.Sequential` or `nn.ModuleList`.
-
-        Returns:
-            Modules of the model: without a method of its own, what is in its sequences and has 100,000 parameters or
-            more.
+        Each unit must be called as a module wherever its parameters are used. Not overridden: the modules with 100,000
+        parameters or more in an `nn.Sequential` or `nn.ModuleList`. Override it where the blocks of a model are
+        elsewhere.
         """
-        found: list[nn.Module] = []
+        units: list[nn.Module] = []
         for child in model.children():
             if isinstance(child, nn.Sequential | nn.ModuleList):
-                found += Task.shard_units(self, child)
-            elif sum(p.numel() for p in child.parameters()) >= _UNIT_VALUES:
-                found.append(child)
-        return found
+                units += Task.shard_units(self, child)
+            elif sum(p.numel() for p in child.parameters()) >= _MIN_UNIT_VALUES:
+                units.append(child)
+        return units
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Runs the model on a batch and returns its outputs.
 
-        Not overridden: the model is called with the fields of `columns` that are not `targets`, in that order, a ragged
-        one followed by its lengths.
+        Not overridden: calls the model with the fields of `columns` that are not `targets`, in that order, a ragged
+        field followed by its lengths.
 
         Raises:
-            ConfigError: `decode` makes fields of other names.
+            ConfigError: Not overridden, and `decode` returns fields of other names.
         """
         names = [name for name in self.columns() if name not in self.targets()]
         if absent := [name for name in names if name not in batch]:
             raise ConfigError(
                 f"{type(self).__name__} leaves `forward` out, so its model is called with its columns"
-                f" {', '.join(names)}; decoded fields"
-                f" are {', '.join(batch)}, without {', '.join(absent)}. Write `forward`, or let `decode` name its"
-                f" fields as the columns."
+                f" {', '.join(names)}; decoded fields are {', '.join(batch)}, without {', '.join(absent)}. Write"
+                " `forward`, or let `decode` name its fields as the columns."
             )
         return model(*(batch[field] for name in names for field in (name, name + LENGTHS) if field in batch))
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
-        """The loss of every row, shape (rows,): not their mean, which the step makes over all workers.
+        """Returns the loss of every row, shape (rows,); the step computes their mean over all workers.
 
-        Where the mean is not one over rows, but over tokens or boxes, or where more is to be recorded of the training,
-        return `Losses`.
+        Return `Losses` where the mean is over tokens or boxes and not over rows, or to record further metrics.
         """
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """What `loss` returns, of a training batch; backward of its sum follows.
+        """Returns the losses of a training batch, as `loss` does; the step calls backward of their sum.
 
-        To be replaced where training is more than one `forward` and `loss`: several forward passes, penalties on
-        gradients, auxiliary losses. It is called once for each logical worker and step, with torch's generators seeded
-        for it, so what it draws from them does not depend on the number of workers.
+        Override it where training is more than one `forward` and `loss`: several forward passes, gradient penalties,
+        auxiliary losses. It is called once per logical worker and step, with torch's generators seeded for both, so
+        random numbers drawn from them do not depend on the number of workers.
         """
         return self.loss(self.forward(model, batch), batch)
 
     def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """What `training_loss` returns, where several optimizers take turns (`optimizers`).
+        """Returns the losses of a training batch for one of several alternating optimizers (`optimizers`).
+
+        Not overridden: those of `training_loss`.
 
         Args:
-            turn: The name of the optimizer whose turn it is; only its parameters get gradients.
+            turn: The name of the optimizer that this step updates; only its parameters get gradients.
             model: The model.
             batch: The training batch.
         """
@@ -380,130 +366,120 @@ class Task(ABC):
         return self.training_loss(model, batch)
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Moves the parameters by the gradients in their `.grad`, which are those of the global batch, equal on all
-        workers.
+        """Updates the parameters by the gradients in their `.grad`, those of the global batch, equal on all workers.
 
-        To be replaced where an update is more than `optimizer.step()`: constraints on weights, other rules for some
-        parameters. All workers call it in the same state and must end in the same one; with `central_storage` rank 0
-        alone calls it, and with `local_sgd` each replica does, in its own state and with its own gradient.
+        Override it where an update is more than `optimizer.step()`: constraints on weights, other rules for some
+        parameters. All workers call it in the same state and must end in the same state; with `central_storage` only
+        rank 0 calls it, and with `local_sgd` every replica, in its own state and with its own gradient.
         """
         del model
         optimizer.step()
 
     @property
     def has_own_optimizer(self) -> bool:
-        """Whether `configure_optimizers` is used where the configuration has no optimizer: it is not that of `Task`."""
+        """Whether the task makes an optimizer where the configuration has none: it overrides `configure_optimizers`."""
         return type(self).configure_optimizers is not Task.configure_optimizers
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-        """Makes the optimizer, and a schedule that moves after every step, where the configuration has no optimizer.
+        """Makes the optimizer, and a schedule that is stepped after every step or None; called where the configuration
+        has no optimizer.
 
         Raises:
-            ConfigError: Not overridden, and `optimizer` asks for it all the same.
+            ConfigError: The task does not override it, and `optimizer` names `OwnOptimizer` all the same.
         """
         raise ConfigError(
             f"{type(self).__name__} makes no optimizer for a {type(model).__name__}; name another than this in"
-            f" `optimizer`."
+            " `optimizer`."
         )
 
-    def evaluated(self, model: nn.Module, batch: Batch) -> Any:
-        """What `loss` and `update` get of a batch in an evaluation: what `forward` returns, unless more than that is to
-        be evaluated.
+    def eval_outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """Computes the outputs of an evaluated batch, which `loss` and `update` get.
+
+        Not overridden: those of `forward`. Override it where `loss` or `update` need more than a prediction does.
         """
         return self.forward(model, batch)
 
     def finish(self, model: nn.Module) -> None:
-        """Called where a model was trained, when that is over: frees what the task holds of it in this process."""
+        """Frees what the task keeps of a model in this process; called when the training of the model has ended."""
         del model
 
     def metrics(self) -> MetricCollection:
-        """Makes the metrics of one evaluation; the mean loss is added under the name `loss`. Not overridden: none but
-        that.
-        """
+        """Makes the metrics of one evaluation; the mean loss is added as `loss`. Not overridden: no further metrics."""
         from torchmetrics import MetricCollection
 
         return MetricCollection({})
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """Adds one evaluated batch to the metrics; not overridden: they compare the outputs with the only one of
-        `targets`.
+        """Updates the metrics with one evaluated batch. Not overridden: with the outputs and the only target.
 
         Raises:
-            ConfigError: There are metrics and several targets, or none.
+            ConfigError: Not overridden, and there are metrics without exactly one target.
         """
         targets = self.targets()
         if len(metrics) and len(targets) != 1:
             raise ConfigError(
                 f"{type(self).__name__} has metrics and leaves `update` out, which then compares the outputs with the"
-                f" only target; its"
-                f" `targets` are {', '.join(targets) or 'none'}. Write `update`."
+                f" only target; its `targets` are {', '.join(targets) or 'none'}. Write `update`."
             )
         if len(metrics):
             metrics.update(outputs, batch[targets[0]])
 
-    def predictions(self, outputs: Any) -> Arrays:
-        """What a batch prediction writes for every row: numbers or text by column, each (rows, ...), or `Ragged`, which
-        become lists.
+    def predictions(self, outputs: Any, batch: Batch) -> Arrays:
+        """Returns the columns that a batch prediction writes for every row: numbers or text, each (rows, ...), or
+        `Ragged`, which become lists.
 
-        Not overridden: the outputs of `forward`, which are on the CPU, themselves, a single tensor as `predicted`.
-        """
-        named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
-        return {name: values.numpy() for name, values in named.items()}
-
-    def predicted(self, outputs: Any, batch: Batch) -> Arrays:
-        """`predictions` of a batch's rows; to be replaced where that needs its fields, too, as the lengths of lists.
+        Not overridden: the outputs themselves, a single tensor as `predicted`.
 
         Args:
             outputs: From `forward`, on the CPU.
-            batch: What they were made of, where the model is.
+            batch: The decoded fields that they were computed from, on the device of the model, such as the lengths of
+                lists.
         """
         del batch
-        return self.predictions(outputs)
+        named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
+        return {name: values.numpy() for name, values in named.items()}
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
-        """Writes more into the folder of an export: what programs without ray_app load the model from; not overridden:
-        nothing.
+        """Writes further files into the folder of an export, from which programs without ray_app load the model.
+
+        Not overridden: writes nothing.
 
         Args:
-            model: The trained model, on the CPU, in evaluation mode; to be left as it is.
-            folder: Of the export; `export.json` and the folders `code` and `data` are there already.
+            model: The trained model, on the CPU, in evaluation mode; it must not be changed.
+            folder: Folder of the export, which has `export.json` and the folders `code` and `data` already.
         """
         del model, folder
 
-    def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
-        """The rows of an evaluated batch that were predicted most surely and wrong, for people to look at.
+    def mistakes(self, outputs: Any, batch: Batch, max_rows: int) -> list[Mistake]:
+        """Returns the wrong predictions of an evaluated batch with the highest confidence, for the report.
 
         Args:
             outputs: From `forward`.
             batch: The decoded fields, each (rows, ...).
-            most: How many at most.
+            max_rows: The largest number of rows to return.
         """
-        del outputs, batch, most
+        del outputs, batch, max_rows
         return []
 
     def picture(self, batch: Batch, row: int) -> bytes | None:
-        """A row of an evaluated batch as PNG, for people to look at; None if it has no picture."""
+        """Returns a row of an evaluated batch as PNG for the report, None if it has no picture."""
         del batch, row
         return None
 
 
 @dataclass(frozen=True)
 class WithoutTargets:
-    """Decodes rows whose targets were not read: zeros stand in for them.
-
-    Args:
-        task: The prepared task.
-    """
+    """Decodes rows without their targets: `decode` of the prepared task gets zeros for these."""
 
     task: Task
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read."""
+        """The columns to read: those of the task without its targets."""
         return [name for name in self.task.columns() if name not in self.task.targets()]
 
     def __call__(self, rows: Rows) -> Arrays:
-        """See `Task.decode`."""
+        """Decodes rows as `Task.decode` does."""
         count = len(next(iter(rows.values())))
         targets = [name for name in self.task.columns() if name in self.task.targets()]
         return self.task.decode(rows | {name: np.zeros(count, np.int64) for name in targets})

@@ -1,9 +1,8 @@
-"""What the arguments of a task by configuration must be, beyond their types.
+"""Checks of the arguments of configured tasks, and losses that the configuration specifies.
 
-A loss of the configuration: one of `torch.nn`, or whatever is called with outputs and target, for each row; and what
-was right.
-
-Which values a target may have for a loss of the configuration.
+The `need_*` functions check values beyond their types. `compute_row_losses` computes a configured loss, of `torch.nn`
+or any callable of outputs and target, for each row, and the accuracy. `target_range` determines the values that a
+target may have for such a loss.
 """
 
 from __future__ import annotations
@@ -24,143 +23,153 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.base import Losses
 from ray_app.task.metrics import Mode, mode_of
-from ray_app.task.transforms import Spec, made
+from ray_app.task.transforms import Spec, instantiate
 
-_AT = "task.init_args"
-_EVERY_HAS = ("loss", "rows")
-"""What an evaluation has besides its metrics."""
+_INIT_ARGS = "task.init_args"
+_RESERVED_METRICS = ("loss", "rows")
+"""Names of the results that every evaluation has besides its metrics."""
 
 
-def need_specs(**given: Any) -> None:
-    """Refuses what is no specification: `class_path` and `init_args`, or a list or mapping of such.
+def need_specs(**values: Any) -> None:
+    """Refuses values that are not specifications (`class_path` and `init_args`), or lists or mappings of these.
 
     Raises:
-        ConfigError: Something is none.
+        ConfigError: A value is not a specification.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if name == "metrics":
             need_names(value)
         several = {f"{name}.{key}": one for key, one in value.items()} if name == "metrics" else None
         several = {f"{name}[{i}]": one for i, one in enumerate(value)} if isinstance(value, list) else several
-        for place, one in ({name: value} if several is None else several).items():
+        for field, one in ({name: value} if several is None else several).items():
             if not isinstance(one, dict) or not isinstance(one.get("class_path"), str):
                 raise ConfigError(
-                    f"{_AT}.{place} is {one!r}; it must have class_path, an import path such as"
-                    f" torch.nn.CrossEntropyLoss, and may have"
-                    " init_args."
+                    f"{_INIT_ARGS}.{field} is {one!r}; it must have class_path, an import path such as"
+                    " torch.nn.CrossEntropyLoss, and may have init_args."
                 )
 
 
 def need_names(metrics: Iterable[str]) -> None:
-    """Refuses metrics by the name of something else."""
+    """Refuses metrics with the name of another result of an evaluation.
+
+    Raises:
+        ConfigError: There is such a name.
+    """
     for name in metrics:
-        if name in _EVERY_HAS:
-            raise ConfigError(f"{_AT}.metrics has {name!r}, which every evaluation has. Give the metric another name.")
+        if name in _RESERVED_METRICS:
+            raise ConfigError(
+                f"{_INIT_ARGS}.metrics has {name!r}, which every evaluation has. Give the metric another name."
+            )
 
 
 def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_length: int | None) -> None:
-    """Refuses numbers with which nothing can be computed.
+    """Refuses values of `mean`, `std`, `pad_to` and `max_length` that cannot be computed with.
 
     Raises:
-        ConfigError: One is such.
+        ConfigError: There is such a value.
     """
     if not all(value > 0 for value in std):
-        raise ConfigError(f"{_AT}.std is {list(std)}; images are divided by it, so each must be greater than 0.")
+        raise ConfigError(f"{_INIT_ARGS}.std is {list(std)}; images are divided by it, so each must be greater than 0.")
     if not mean or not std:
         raise ConfigError(
-            f"{_AT}.mean and std are {list(mean)} and {list(std)}; give a number for each channel, or one for all."
+            f"{_INIT_ARGS}.mean and std are {list(mean)} and {list(std)}; give a number for each channel, or one for"
+            " all."
         )
     if pad_to < 1:
         raise ConfigError(
-            f"{_AT}.pad_to is {pad_to}; padded lists are as long as a multiple of it, so it must be at least 1."
+            f"{_INIT_ARGS}.pad_to is {pad_to}; padded lists are as long as a multiple of it, so it must be at least 1."
         )
     if max_length is not None and max_length < 1:
-        raise ConfigError(f"{_AT}.max_length is {max_length}; it must be at least 1, or null for all.")
+        raise ConfigError(f"{_INIT_ARGS}.max_length is {max_length}; it must be at least 1, or null for all.")
 
 
-def mask_pairs(values: Any) -> list[list[int]]:
-    """Value and class of masks in the order of the values, as `task.init_args.mask_values` has them; empty where that
-    is not given.
+def parse_mask_values(values: Any) -> list[list[int]]:
+    """Returns value and class of masks in the order of the values, from `task.init_args.mask_values`; empty without it.
 
     Raises:
-        ConfigError: These are no integers.
+        ConfigError: `mask_values` is not a mapping of integers to integers.
     """
-    given = values or {}
-    if not isinstance(given, Mapping) or not all(type(n) is int for pair in given.items() for n in pair):
+    classes = values or {}
+    if not isinstance(classes, Mapping) or not all(type(n) is int for pair in classes.items() for n in pair):
         raise ConfigError(
-            f"{_AT}.mask_values is {values!r}; it must be classes by the values of a mask, integers both, as"
-            f" {{0: 0, 255: 1}}."
+            f"{_INIT_ARGS}.mask_values is {values!r}; it must be classes by the values of a mask, integers both, as"
+            " {0: 0, 255: 1}."
         )
-    return [[value, given[value]] for value in sorted(given)]
+    return [[value, classes[value]] for value in sorted(classes)]
 
 
-def need_channels(name: str, column: ColumnFacts, **given: Sequence[float]) -> None:
-    """Refuses a `mean` or `std` that an image column has not as many channels for."""
+def need_channels(name: str, column: ColumnFacts, **statistics: Sequence[float]) -> None:
+    """Refuses a `mean` or `std` with another number of values than an image column has channels, except 1.
+
+    Raises:
+        ConfigError: The numbers differ.
+    """
     channels = 3 if column.kind == "bytes" else column.shape[2] if len(column.shape) == 3 else 1
-    for argument, values in given.items():
+    for argument, values in statistics.items():
         if len(values) not in (1, channels):
             raise ConfigError(
-                f"{_AT}.{argument} is {list(values)}, {len(values)} numbers; images of {name!r} have {channels}"
-                f" channels. Give a number for"
-                " each, or one for all."
+                f"{_INIT_ARGS}.{argument} is {list(values)}, {len(values)} numbers; images of {name!r} have {channels}"
+                " channels. Give a number for each, or one for all."
             )
 
 
 def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterable[str]) -> None:
-    """Refuses `COLUMN.mask` of columns that are never padded."""
+    """Refuses `COLUMN.mask` of columns that are never padded.
+
+    Raises:
+        DataError: There is such a column.
+    """
     for name in padded:
         if facts[name].kind != "list":
             raise DataError(
-                f"{_AT}.inputs names {name}.mask, which is 1 where a list has a number and 0 where it is padded; column"
-                f" {name!r} of"
-                f" {data.path} holds {facts[name].kind}, no lists. Leave .mask out."
+                f"{_INIT_ARGS}.inputs names {name}.mask, which is 1 where a list has a number and 0 where it is padded;"
+                f" column {name!r} of {data.path} holds {facts[name].kind}, no lists. Leave .mask out."
             )
 
 
 def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
-    """Refuses a target of lists of lists, of which nothing says which of their axes is padded in the outputs.
+    """Refuses a target of lists of lists: it is not defined which of their axes is padded in the outputs.
 
     Raises:
-        DataError: It is one.
+        DataError: The target is such a column.
     """
     if column.kind == "list" and (column.shape or column.dtype.count("list<") > 1):
         raise DataError(
-            f"{_AT}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a target is"
-            f" one number for each"
-            " place of a list. Name another column, make lists of one size of it, or write a Task, whose `loss` gets"
-            " the lists padded."
+            f"{_INIT_ARGS}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a"
+            " target is one number for each place of a list. Name another column, make lists of one size of it, or"
+            " write a Task, whose `loss` gets the lists padded."
         )
 
 
-def direction(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
-    """Whether less or more of the metric that decides is better.
+def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
+    """Returns whether a lower or a higher value of the best metric is better.
 
     Args:
-        metric: Its name.
-        mode: As configured.
-        metrics: The task's.
+        metric: The name of the metric.
+        mode: The configured mode.
+        metrics: The metrics of the task.
 
     Raises:
-        ConfigError: Nothing says so.
+        ConfigError: The mode is not configured, and the metric does not define it.
     """
     if mode is not None and mode not in get_args(Mode):
-        raise ConfigError(f"{_AT}.best_mode is {mode!r}; it must be min or max.")
+        raise ConfigError(f"{_INIT_ARGS}.best_mode is {mode!r}; it must be min or max.")
     spec = metrics.get(metric) if mode is None else None
-    found = mode or mode_of(metric, made(spec, f"{_AT}.metrics.{metric}") if spec else None)
-    if found is None:
-        named = f" The metrics are {', '.join(['loss', *metrics])}." if metrics and not spec else ""
+    resolved = mode or mode_of(metric, instantiate(spec, f"{_INIT_ARGS}.metrics.{metric}") if spec else None)
+    if resolved is None:
+        names = f" The metrics are {', '.join(['loss', *metrics])}." if metrics and not spec else ""
         raise ConfigError(
-            f"{_AT}.best_metric is {metric!r}, and nothing says whether less or more of it is better.{named} Set"
-            f" {_AT}.best_mode to min or max."
+            f"{_INIT_ARGS}.best_metric is {metric!r}, and nothing defines whether less or more of it is better.{names}"
+            f" Set {_INIT_ARGS}.best_mode to min or max."
         )
-    return found
+    return resolved
 
 
 Activation = Literal["sigmoid", "softmax", "none"]
-"""What makes probabilities of a model's outputs."""
-_OF_CLASSES = ("weight", "pos_weight")
-"""Arguments of losses that are tensors, lists in a configuration."""
-_OF_LOGITS: dict[Activation, tuple[str, ...]] = {
+"""The function that turns a model's outputs into probabilities."""
+_CLASS_WEIGHT_ARGUMENTS = ("weight", "pos_weight")
+"""Arguments of losses that are tensors; a configuration has lists."""
+_LOSSES_OF_SCORES: dict[Activation, tuple[str, ...]] = {
     "sigmoid": (
         "BCEWithLogitsLoss",
         "MultiLabelSoftMarginLoss",
@@ -174,104 +183,102 @@ _OF_LOGITS: dict[Activation, tuple[str, ...]] = {
     ),
     "softmax": ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss", "cross_entropy", "nll_loss", "multi_margin_loss"),
 }
-"""Losses of torch and torchvision that take scores, by what makes probabilities of these; softmax does of
-log-probabilities, too.
+"""Losses of torch and torchvision that take scores, by the function that turns these into probabilities; softmax also
+turns log-probabilities into probabilities.
 """
-_BETWEEN = {nn.BCEWithLogitsLoss: 0.0, nn.MultiLabelSoftMarginLoss: 0.0, nn.SoftMarginLoss: 0.0, nn.BCELoss: 0.5}
-"""Losses of two classes with one output, and the output between the two."""
+_BINARY_THRESHOLDS = {
+    nn.BCEWithLogitsLoss: 0.0,
+    nn.MultiLabelSoftMarginLoss: 0.0,
+    nn.SoftMarginLoss: 0.0,
+    nn.BCELoss: 0.5,
+}
+"""Losses of two classes with one output, and the output that separates the two."""
 
 
-def loss_of_rows(
-    spec: Spec, outputs: Any, target: Tensor, accuracy: bool = False, there: Tensor | None = None
+def compute_row_losses(
+    spec: Spec, outputs: Any, target: Tensor, accuracy: bool = False, is_value: Tensor | None = None
 ) -> Tensor | Losses:
-    """What a loss gives for each row; where that is several values (pixels, several numbers), the mean is over all of
-    them.
+    """Computes a configured loss for each row; of rows with several loss values (pixels) the mean is over all values.
 
-    With weights of classes the mean is over these, as `torch.nn.CrossEntropyLoss` has it.
+    With class weights the mean is weighted, as that of `torch.nn.CrossEntropyLoss`.
 
     Args:
-        spec: The loss. It is made with `reduction: none`; of a row's several values the mean is over all of them, with
-            `batchmean` (`torch.nn.KLDivLoss`) over the rows.
-        outputs: What of the model's is compared.
-        target: What with; of the outputs' shape it becomes of their type, both of at least 32 bits.
-        accuracy: Whether what is right of each row is the metric `accuracy`; it counts as its losses do.
-        there: Which values of a target of lists are there; the others are padding, and do not count. Not given: all.
+        spec: The loss, which is made with `reduction: none`. With `batchmean` (`torch.nn.KLDivLoss`) the mean is over
+            rows and not over all values.
+        outputs: The outputs to compare.
+        target: The target. If it has the outputs' shape it is converted to their type; both get at least 32 bits.
+        accuracy: Whether to add the metric `accuracy`, with the weights of the losses.
+        is_value: The values of a target of lists that are not padding; the others have weight 0. None: all are values.
 
     Raises:
-        ConfigError: It compares each of a row's outputs with each of its targets, or makes one value of a padded list;
-            or the accuracy is asked for, and these are no classes.
+        ConfigError: The loss compares each output of a row with each of its targets, or returns one value for a padded
+            list; or `accuracy` is set, and the target is not classes.
     """
-    if there is not None:
-        target = target.masked_fill(~there, 0)
+    if is_value is not None:
+        target = target.masked_fill(~is_value, 0)
     loss = make_loss(json.dumps(spec), str(target.device))
-    right = _right(loss, outputs, target) if accuracy else None
+    correct = _is_correct(loss, outputs, target) if accuracy else None
     if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
-        outputs, target = _in_full(outputs), target.to(_in_full(outputs).dtype)
-    losses = _in_full(loss(outputs, target))
+        outputs, target = _to_full_precision(outputs), target.to(_to_full_precision(outputs).dtype)
+    losses = _to_full_precision(loss(outputs, target))
     is_torchs = type(loss).__module__ == "torch.nn.modules.loss"
     if is_torchs and isinstance(outputs, Tensor) and losses.shape == outputs.shape != target.shape:
         raise ConfigError(
-            f"The model's outputs are of shape {_rows(outputs)}, the target of {_rows(target)}; {spec['class_path']}"
-            f" compares each with"
-            " each of these. Let the model give as many outputs as there are numbers in a row of the target."
+            f"The model's outputs are of shape {_format_shape(outputs)}, the target of {_format_shape(target)};"
+            f" {spec['class_path']} compares each with each of these. Let the model give as many outputs as there are"
+            " numbers in a row of the target."
         )
-    counted = _counted(loss, losses, target)
-    if there is not None:
+    weights = _value_weights(loss, losses, target)
+    if is_value is not None:
         if losses.shape != target.shape:
             raise ConfigError(
-                f"{spec['class_path']} gave values of shape {_rows(losses)} for a target of lists, {_rows(target)},"
-                f" which are padded:"
-                " what is padding would count. Use a loss that gives a value for each number of a list; where classes"
-                " are the last axis"
-                " of the outputs, set task.init_args.classes_last."
+                f"{spec['class_path']} gave values of shape {_format_shape(losses)} for a target of lists,"
+                f" {_format_shape(target)}, which are padded: what is padding would count. Use a loss that gives a"
+                " value for each number of a list; where classes are the last axis of the outputs, set"
+                " task.init_args.classes_last."
             )
-        losses, counted = losses.masked_fill(~there, 0), there if counted is None else counted * there
-    if right is None and (
-        (counted is None and losses.ndim < 2) or (spec.get("init_args") or {}).get("reduction") == "batchmean"
-    ):
-        return _of_rows(losses)
-    counted = torch.ones_like(losses) if counted is None else counted
-    if right is None:
-        return Losses(_of_rows(losses), _of_rows(counted))
-    right = (
-        right.float() if right.ndim <= counted.ndim else right.float().flatten(1).mean(1)
-    )  # the loss made one value of a row's
-    return Losses(_of_rows(losses), _of_rows(counted), {"accuracy": _of_rows(right * counted)})
+        losses = losses.masked_fill(~is_value, 0)
+        weights = is_value if weights is None else weights * is_value
+    is_batchmean = (spec.get("init_args") or {}).get("reduction") == "batchmean"
+    if correct is None and ((weights is None and losses.ndim < 2) or is_batchmean):
+        return _sum_by_row(losses)
+    weights = torch.ones_like(losses) if weights is None else weights
+    if correct is None:
+        return Losses(_sum_by_row(losses), _sum_by_row(weights))
+    # A loss may reduce several values of a row to one; the accuracy of the row is then their mean.
+    share = correct.float() if correct.ndim <= weights.ndim else correct.float().flatten(1).mean(1)
+    return Losses(_sum_by_row(losses), _sum_by_row(weights), {"accuracy": _sum_by_row(share * weights)})
 
 
 def reduction_of(spec: Spec) -> str:
-    """The `reduction` of a loss, of which its values for each row are put together.
+    """Returns the configured `reduction` of a loss.
 
     Raises:
-        ConfigError: It is none that a step can have.
+        ConfigError: A step cannot use this reduction.
     """
-    given = spec.get("init_args") or {}
-    reduction = given.get("reduction", "mean")
-    known = [
-        "mean",
-        "none",
-        *(["batchmean"] if "KLDiv" in spec["class_path"] or "kl_div" in spec["class_path"] else []),
-    ]
-    if reduction not in known:
+    init_args = spec.get("init_args") or {}
+    reduction = init_args.get("reduction", "mean")
+    has_batchmean = "KLDiv" in spec["class_path"] or "kl_div" in spec["class_path"]
+    allowed = ["mean", "none", *(["batchmean"] if has_batchmean else [])]
+    if reduction not in allowed:
         raise ConfigError(
-            f"task.init_args.loss has reduction {reduction!r}; it must be one of {', '.join(known)}. A step's loss is a"
-            f" mean over the"
-            " global batch, so that the learning rate does not depend on its rows; with a sum of before, multiply the"
-            " learning rate by"
-            " the rows that were summed."
+            f"task.init_args.loss has reduction {reduction!r}; it must be one of {', '.join(allowed)}. A step's loss is"
+            " a mean over the global batch, so that the learning rate does not depend on its rows; with a sum of"
+            " before, multiply the learning rate by the rows that were summed."
         )
-    if old := sorted(name for name in ("size_average", "reduce") if given.get(name) is not None):
+    if old := sorted(name for name in ("size_average", "reduce") if init_args.get(name) is not None):
         raise ConfigError(
             f"task.init_args.loss has {', '.join(old)}, which torch replaces by reduction; leave it out, the mean is"
-            f" taken."
+            " taken."
         )
     return str(reduction)
 
 
 @lru_cache(64)
 def activation_of(spec: str) -> Activation:
-    """What makes probabilities of the outputs that a loss compares; `none` for one that takes these, or numbers, or is
-    not known.
+    """Returns the function that turns the outputs that a loss takes into probabilities.
+
+    It is `none` for a loss that takes probabilities or other numbers, and for an unknown loss.
 
     Args:
         spec: The loss, as JSON.
@@ -279,72 +286,71 @@ def activation_of(spec: str) -> Activation:
     loss = make_loss(spec, "cpu")
     kinds = [loss.func] if isinstance(loss, partial) else [kind for kind in type(loss).__mro__ if kind is not object]
     names = {kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in ("torch", "torchvision")}
-    return next((activation for activation, losses in _OF_LOGITS.items() if names & set(losses)), "none")
+    return next((activation for activation, losses in _LOSSES_OF_SCORES.items() if names & set(losses)), "none")
 
 
 def probabilities(outputs: Any, activation: Activation) -> Any:
-    """What metrics of probabilities get: torchmetrics itself would decide by the values of each batch whether they are
-    logits.
+    """Returns the probabilities that outputs stand for.
+
+    Metrics get probabilities because torchmetrics would decide by the values of each batch whether they are logits.
 
     Args:
-        outputs: Scores of classes along axis 1, or one of each value.
-        activation: What makes probabilities of them.
+        outputs: Scores of classes along axis 1, or one score of each value.
+        activation: The function that turns them into probabilities.
     """
     if activation == "none" or not isinstance(outputs, Tensor):
         return outputs
-    scores = _in_full(outputs)
+    scores = _to_full_precision(outputs)
     return scores.sigmoid() if activation == "sigmoid" else scores.softmax(1) if scores.ndim > 1 else scores
 
 
-def _in_full(values: Tensor) -> Tensor:
-    """Values of half precision in single precision, others as they are: targets and sums are not rounded to what a
-    model computes in.
-    """
+def _to_full_precision(values: Tensor) -> Tensor:
+    """Converts values of half precision to float32, so that targets and sums are not rounded to a model's precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _of_rows(values: Tensor) -> Tensor:
-    """The sum of what a row has, shape (rows,)."""
+def _sum_by_row(values: Tensor) -> Tensor:
+    """Returns the sum of the values of each row, shape (rows,)."""
     return values.flatten(1).sum(1) if values.ndim > 1 else values
 
 
-def _right(loss: Any, outputs: Any, target: Tensor) -> Tensor:
-    """Where the outputs say the target's class, in its shape: by the highest score, of two classes with one score by
-    what the loss parts.
+def _is_correct(loss: Any, outputs: Any, target: Tensor) -> Tensor:
+    """Returns where the outputs predict the target's class, in the shape of the target.
+
+    The predicted class has the highest score; with one score for two classes, the loss defines the threshold.
 
     Raises:
-        ConfigError: These are not classes.
+        ConfigError: The target is not classes.
     """
     if isinstance(outputs, Tensor):
         if outputs.ndim == target.ndim + 1 and not target.is_floating_point():
             return outputs.argmax(1) == target
-        parts = next((value for kind, value in _BETWEEN.items() if isinstance(loss, kind)), None)
-        if outputs.shape == target.shape and parts is not None:
-            return (outputs > parts) == (target > 0.5)
+        threshold = next((value for kind, value in _BINARY_THRESHOLDS.items() if isinstance(loss, kind)), None)
+        if outputs.shape == target.shape and threshold is not None:
+            return (outputs > threshold) == (target > 0.5)
     raise ConfigError(
-        f"task.init_args.train_accuracy is true, and the target, {target.dtype} of shape {_rows(target)}, is not the"
-        f" index of a class for"
-        f" which the outputs have a score, nor 0 and 1 for {', '.join(kind.__name__ for kind in _BETWEEN)}. Leave it"
-        f" out."
+        f"task.init_args.train_accuracy is true, and the target, {target.dtype} of shape {_format_shape(target)}, is"
+        " not the index of a class for which the outputs have a score, nor 0 and 1 for"
+        f" {', '.join(kind.__name__ for kind in _BINARY_THRESHOLDS)}. Leave it out."
     )
 
 
-def _rows(values: Tensor) -> str:
+def _format_shape(values: Tensor) -> str:
     return f"({', '.join(['rows', *map(str, values.shape[1:])])})"
 
 
-def _counted(loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
-    """How much each value of a loss that goes by class indices counts, as torch's own mean has it; None: as much as the
-    others.
-    """
+def _value_weights(loss: Any, losses: Tensor, target: Tensor) -> Tensor | None:
+    """Returns the weight of each value of a loss of class indices, as in torch's mean; None if all weights are 1."""
     if losses.shape != target.shape or target.is_floating_point() or (ignored := _option(loss, "ignore_index")) is None:
         return None
-    weights, counted = _option(loss, "weight"), target != ignored
-    return counted.to(losses.dtype) if weights is None else weights[torch.where(counted, target, 0)] * counted
+    class_weights, is_used = _option(loss, "weight"), target != ignored
+    if class_weights is None:
+        return is_used.to(losses.dtype)
+    return class_weights[torch.where(is_used, target, 0)] * is_used
 
 
 def _option(loss: Any, name: str) -> Any:
-    """An option of a loss, or of a function that is one (`torch.nn.functional.cross_entropy`); None: it has no such."""
+    """Returns an option of a loss module or function (`torch.nn.functional.cross_entropy`), None if it has none."""
     if not isinstance(loss, partial):
         return getattr(loss, name, None)
     option = inspect.signature(loss).parameters.get(name)
@@ -354,66 +360,72 @@ def _option(loss: Any, name: str) -> Any:
 @lru_cache(64)
 @torch.inference_mode(False)
 def make_loss(spec: str, device: str) -> Any:
-    """Makes a loss on a device once in a process, with weights that backward can save even if an evaluation asks for it
-    first.
+    """Makes a loss on a device once in a process.
+
+    Its weights are made outside inference mode: backward could not save them if an evaluation made the loss first.
 
     Args:
         spec: The loss, as JSON.
-        device: As `str(torch.device)` gives it.
+        device: The device as `str(torch.device)`.
     """
-    given = json.loads(spec)
-    init_args = {**(given.get("init_args") or {}), "reduction": "none"}
+    parsed = json.loads(spec)
+    init_args = {**(parsed.get("init_args") or {}), "reduction": "none"}
     tensors = {
         name: torch.tensor(init_args[name], dtype=torch.float32)
-        for name in _OF_CLASSES
+        for name in _CLASS_WEIGHT_ARGUMENTS
         if isinstance(init_args.get(name), list)
     }
-    if (called := _function_of(given, init_args)) is not None:
-        return partial(called, **(init_args | {name: value.to(device) for name, value in tensors.items()}))
-    loss = made({**given, "init_args": init_args | tensors}, "task.init_args.loss")
+    if (function := _loss_function(parsed, init_args)) is not None:
+        return partial(function, **(init_args | {name: value.to(device) for name, value in tensors.items()}))
+    loss = instantiate({**parsed, "init_args": init_args | tensors}, "task.init_args.loss")
     return loss.to(device) if isinstance(loss, nn.Module) else loss
 
 
-def _function_of(spec: Spec, init_args: dict[str, Any]) -> Any:
-    """The function that is the loss itself, called with outputs and target (`torchvision.ops.sigmoid_focal_loss`);
-    None: it makes one.
+def _loss_function(spec: Spec, init_args: dict[str, Any]) -> Any:
+    """Returns a function that is itself the loss of outputs and target (`torchvision.ops.sigmoid_focal_loss`), None if
+    the import path is of a class or function that makes the loss.
     """
     try:
-        found = load_class(spec["class_path"])
-        parameters = inspect.signature(found).parameters.values()
-    except (ImportError, AttributeError, TypeError, ValueError):  # `made` says what is wrong
+        imported = load_class(spec["class_path"])
+        parameters = inspect.signature(imported).parameters.values()
+    except (ImportError, AttributeError, TypeError, ValueError):
+        # `instantiate` raises an error with the reason.
         return None
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    is_loss = inspect.isfunction(found) and len([p for p in needed if p.name not in init_args]) == 2
-    return found if is_loss else None
+    is_loss = inspect.isfunction(imported) and len([p for p in needed if p.name not in init_args]) == 2
+    return imported if is_loss else None
 
 
-_BY_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss)
-_OF_TWO = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss)
+_CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_BINARY_LOSSES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss)
 _MAX_NAMED = 8
 
 
-def range_of(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
-    """The least and the greatest value that a loss takes in a target, and the one that it ignores, if there is one.
+def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
+    """Returns the least and the greatest value that a loss takes in a target, and the value that it ignores, if any.
 
     Args:
-        spec: The loss of the configuration.
-        outputs: What of the model's outputs is compared, shape (rows, classes, ...) where these are scores of classes.
-        target: What they are compared with, shape (rows, ...).
+        spec: The configured loss.
+        outputs: The outputs that are compared, shape (rows, classes, ...) where these are scores of classes.
+        target: The target that they are compared with, shape (rows, ...).
 
     Returns:
-        None for a loss that takes any value, or of which this is not known, as it is of a class with a `forward` of its
-        own.
+        None for a loss that takes any value or is unknown, such as a class that overrides `forward`.
     """
     loss = make_loss(json.dumps(spec), "cpu")
     kind = next(
-        (kind for kind in (*_BY_INDEX, *_OF_TWO) if isinstance(loss, kind) and type(loss).forward is kind.forward), None
+        (
+            kind
+            for kind in (*_CLASS_INDEX_LOSSES, *_BINARY_LOSSES)
+            if isinstance(loss, kind) and type(loss).forward is kind.forward
+        ),
+        None,
     )
     if kind is None or not isinstance(outputs, Tensor):
         return None
-    if kind in _BY_INDEX and outputs.ndim == target.ndim + 1 and not target.is_floating_point():
+    if kind in _CLASS_INDEX_LOSSES and outputs.ndim == target.ndim + 1 and not target.is_floating_point():
         return [0, outputs.shape[1] - 1, int(loss.ignore_index)]
-    return [0, 1] if kind in _OF_TWO and outputs.shape == target.shape else None
+    return [0, 1] if kind in _BINARY_LOSSES and outputs.shape == target.shape else None
 
 
 def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask: bool) -> None:
@@ -422,33 +434,31 @@ def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask:
     Args:
         column: The target.
         values: Its values, of any shape.
-        allowed: See `range_of`.
+        allowed: See `target_range`.
         is_mask: Whether they are masks of images.
 
     Raises:
-        ValueError: It has such values; the message names them and what to do.
+        ValueError: There are such values; the message has them and what to do.
     """
-    least, greatest, *ignored = allowed
-    if not values.size or least <= values.min() <= values.max() <= greatest:
+    smallest, greatest, *ignored = allowed
+    if not values.size or smallest <= values.min() <= values.max() <= greatest:
         return
-    if ((values >= least) & (values <= greatest) | np.isin(values, ignored)).all():
+    if ((values >= smallest) & (values <= greatest) | np.isin(values, ignored)).all():
         return
     remedy = (
         "Map the values of masks to classes by task.init_args.mask_values, such as {0: 0, 255: 1}; or leave pixels of a"
-        " value out by"
-        " ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or let the model have an output"
-        " for each class"
+        " value out by ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or let the model"
+        " have an output for each class"
         if is_mask
         else "Correct the column, or let the model have an output for each class"
     )
     raise ValueError(
-        f"the {'mask' if is_mask else 'target'} {column!r} has the values {_some(values)}; the loss and the model's"
-        f" {greatest + 1} classes"
-        f" allow {least} to {greatest}. {remedy}"
+        f"the {'mask' if is_mask else 'target'} {column!r} has the values {_format_values(values)}; the loss and the"
+        f" model's {greatest + 1} classes allow {smallest} to {greatest}. {remedy}"
     )
 
 
-def _some(values: npt.NDArray) -> str:
+def _format_values(values: npt.NDArray) -> str:
     distinct = np.unique(values).tolist()
     return ", ".join(f"{value:g}" for value in distinct[:_MAX_NAMED]) + (
         f", ... ({len(distinct)} values)" if len(distinct) > _MAX_NAMED else ""

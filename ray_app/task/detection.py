@@ -1,4 +1,4 @@
-"""Object detection with any detector of `torchvision.models.detection`, or one that is called as these are."""
+"""Object detection with any detector of `torchvision.models.detection`, or one with the same interface."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Losses, Rows, Task, need_column
-from ray_app.task.images import image_of, is_image_column
+from ray_app.task.images import is_image_column, load_image
 from ray_app.task.ragged import LENGTHS, Arrays, Ragged
-from ray_app.task.transforms import Spec, made, made_once, plain, transformed
+from ray_app.task.transforms import Spec, apply_transforms, as_plain_tensor, instantiate, instantiate_once
 
-_FOUND = ("boxes", "labels", "scores")
-_KEPT = ("map", "map_50", "map_75", "mar_100")
+_OBJECT_FIELDS = ("boxes", "labels", "scores")
+_RECORDED_METRICS = ("map", "map_50", "map_75", "mar_100")
 
 
 class ObjectDetection(Task):
-    """Finds objects in images of any size::
+    """Detects objects in images of any size::
 
         task:
           class_path: ray_app.task.detection.ObjectDetection
@@ -38,7 +38,7 @@ class ObjectDetection(Task):
               - {class_path: torchvision.transforms.v2.RandomHorizontalFlip}
 
     A detector's losses are means over the images that it gets, so the loss of each row is that of its micro-batch,
-    which belongs to one logical worker. In evaluation a detector says no loss; there is mean average precision instead.
+    which belongs to one logical worker. In evaluation a detector returns no loss; mean average precision replaces it.
 
     Args:
         detector: The module, or a function that returns one. It is called with a list of images, float32 (3, height,
@@ -47,12 +47,11 @@ class ObjectDetection(Task):
         image: Column of images: encoded, or arrays of uint8 with two or three axes.
         boxes: Column of lists of boxes: left, top, right, bottom in pixels of the decoded image.
         labels: Column of lists of integers, the class of each box; the first is 1, since 0 is the background.
-        transforms: What is done to images and boxes to train on, in the readers; what is random in it draws from the
-            row's key, which is another one in every epoch. Boxes are cut to the image afterwards, and those of less
-            than a pixel are left out.
-        exif_orientation: Whether encoded images are turned and mirrored as their EXIF orientation says, as viewers and
-            tools for drawing boxes show them; false: they are decoded as they are stored, and boxes are in pixels of
-            that.
+        transforms: Transforms of images and boxes to train on, applied in the readers. Random ones draw from the key
+            of the row, which differs in every epoch. Boxes are clamped to the image afterwards, and boxes of less than
+            a pixel are removed.
+        exif_orientation: Whether encoded images are rotated and mirrored by their EXIF orientation, as viewers and
+            annotation tools show them; false: they are decoded as stored, and boxes are in pixels of that image.
     """
 
     best_metric = "map"
@@ -77,63 +76,65 @@ class ObjectDetection(Task):
         self.exif_orientation = exif_orientation
 
     def prepare(self, data: DataFacts) -> ObjectDetection:
-        """Looks at the columns; see `Task.prepare`."""
+        """Checks the columns; see `Task.prepare`."""
         require("pycocotools", "Mean average precision")
         require("torchvision", "Object detection")
         if not is_image_column(need_column(data, self.image, ("bytes", "array"), "detector")):
             raise DataError(
-                f"Column {self.image!r} of {data.path} holds arrays that are no images; images are files, or uint8 of"
-                f" shape (height, width)"
-                " or (height, width, channels). Name another column in task.init_args.image."
+                f"Column {self.image!r} of {data.path} holds arrays that are not images; images are files, or uint8 of"
+                " shape (height, width) or (height, width, channels). Name another column in task.init_args.image."
             )
         for name in self.targets():
             need_column(data, name, ("list",), "detector")
         return self
 
     def columns(self) -> list[str]:
-        """See `Task.columns`."""
+        """Returns the columns to read, see `Task.columns`."""
         return [self.image, self.boxes, self.labels]
 
     def targets(self) -> list[str]:
-        """See `Task.targets`."""
+        """Returns the target columns, see `Task.targets`."""
         return [self.boxes, self.labels]
 
     @property
     def has_epoch_decode(self) -> bool:
-        """Whether there are transforms."""
+        """Whether the task has transforms."""
         return bool(self.transforms)
 
     def decode(self, rows: Rows) -> Arrays:
-        """Decodes to `image` (the pixels of all channels, one after the other), `size` (height and width), `boxes` and
-        `labels`.
+        """Decodes rows into `image` (the pixels of all channels, one after the other), `size` (height and width),
+        `boxes` and `labels`.
         """
         return self._decoded(rows, (), None)
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
-        """Likewise, after the transforms."""
-        return self._decoded(rows, made_once(self.transforms, "task.init_args.transforms"), keys)
+        """Decodes rows as `decode` does, and applies the transforms."""
+        return self._decoded(rows, instantiate_once(self.transforms, "task.init_args.transforms"), keys)
 
     def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
         samples = []
         for i in range(len(rows[self.image])):
-            image = image_of(rows[self.image][i], self.exif_orientation)
+            image = load_image(rows[self.image][i], self.exif_orientation)
             if image.ndim != 3:
                 raise ValueError("the image is animated; detectors take one picture of each row")
             boxes, labels = self._truth(rows, i, *image.shape[-2:])
             sample = {"image": image.expand(3, -1, -1), "boxes": boxes, "labels": labels}
-            samples.append(_changed(sample, transforms, int(keys[i])) if keys is not None else sample)
+            samples.append(sample if keys is None else _transform_sample(sample, transforms, int(keys[i])))
         return {
-            "image": Ragged.of((plain(sample["image"]).numpy() for sample in samples), np.uint8),
+            "image": Ragged.of((as_plain_tensor(sample["image"]).numpy() for sample in samples), np.uint8),
             "size": np.array([sample["image"].shape[-2:] for sample in samples], np.int64).reshape(-1, 2),
-            "boxes": Ragged.of((plain(sample["boxes"]).numpy() for sample in samples), np.float32, row_shape=(4,)),
+            "boxes": Ragged.of(
+                (as_plain_tensor(sample["boxes"]).numpy() for sample in samples), np.float32, row_shape=(4,)
+            ),
             "labels": Ragged.of((sample["labels"].numpy() for sample in samples), np.int64),
         }
 
     def _truth(self, rows: Rows, row: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Boxes, float32 (objects, 4), and classes, (objects,), of a row; none where these columns were not read.
+        """Returns the boxes, float32 (objects, 4), and classes, (objects,), of a row; none where these columns were not
+        read.
 
         Raises:
-            ValueError: They cannot be.
+            ValueError: The lists do not match, a box is outside the image, or a label is outside the classes.
         """
         columns = [rows[name] for name in self.targets()]
         if any(isinstance(column, np.ndarray) and column.dtype == np.int64 for column in columns):
@@ -145,59 +146,60 @@ class ObjectDetection(Task):
         if len(boxes) != len(labels):
             raise ValueError(f"there are {len(boxes)} boxes and {len(labels)} labels; each box has one")
         left, top, right, bottom = boxes.unbind(1)
-        there = (
-            (left >= -1) & (top >= -1) & (right <= width + 1) & (bottom <= height + 1) & (left < right) & (top < bottom)
-        )
-        if not there.all():
+        # Edges of a box up to one pixel outside the image are accepted.
+        is_valid = (left >= -1) & (top >= -1) & (right <= width + 1) & (bottom <= height + 1)
+        is_valid &= (left < right) & (top < bottom)
+        if not is_valid.all():
             raise ValueError(
-                f"the box {boxes[~there][0].tolist()} is none in an image {width} wide and {height} high; give left,"
-                f" top, right and bottom"
-                " in pixels"
+                f"the box {boxes[~is_valid][0].tolist()} is not a box in an image {width} wide and {height} high; give"
+                " left, top, right and bottom in pixels"
             )
-        most = (self.detector.get("init_args") or {}).get("num_classes", np.inf)
-        if wrong := labels[(labels < 1) | (labels >= most)].tolist():
+        num_classes = (self.detector.get("init_args") or {}).get("num_classes", np.inf)
+        if wrong := labels[(labels < 1) | (labels >= num_classes)].tolist():
             raise ValueError(
                 f"there is a label {wrong[0]}; labels go from 1, since 0 is the background, to num_classes - 1"
             )
         return boxes, labels
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
-        model = made(self.detector, "task.init_args.detector")
+        """Builds the model, see `Task.build_model`."""
+        model = instantiate(self.detector, "task.init_args.detector")
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"task.init_args.detector {self.detector['class_path']} makes a {type(model).__name__}; it must make an"
-                f" nn.Module."
+                " nn.Module."
             )
         return model
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """The sum of the detector's losses, which are means over the micro-batch, for each of its rows; each by its
-        name as a metric.
+        """Returns for each row the sum of the detector's losses, which are means over the micro-batch; each loss is a
+        metric, too.
         """
         losses = {
             name: loss.expand(len(batch["size"]))
-            for name, loss in _fresh(model)(_images(batch), _truths(batch)).items()
+            for name, loss in _reset_scales(model)(_images(batch), _targets_of(batch)).items()
         }
         return Losses(torch.stack(list(losses.values())).sum(0), metrics=losses)
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """What is found, the surest first, padded to the most of an image: `boxes` (rows, most, 4), `labels` and
-        `scores` (rows, most), and how many of them count, `found` (rows,). Needs a model in evaluation mode.
+        """Returns the detected objects of each row by descending score, padded to the largest number of an image.
+
+        Returns:
+            `boxes` (rows, objects, 4), `labels` and `scores` (rows, objects), and the number of objects of each row,
+            `found` (rows,). The model must be in evaluation mode.
         """
-        found = _fresh(model)(_images(batch))
-        counts = torch.tensor([len(one["boxes"]) for one in found], device=batch["size"].device)
-        return {name: pad_sequence([one[name] for one in found], batch_first=True) for name in _FOUND} | {
-            "found": counts
-        }
+        detections = _reset_scales(model)(_images(batch))
+        counts = torch.tensor([len(one["boxes"]) for one in detections], device=batch["size"].device)
+        padded = {name: pad_sequence([one[name] for one in detections], batch_first=True) for name in _OBJECT_FIELDS}
+        return padded | {"found": counts}
 
     def loss(self, outputs: Any, batch: Batch) -> Losses:
-        """None: what weighs nothing."""
+        """Returns losses of weight 0: a detector in evaluation mode computes no loss."""
         none = torch.zeros(len(batch["size"]), device=batch["size"].device)
         return Losses(none, none)
 
     def metrics(self) -> MetricCollection:
-        """Mean average precision as COCO measures it, `map` (IoU from 0.5 to 0.95), `map_50` and `map_75`, and recall,
+        """Makes COCO's mean average precision, `map` (IoU from 0.5 to 0.95), `map_50` and `map_75`, and recall,
         `mar_100`.
         """
         from torchmetrics import MetricCollection
@@ -205,12 +207,15 @@ class ObjectDetection(Task):
         return MetricCollection({"map": _average_precision()})
 
     def update(self, metrics: MetricCollection, outputs: dict[str, Tensor], batch: Batch) -> None:
-        """See `Task.update`."""
-        found = [{name: outputs[name][i, :n] for name in _FOUND} for i, n in enumerate(outputs["found"].tolist())]
-        metrics.update(found, _truths(batch))
+        """Updates the metrics with a batch, see `Task.update`."""
+        detections = [
+            {name: outputs[name][i, :n] for name in _OBJECT_FIELDS} for i, n in enumerate(outputs["found"].tolist())
+        ]
+        metrics.update(detections, _targets_of(batch))
 
-    def predictions(self, outputs: dict[str, Tensor]) -> Arrays:
-        """Lists of boxes, classes and scores of each row, the surest first."""
+    def predictions(self, outputs: dict[str, Tensor], batch: Batch) -> Arrays:
+        """Returns lists of boxes, classes and scores of each row, by descending score."""
+        del batch
         shapes = {"boxes": (4,), "labels": (), "scores": ()}
         counts = outputs["found"].tolist()
         return {
@@ -219,22 +224,22 @@ class ObjectDetection(Task):
                 outputs[name].numpy().dtype,
                 row_shape=shapes[name],
             )
-            for name in _FOUND
+            for name in _OBJECT_FIELDS
         }
 
 
-def _changed(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dict[str, Any]:
-    """Image and boxes after the transforms, without boxes that are no longer there, and their classes.
+def _transform_sample(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dict[str, Any]:
+    """Applies the transforms to an image and its boxes, and removes boxes that are outside the image afterwards.
 
     Raises:
-        ValueError: The image is no longer one of uint8.
+        ValueError: The transforms make an image of another type than uint8.
     """
     from torchvision import tv_tensors
     from torchvision.transforms import v2
 
     size = tuple(sample["image"].shape[-2:])
     boxes = tv_tensors.BoundingBoxes(sample["boxes"], format="XYXY", canvas_size=size)
-    sample = transformed(sample | {"image": tv_tensors.Image(sample["image"]), "boxes": boxes}, transforms, key)
+    sample = apply_transforms(sample | {"image": tv_tensors.Image(sample["image"]), "boxes": boxes}, transforms, key)
     if sample["image"].dtype != torch.uint8:
         raise ValueError(
             "task.init_args.transforms make images of fractions; leave that out, the detector gets them from 0 to 1"
@@ -243,9 +248,11 @@ def _changed(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dic
     return v2.SanitizeBoundingBoxes()(v2.ClampBoundingBoxes()(sample))
 
 
-def _fresh(model: nn.Module) -> nn.Module:
-    """A detector that has forgotten the batches before: torchvision's keep the scales of the first one, which small
-    images make uneven, and which is another one on every worker.
+def _reset_scales(model: nn.Module) -> nn.Module:
+    """Resets the scales that a detector keeps from earlier batches, and returns it.
+
+    torchvision's detectors keep the scales of their first batch. Small images make them uneven, and each worker has
+    another first batch, so results would depend on the workers.
     """
     from torchvision.ops import MultiScaleRoIAlign
 
@@ -256,7 +263,7 @@ def _fresh(model: nn.Module) -> nn.Module:
 
 
 def _images(batch: Batch) -> list[Tensor]:
-    """The images of a batch as detectors take them."""
+    """Returns the images of a batch as detectors take them: float32 (3, height, width), 0 to 1."""
     sizes = batch["size"].tolist()
     return [
         row[: 3 * high * wide].view(3, high, wide).float() / 255
@@ -264,8 +271,8 @@ def _images(batch: Batch) -> list[Tensor]:
     ]
 
 
-def _truths(batch: Batch) -> list[dict[str, Tensor]]:
-    """The boxes and classes of each row."""
+def _targets_of(batch: Batch) -> list[dict[str, Tensor]]:
+    """Returns the boxes and classes of each row as detectors take them."""
     return [
         {name: batch[name][i, :n] for name in ("boxes", "labels")}
         for i, n in enumerate(batch["boxes" + LENGTHS].tolist())
@@ -276,12 +283,12 @@ def _average_precision() -> Metric:
     from torchmetrics.detection import MeanAveragePrecision
 
     class AveragePrecision(MeanAveragePrecision):
-        """The figures that are recorded."""
+        """Mean average precision that computes only the metrics that are recorded."""
 
         warn_on_many_detections = False
 
         def compute(self) -> dict[str, Tensor]:
-            found = super().compute()
-            return {name: found[name] for name in _KEPT}
+            computed = super().compute()
+            return {name: computed[name] for name in _RECORDED_METRICS}
 
     return AveragePrecision()

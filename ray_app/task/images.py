@@ -1,9 +1,10 @@
-"""Encoded images: simplejpeg decodes JPEG files, Pillow reads all headers and decodes every other format.
+"""Decoding of images and masks, and their common transforms.
 
-Both raise an error for a damaged file; torchvision's decoder ends the process for some PNG files. A header is read
-before any pixel is decoded, since a small file can say that it is enormous.
+simplejpeg decodes JPEG files; Pillow reads all headers and decodes every other format. Both raise an error for a
+damaged file, where torchvision's decoder ends the process for some PNG files. The header is read before any pixel is
+decoded, since a small file can declare an enormous image.
 
-Images of rows and the masks that belong to them, through the same transforms.
+`decode_columns` decodes the columns of images and masks of rows and applies the same transforms to both.
 """
 
 from __future__ import annotations
@@ -20,23 +21,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ray_app.errors import without_addresses
+from ray_app.errors import remove_addresses
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import HEAD_BYTES, has_image_signature, name_other_format
-from ray_app.task.transforms import plain, transformed
+from ray_app.task.transforms import apply_transforms, as_plain_tensor
 
 MAX_PIXELS = 2**27
-"""Of all frames together: 403 MB as RGB, an image of 11585 x 11585."""
+"""Limit of the pixels of all frames of an image together: 403 MB as RGB, 11585 x 11585 pixels."""
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _JPEG = ("JPEG", "MPO")
-"""MPO is a JPEG file with further pictures behind the first one, as many phones write it; only the first one is
-decoded.
-"""
+"""MPO is a JPEG file with further pictures after the first one, as many phones write it; only the first is decoded."""
 _ANIMATED = ("WEBP", "GIF")
-"""Of an animated PNG only the still image is decoded, which viewers that know no animation show."""
+"""Of an animated PNG only the still image is decoded, which viewers without support for animations show."""
 _HARMLESS = ("extraneous bytes before marker 0xd9", "unknown JFIF revision", "determine subsampling level")
-"""Parts of simplejpeg's errors for files that it refuses and that have all their pixels: surplus bytes before the
-end-of-image marker, an odd version number in the header, and sampling factors that libjpeg decodes and TurboJPEG's
+"""Parts of simplejpeg's errors for files that it refuses although they have all their pixels: surplus bytes before the
+end-of-image marker, an odd version number in the header, and sampling factors that libjpeg decodes but TurboJPEG's
 interface has no name for.
 """
 _ORIENTATION = 0x0112
@@ -49,28 +48,27 @@ _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
     7: (True, ("y", "x")),
     8: (True, ("y",)),
 }
-"""By EXIF orientation: whether rows and columns change places, and which axes are reversed afterwards."""
+"""By EXIF orientation: whether rows and columns are swapped, and which axes are reversed afterwards."""
 
 
-def pixels_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
+def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     """Decodes an image file.
 
     Args:
         encoded: JPEG, PNG, WebP or GIF.
-        exif_orientation: Whether the image is turned and mirrored as its EXIF orientation says, which is how viewers
-            show it.
+        exif_orientation: Whether the image is rotated and mirrored by its EXIF orientation, as viewers show it.
 
     Returns:
         RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8
         are kept.
 
     Raises:
-        ValueError: The file says that it has more than `MAX_PIXELS`, is damaged, or is something else; the message says
+        ValueError: The file declares more than `MAX_PIXELS`, is damaged, or is not such an image; the message says
             which.
     """
     import torch
 
-    with _explained(encoded), _opened(encoded) as image:
+    with _explain_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG:
             pixels = _jpeg_pixels(encoded, image)
         elif image.format in _ANIMATED and getattr(image, "n_frames", 1) > 1:
@@ -80,44 +78,47 @@ def pixels_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
             _check_palette(image, encoded)
             pixels = _rgb_pixels(image)
         if exif_orientation:
-            pixels = _turned(pixels, _orientation_of(image), (-3, -2))
+            pixels = _apply_orientation(pixels, _read_orientation(image), (-3, -2))
     return torch.from_numpy(pixels).movedim(-1, -3)
 
 
-def mask_of(encoded: bytes, exif_orientation: bool = True) -> Tensor:
-    """Decodes a mask: the numbers of the classes of pixels, as they are stored.
+def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
+    """Decodes a mask: the class indices of the pixels, as stored.
 
     Args:
-        encoded: PNG or GIF of one channel, whose values are the numbers, or of a palette, whose indices are.
-        exif_orientation: See `pixels_of`.
+        encoded: PNG or GIF of one channel, with the class indices as values, or with a palette, with the class indices
+            as indices of colours.
+        exif_orientation: See `decode_image`.
 
     Returns:
         Shape (height, width); uint8, or int32 where there are more than 8 bits.
 
     Raises:
-        ValueError: It is an image of colours, or see `pixels_of`.
+        ValueError: The file is an image of colours, or one that `decode_image` refuses.
     """
     import torch
 
-    with _explained(encoded), _opened(encoded) as image:
+    with _explain_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(
-                f"it is a {image.format} of mode {image.mode}, which is no mask; a mask is a PNG of one channel, or of"
-                f" a palette, whose"
-                " values are the numbers of classes"
+                f"it is a {image.format} of mode {image.mode}, which is not a mask; a mask is a PNG of one channel, or"
+                " of a palette, whose values are the numbers of classes"
             )
         _load(image, encoded)
         values = np.array(image).astype(np.int32 if image.mode.startswith("I") else np.uint8)
-        return torch.from_numpy(_turned(values, _orientation_of(image) if exif_orientation else 1, (-2, -1)))
+        return torch.from_numpy(
+            _apply_orientation(values, _read_orientation(image) if exif_orientation else 1, (-2, -1))
+        )
 
 
 @contextmanager
-def _explained(encoded: bytes) -> Iterator[None]:
-    """Turns every error of a library about a file into a ValueError with a reason: Pillow's readers raise errors of all
-    kinds.
+def _explain_errors(encoded: bytes) -> Iterator[None]:
+    """Converts every error of a library about a file into a ValueError with the reason.
+
+    Pillow's readers raise errors of many types.
 
     Raises:
-        ValueError: See above.
+        ValueError: The block raised an error other than ImportError and MemoryError.
     """
     try:
         yield
@@ -137,18 +138,18 @@ def _first_line(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "its header is damaged"
     if isinstance(error, Image.DecompressionBombError):
-        # Pillow has a bound of its own, which is above ours.
+        # Pillow has a limit of its own, which is above `MAX_PIXELS`.
         return f"it has more than {MAX_PIXELS} pixels, which is the most that is decoded"
-    lines = without_addresses(str(error)).strip().splitlines()
+    lines = remove_addresses(str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
-def _opened(encoded: bytes) -> Any:
-    """Opens a file by its header and refuses one that says that it is enormous.
+def _open_image(encoded: bytes) -> Any:
+    """Opens a file by its header and refuses it if the header declares too many pixels.
 
     Raises:
-        ValueError: See `pixels_of`.
-        Exception: What Pillow raises.
+        ValueError: See `decode_image`.
+        Exception: Whatever Pillow raises.
     """
     from PIL import Image
 
@@ -168,10 +169,10 @@ def _opened(encoded: bytes) -> Any:
 
 
 def _jpeg_pixels(encoded: bytes, image: Any) -> npt.NDArray[np.uint8]:
-    """The pixels of a JPEG file, (height, width, 3), refused where anything in it is damaged.
+    """Decodes the pixels of a JPEG file, (height, width, 3).
 
     Raises:
-        ValueError: It is damaged, or in a kind of JPEG that libjpeg does not decode.
+        ValueError: The file is damaged anywhere, or of a kind of JPEG that libjpeg does not decode.
     """
     import simplejpeg
 
@@ -186,18 +187,18 @@ def _jpeg_pixels(encoded: bytes, image: Any) -> npt.NDArray[np.uint8]:
 
 
 def _frames(image: Any) -> npt.NDArray[np.uint8]:
-    """The pixels of all frames of an animated image, (frames, height, width, 3)."""
+    """Decodes the pixels of all frames of an animated image, (frames, height, width, 3)."""
     from PIL import ImageSequence
 
     return np.stack([np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
 
 
 def _rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
-    """The pixels of a still image, (height, width, 3)."""
+    """Returns the RGB pixels of a still image, (height, width, 3)."""
     if image.mode.startswith("I"):
         grey = (np.array(image) >> 8).astype(np.uint8)
         return np.repeat(grey[..., None], 3, -1)
-    # RGB has no transparency; Pillow warns about that which belongs to a palette.
+    # RGB has no transparency, and Pillow warns when it converts a palette with transparency.
     image.info.pop("transparency", None)
     return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
@@ -206,15 +207,15 @@ def _load(image: Any, encoded: bytes) -> None:
     """Decodes a still image.
 
     Raises:
-        ValueError: A PNG file has fewer rows than its header says: Pillow makes the others black in silence.
-        Exception: What Pillow raises.
+        ValueError: A PNG file has fewer rows than its header declares: Pillow silently makes the others black.
+        Exception: Whatever Pillow raises.
     """
     image.load()
     if image.format != "PNG":
         return
     height = image.height
-    # To unpack the data of every PNG file a second time would cost half as much again. A row that Pillow did not get is
-    # zeros, so if the last row is not zeros, all rows are there. An interlaced image does not end with its last row.
+    # Inflating the data of every PNG file a second time would cost half as much again. Rows that Pillow did not get are
+    # zeros, so all rows are present if the last row is not zeros. An interlaced image does not end with its last row.
     may_lack_rows = (
         bool(image.info.get("interlace")) or not np.array(image.crop((0, height - 1, image.width, height))).any()
     )
@@ -223,10 +224,10 @@ def _load(image: Any, encoded: bytes) -> None:
 
 
 def _check_palette(image: Any, encoded: bytes) -> None:
-    """Refuses a PNG file with colours that its palette does not have: Pillow makes them black in silence.
+    """Refuses a PNG file with a pixel of a colour that the palette lacks: Pillow silently makes it black.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such a pixel.
     """
     if image.format == "PNG" and image.mode == "P":
         colours = sum(map(len, _png_chunks(encoded, b"PLTE"))) // 3
@@ -237,7 +238,7 @@ def _check_palette(image: Any, encoded: bytes) -> None:
 
 
 def _missing_png_bytes(encoded: bytes) -> int:
-    """How many bytes of the rows of a PNG file its compressed image data lacks."""
+    """Returns how many bytes of the rows of a PNG file its compressed image data lacks."""
     width, height, bits, colour_type, _, _, interlaced = struct.unpack(">IIBBBBB", encoded[16:29])
     bits_per_pixel = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour_type]
     # The seven passes of an interlaced image: the first column and row, and the steps between columns and between rows.
@@ -258,7 +259,7 @@ def _missing_png_bytes(encoded: bytes) -> int:
 
 
 def _png_chunks(encoded: bytes, kind: bytes) -> Iterator[bytes]:
-    """The contents of the chunks of a PNG file that are of one kind."""
+    """Yields the contents of the chunks of a PNG file that are of one kind."""
     at = 8
     while at + 8 <= len(encoded):
         (size,) = struct.unpack(">I", encoded[at : at + 4])
@@ -268,8 +269,9 @@ def _png_chunks(encoded: bytes, kind: bytes) -> Iterator[bytes]:
 
 
 def _has_gif_end(encoded: bytes) -> bool:
-    """Whether the blocks of a GIF file lead to the one that ends it; Pillow takes frames that were cut off for frames
-    that never were.
+    """Whether the blocks of a GIF file lead to the block that ends it.
+
+    Pillow does not report frames that were cut off.
     """
 
     def table_bytes(flags: int) -> int:
@@ -278,8 +280,8 @@ def _has_gif_end(encoded: bytes) -> bool:
     try:
         at = 13 + table_bytes(encoded[10])
         while encoded[at] in b"!,":
-            # An extension has a label, an image a position, a size, maybe colours, and the size of its codes. Data
-            # follows in both.
+            # An extension begins with a label; an image with position, size, optional colours, and the size of its
+            # codes. Data follows in both.
             at += 2 if encoded[at] == ord("!") else 11 + table_bytes(encoded[at + 9])
             while encoded[at]:
                 at += 1 + encoded[at]
@@ -289,19 +291,18 @@ def _has_gif_end(encoded: bytes) -> bool:
         return False
 
 
-def _orientation_of(image: Any) -> int:
-    """The EXIF orientation of an image, 1 to 8; 1, as it is stored, where nothing valid is said."""
+def _read_orientation(image: Any) -> int:
+    """Returns the EXIF orientation of an image, 1 to 8; 1 (as stored) if there is no valid one."""
     try:
         orientation = image.getexif().get(_ORIENTATION)
     except Exception:
-        # EXIF data is beside the image: a damaged block says nothing about how the image is turned, and does not spoil
-        # its pixels.
+        # EXIF data is separate from the image: a damaged block has no orientation, and the pixels are intact.
         return 1
     return orientation if isinstance(orientation, int) and orientation in _TURNS else 1
 
 
-def _turned(values: npt.NDArray[Any], orientation: int, axes: tuple[int, int]) -> npt.NDArray[Any]:
-    """An image as its EXIF orientation says; `axes` are those of rows (y) and columns (x)."""
+def _apply_orientation(values: npt.NDArray[Any], orientation: int, axes: tuple[int, int]) -> npt.NDArray[Any]:
+    """Rotates and mirrors an image by its EXIF orientation; `axes` are those of rows (y) and columns (x)."""
     if orientation == 1:
         return values
     swap, reverse = _TURNS[orientation]
@@ -314,7 +315,7 @@ def _turned(values: npt.NDArray[Any], orientation: int, axes: tuple[int, int]) -
 IMAGE, MASK = "image", "mask"
 _MAX_NAMED = 8
 _SIGNED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
-"""What PyTorch can compute with, of the types that it can only hold."""
+"""Types to convert to, by the unsigned types that PyTorch stores but does not compute with."""
 
 
 def is_image_column(facts: ColumnFacts) -> bool:
@@ -329,7 +330,7 @@ def is_mask(facts: ColumnFacts) -> bool:
     )
 
 
-def decoded(
+def decode_columns(
     rows: Mapping[str, Any],
     kinds: Mapping[str, str],
     transforms: Sequence[Any],
@@ -337,45 +338,48 @@ def decoded(
     exif_orientation: bool = True,
     mask_classes: Sequence[Sequence[int]] = (),
 ) -> dict[str, npt.NDArray]:
-    """The images and masks of some rows.
+    """Decodes the columns of images and masks of some rows, and applies the transforms to them.
 
     Args:
         rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was not
             read.
         kinds: `image` or `mask` by column.
-        transforms: What is done to the images of a row and to its masks alike.
-        keys: Of the rows, see `transformed`.
-        exif_orientation: See `pixels_of`.
+        transforms: Applied to the images of a row and to its masks alike.
+        keys: Keys of the rows, see `apply_transforms`.
+        exif_orientation: See `decode_image`.
         mask_classes: Value and class of masks, in the order of the values; empty, if the values are the classes.
 
     Returns:
         By column: images of shape (rows, channels, height, width), masks of shape (rows, height, width).
 
     Raises:
-        ValueError: One cannot be decoded, or the rows have several shapes.
+        ValueError: An image or mask cannot be decoded, or the rows have several shapes.
     """
     stored = {name for name in kinds if isinstance(rows[name], np.ndarray)}
-    lacking = [name for name in stored if rows[name].ndim == 1]
-    there = {name: kind for name, kind in kinds.items() if name not in lacking}
-    if not transforms and stored >= there.keys():
-        found = {name: _stored(rows[name], kind) for name, kind in there.items()}
-        found = {
-            name: classes_of(values, mask_classes) if there[name] == MASK else values for name, values in found.items()
+    unread = [name for name in stored if rows[name].ndim == 1]
+    present = {name: kind for name, kind in kinds.items() if name not in unread}
+    if not transforms and stored >= present.keys():
+        decoded = {name: _convert_array(rows[name], kind) for name, kind in present.items()}
+        decoded = {
+            name: map_mask_classes(values, mask_classes) if present[name] == MASK else values
+            for name, values in decoded.items()
         }
     else:
-        found = _one_by_one(rows, there, transforms, keys, exif_orientation, mask_classes)
-    size = next(iter(found.values())).shape[-2:] if found else (1, 1)
-    return found | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in lacking}
+        decoded = _decode_by_row(rows, present, transforms, keys, exif_orientation, mask_classes)
+    size = next(iter(decoded.values())).shape[-2:] if decoded else (1, 1)
+    return decoded | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in unread}
 
 
-def _stored(values: npt.NDArray, kind: str) -> npt.NDArray:
-    """Arrays as read: (rows, height, width) with channels or without, which come first afterwards."""
+def _convert_array(values: npt.NDArray, kind: str) -> npt.NDArray:
+    """Converts arrays as read, (rows, height, width[, channels]), to the layout and types of PyTorch: images get their
+    channels first, masks a type that PyTorch computes with.
+    """
     if kind == MASK:
         return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if values.ndim == 4 else values[:, None]
 
 
-def _one_by_one(
+def _decode_by_row(
     rows: Mapping[str, Any],
     kinds: Mapping[str, str],
     transforms: Sequence[Any],
@@ -383,70 +387,72 @@ def _one_by_one(
     exif_orientation: bool,
     mask_classes: Sequence[Sequence[int]],
 ) -> dict[str, npt.NDArray]:
-    found: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
+    decoded: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
     for row in range(len(next(iter(rows.values())))):
         stored = {name: rows[name][row] for name in kinds}
         masks = {
-            name: _mask(stored[name], exif_orientation, mask_classes) for name, kind in kinds.items() if kind == MASK
+            name: _load_mask(stored[name], exif_orientation, mask_classes)
+            for name, kind in kinds.items()
+            if kind == MASK
         }
-        sample = {name: masks[name] if name in masks else image_of(stored[name], exif_orientation) for name in kinds}
-        sample = transformed(sample, transforms, None if keys is None else int(keys[row]))
+        sample = {name: masks[name] if name in masks else load_image(stored[name], exif_orientation) for name in kinds}
+        sample = apply_transforms(sample, transforms, None if keys is None else int(keys[row]))
         for name, kind in kinds.items():
             if kind == IMAGE and sample[name].dtype != torch.uint8:
                 raise ValueError(
-                    f"task.init_args.transforms or evaluate_transforms make"
-                    f" {str(sample[name].dtype).removeprefix('torch.')} of the image"
-                    f" {name!r}; leave that out (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided"
-                    f" by std"
+                    "task.init_args.transforms or evaluate_transforms make"
+                    f" {str(sample[name].dtype).removeprefix('torch.')} of the image {name!r}; leave that out"
+                    " (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided by std"
                 )
-            found[name].append(plain(sample[name]).numpy())
-    for name, values in found.items():
+            decoded[name].append(as_plain_tensor(sample[name]).numpy())
+    for name, values in decoded.items():
         shapes = sorted({one.shape for one in values})
         if len(shapes) > 1:
             raise ValueError(
                 f"images of {name!r} have the shapes {shapes[:3]}; let task.init_args.transforms and"
-                f" evaluate_transforms give them one size"
-                " (Resize, CenterCrop, RandomResizedCrop)"
+                " evaluate_transforms give them one size (Resize, CenterCrop, RandomResizedCrop)"
             )
-    return {name: np.stack(values) for name, values in found.items()}
+    return {name: np.stack(values) for name, values in decoded.items()}
 
 
-def classes_of(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
-    """A mask with classes in place of its values, as bytes if they fit, in its shape; as it is, if there are no pairs.
+def map_mask_classes(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
+    """Replaces the values of a mask by classes, as bytes if they fit; returns the mask unchanged without pairs.
 
     Args:
-        mask: Integers.
+        mask: Integers of any shape.
         pairs: Value and class, in the order of the values.
 
     Raises:
-        ValueError: It has values without a class.
+        ValueError: The mask has values without a class.
     """
     if not pairs:
         return mask
-    known, classes = np.array(pairs, np.int64).T
+    mapped, classes = np.array(pairs, np.int64).T
     if classes.min() >= 0 and classes.max() <= np.iinfo(np.uint8).max:
         classes = classes.astype(np.uint8)
-    index = np.minimum(np.searchsorted(known, mask), len(known) - 1)
-    if not (is_known := known[index] == mask).all():
+    index = np.minimum(np.searchsorted(mapped, mask), len(mapped) - 1)
+    if not (has_class := mapped[index] == mask).all():
         raise ValueError(
-            f"the mask has the values {', '.join(map(str, np.unique(mask[~is_known]).tolist()[:_MAX_NAMED]))}, which"
-            f" task.init_args.mask_values gives no class; it names {', '.join(map(str, known.tolist()))}"
+            f"the mask has the values {', '.join(map(str, np.unique(mask[~has_class]).tolist()[:_MAX_NAMED]))}, which"
+            f" task.init_args.mask_values gives no class; it names {', '.join(map(str, mapped.tolist()))}"
         )
     return classes[index]
 
 
-def image_of(stored: Any, exif_orientation: bool = True) -> Tensor:
-    """A row's image, encoded (see `pixels_of`) or an array, channels first, as transforms know it."""
+def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
+    """Returns a row's image, encoded (see `decode_image`) or an array, as a `tv_tensors.Image`, channels first."""
     from torchvision import tv_tensors
 
     if isinstance(stored, bytes):
-        return tv_tensors.Image(pixels_of(stored, exif_orientation))
-    return tv_tensors.Image(torch.from_numpy(_stored(stored[None], IMAGE)[0]))
+        return tv_tensors.Image(decode_image(stored, exif_orientation))
+    return tv_tensors.Image(torch.from_numpy(_convert_array(stored[None], IMAGE)[0]))
 
 
-def _mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
-    """A row's mask, encoded (see `mask_of`) or an array, (height, width), with its classes."""
+def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
+    """Returns a row's mask, encoded (see `decode_mask`) or an array, as a `tv_tensors.Mask` of classes, (height,
+    width).
+    """
     from torchvision import tv_tensors
 
-    mask = mask_of(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _stored(stored, MASK)
-    return tv_tensors.Mask(torch.from_numpy(classes_of(mask, pairs)))
+    mask = decode_mask(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _convert_array(stored, MASK)
+    return tv_tensors.Mask(torch.from_numpy(map_mask_classes(mask, pairs)))

@@ -1,9 +1,7 @@
-"""A `LightningModule` as a task: its steps, what it logs and its optimizer, without Lightning's trainer.
+"""A `LightningModule` as a task: its steps, the values that it logs and its optimizer, without Lightning's trainer.
 
-Lightning itself is not imported: whatever module has `training_step` will do.
-
-Methods of a `LightningModule` without its trainer: what they log is kept, and what only the trainer could give is
-refused.
+Lightning is not imported: any module with `training_step` works. `capture_logs` records what a method of the module
+logs, and refuses any use of the trainer.
 """
 
 from __future__ import annotations
@@ -24,13 +22,14 @@ from ray_app.errors import ConfigError
 from ray_app.task.annotations import Metric
 from ray_app.task.base import Batch, Losses
 from ray_app.task.metric_states import isolate
-from ray_app.task.transforms import made
-from ray_app.task.whole_batches import BatchTask, Evaluated, mean_of, rows_in
+from ray_app.task.transforms import instantiate
+from ray_app.task.whole_batches import BatchTask, Evaluated, as_mean, count_rows
 
 if TYPE_CHECKING:
     from ray_app.config.config import Config
 
-_LIGHTNING = ("pytorch_lightning", "lightning", "torch")
+_LIGHTNING_PACKAGES = ("pytorch_lightning", "lightning", "torch")
+# Hooks that only Lightning's trainer calls.
 _NEVER_CALLED = (
     "backward",
     "configure_callbacks",
@@ -61,41 +60,45 @@ _LOG_OPTIONS = (
     "batch_size",
 )
 """Arguments of Lightning's `log` and `log_dict` after the values, in their order."""
+_VALIDATION_LOSSES = ("val_loss", "loss")
 
 
-def has_own(kind: type, name: str) -> bool:
-    """Whether a class, or one that it derives from, but Lightning's, has something of this name."""
-    return any(name in vars(each) and each.__module__.partition(".")[0] not in _LIGHTNING for each in kind.__mro__)
+def has_user_attribute(kind: type, name: str) -> bool:
+    """Whether a class, or a base of it outside Lightning, defines an attribute."""
+    return any(
+        name in vars(base) and base.__module__.partition(".")[0] not in _LIGHTNING_PACKAGES for base in kind.__mro__
+    )
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Refuses what only Lightning's trainer would call: left out in silence it would be missed.
+    """Refuses a module with hooks that only Lightning's trainer calls: they would silently have no effect.
 
     Raises:
-        ConfigError: There is such.
+        ConfigError: The module has such hooks, or turns automatic optimization off.
     """
     kind = type(module)
-    hooks = [name for name in dir(kind) if (name.startswith("on_") or name in _NEVER_CALLED) and has_own(kind, name)]
+    hooks = [
+        name
+        for name in dir(kind)
+        if (name.startswith("on_") or name in _NEVER_CALLED) and has_user_attribute(kind, name)
+    ]
     if hooks:
         raise ConfigError(
             f"{type(module).__name__} has {', '.join(hooks)}, which Lightning's trainer calls and nothing here does."
-            f" Take them out: what is"
-            " done to a batch belongs into a subclass of LightningTask as augment(batch, keys), what is done to an"
-            " update as"
-            " apply_gradients, clipping into train.grad_clip_norm, and what only watches into an observer"
-            " (docs/runs.md)."
+            " Take them out: what is done to a batch belongs into a subclass of LightningTask as augment(batch, keys),"
+            " what is done to an update as apply_gradients, clipping into train.grad_clip_norm, and what only watches"
+            " into an observer (docs/runs.md)."
         )
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(
             f"{type(module).__name__} sets automatic_optimization to False; its own calls of optimizers would not wait"
-            f" for the gradients of"
-            " the other workers. Write a Task with loss_for_optimizer and configure optimizers that take turns"
-            " (docs/own-task.md)."
+            " for the gradients of the other workers. Write a Task with loss_for_optimizer and configure optimizers"
+            " that take turns (docs/own-task.md)."
         )
 
 
 class Log(NamedTuple):
-    """What a method logs.
+    """The values that a method logs.
 
     Args:
         numbers: Means over a batch, each of shape ().
@@ -107,7 +110,7 @@ class Log(NamedTuple):
 
 
 def _metric_of(value: Any, parts: list[Any]) -> Metric | None:
-    """The torchmetrics object that a value is, or the one of a module's that returned it."""
+    """Returns the torchmetrics object that a value is, or the one among some metrics that returned it as a result."""
     if hasattr(value, "_update_count"):
         return value
     if not isinstance(value, Tensor):
@@ -116,23 +119,20 @@ def _metric_of(value: Any, parts: list[Any]) -> Metric | None:
 
 
 @contextmanager
-def played(module: nn.Module, method: str, rows: int | None = None) -> Iterator[Log]:
-    """The time in which a method of a module is called: what it logs is kept, and whoever asks for a trainer hears that
-    there is none.
+def capture_logs(module: nn.Module, method: str, rows: int | None = None) -> Iterator[Log]:
+    """Records what a method of a module logs while the block calls it; access to the trainer raises an error.
 
     Args:
         module: The module.
         method: Name of the method.
-        rows: Rows of the batch that it gets; not given: it gets none.
+        rows: Rows of the batch that it gets; None: it gets no batch.
 
     Yields:
-        What it logs. The states of its torchmetrics objects are those of the batch until it ends; then nothing of them
-        stays.
+        The logged values. The module's torchmetrics objects have the states of the batch until the block ends, and are
+        reset then.
     """
-    logged, own_metrics = (
-        Log({}, {}),
-        [part for part in module.modules() if hasattr(part, "_update_count") and hasattr(part, "reset")],
-    )
+    logged = Log({}, {})
+    own_metrics = [part for part in module.modules() if hasattr(part, "_update_count") and hasattr(part, "reset")]
 
     def log(name: str, value: Any, *flags: Any, **options: Any) -> None:
         recorded = name.replace("/", ".")
@@ -140,44 +140,44 @@ def played(module: nn.Module, method: str, rows: int | None = None) -> Iterator[
             logged.metrics[recorded] = metric
             return
         options = {**dict(zip(_LOG_OPTIONS, flags, strict=False)), **options}
-        counted = options.get("batch_size")
-        if counted is not None and rows is not None and int(counted) != rows:
+        batch_size = options.get("batch_size")
+        if batch_size is not None and rows is not None and int(batch_size) != rows:
             raise ValueError(
-                f"{name!r} is logged with batch_size {int(counted)}, and the batch has {rows} rows, by which its mean"
-                f" counts here. Leave"
-                " batch_size out; a mean over something else than rows (tokens) is a torchmetrics.MeanMetric that is"
-                " updated with weights"
+                f"{name!r} is logged with batch_size {int(batch_size)}, and the batch has {rows} rows, by which its"
+                " mean counts here. Leave batch_size out; a mean over something else than rows (tokens) is a"
+                " torchmetrics.MeanMetric that is updated with weights"
             )
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
             raise ValueError(
                 f"{name!r} is logged with reduce_fx; means over rows are recorded, or torchmetrics objects, nothing"
-                f" else"
+                " else"
             )
-        logged.numbers[recorded] = mean_of(name, value).detach().float()
+        logged.numbers[recorded] = as_mean(name, value).detach().float()
 
     def log_dict(values: Any, *flags: Any, **options: Any) -> None:
-        is_collection = isinstance(values, nn.Module)  # a MetricCollection, whose items may be copies
+        # A module is a MetricCollection; its `items` copies the metrics unless told not to.
+        is_collection = isinstance(values, nn.Module)
         for name, value in values.items(keep_base=False, copy_state=False) if is_collection else values.items():
             log(name, value, *flags, **options)
 
     shadows = {"log": log, "log_dict": log_dict, "_trainer": _NoTrainer(method)}
     parts = [vars(part) for part in module.modules() if part is module or "_trainer" in vars(part)]
-    before = [{name: held[name] for name in shadows if name in held} for held in parts]
-    for held in parts:
-        held.update(shadows)
+    before = [{name: attributes[name] for name in shadows if name in attributes} for attributes in parts]
+    for attributes in parts:
+        attributes.update(shadows)
     try:
         yield logged
     finally:
-        for held, own in zip(parts, before, strict=True):
+        for attributes, original in zip(parts, before, strict=True):
             for name in shadows:
-                del held[name]
-            held.update(own)
+                del attributes[name]
+            attributes.update(original)
         for metric in own_metrics:
             metric.reset()  # type: ignore[operator]
 
 
 class _NoTrainer:
-    """Stands where Lightning's trainer would."""
+    """Replaces Lightning's trainer: every access to an attribute raises an error."""
 
     def __init__(self, method: str) -> None:
         vars(self)["method"] = method
@@ -187,32 +187,26 @@ class _NoTrainer:
             raise AttributeError(name)
         raise RuntimeError(
             f"{self.method} asks the trainer for {name}, and there is no trainer: what a step computes may depend on"
-            f" its rows alone, and a"
-            " schedule that needs the number of steps is `schedule` in the configuration"
+            " its rows alone, and a schedule that needs the number of steps is `schedule` in the configuration"
         )
 
 
 class NoNumber:
-    """Stands for the number of a batch, which differs between workers: it may be passed on, and not looked at."""
+    """Replaces the index of a batch, which differs between workers: passing it on works, any use of it raises."""
 
     def __init__(self, method: str) -> None:
         self._method = method
 
-    def _looked_at(self, *others: Any) -> NoReturn:
+    def _refuse(self, *others: Any) -> NoReturn:
         raise RuntimeError(
             f"{self._method} looks at batch_idx, whose value would depend on the workers; log at every step, without it"
         )
 
-    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __bool__ = __int__ = __index__ = __add__ = __hash__ = (
-        _looked_at
-    )
-
-
-_VALIDATION_LOSSES = ("val_loss", "loss")
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __bool__ = __int__ = __index__ = __add__ = __hash__ = _refuse
 
 
 class LightningTask(BatchTask):
-    """A `LightningModule` by its import path, and the columns that its steps get::
+    """A task of a `LightningModule` by its import path, with the columns that its steps get::
 
         task:
           class_path: ray_app.task.lightning.LightningTask
@@ -221,39 +215,25 @@ class LightningTask(BatchTask):
             batch: [image, label]
             target: label
 
-    Called are `training_step`, `validation_step`, `configure_optimizers` unless the configuration has an `optimizer`,
-    and for predictions `forward` with all of the batch but the target. docs/lightning.md says what of the rest is
+    The task calls `training_step`, `validation_step`, `configure_optimizers` unless the configuration has an
+    `optimizer`, and for predictions `forward` with all of the batch but the target. docs/lightning.md lists what is
     refused.
 
     Args:
-        module: The module, or a function that returns one.
-        batch: Columns of the tuple that a step gets, or by the names in the dictionary that it gets; `COLUMN.mask` as
-            in `ModuleTask`.
-        target: Column that a prediction lacks; not given: it has all of them.
-        transforms: See `ModuleTask`.
-        evaluate_transforms: See `ModuleTask`.
-        mean: See `ModuleTask`.
-        std: See `ModuleTask`.
-        pad_with: See `ModuleTask`.
-        pad_to: See `ModuleTask`.
-        max_length: See `ModuleTask`.
-        best_metric: What `validation_step` logs that decides which checkpoint is best, or `loss`, which it returns.
-        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
-        exif_orientation: See `ModuleTask`.
     """
 
-    def unfit(self, config: Config) -> list[str]:
-        """What knows only calls of the module itself."""
+    def validate_config(self, config: Config) -> list[str]:
+        """Returns a problem for each setting that needs calls of the module itself instead of `training_step`."""
         problems = []
         if config.train.strategy == "fsdp":
             problems.append(
                 "train.strategy is fsdp, which gathers the parameters that are in no unit while the module itself is"
-                " called; of a Lightning"
-                " module it is training_step. Use ddp, local_sgd, parameter_server or central_storage."
+                " called; of a Lightning module it is training_step. Use ddp, local_sgd, parameter_server or"
+                " central_storage."
             )
         if config.train.compile:
             problems.append(
-                "train.compile compiles calls of the module, and training_step is none; compile parts of it in its"
+                "train.compile compiles calls of the module, and training_step is not one; compile parts of it in its"
                 " __init__."
             )
         if config.train.capture:
@@ -264,12 +244,12 @@ class LightningTask(BatchTask):
         return problems
 
     def build_model(self) -> nn.Module:
-        """Makes the module.
+        """Builds the module.
 
         Raises:
-            ConfigError: It is none, or has what only Lightning's trainer would call.
+            ConfigError: It is not a module with `training_step`, or has hooks that only Lightning's trainer calls.
         """
-        module = made(self.model, "task.init_args.module")
+        module = instantiate(self.model, "task.init_args.module")
         if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
             raise ConfigError(
                 f"task.init_args.module makes a {type(module).__name__}; it must make a module with training_step."
@@ -282,52 +262,64 @@ class LightningTask(BatchTask):
     @property
     def has_own_optimizer(self) -> bool:
         """Whether the module has `configure_optimizers`."""
-        found = load_class(self.model["class_path"])
+        factory = load_class(self.model["class_path"])
         with torch.random.fork_rng(devices=[]):
-            kind = found if isinstance(found, type) else type(self.build_model())
-        return has_own(kind, "configure_optimizers")
+            kind = factory if isinstance(factory, type) else type(self.build_model())
+        return has_user_attribute(kind, "configure_optimizers")
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-        """What `configure_optimizers` returns: one optimizer, and a scheduler that moves after every step."""
-        with played(model, "configure_optimizers"):
+        """Returns the optimizer of the module's `configure_optimizers`, and its schedule or None.
+
+        Raises:
+            ConfigError: The method returns several optimizers or schedules, or a schedule that is not stepped after
+                every step.
+        """
+        with capture_logs(model, "configure_optimizers"):
             return _one_optimizer(model.configure_optimizers())  # type: ignore[operator]
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """The mean that `training_step` returns, for each of the rows, and what it logs."""
+        """Returns the mean loss of `training_step` for each of the rows, with what it logs as metrics.
+
+        Raises:
+            ConfigError: The method returns no loss.
+        """
         with self._stepped(model, "training_step", batch) as (returned, log):
-            logged = {
-                name: mean_of(name, metric.compute()).float() for name, metric in log.metrics.items()
-            } | log.numbers
+            computed = {name: as_mean(name, metric.compute()).float() for name, metric in log.metrics.items()}
+            logged = computed | log.numbers
         if returned is None:
             raise ConfigError(
                 f"{type(model).__name__}.training_step returned no loss; every row of every step counts. Return the"
-                f" mean over the batch."
+                " mean over the batch."
             )
-        rows = rows_in(batch)
-        logged = {
-            name: value.detach().to(returned.device) for name, value in logged.items() if name != "loss"
-        }  # recorded anyway
-        return Losses(returned.expand(rows), metrics={name: value.expand(rows) for name, value in logged.items()})
+        rows = count_rows(batch)
+        # The loss is recorded of every step, so a logged one is left out.
+        metrics = {
+            name: value.detach().to(returned.device).expand(rows) for name, value in logged.items() if name != "loss"
+        }
+        return Losses(returned.expand(rows), metrics=metrics)
 
-    def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """What `validation_step` returns and logs; a `MeanMetric` that it logs as `val_loss` or `loss` is the loss,
-        with its weights.
+    def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
+        """Returns the loss of `validation_step` and what it logs; a `MeanMetric` logged as `val_loss` or `loss` is the
+        loss, with its weights.
+
+        Raises:
+            ConfigError: There is no `validation_step`, or it has no loss.
         """
-        if not has_own(type(model), "validation_step"):
+        if not has_user_attribute(type(model), "validation_step"):
             raise ConfigError(
                 f"{type(model).__name__} has no validation_step, but data.eval_path is given. Write one, or leave"
-                f" data.eval_path out."
+                " data.eval_path out."
             )
-        from ray_app.task.metric_classes import need_no_clash, take_metrics, weighted_mean
+        from ray_app.task.metric_classes import refuse_name_clash, take_metrics, weighted_mean
 
         with self._stepped(model, "validation_step", batch) as (returned, log):
             means = [weighted_mean(log.metrics[name]) for name in _VALIDATION_LOSSES if name in log.metrics]
             metrics = take_metrics(log.metrics)
-        need_no_clash(log.numbers, metrics)
+        refuse_name_clash(log.numbers, metrics)
         device = next(iter(batch.values())).device
         logged = {name: value.to(device) for name, value in log.numbers.items() if name != "loss"}
         metrics = {name: metric for name, metric in metrics.items() if name != "loss"}
-        if (mean := next((each for each in means if each is not None), None)) is not None:
+        if (mean := next((one for one in means if one is not None), None)) is not None:
             return Evaluated(mean.value.to(device), logged, metrics, mean.weight.to(device))
         loss = next(
             (value for value in (returned, *map(log.numbers.get, _VALIDATION_LOSSES)) if value is not None), None
@@ -341,22 +333,24 @@ class LightningTask(BatchTask):
 
     @contextmanager
     def _stepped(self, model: nn.Module, name: str, batch: Batch) -> Iterator[tuple[Tensor | None, Log]]:
-        """What a step returned as its loss, shape (), and what it logged, whose metrics hold the batch inside the
-        block.
+        """Runs a step of the module; yields its loss, shape (), or None, and its logs.
+
+        The logged metrics have the states of the batch inside the block.
         """
         fields, step = self.fields(batch), getattr(model, name)
         arguments = (fields if isinstance(self.batch, dict) else tuple(fields.values()), NoNumber(name))
-        with played(model, name, rows_in(batch)) as log:
+        with capture_logs(model, name, count_rows(batch)) as log:
             returned = step(*arguments[: len(inspect.signature(step).parameters)])
             loss = returned.get("loss") if isinstance(returned, dict) else returned
-            yield None if loss is None else mean_of(f"{name}'s loss", loss), log
+            yield None if loss is None else as_mean(f"{name}'s loss", loss), log
 
 
 def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
-    """The optimizer and the scheduler in one of the forms that `configure_optimizers` may return.
+    """Extracts the optimizer and the schedule from one of the forms that `configure_optimizers` may return.
 
     Raises:
-        ConfigError: It returned more than one of either, none, or a scheduler that does not move after every step.
+        ConfigError: There are several optimizers or schedules, no optimizer, or a schedule that is not stepped after
+            every step.
     """
     pair = (
         isinstance(returned, list | tuple)
@@ -365,27 +359,19 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     )
     optimizers, schedulers = returned if pair else (returned if isinstance(returned, list | tuple) else [returned], [])
     if len(optimizers) == 1 and isinstance(optimizers[0], dict):
-        given = optimizers[0]
-        _refuse_unknown(given, ("optimizer", "lr_scheduler", "monitor"))
-        optimizers, schedulers = (
-            [given.get("optimizer")],
-            [given["lr_scheduler"]] if given.get("lr_scheduler") is not None else [],
-        )
+        fields = optimizers[0]
+        _refuse_unknown(fields, ("optimizer", "lr_scheduler", "monitor"))
+        optimizers = [fields.get("optimizer")]
+        schedulers = [fields["lr_scheduler"]] if fields.get("lr_scheduler") is not None else []
     if len(optimizers) != 1 or len(schedulers) > 1 or not isinstance(optimizers[0], Optimizer):
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; one torch"
-            f" optimizer and at"
-            " most one scheduler can be used. Several optimizers take turns by `optimizers` in the configuration, with"
-            " a Task that has"
-            " loss_for_optimizer."
+            " optimizer and at most one scheduler can be used. Several optimizers take turns by `optimizers` in the"
+            " configuration, with a Task that has loss_for_optimizer."
         )
-    settings = (
-        schedulers[0]
-        if schedulers and isinstance(schedulers[0], dict)
-        else {"scheduler": schedulers[0]}
-        if schedulers
-        else {}
-    )
+    settings: dict[str, Any] = {}
+    if schedulers:
+        settings = schedulers[0] if isinstance(schedulers[0], dict) else {"scheduler": schedulers[0]}
     _refuse_unknown(settings, ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"))
     schedule = settings.get("scheduler")
     if schedule is None:
@@ -398,32 +384,32 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     by_step = settings.get("interval", "epoch") == "step" and settings.get("frequency", 1) == 1
     if not isinstance(schedule, LRScheduler) or by_value or not by_step:
         raise ConfigError(
-            f"configure_optimizers returned {type(schedule).__name__}, {_told_settings(settings)}; a schedule here is"
-            f" one of"
-            " torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval': 'step'} and"
-            " count its numbers in"
-            " steps, or return the optimizer alone and write `schedule` in the configuration."
+            f"configure_optimizers returned {type(schedule).__name__}, {_describe_settings(settings)}; a schedule here"
+            " is one of torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval':"
+            " 'step'} and count its numbers in steps, or return the optimizer alone and write `schedule` in the"
+            " configuration."
         )
     return optimizers[0], schedule
 
 
-def _refuse_unknown(given: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Refuses fields that Lightning does not know, either: what is misspelled would be left out in silence.
+def _refuse_unknown(fields: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Refuses fields that Lightning does not define either: a misspelled one would silently have no effect.
 
     Raises:
-        ConfigError: There are such.
+        ConfigError: There are such fields.
     """
-    if unknown := sorted(map(str, given.keys() - set(known))):
+    if unknown := sorted(map(str, fields.keys() - set(names))):
         raise ConfigError(
-            f"configure_optimizers returned a dictionary with {', '.join(unknown)}; its fields are {', '.join(known)}."
+            f"configure_optimizers returned a dictionary with {', '.join(unknown)}; its fields are {', '.join(names)}."
         )
 
 
-def _told_settings(settings: dict[str, Any]) -> str:
-    """What of a schedule's settings decides when it moves, in words."""
-    told, frequency = [f"interval {settings.get('interval', 'epoch')!r}"], settings.get("frequency", 1)
+def _describe_settings(settings: dict[str, Any]) -> str:
+    """Returns the settings that decide when a schedule is stepped as text for a message."""
+    parts = [f"interval {settings.get('interval', 'epoch')!r}"]
+    frequency = settings.get("frequency", 1)
     if frequency != 1:
-        told.append(f"frequency {frequency!r} (leave it out: let the schedule count {frequency} times as many steps)")
+        parts.append(f"frequency {frequency!r} (leave it out: let the schedule count {frequency} times as many steps)")
     if isinstance(settings["scheduler"], ReduceLROnPlateau) or settings.get("reduce_on_plateau"):
-        told.append(f"monitor {settings.get('monitor')!r}, a value that no step has")
-    return ", ".join(told)
+        parts.append(f"monitor {settings.get('monitor')!r}, a value that no step has")
+    return ", ".join(parts)

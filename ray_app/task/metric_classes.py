@@ -1,7 +1,7 @@
-"""How many tokens a language model wavers between, on an average. Importing this takes what torchmetrics takes.
+"""Metrics that derive from torchmetrics: perplexity, and the values that a model logs while it is evaluated.
 
-What a model names while it is evaluated, as a metric that can be put together from parts: means over rows, and metrics
-of its own.
+`Logged` combines logged means over rows, and logged torchmetrics objects, from parts of the rows. The module is
+imported only where metrics are used, since the import of torchmetrics takes seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray_app.task.metric_states import States, isolate, load_states, reset_parts
 
 
 class Perplexity(Metric):
-    """e to the mean loss of a token, over all tokens that were evaluated."""
+    """Computes e to the mean loss of a token over all evaluated tokens."""
 
     loss: Tensor
     tokens: Tensor
@@ -37,34 +37,29 @@ class Perplexity(Metric):
 
         Args:
             losses: The sum of the losses of each row's tokens, shape (rows,).
-            tokens: How many tokens that is over, shape (rows,).
+            tokens: The number of these tokens, shape (rows,).
         """
         self.loss += losses.sum(dtype=torch.float64)
         self.tokens += tokens.sum()
 
     def compute(self) -> Tensor:
-        """One number; not a number if there are no tokens."""
+        """Returns the perplexity; NaN if there are no tokens."""
         return (self.loss / self.tokens).exp()
 
 
 class LoggedMetric(NamedTuple):
-    """A torchmetrics object that was logged.
-
-    Args:
-        metric: The object as it was made, on the CPU.
-        states: Its states after a batch.
-    """
+    """A torchmetrics object that was logged: a reset copy on the CPU, and its states after a batch."""
 
     metric: Metric
     states: States
 
 
 def take_metrics(logged: Mapping[str, Metric]) -> dict[str, LoggedMetric]:
-    """The states of metrics that saw a batch, by the names that they are logged under; the metrics are reset."""
+    """Copies and resets metrics that were updated with a batch; returns them by the names of their logs."""
     states = {id(metric): states_of(metric) for metric in logged.values()}
     for metric in logged.values():
         reset_parts(metric)
-    return {name: LoggedMetric(_copy(name, metric), states[id(metric)]) for name, metric in logged.items()}
+    return {name: LoggedMetric(_copy_metric(name, metric), states[id(metric)]) for name, metric in logged.items()}
 
 
 class WeightedMean(NamedTuple):
@@ -75,26 +70,30 @@ class WeightedMean(NamedTuple):
 
 
 def weighted_mean(metric: Metric) -> WeightedMean | None:
-    """What a `MeanMetric` holds of a batch, with 0 for the mean of no weight; None for any other metric."""
+    """Returns mean and weight of a `MeanMetric`, with mean 0 if the weight is 0; None for any other metric."""
     if not isinstance(metric, MeanMetric):
         return None
     weight = metric.weight.detach()
     return WeightedMean((metric.mean_value.detach() / weight).where(weight != 0, 0.0), weight)
 
 
-def _copy(name: str, metric: Metric) -> Metric:
+def _copy_metric(name: str, metric: Metric) -> Metric:
     try:
         return copy.deepcopy(metric).cpu()
-    except Exception as error:  # an attribute of a user's raises anything
+    except Exception as error:
+        # Attributes of a user's metric may raise errors of any type.
         raise ConfigError(
             f"The metric {name!r} ({type(metric).__name__}) cannot be copied to be computed of all rows:"
-            f" {type(error).__name__}: {error}."
-            " Keep states and settings in it, and make locks, open files and connections where they are used."
+            f" {type(error).__name__}: {error}. Keep states and settings in it, and make locks, open files and"
+            " connections where they are used."
         ) from error
 
 
 class Logged(Metric):
-    """The names and the metrics go along as states, since whoever adds up the parts has seen no batch."""
+    """Combines what a model logs: means over rows, and torchmetrics objects.
+
+    The names and the pickled metrics are states, too, since the process that combines the parts has seen no batch.
+    """
 
     full_state_update = False
     names: list[Tensor]
@@ -110,21 +109,21 @@ class Logged(Metric):
     def update(
         self, logged: Mapping[str, Tensor], rows: int, metrics: Mapping[str, LoggedMetric] | None = None
     ) -> None:
-        """Adds the means of so many rows, each of shape (), and the states of metrics that saw these rows."""
+        """Adds the means over a number of rows, each of shape (), and the metrics that were updated with these rows."""
         self.names.append(torch.tensor(list(json.dumps(list(logged)).encode()), dtype=torch.uint8))
         self.values.append(torch.tensor([rows, *map(float, logged.values())], dtype=torch.float64))
         if metrics:
             self.metrics.append(torch.frombuffer(bytearray(pickle.dumps(dict(metrics))), dtype=torch.uint8))
 
     def compute(self) -> dict[str, Tensor]:
-        """The mean of each number over the rows that had it, and what each metric computes of all rows that it saw."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        """Returns the mean of each logged number over the rows that have it, and the results of the logged metrics."""
+        sums: dict[str, list[tuple[float, float]]] = {}
         for names, values in zip(self.names, self.values, strict=True):
             rows, *means = values.tolist()
             for name, mean in zip(json.loads(bytes(names.tolist())), means, strict=True):
-                found.setdefault(name, []).append((mean * rows, rows))
+                sums.setdefault(name, []).append((mean * rows, rows))
         means_of = {
-            name: math.fsum(s for s, _ in parts) / math.fsum(n for _, n in parts) for name, parts in found.items()
+            name: math.fsum(s for s, _ in parts) / math.fsum(n for _, n in parts) for name, parts in sums.items()
         }
         return {
             name: torch.tensor(mean, dtype=torch.float64) for name, mean in means_of.items()
@@ -139,22 +138,20 @@ class Logged(Metric):
         for name, some in parts.items():
             metric = some[0].metric
             isolate(metric)
-            load_states(metric, [each.states for each in some])
+            load_states(metric, [one.states for one in some])
             value = metric.compute()
-            values |= (
-                {f"{name}_{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-            )
+            values |= {f"{name}_{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
         return values
 
 
-def need_no_clash(numbers: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Refuses a name that is a number and a metric.
+def refuse_name_clash(numbers: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    """Refuses a name that is logged both as a number and as a metric.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: There is such a name.
     """
     if both := sorted(numbers.keys() & metrics.keys()):
         raise ConfigError(
             f"{', '.join(map(repr, both))} is logged as a number and as a torchmetrics object; give one of them another"
-            f" name."
+            " name."
         )

@@ -1,8 +1,7 @@
-"""States of metrics, and of the metrics inside them: taken after some rows, combined, and loaded into metrics that saw
-no row.
+"""States of metrics and of the metrics inside them: copied after some rows, combined, and loaded into new metrics.
 
-A metric may consist of others: `1 - accuracy` (`CompositionalMetric`), wrappers such as `MinMaxMetric`, a metric as an
-attribute or in a list. Each of these parts has states of its own, which are carried by the path of the part.
+A metric may contain others: `1 - accuracy` (`CompositionalMetric`), wrappers such as `MinMaxMetric`, a metric as an
+attribute or in a list. Each of these parts has its own states, stored by the path of the part.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Task
 
 States = dict[str, Any]
-"""States of a metric and its parts: `state` is one of the metric itself, `part.state` one of a part."""
+"""States of a metric and its parts by name: `state` for the metric itself, `part.state` for a part."""
 
 
 def is_not_distributed() -> bool:
-    """Stands for `torch.distributed.is_initialized` in metrics: their states are combined here, never by a collective
-    of theirs.
+    """Returns False; replaces `torch.distributed.is_initialized` in metrics, which must not run collectives: their
+    states are combined by `combine_states`.
     """
     return False
 
 
 def make_metrics(task: Task) -> MetricCollection:
-    """The metrics of a task, without what would make them depend on how rows are divided.
+    """Makes the metrics of a task, with everything off that would make them depend on how rows are divided.
 
-    torchmetrics lets metrics of a collection share their states if these are equal after the first batch. That may be
-    by chance (thresholds of 0.5 and 0.6 on scores of which none is between them), so only groups that the task names
-    are used.
+    torchmetrics lets metrics of a collection share their states if these are equal after the first batch. They may be
+    equal by chance (thresholds of 0.5 and 0.6, and no score between them), so only groups that the task defines are
+    used.
 
     Raises:
-        ConfigError: `Task.metrics` returns something else.
+        ConfigError: `Task.metrics` does not return a `MetricCollection`.
     """
     from torchmetrics import MetricCollection
 
@@ -45,15 +44,14 @@ def make_metrics(task: Task) -> MetricCollection:
     if not isinstance(metrics, MetricCollection):
         raise ConfigError(
             f"{type(task).__name__}.metrics returned a {type(metrics).__name__}; it must return a"
-            f" torchmetrics.MetricCollection, such as"
-            " MetricCollection({'accuracy': ...})."
+            " torchmetrics.MetricCollection, such as MetricCollection({'accuracy': ...})."
         )
     isolate(metrics)
     return metrics
 
 
 def isolate(module: nn.Module) -> None:
-    """Keeps all metrics in a module from collectives, and collections from grouping metrics by chance; see
+    """Turns off the collectives of all metrics in a module, and the automatic groups of collections; see
     `make_metrics`.
     """
     from torchmetrics import Metric, MetricCollection
@@ -67,14 +65,14 @@ def isolate(module: nn.Module) -> None:
 
 
 def metric_parts(metric: Metric) -> dict[str, Metric]:
-    """The metric itself (path '') and all metrics inside it by their paths, also those in lists and dictionaries."""
+    """Returns the metric itself (path '') and all metrics inside it by path, also those in lists and dictionaries."""
     from torchmetrics import Metric
 
     return {path: part for path, part in _modules_of("", metric, set()) if isinstance(part, Metric)}
 
 
 def is_classification(metric: Metric) -> bool:
-    """Whether a metric, or one inside it, is one of `torchmetrics.classification`, which takes probabilities."""
+    """Whether a metric, or one inside it, is of `torchmetrics.classification`, which takes probabilities."""
     return any(
         kind.__module__.startswith("torchmetrics.classification")
         for part in metric_parts(metric).values()
@@ -82,18 +80,19 @@ def is_classification(metric: Metric) -> bool:
     )
 
 
-def _modules_of(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in a value, each once: torch knows those that are attributes, not those in plain lists and
-    dictionaries.
+def _modules_of(path: str, value: Any, visited: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields all modules in a value with their paths, each once.
+
+    torch registers modules that are attributes, but not those in plain lists and dictionaries.
     """
     children: Mapping[Any, Any] = {}
     if isinstance(value, nn.Module):
-        if id(value) in seen:
+        if id(value) in visited:
             return
-        seen.add(id(value))
+        visited.add(id(value))
         yield path, value
         states = getattr(value, "_defaults", {})
-        children = {**{name: each for name, each in vars(value).items() if name not in states}, **value._modules}
+        children = {**{name: member for name, member in vars(value).items() if name not in states}, **value._modules}
     elif isinstance(value, dict):
         children = value
     elif isinstance(value, list | tuple):
@@ -105,7 +104,7 @@ def _modules_of(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, nn
             "_defaults",
             "_reductions",
         ):
-            yield from _modules_of(f"{path}.{name}" if path else str(name), child, seen)
+            yield from _modules_of(f"{path}.{name}" if path else str(name), child, visited)
 
 
 def reset_parts(metric: Metric) -> None:
@@ -116,18 +115,17 @@ def reset_parts(metric: Metric) -> None:
 
 
 def states_of(metric: Metric) -> States:
-    """A copy of the states of a metric and its parts, on the CPU.
+    """Copies the states of a metric and its parts to the CPU.
 
     Raises:
-        ConfigError: It has none, so nothing of what it counts could be combined.
+        ConfigError: The metric has no states, so its results could not be combined.
     """
     parts = metric_parts(metric)
     if not any(part._defaults for part in parts.values()):
         raise ConfigError(
             f"The metric {type(metric).__name__} has no states: what it counts in plain attributes is not in the value"
-            f" of an evaluation,"
-            " which is combined from the states of parts of the rows. Register what it counts in __init__ with"
-            " self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
+            " of an evaluation, which is combined from the states of parts of the rows. Register what it counts in"
+            " __init__ with self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
         )
     return {
         state_key(path, name): _on_cpu(state)
@@ -137,30 +135,29 @@ def states_of(metric: Metric) -> States:
 
 
 def load_states(metric: Metric, states: Sequence[States]) -> None:
-    """Loads into a metric what updating it with the rows of all states, in their order, would have left in it.
+    """Loads the states of several chunks into a metric, as if it had been updated with their rows in that order.
 
     Raises:
-        ConfigError: A state cannot be combined, or the metric has other parts than the states are of.
+        ConfigError: A state cannot be combined, or the metric has other parts than the states.
     """
     parts = metric_parts(metric)
     expected = {state_key(path, name) for path, part in parts.items() for name in part._defaults}
-    for found in states:
-        if found.keys() != expected:
-            different = sorted(found.keys() ^ expected)
+    for chunk_states in states:
+        if chunk_states.keys() != expected:
+            different = sorted(chunk_states.keys() ^ expected)
             raise ConfigError(
                 f"The metric {type(metric).__name__} has other states after an update than when it is made:"
-                f" {', '.join(different)}. Make"
-                " all of its metrics, and call add_state, in __init__."
+                f" {', '.join(different)}. Make all of its metrics, and call add_state, in __init__."
             )
     for path, part in parts.items():
         for name in part._defaults:
             key = state_key(path, name)
-            setattr(part, name, combined(part, name, [found[key] for found in states]))
+            setattr(part, name, combine_states(part, name, [chunk_states[key] for chunk_states in states]))
         part._update_count, part._computed = len(states), None
 
 
 def state_key(path: str, state: str) -> str:
-    """The name of a state of the part at a path."""
+    """Returns the key of a state of the part at a path."""
     return f"{path}.{state}" if path else state
 
 
@@ -168,15 +165,15 @@ def _on_cpu(state: Any) -> Any:
     return [part.detach().cpu() for part in state] if isinstance(state, list) else state.detach().cpu().clone()
 
 
-def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
-    """One state of a metric after all chunks: what updating it with one chunk after the other would have given.
+def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:
+    """Combines one state of a metric over all chunks, as if it had been updated with one chunk after the other.
 
-    `Metric.merge_state` puts lists together the other way around, and refuses metrics that do not say how they sync.
-    Tensors without a reduction are refused: `PearsonCorrCoef` and `ConcordanceCorrCoef` add up stacks of them, and give
-    NaN if one is of a single row.
+    `Metric.merge_state` concatenates lists in reverse order, and refuses metrics that do not define how they
+    synchronize. Tensors without a reduction are refused: `PearsonCorrCoef` and `ConcordanceCorrCoef` add up stacks of
+    them, and give NaN if one is of a single row.
 
     Raises:
-        ConfigError: The state has a reduction that does not go with parts of different size.
+        ConfigError: The reduction of the state cannot combine parts of different size.
     """
     from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
@@ -187,8 +184,8 @@ def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
         return torch.cat(list(values))
     if len(values) == 1:
         return values[0]
-    for known, add in ((dim_zero_sum, torch.add), (dim_zero_max, torch.maximum), (dim_zero_min, torch.minimum)):
-        if reduction is known:
+    for supported, add in ((dim_zero_sum, torch.add), (dim_zero_max, torch.maximum), (dim_zero_min, torch.minimum)):
+        if reduction is supported:
             total: Tensor = values[0]
             for value in values[1:]:
                 total = add(total, value)
@@ -196,28 +193,31 @@ def combined(metric: Metric, name: str, values: Sequence[Any]) -> Any:
     raise ConfigError(
         f"The metric {type(metric).__name__} cannot be put together from parts: the reduction of its state {name!r} is"
         f" {getattr(reduction, '__name__', type(reduction).__name__)}. Use metrics whose states are sums, minima,"
-        f" maxima or lists, such as"
-        " R2Score or SpearmanCorrCoef in the place of PearsonCorrCoef."
+        " maxima or lists, such as R2Score or SpearmanCorrCoef in the place of PearsonCorrCoef."
     )
 
 
-def attributes_of(metric: Metric) -> dict[str, bytes]:
-    """Fingerprints of what a metric and its parts keep beside their states, by path; without what cannot be pickled."""
-    found: dict[str, bytes] = {}
+def attribute_fingerprints(metric: Metric) -> dict[str, bytes]:
+    """Returns pickles of the attributes of a metric and its parts other than states, by path.
+
+    Attributes that cannot be pickled are left out.
+    """
+    fingerprints: dict[str, bytes] = {}
     for path, part in metric_parts(metric).items():
         if type(part).__module__.partition(".")[0] == "torchmetrics":
             continue
-        known = _BOOKKEEPING | part._defaults.keys()
-        held = {**{name: value for name, value in vars(part).items() if name not in known}, **part._buffers}
-        for name, value in held.items():
+        excluded = _BOOKKEEPING | part._defaults.keys()
+        attributes = {name: value for name, value in vars(part).items() if name not in excluded}
+        for name, value in {**attributes, **part._buffers}.items():
             try:
-                found[state_key(path, name)] = pickle.dumps(value)
-            except Exception:  # a lock, a generator: whatever raises what it likes
+                fingerprints[state_key(path, name)] = pickle.dumps(value)
+            except Exception:
+                # Locks, generators and objects of users raise errors of any type.
                 continue
-    return found
+    return fingerprints
 
 
-_OF_TORCHMETRICS = (
+_TORCHMETRICS_ATTRIBUTES = (
     "_update_count",
     "_computed",
     "_forward_cache",
@@ -236,5 +236,5 @@ _OF_TORCHMETRICS = (
     "distributed_available_fn",
     "update",
 )
-_BOOKKEEPING = frozenset([*vars(nn.Module()), *_OF_TORCHMETRICS])
+_BOOKKEEPING = frozenset([*vars(nn.Module()), *_TORCHMETRICS_ATTRIBUTES])
 """Attributes that torch and torchmetrics change by themselves."""

@@ -1,18 +1,10 @@
-"""Counts of classes where kernels must be deterministic.
+"""Scoring of a model on a data set in chunks of rows, and metrics of the data set and of resampled ones.
 
-torchmetrics 1.9 compares every row with every bin then: rows x classes^2 numbers, 2 GB for 256 rows of 1,000 classes,
-for nothing. The bits of a sum depend on the order of its additions because floats are rounded; whole numbers are not,
-so a count is the same in whatever order threads, or the atomic additions of a GPU, make it. torch 2.15 itself counts as
-not deterministic only what is weighted.
-
-Scoring a model on a data set in chunks of rows, by one process or by several that share the chunks.
-
-The chunks are the same whoever scores them, and what they gave is added in their order. So the result does not depend,
-to the last bit, on how many processes there were.
-
-Whether less or more of a metric is better, where nobody said so.
-
-Metrics of resampled data sets, from the states that chunks of rows left: nothing is scored again.
+`score` computes the losses and metric states of chunks; several processes may share the chunks. The chunks do not
+depend on the number of processes, and `combine` adds their results in their order, so the metrics are bit-identical for
+any number of processes. `resample` computes metrics of data sets in which chunks occur several times, from the same
+states: it runs no model again. `mode_of` and `resolve_mode` decide whether a lower or a higher value of a metric is
+better.
 """
 
 from __future__ import annotations
@@ -39,45 +31,26 @@ from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.task.user_code import user_code
 
-_NAME = "_bincount"
-
-
-def count_directly() -> None:
-    """Lets the metrics of torchmetrics that are imported by now count with `torch.bincount`, whatever kernels may do
-    otherwise.
-    """
-    from torchmetrics.utilities import data
-
-    theirs = vars(data)[_NAME]
-    if theirs is _counted:
-        return
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torchmetrics.") and vars(module).get(_NAME) is theirs:
-            vars(module)[_NAME] = _counted
-
-
-def _counted(x: Tensor, minlength: Any = None) -> Tensor:
-    """As torchmetrics' `_bincount` without the comparing."""
-    return torch.bincount(x, minlength=minlength if minlength is not None else len(torch.unique(x)))
-
-
-MOST_MISTAKES = 12
-_WANTED_CHUNKS, _MOST_ROWS, _MOST_BYTES = 16, 8192, 64_000_000
-_MOST_NUMBERS = 10_000
-"""Largest table that is recorded: a confusion matrix of 100 classes."""
+_BINCOUNT = "_bincount"
+"""Name of torchmetrics' function that counts classes."""
+MAX_MISTAKES = 12
+_TARGET_CHUNKS, _MAX_CHUNK_ROWS, _MAX_CHUNK_BYTES = 16, 8192, 64_000_000
+_MAX_TABLE_NUMBERS = 10_000
+"""Size of the largest table that is recorded: a confusion matrix of 100 classes."""
+Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What the rows [low, high) gave.
+    """The results of a range of rows.
 
     Args:
-        low: First row.
-        rows: How many.
-        loss: Sum of their losses.
-        weight: Sum of their weights, which is what the mean loss is over.
+        low: The first row.
+        rows: The number of rows.
+        loss: The sum of their losses.
+        weight: The sum of their weights, over which the mean loss is.
         states: The states of the task's metrics after these rows alone, by metric and state.
-        mistakes: The worst of the rows that were predicted wrong.
+        mistakes: The wrong predictions with the highest confidence.
     """
 
     low: int
@@ -90,12 +63,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model is worth on a data set.
+    """The metrics of a model on a data set.
 
     Args:
-        values: The task's metrics that are one number, and the mean loss, unless no row weighs anything.
-        tables: Those that are lists (one number per class) or matrices.
-        mistakes: The worst of the rows that were predicted wrong, the surest first.
+        values: The task's metrics of one number, and the mean loss unless all weights are 0.
+        tables: The task's metrics that are lists (one number per class) or matrices.
+        mistakes: The wrong predictions with the highest confidence, in descending order.
     """
 
     values: dict[str, float]
@@ -103,7 +76,7 @@ class Scores:
     mistakes: list[Mistake] = field(default_factory=list)
 
     def record(self, classes: list[str]) -> dict[str, Any]:
-        """The fields of an `Evaluation` that say what was found."""
+        """Returns the fields of an `Evaluation` that have the results."""
         examples = [
             asdict(m) | {"image": m.image and "data:image/png;base64," + b64encode(m.image).decode()}
             for m in self.mistakes
@@ -124,28 +97,28 @@ def score(
     forward: Callable[[nn.Module, Batch], Any] | None = None,
     manifest: Manifest | None = None,
 ) -> Iterator[Chunk]:
-    """Scores a data set, or every `parts`-th chunk of it.
+    """Scores a data set, or every `parts`-th chunk of it, and yields the results of each chunk.
 
     Args:
         task: The prepared task.
-        model: The model, on the device; it is put into evaluation mode.
-        arrays: Every decoded field; where rows have different lengths a chunk is one forward pass, padded to its
-            longest.
+        model: The model, on the device; it is set to evaluation mode.
+        arrays: Every decoded field. Where rows have different lengths a chunk is one forward pass, padded to its
+            longest row.
         size: Rows of one forward pass.
-        device: Where to compute.
-        part: Which of several processes this is.
-        parts: How many there are.
-        chunk_rows: Rows of a chunk; not given: a number that makes the work quick.
-        keep: Names of the metrics whose states are kept; not given: all.
-        forward: What runs the model on a batch; not given: the task's `evaluated`.
-        manifest: The rows, by which a message names one.
+        device: The device to compute on.
+        part: The index of this process among those that share the chunks.
+        parts: The number of these processes.
+        chunk_rows: Rows of a chunk; None: a number that makes scoring fast.
+        keep: Names of the metrics to keep the states of; None: all.
+        forward: Computes the outputs of a model for a batch; None: the task's `eval_outputs`.
+        manifest: The manifest of the rows, by which a message names a row.
 
     Raises:
-        DataError: The loss of a row is NaN or infinite, and so is something in the row.
+        DataError: The loss of a row is NaN or infinite, and so is a value of the row.
     """
     model.eval()
     metrics = make_metrics(task).to(device)
-    count_directly()
+    use_direct_bincount()
     if device.type == "cuda":
         use_eager_roi_align()
     rows, worst = len(next(iter(arrays.values()))), list[float]()
@@ -160,35 +133,40 @@ def score(
         for _, metric in metrics.items(keep_base=True, copy_state=False):
             reset_parts(metric)
         losses, mistakes = list[Losses](), list[Mistake]()
-        # Not in inference mode: workers evaluate the model that they train, and what it makes once and keeps would be
-        # useless for backward.
+        # Not in inference mode: workers evaluate the model that they train, and backward cannot use tensors that the
+        # model would make here and keep.
         with user_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
-            for first, some, outputs in _passes(partial(forward or task.evaluated, model), batch, size):
+            for first, some, outputs in _forward_passes(partial(forward or task.eval_outputs, model), batch, size):
                 losses.append(Losses.of(task.loss(outputs, some)))
                 task.update(metrics, outputs, some)
-                mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MOST_MISTAKES)]
-        found = []
+                mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MAX_MISTAKES)]
+        worst_mistakes = []
         for mistake in mistakes:
-            if len(worst) < MOST_MISTAKES or mistake.confidence > worst[-1]:  # pictures are made of no others
-                worst = sorted([*worst, mistake.confidence], reverse=True)[:MOST_MISTAKES]
-                found.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
+            # Pictures take time, so only mistakes that may be among the worst of the data set get one.
+            if len(worst) < MAX_MISTAKES or mistake.confidence > worst[-1]:
+                worst = sorted([*worst, mistake.confidence], reverse=True)[:MAX_MISTAKES]
+                worst_mistakes.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
         kept = [
             (str(name), metric)
             for name, metric in metrics.items(keep_base=True, copy_state=False)
             if keep is None or name in keep
         ]
         states = {name: states_of(metric) for name, metric in kept}
-        values = torch.cat([each.values for each in losses])
+        values = torch.cat([one.values for one in losses])
         if not values.isfinite().all():
-            _check_rows(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)
-        weights = [each.weights if each.weights is not None else torch.ones_like(each.values) for each in losses]
+            _refuse_non_finite_row(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)
+        weights = [one.weights if one.weights is not None else torch.ones_like(one.values) for one in losses]
         weight = torch.cat(weights).sum(dtype=torch.float64).item()
-        yield Chunk(low, len(values), values.double().sum().item(), weight, states, found)
+        yield Chunk(low, len(values), values.double().sum().item(), weight, states, worst_mistakes)
 
 
-def _check_rows(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Manifest | None) -> None:
-    """Refuses the first of some rows in which something is NaN or infinite; of others, the model is to blame for their
-    losses.
+def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Manifest | None) -> None:
+    """Refuses the first of some rows that has a NaN or infinite value.
+
+    The losses of other rows are NaN or infinite because of the model, and no row is refused for them.
+
+    Raises:
+        DataError: There is such a row.
     """
     for position in positions.tolist():
         for name, values in arrays.items():
@@ -197,81 +175,106 @@ def _check_rows(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Mani
                 reason = f"{name!r} is NaN or infinite, and so is its loss; correct the value or drop the row"
                 if manifest is None:
                     raise DataError(f"Row {position} of the data: {reason}.")
-                raise BadRowError(*manifest.place_of(position), reason)
+                raise BadRowError(*manifest.locate(position), reason)
 
 
 def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
-    """Rows of a chunk: some forward passes, since a metric's update costs much more than a row, but enough chunks to
-    share.
+    """Returns the rows of a chunk: several forward passes, since the update of a metric costs much more than a row, but
+    enough chunks for several processes to share.
     """
-    passes = min(rows // (_WANTED_CHUNKS * size), _MOST_ROWS // size, _MOST_BYTES // max(1, row_bytes * size))
+    passes = min(rows // (_TARGET_CHUNKS * size), _MAX_CHUNK_ROWS // size, _MAX_CHUNK_BYTES // max(1, row_bytes * size))
     return size * max(1, passes)
 
 
-def _passes(forward: Callable[[Batch], Any], batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
-    """First row, rows and outputs of each forward pass of `size` rows of a chunk; tensors are put together as one."""
+def _forward_passes(forward: Callable[[Batch], Any], batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
+    """Runs a chunk in forward passes of `size` rows; returns first row, rows and outputs of each pass.
+
+    Outputs that are tensors are concatenated as those of one pass.
+    """
     rows = len(next(iter(batch.values())))
     parts = [(low, {name: values[low : low + size] for name, values in batch.items()}) for low in range(0, rows, size)]
-    made = [(low, part, forward(part)) for low, part in parts]
-    outputs = [output for _, _, output in made]
-    return (
-        [(0, batch, torch.cat(outputs))] if len(made) > 1 and all(isinstance(one, Tensor) for one in outputs) else made
-    )
+    passes = [(low, part, forward(part)) for low, part in parts]
+    outputs = [output for _, _, output in passes]
+    if len(passes) > 1 and all(isinstance(one, Tensor) for one in outputs):
+        return [(0, batch, torch.cat(outputs))]
+    return passes
+
+
+def use_direct_bincount() -> None:
+    """Makes the metrics of torchmetrics that are imported count with `torch.bincount`.
+
+    Where kernels must be deterministic, torchmetrics 1.9 compares every row with every bin: rows x classes^2 numbers,
+    2 GB for 256 rows of 1,000 classes. That is not needed. The bits of a sum depend on the order of its additions
+    because floats are rounded; integers are not, so a count is the same in any order of threads or of the atomic
+    additions of a GPU. torch 2.15 itself refuses only weighted counts as not deterministic.
+    """
+    from torchmetrics.utilities import data
+
+    original = vars(data)[_BINCOUNT]
+    if original is _direct_bincount:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchmetrics.") and vars(module).get(_BINCOUNT) is original:
+            vars(module)[_BINCOUNT] = _direct_bincount
+
+
+def _direct_bincount(x: Tensor, minlength: Any = None) -> Tensor:
+    """Counts as torchmetrics' `_bincount` does, without comparing every row with every bin."""
+    return torch.bincount(x, minlength=minlength if minlength is not None else len(torch.unique(x)))
 
 
 def combine(task: Task, chunks: Iterable[Chunk]) -> Scores:
-    """Adds up what the chunks of a whole data set gave, in any order of arrival; metrics whose states were not kept are
-    left out.
+    """Combines the results of the chunks of a whole data set, which may arrive in any order, into its metrics.
+
+    Metrics without kept states are left out.
 
     Raises:
-        ConfigError: A metric of the task cannot be put together from parts.
+        ConfigError: A metric of the task cannot be combined from parts.
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.low)
-    metrics = kept_metrics(task, ordered)
-    count_directly()
+    metrics = metrics_with_states(task, ordered)
+    use_direct_bincount()
     for name, metric in metrics.items(keep_base=True, copy_state=True):
         load_states(metric, [chunk.states[str(name)] for chunk in ordered])
-    values, tables = computed_values(metrics)
+    values, tables = compute_values(metrics)
     weight = math.fsum(chunk.weight for chunk in ordered)
     if weight:
         values["loss"] = math.fsum(chunk.loss for chunk in ordered) / weight
     worst = sorted((m for chunk in ordered for m in chunk.mistakes), key=lambda m: (-m.confidence, m.row))
-    return Scores(values, tables, worst[:MOST_MISTAKES])
+    return Scores(values, tables, worst[:MAX_MISTAKES])
 
 
-def computed_values(metrics: MetricCollection) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    """What metrics compute from their states: those of one number, and those that are lists or matrices."""
+def compute_values(metrics: MetricCollection) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    """Computes metrics from their states; returns those of one number, and those that are lists or matrices."""
     values: dict[str, float] = {}
     tables: dict[str, list[Any]] = {}
     with user_code(lambda: "the metrics of all evaluated rows"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # a metric that draws samples when it is computed gives every process the same
+        # The seed makes a metric that draws samples compute the same in every process.
+        torch.manual_seed(0)
         computed = metrics.compute()
-    for key, found in computed.items():
-        value = torch.as_tensor(found)
+    for key, result in computed.items():
+        value = torch.as_tensor(result)
         if value.numel() == 1:
             values[key] = float(value)
-        elif value.numel() <= _MOST_NUMBERS:
+        elif value.numel() <= _MAX_TABLE_NUMBERS:
             tables[key] = value.tolist()
     return values, tables
 
 
-def kept_metrics(task: Task, chunks: Sequence[Chunk]) -> MetricCollection:
-    """The task's metrics whose states the chunks hold; all of them if there is no chunk."""
+def metrics_with_states(task: Task, chunks: Sequence[Chunk]) -> MetricCollection:
+    """Returns the task's metrics that the chunks have states of; all metrics if there is no chunk."""
     metrics = make_metrics(task)
     if not chunks or all(str(name) in chunks[0].states for name in metrics.keys(keep_base=True)):
         return metrics
-    known = metrics.items(keep_base=True, copy_state=True)
-    return type(metrics)({str(name): metric for name, metric in known if name in chunks[0].states})
-
-
-Mode = Literal["min", "max"]
+    items = metrics.items(keep_base=True, copy_state=True)
+    return type(metrics)({str(name): metric for name, metric in items if name in chunks[0].states})
 
 
 def mode_of(name: str, metric: Any) -> Mode | None:
-    """What a metric says of itself; None if it says nothing.
+    """Returns whether a lower or a higher value of a metric is better, None if its class does not define it.
 
     Args:
-        name: What it is recorded under; less of a loss is better.
+        name: The name that it is recorded under; of a loss a lower value is better.
         metric: The `torchmetrics.Metric`, or None.
     """
     if name == "loss" or name.endswith("_loss"):
@@ -280,9 +283,8 @@ def mode_of(name: str, metric: Any) -> Mode | None:
     return None if higher is None else "max" if higher else "min"
 
 
-def completed_mode(task: Task, metric: str | None, mode: str | None) -> str | None:
-    """`evaluate.mode`, where `evaluate.metric` is another metric than the task's own, and nothing says whether less or
-    more is better.
+def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None:
+    """Returns `evaluate.mode`, completed for an `evaluate.metric` other than the task's `best_metric`.
 
     Args:
         task: The prepared task.
@@ -290,44 +292,45 @@ def completed_mode(task: Task, metric: str | None, mode: str | None) -> str | No
         mode: `evaluate.mode`.
 
     Raises:
-        ConfigError: The metric does not say so either, or the task's own `best_mode` is none.
+        ConfigError: The metric does not define whether lower or higher is better, or the task's `best_mode` is not a
+            mode.
     """
     if task.best_mode not in get_args(Mode):
         raise ConfigError(f"{type(task).__name__}.best_mode is {task.best_mode!r}; it must be min or max.")
     if mode is not None or metric in (None, task.best_metric):
         return mode
-    known = dict(make_metrics(task).items(keep_base=True, copy_state=False))
-    if (found := mode_of(metric, known.get(metric))) is None:
+    metrics = dict(make_metrics(task).items(keep_base=True, copy_state=False))
+    if (resolved := mode_of(metric, metrics.get(metric))) is None:
         raise ConfigError(
-            f"evaluate.metric is {metric!r}, and nothing says whether less or more of it is better. The task's metrics"
-            f" are"
-            f" {', '.join(['loss', *map(str, known)])}. Name one of them, or set evaluate.mode to min or max."
+            f"evaluate.metric is {metric!r}, and nothing defines whether less or more of it is better. The task's"
+            f" metrics are {', '.join(['loss', *map(str, metrics)])}. Name one of them, or set evaluate.mode to min or"
+            " max."
         )
-    return found
+    return resolved
 
 
-def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """A metric of data sets in which each chunk occurs so many times.
+def resample(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Computes a metric of resampled data sets, in which each chunk occurs a given number of times.
 
     Args:
         task: The prepared task.
-        chunks: What the chunks of a data set gave, in their order.
+        chunks: The results of the chunks of a data set, in their order.
         name: A metric of one number, or `loss`.
         counts: How often each chunk occurs in each data set, shape (data sets, chunks).
 
     Returns:
-        Its values, shape (data sets,).
+        The values of the metric, shape (data sets,).
 
     Raises:
-        ConfigError: The metric cannot be put together from parts.
+        ConfigError: The metric cannot be combined from parts.
     """
     if name == "loss":
         losses, weights = np.array([chunk.loss for chunk in chunks]), np.array([chunk.weight for chunk in chunks])
         return (counts @ losses) / (counts @ weights)
-    metrics = kept_metrics(task, chunks)
+    metrics = metrics_with_states(task, chunks)
     if name not in metrics:
         raise ConfigError(
-            f"{name!r} is no metric of its own of the task, so it cannot be resampled; there are"
+            f"{name!r} is not a single metric of the task, so it cannot be resampled; there are"
             f" {', '.join(map(str, metrics))}."
         )
     metric = metrics[name]
@@ -338,7 +341,7 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
         for key in [state_key(path, state)]
     }
     states = {
-        key: _states(part, state, [chunk.states[name][key] for chunk in chunks], counts)
+        key: _resample_state(part, state, [chunk.states[name][key] for chunk in chunks], counts)
         for key, (part, state) in parts.items()
     }
     values = []
@@ -346,13 +349,17 @@ def resampled(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArra
         for key, (part, state) in parts.items():
             setattr(part, state, states[key][i])
             part._update_count, part._computed = len(chunks), None
-        found = metric.compute()
-        values.append(float(found[name] if isinstance(found, dict) else found))
+        result = metric.compute()
+        values.append(float(result[name] if isinstance(result, dict) else result))
     return np.array(values)
 
 
-def _states(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.int64]) -> Sequence[Any]:
-    """One state of a metric for each data set."""
+def _resample_state(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.int64]) -> Sequence[Any]:
+    """Returns one state of a metric for each resampled data set.
+
+    Raises:
+        ConfigError: The state is neither a sum nor a list.
+    """
     from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
     if isinstance(parts[0], list):
@@ -362,8 +369,7 @@ def _states(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.
     if metric._reductions[name] is not dim_zero_sum:
         raise ConfigError(
             f"The metric {type(metric).__name__} cannot be resampled: its state {name!r} is neither a sum nor a list."
-            f" Set"
-            " evaluate.metric to another one, such as loss."
+            " Set evaluate.metric to another one, such as loss."
         )
     stacked = torch.stack(parts)
     total = torch.tensordot(torch.from_numpy(counts).double(), stacked.double(), dims=1)

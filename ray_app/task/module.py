@@ -1,4 +1,4 @@
-"""Any `nn.Module` from the configuration alone: which columns it takes, what it is compared with, and how."""
+"""A task that is configured without code: an `nn.Module`, its input columns, its target, a loss and metrics."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, need_column
-from ray_app.task.classification import class_predictions, wrong_classes
+from ray_app.task.classification import find_mistakes, predict_classes
 from ray_app.task.configured_arguments import (
     Activation,
     activation_of,
-    direction,
-    loss_of_rows,
-    mask_pairs,
+    compute_row_losses,
     need_channels,
     need_flat,
     need_lists,
     need_numbers,
     need_specs,
+    parse_mask_values,
     probabilities,
-    range_of,
     reduction_of,
     refuse_values,
+    resolve_best_mode,
+    target_range,
 )
-from ray_app.task.device import constant
-from ray_app.task.fields import need_as_long, need_finite, of_kind, too_many_classes, without_padding
-from ray_app.task.images import IMAGE, MASK, decoded, is_image_column, is_mask
+from ray_app.task.device import constant_tensor
+from ray_app.task.fields import convert_column, need_as_long, need_finite, strip_padding, too_many_classes
+from ray_app.task.images import IMAGE, MASK, decode_columns, is_image_column, is_mask
 from ray_app.task.metric_states import is_classification
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import LENGTHS, Arrays, Field, Ragged
-from ray_app.task.transforms import Spec, made, made_once
+from ray_app.task.transforms import Spec, instantiate, instantiate_once
 
-_PADDING = ".mask"
+_MASK_SUFFIX = ".mask"
 _KINDS = ("number", "integer", "array", "bytes", "list")
 
 
 class ModuleTask(Task):
-    """A model, a loss and metrics by their import paths::
+    """A task of a model, a loss and metrics by their import paths::
 
         task:
           class_path: ray_app.task.module.ModuleTask
@@ -56,14 +56,15 @@ class ModuleTask(Task):
             inputs: [image]
             target: label
             loss: {class_path: torch.nn.CrossEntropyLoss, init_args: {label_smoothing: 0.1}}
-            metrics: {accuracy: {class_path: torchmetrics.classification.MulticlassAccuracy, init_args: {num_classes:
-            10}}} transforms:
+            metrics:
+              accuracy: {class_path: torchmetrics.classification.MulticlassAccuracy, init_args: {num_classes: 10}}
+            transforms:
               - {class_path: torchvision.transforms.v2.RandomResizedCrop, init_args: {size: 224}}
             evaluate_transforms:
               - {class_path: torchvision.transforms.v2.Resize, init_args: {size: [224, 224]}}
 
-    Columns of numbers come to the model as float32, integers as int64, lists of numbers padded to the longest of a
-    micro-batch, arrays as they are, and images (encoded files, and arrays of uint8 with two or three axes) as float32
+    The model gets columns of numbers as float32, integers as int64, lists of numbers padded to the longest of a
+    micro-batch, arrays unchanged, and images (encoded files, and arrays of uint8 with two or three axes) as float32
     from 0 to 1, channels first.
 
     Args:
@@ -74,35 +75,36 @@ class ModuleTask(Task):
         target: Column that the outputs are compared with; beside images it may be their masks, encoded (PNG of one
             channel or a palette) or integers of two axes: int64 class indices of pixels, which go through the same
             transforms.
-        loss: Called with outputs and target, as `torch.nn.CrossEntropyLoss`; the mean is over the global batch: what it
-            gives more than one value of for a row counts as often (pixels, but those of its `ignore_index`). Lists as
-            `weight` and `pos_weight` are weights of classes; a target of the outputs' shape becomes of their type
+        loss: Called with outputs and target, such as `torch.nn.CrossEntropyLoss`. The mean is over the global batch; a
+            row with several loss values (pixels, except those of `ignore_index`) counts once for each. Lists as
+            `weight` and `pos_weight` are weights of classes. A target of the outputs' shape is converted to their type
             (`torch.nn.BCEWithLogitsLoss`).
-        output: What of the model's outputs is compared, where they are a dictionary or an object: `logits`, `out`.
-        classes_last: Whether the scores of classes are the last axis of the outputs, as models of `transformers` have
-            them for each token, and not the second one, where torch's losses look for them.
+        output: The key or attribute of the model's outputs to compare, where they are a dictionary or an object:
+            `logits`, `out`.
+        classes_last: Whether the scores of classes are on the last axis of the outputs, as models of `transformers`
+            return them for each token, and not on the second axis, where torch's losses expect them.
         metrics: `torchmetrics` by the name that they are recorded under.
-        activation: What makes probabilities of the outputs for metrics of `torchmetrics.classification`: `sigmoid`,
-            `softmax` (over the classes) or `none`; not given: what goes with the loss, of torch and torchvision
-            (`sigmoid` with `BCEWithLogitsLoss`, `softmax` with `CrossEntropyLoss`), none with losses of your own. Other
-            metrics get the outputs as they are.
+        activation: The function that turns outputs into probabilities for metrics of `torchmetrics.classification`:
+            `sigmoid`, `softmax` (over the classes) or `none`. Not given: the one that matches the loss of torch or
+            torchvision (`sigmoid` for `BCEWithLogitsLoss`, `softmax` for `CrossEntropyLoss`), `none` for other losses.
+            Other metrics get the outputs unchanged.
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss; the target must be
             classes, or 0 and 1 for a loss such as `torch.nn.BCEWithLogitsLoss`.
-        transforms: What is done to rows to train on, in the readers; what is random in it draws from the row's key,
-            which is another one in every epoch.
-        evaluate_transforms: What is done to rows to evaluate and to predict on; it must give the shapes that
-            `transforms` gives.
-        exif_orientation: Whether encoded images and masks are turned and mirrored as their EXIF orientation says, as
-            viewers show them, before the transforms; false: they are decoded as they are stored.
+        transforms: Transforms of rows to train on, applied in the readers; random ones draw from the key of the row,
+            which differs in every epoch.
+        evaluate_transforms: Transforms of rows to evaluate and to predict on; the shapes must be those that
+            `transforms` give.
+        exif_orientation: Whether encoded images and masks are rotated and mirrored by their EXIF orientation, as
+            viewers show them, before the transforms; false: they are decoded as stored.
         mean: Subtracted from images after scaling to [0, 1], one per channel or one for all.
-        std: Images are divided by it, likewise.
-        pad_with: What lists are padded with.
-        pad_to: What the length of padded lists is a multiple of.
-        max_length: Most numbers of a list that are used, from its beginning; not given: all.
+        std: Images are divided by it after `mean` is subtracted, one per channel or one for all.
+        pad_with: The value that lists are padded with.
+        pad_to: Padded lengths are rounded up to a multiple of it.
+        max_length: The number of values of a list that are used, from its beginning; not given: all.
         mask_values: The class of each value of a mask, such as {0: 0, 255: 1}; not given: the values are the classes.
-        best_metric: Metric that decides which checkpoint is best.
-        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: as the metric's `higher_is_better`
-            says, of a loss less.
+        best_metric: The metric that decides which checkpoint is best.
+        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; not given: by the metric's
+            `higher_is_better`, `min` for a loss.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class ModuleTask(Task):
             pad_to,
             max_length,
         )
-        self.mask_classes = mask_pairs(mask_values)
+        self.mask_classes = parse_mask_values(mask_values)
         need_specs(
             model=model,
             metrics=self.metric_specs,
@@ -161,22 +163,26 @@ class ModuleTask(Task):
             need_specs(loss=loss)
             reduction_of(loss)
         self.best_metric = best_metric  # type: ignore[misc]
-        self.best_mode = direction(best_metric, best_mode, self.metric_specs)  # type: ignore[misc]
+        self.best_mode = resolve_best_mode(best_metric, best_mode, self.metric_specs)  # type: ignore[misc]
         self.kinds: dict[str, str] = {}
         self.ranges: dict[str, list[float]] = {}
         self.classes: list[str] = []
-        # What the loss and the model allow in the target, see `range_of`; the preflight sets it.
+        # The values of the target that the loss and the model allow, see `target_range`; the preflight sets it.
         self.target_range: list[int] | None = None
 
     def prepare(self, data: DataFacts) -> ModuleTask:
-        """Looks at the columns; see `Task.prepare`."""
+        """Checks the columns and returns the task with their kinds, ranges and classes; see `Task.prepare`."""
         prepared = copy.copy(self)
         prepared.kinds = {}
         facts = {
             name: need_column(data, name, _KINDS, "target" if name == self.target else "model")
             for name in self.columns()
         }
-        need_lists(data, facts, (name.removesuffix(_PADDING) for name in self._named() if name.endswith(_PADDING)))
+        need_lists(
+            data,
+            facts,
+            (name.removesuffix(_MASK_SUFFIX) for name in self._input_names() if name.endswith(_MASK_SUFFIX)),
+        )
         if type(self).loss is ModuleTask.loss:
             need_flat(data, self.target, facts[self.target])
         beside_images = any(is_image_column(facts[name]) for name in self._columns_of_model())
@@ -199,53 +205,52 @@ class ModuleTask(Task):
         if (self.transforms or self.evaluate_transforms) and IMAGE not in prepared.kinds.values():
             raise DataError(
                 f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a"
-                f" column of images."
+                " column of images."
             )
-        known = {
-            name: (column.minimum, column.maximum)
-            for name, column in facts.items()
-            if prepared.kinds[name] in ("integer", "list")
-        }
         prepared.ranges = {
-            name: [least, most] for name, (least, most) in known.items() if least is not None and most is not None
+            name: [column.minimum, column.maximum]
+            for name, column in facts.items()
+            if prepared.kinds[name] in ("integer", "list") and column.minimum is not None and column.maximum is not None
         }
-        compared = facts[self.target]
+        target = facts[self.target]
         if (
-            compared.kind == "integer"
-            and compared.maximum is not None
-            and compared.minimum is not None
-            and compared.minimum >= 0
+            target.kind == "integer"
+            and target.minimum is not None
+            and target.maximum is not None
+            and target.minimum >= 0
         ):
-            count = int(compared.maximum) + 1
+            count = int(target.maximum) + 1
             prepared.classes = [] if too_many_classes(data, count) and not data.classes else class_names(data, count)
         return prepared
 
-    def _named(self) -> list[str]:
+    def _input_names(self) -> list[str]:
         return list(self.inputs.values() if isinstance(self.inputs, dict) else self.inputs)
 
     def _columns_of_model(self) -> list[str]:
-        return list(dict.fromkeys(name.removesuffix(_PADDING) for name in self._named()))
+        return list(dict.fromkeys(name.removesuffix(_MASK_SUFFIX) for name in self._input_names()))
 
     def columns(self) -> list[str]:
-        """See `Task.columns`."""
+        """Returns the columns to read, see `Task.columns`."""
         return list(dict.fromkeys([*self._columns_of_model(), self.target]))
 
     def targets(self) -> list[str]:
-        """See `Task.targets`."""
+        """Returns the target columns, see `Task.targets`."""
         return [] if self.target in self._columns_of_model() else [self.target]
 
     @property
     def has_epoch_decode(self) -> bool:
-        """Whether there are transforms for training."""
+        """Whether the task has transforms for training."""
         return bool(self.transforms)
 
     def decode(self, rows: Rows) -> Arrays:
-        """See the class."""
-        return self._decoded(rows, made_once(self.evaluate_transforms, "task.init_args.evaluate_transforms"), None)
+        """Decodes rows and applies `evaluate_transforms`; see the class for the types of fields."""
+        return self._decoded(
+            rows, instantiate_once(self.evaluate_transforms, "task.init_args.evaluate_transforms"), None
+        )
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
-        """See the class."""
-        return self._decoded(rows, made_once(self.transforms, "task.init_args.transforms"), keys)
+        """Decodes rows and applies `transforms`; see the class for the types of fields."""
+        return self._decoded(rows, instantiate_once(self.transforms, "task.init_args.transforms"), keys)
 
     def _decoded(self, rows: Rows, transforms: Sequence[Any], keys: npt.NDArray[np.int64] | None) -> Arrays:
         if self.classes_last:
@@ -258,43 +263,44 @@ class ModuleTask(Task):
             need_finite(f"column {name!r}", values)
         if images:
             stored = {name: rows[name] for name in images}
-            fields |= decoded(stored, images, transforms, keys, self.exif_orientation, self.mask_classes)
+            fields |= decode_columns(stored, images, transforms, keys, self.exif_orientation, self.mask_classes)
         self.refuse_target(fields)
         return fields
 
     def _values(self, values: Any, kind: str) -> Field:
-        found = of_kind(values, kind)
-        if not isinstance(found, Ragged):
-            return found
-        cut = found if self.max_length is None else found.cut(self.max_length)
+        field = convert_column(values, kind)
+        if not isinstance(field, Ragged):
+            return field
+        cut = field if self.max_length is None else field.cut(self.max_length)
         return cut.padded_with(self.pad_with, self.pad_to)
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
-        model = made(self.model, "task.init_args.model")
+        """Builds the model, see `Task.build_model`."""
+        model = instantiate(self.model, "task.init_args.model")
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"task.init_args.model {self.model['class_path']} makes a {type(model).__name__}; it must make an"
-                f" nn.Module."
+                " nn.Module."
             )
         return model
 
     def _input(self, batch: Batch, name: str) -> Tensor:
-        column = name.removesuffix(_PADDING)
+        """Returns a column of a batch, or its padding mask, as the model gets it."""
+        column = name.removesuffix(_MASK_SUFFIX)
         values = batch[column]
-        if name.endswith(_PADDING):
+        if name.endswith(_MASK_SUFFIX):
             return (torch.arange(values.shape[1], device=values.device) < batch[column + LENGTHS][:, None]).long()
         if self.kinds[column] == MASK:
             return values.long()
         if self.kinds[column] == IMAGE:
             values = values.float() / 255
             if self.mean != [0.0] or self.std != [1.0]:
-                mean, std = (constant(each, values.device)[:, None, None] for each in (self.mean, self.std))
+                mean, std = (constant_tensor(part, values.device)[:, None, None] for part in (self.mean, self.std))
                 values = (values - mean) / std
         return values
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """What of the model's outputs is compared with the target."""
+        """Runs the model on a batch and returns the part of its outputs that is compared with the target."""
         if isinstance(self.inputs, dict):
             outputs = model(**{argument: self._input(batch, name) for argument, name in self.inputs.items()})
         else:
@@ -304,36 +310,36 @@ class ModuleTask(Task):
         return outputs
 
     def _compared(self, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
-        """Outputs and target in shapes that fit: (rows, 1) is (rows,) where the target has no such axis; integers as
-        int64.
-        """
+        """Returns outputs and target in matching shapes; an axis of one score is removed, and integers become int64."""
         target = self._input(batch, self.target)
         if isinstance(outputs, Tensor) and outputs.ndim == target.ndim + 1:
             if self.classes_last:
                 outputs = outputs.movedim(-1, 1)
             elif outputs.shape[-1] == 1 and outputs.shape[:-1] == target.shape:
                 outputs = outputs.squeeze(-1)
-            elif (
-                outputs.shape[1] == 1 and outputs.shape[:1] + outputs.shape[2:] == target.shape
-            ):  # one score of each pixel
+            # A model of pixels with one score each has it on the second axis.
+            elif outputs.shape[1] == 1 and outputs.shape[:1] + outputs.shape[2:] == target.shape:
                 outputs = outputs.squeeze(1)
         return outputs, target if target.is_floating_point() else target.long()
 
     def note_target_range(self, model: nn.Module, batch: Batch) -> None:
-        """Looks at the outputs for some rows, so that `decode` refuses rows with values that the loss does not take.
+        """Derives from the outputs for some rows which values of the target the loss takes; `decode` then refuses rows
+        with other values.
 
         Raises:
-            ValueError: These rows have such values.
+            ValueError: These rows have other values.
         """
         if type(self).loss is not ModuleTask.loss or type(self).training_loss is not ModuleTask.training_loss:
             return
         outputs, target = self._compared(self.forward(model, batch), batch)
-        self.target_range = range_of(self.loss_spec, outputs, target)
-        values, there = batch[self.target], self._there(batch)
-        self.refuse_target({self.target: (values if there is None else values[there]).numpy()})
+        self.target_range = target_range(self.loss_spec, outputs, target)
+        values, is_value = batch[self.target], self._target_mask(batch)
+        self.refuse_target({self.target: (values if is_value is None else values[is_value]).numpy()})
 
     def refuse_target(self, fields: Arrays) -> None:
-        """Refuses decoded rows whose target has values that the loss does not take, as far as that is known.
+        """Refuses decoded rows with values of the target that the loss does not take.
+
+        It refuses nothing before `note_target_range`, or if that could not determine the values.
 
         Raises:
             ValueError: There are such values.
@@ -343,38 +349,45 @@ class ModuleTask(Task):
             values = target.values if isinstance(target, Ragged) else target
             refuse_values(self.target, values, self.target_range, self.kinds[self.target] == MASK)
 
-    def _there(self, batch: Batch) -> Tensor | None:
-        """Which values of a target of lists are no padding; of another target None."""
-        return self._input(batch, self.target + _PADDING).bool() if self.kinds[self.target] == "list" else None
+    def _target_mask(self, batch: Batch) -> Tensor | None:
+        """Returns which values of a target of lists are not padding, None for another target."""
+        return self._input(batch, self.target + _MASK_SUFFIX).bool() if self.kinds[self.target] == "list" else None
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
-        """See `loss_of_rows`."""
-        return loss_of_rows(self.loss_spec, *self._compared(outputs, batch), self.train_accuracy, self._there(batch))
+        """Computes the loss of every row, see `compute_row_losses`."""
+        return compute_row_losses(
+            self.loss_spec, *self._compared(outputs, batch), self.train_accuracy, self._target_mask(batch)
+        )
 
     def metrics(self) -> MetricCollection:
-        """Those of the configuration."""
+        """Makes the configured metrics."""
         from torchmetrics import MetricCollection
 
-        metrics = {name: made(spec, f"task.init_args.metrics.{name}") for name, spec in self.metric_specs.items()}
+        metrics = {
+            name: instantiate(spec, f"task.init_args.metrics.{name}") for name, spec in self.metric_specs.items()
+        }
         return MetricCollection(metrics, compute_groups=False)
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """Compares outputs and target, of lists (values,) and (values, classes) without what they are padded with; see
-        `Task.update`.
+        """Updates the metrics with outputs and target; see `Task.update`.
+
+        Of lists they get (values,) and (values, classes), without the padding.
         """
         if not self.metric_specs:
             return
         outputs, target = self._compared(outputs, batch)
-        known = probabilities(outputs, self._activation())
-        if (there := self._there(batch)) is not None:
-            outputs, known = (
-                (scores.movedim(1, -1) if scores.ndim > target.ndim else scores)[there] for scores in (outputs, known)
+        likely = probabilities(outputs, self._activation())
+        if (is_value := self._target_mask(batch)) is not None:
+            outputs, likely = (
+                (scores.movedim(1, -1) if scores.ndim > target.ndim else scores)[is_value]
+                for scores in (outputs, likely)
             )
-            target = target[there]
-            if not target.numel():  # of which some metrics cannot be told
+            target = target[is_value]
+            # Some metrics raise an error for an update without values.
+            if not target.numel():
                 return
         for metric in metrics.values(copy_state=False):
-            metric.update(known if is_classification(metric) else outputs, target)
+            metric.update(likely if is_classification(metric) else outputs, target)
 
     def _activation(self) -> Activation:
         if self.activation is not None:
@@ -384,12 +397,19 @@ class ModuleTask(Task):
     def _classifies(self, outputs: Any) -> bool:
         return isinstance(outputs, Tensor) and outputs.ndim == 2 and 1 < outputs.shape[1] == len(self.classes)
 
-    def predictions(self, outputs: Any) -> Arrays:
-        """Class, number and confidence where there is one score for each class; of pixels and of tokens the numbers of
-        their classes, as `predicted_index`; else the outputs as `predicted`.
+    def predictions(self, outputs: Any, batch: Batch) -> Arrays:
+        """Returns class, number and confidence where there is one score for each class; of pixels and of tokens the
+        numbers of their classes, as `predicted_index`; else the outputs as `predicted`.
+
+        Where the target is a column of lists, each row is as long as its list: outputs for the padding are left out.
         """
+        if type(self).loss is ModuleTask.loss and self.kinds[self.target] == "list" and isinstance(outputs, Tensor):
+            name, values = "predicted", outputs
+            if self.classes_last and outputs.ndim == 3:
+                name, values = "predicted_index", outputs.argmax(2)
+            return {name: strip_padding(values, batch, self._columns_of_model())}
         if self._classifies(outputs):
-            return class_predictions(outputs, self.classes)
+            return predict_classes(outputs, self.classes)
         if (
             self.kinds[self.target] == MASK
             and isinstance(outputs, Tensor)
@@ -399,22 +419,8 @@ class ModuleTask(Task):
             return {"predicted_index": outputs.argmax(1).numpy()}
         if self.classes_last and isinstance(outputs, Tensor) and outputs.ndim == 3:
             return {"predicted_index": outputs.argmax(2).numpy()}
-        return super().predictions(outputs)
+        return super().predictions(outputs, batch)
 
-    def predicted(self, outputs: Any, batch: Batch) -> Arrays:
-        """See `Task.predicted`; with a target of lists, which the outputs go along with, what they say of padding is
-        left out.
-        """
-        own = type(self).loss is not ModuleTask.loss or type(self).predictions is not ModuleTask.predictions
-        if own or self.kinds[self.target] != "list" or not isinstance(outputs, Tensor):
-            return self.predictions(outputs)
-        name, values = (
-            ("predicted_index", outputs.argmax(2))
-            if self.classes_last and outputs.ndim == 3
-            else ("predicted", outputs)
-        )
-        return {name: without_padding(values, batch, self._columns_of_model())}
-
-    def mistakes(self, outputs: Any, batch: Batch, most: int) -> list[Mistake]:
-        """See `Task.mistakes`."""
-        return wrong_classes(outputs, batch[self.target], self.classes, most) if self._classifies(outputs) else []
+    def mistakes(self, outputs: Any, batch: Batch, max_rows: int) -> list[Mistake]:
+        """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
+        return find_mistakes(outputs, batch[self.target], self.classes, max_rows) if self._classifies(outputs) else []

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 LENGTHS = "_lengths"
-"""What is added to a ragged field's name for the lengths of its rows in a batch."""
+"""Suffix of the field of a batch that has the lengths of the rows of a ragged field."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """A field whose rows have different lengths; the rows of a micro-batch are padded to the longest of them.
+    """A field with rows of different lengths; the rows of a micro-batch are padded to its longest row.
 
-    A micro-batch belongs to one logical worker, so what it is padded to depends on nothing else.
+    A micro-batch belongs to one logical worker, so the padded length does not depend on the number of workers.
 
     Args:
-        values: All rows, one after the other, shape (sum of lengths, ...).
-        offsets: Where each row begins in them, and where the last one ends, int64, shape (rows + 1,).
-        fill: What a row is padded with.
-        multiple: What a padded length is a multiple of.
+        values: All rows, concatenated, shape (sum of lengths, ...).
+        offsets: The index in `values` where each row begins, and where the last one ends, int64, shape (rows + 1,).
+        fill: The value that rows are padded with.
+        multiple: Padded lengths are rounded up to a multiple of it.
     """
 
     values: npt.NDArray
@@ -44,7 +44,7 @@ class Ragged:
         multiple: int = 1,
         row_shape: tuple[int, ...] = (),
     ) -> Ragged:
-        """Puts rows together, each of shape (length, ...) with `row_shape` in the place of the dots."""
+        """Makes a ragged field of rows, each of shape `(length, *row_shape)`."""
         arrays = [np.asarray(row, dtype).reshape(-1, *row_shape) for row in rows]
         offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
         return cls(np.concatenate([*arrays, np.empty((0, *row_shape), dtype)]), offsets, fill, multiple)
@@ -55,33 +55,37 @@ class Ragged:
         return self.values.shape[1:]
 
     def padded_with(self, fill: float, multiple: int = 1) -> Ragged:
-        """The same rows, padded otherwise."""
+        """Returns the same rows with other padding."""
         return Ragged(self.values, self.offsets, fill, multiple)
 
-    def cut(self, most: int) -> Ragged:
-        """The first so many of each row; the same object, if none has more."""
-        if not (self.lengths > most).any():
+    def cut(self, max_length: int) -> Ragged:
+        """Returns the rows cut to a length; the same object if no row is longer."""
+        if not (self.lengths > max_length).any():
             return self
         return Ragged.of(
-            (self.row(i)[:most] for i in range(len(self))), self.values.dtype, self.fill, self.multiple, self.row_shape
+            (self.row(i)[:max_length] for i in range(len(self))),
+            self.values.dtype,
+            self.fill,
+            self.multiple,
+            self.row_shape,
         )
 
     def __len__(self) -> int:
-        """How many rows."""
+        """Returns the number of rows."""
         return len(self.offsets) - 1
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Of each row, shape (rows,)."""
+        """The length of each row, shape (rows,)."""
         return np.diff(self.offsets)
 
     def lengths_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Of some rows, without a look at the others."""
+        """Returns the lengths of some rows, without computing those of the others."""
         return self.offsets[1:][rows] - self.offsets[:-1][rows]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """The bytes of all rows."""
         return int(self.offsets[-1] - self.offsets[0]) * self.values[:1].nbytes if len(self.values) else 0
 
     @overload
@@ -91,11 +95,11 @@ class Ragged:
     def __getitem__(self, rows: int | np.integer) -> npt.NDArray: ...
 
     def __getitem__(self, rows: int | np.integer | slice | npt.NDArray) -> npt.NDArray | Ragged:
-        """One row, shape (length, ...), as of a list; or several: a slice without copying where its step is 1, an index
-        or a mask.
+        """Returns one row, shape (length, ...), for an integer; or several rows for a slice (without copying if its
+        step is 1), an array of indices or a mask.
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: The row is out of range.
         """
         if isinstance(rows, slice):
             low, high, step = rows.indices(len(self))
@@ -116,23 +120,23 @@ class Ragged:
         return self.row(index % len(self))
 
     def __iter__(self) -> Iterator[npt.NDArray]:
-        """The rows one after the other, each of shape (length, ...)."""
+        """Iterates over the rows, each of shape (length, ...)."""
         return map(self.row, range(len(self)))
 
     def row(self, number: int) -> npt.NDArray:
-        """One row, shape (length, ...)."""
+        """Returns one row, shape (length, ...)."""
         return self.values[self.offsets[number] : self.offsets[number + 1]]
 
     def compact(self) -> Ragged:
-        """The same rows, whose values begin with the first and end with the last."""
+        """Returns the same rows, with `values` that have no others before or after them."""
         low, high = int(self.offsets[0]), int(self.offsets[-1])
         return Ragged(self.values[low:high], self.offsets - low, self.fill, self.multiple)
 
     def batch(self, name: str, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-        """Some rows padded, and their lengths, as they stand in a task's batch.
+        """Returns some rows, padded, and their lengths as the fields of a task's batch.
 
-        In memory of torch's, which begins at a multiple of 64 bytes: kernels may give other bits for what begins
-        elsewhere, and where NumPy's begins depends on what the process did before.
+        The rows are in memory that torch allocates, which is aligned to 64 bytes. Kernels may give other bits for other
+        alignments, and the alignment of NumPy's memory depends on earlier allocations of the process.
         """
         return {
             name: torch.from_numpy(self.padded(index)),
@@ -140,7 +144,7 @@ class Ragged:
         }
 
     def padded(self, index: npt.NDArray[np.int64]) -> npt.NDArray:
-        """Some rows, padded to the longest of them, at least 1, shape (rows, length, ...)."""
+        """Returns some rows, padded to the longest of them and at least to 1, shape (rows, length, ...)."""
         lengths = self.lengths_of(index)
         longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
         shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
@@ -153,27 +157,27 @@ class Ragged:
         into[...] = self.fill
         if not len(index):
             return into
-        place = np.arange(longest)
-        there = place < lengths[:, None]
-        into[there] = self.values[(self.offsets[:-1][index][:, None] + place)[there]]
+        position = np.arange(longest)
+        is_value = position < lengths[:, None]
+        into[is_value] = self.values[(self.offsets[:-1][index][:, None] + position)[is_value]]
         return into
 
 
 Field = npt.NDArray | Ragged
 Arrays = Mapping[str, Field]
-"""Decoded rows: a field by its name, each of as many rows."""
+"""Decoded rows: fields by name, all with the same number of rows."""
 
 
 def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None) -> dict[str, Tensor]:
-    """Decoded rows as the batch that a task gets, in host memory.
+    """Returns decoded rows as the batch that a task gets, in host memory.
 
     Args:
         arrays: The fields.
-        index: Which rows, in which order; not given: all.
+        index: The rows of the batch in their order; None: all.
 
     Returns:
-        Each field, (rows, ...); a ragged one padded, (rows, length, ...), with its lengths beside it, int64, (rows,),
-        as NAME_lengths.
+        Each field, (rows, ...); a ragged field padded, (rows, length, ...), and its lengths, int64, (rows,), as
+        NAME_lengths.
     """
     batch: dict[str, Tensor] = {}
     for name, values in arrays.items():
@@ -184,21 +188,22 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
     return batch
 
 
-def twice(values: Field) -> Field:
-    """The same rows two times."""
-    return put_together([values, values]) if isinstance(values, Ragged) else np.concatenate([values, values])
+def repeat_rows(values: Field) -> Field:
+    """Returns the rows twice, one copy after the other."""
+    return concat_ragged([values, values]) if isinstance(values, Ragged) else np.concatenate([values, values])
 
 
-def joined(parts: Sequence[Field]) -> Field:
-    """The rows of several parts of a field, one after the other."""
+def concat_fields(parts: Sequence[Field]) -> Field:
+    """Concatenates the rows of several parts of a field."""
     ragged = [part for part in parts if isinstance(part, Ragged)]
-    return put_together(ragged) if ragged else np.concatenate(parts)  # type: ignore[arg-type]
+    return concat_ragged(ragged) if ragged else np.concatenate(parts)  # type: ignore[arg-type]
 
 
-def put_together(parts: list[Ragged]) -> Ragged:
-    """The rows of several, one after the other."""
-    own = [part.compact() for part in parts]
-    if len(own) == 1:
-        return own[0]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([part.lengths for part in own]))])
-    return Ragged(np.concatenate([part.values for part in own]), offsets, own[0].fill, own[0].multiple)
+def concat_ragged(parts: list[Ragged]) -> Ragged:
+    """Concatenates the rows of several ragged fields, with the padding of the first."""
+    compact = [part.compact() for part in parts]
+    first = compact[0]
+    if len(compact) == 1:
+        return first
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([part.lengths for part in compact]))])
+    return Ragged(np.concatenate([part.values for part in compact]), offsets, first.fill, first.multiple)

@@ -1,4 +1,4 @@
-"""RoIAlign of torchvision on a GPU with deterministic algorithms, without a compiler."""
+"""torchvision's RoIAlign on a GPU with deterministic algorithms, without a compiler."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ import torch
 from torch import Tensor
 
 _ROIS_AT_ONCE = 256
-"""Regions of one pass, of 50 MB for each intermediate value with 256 channels, 7 x 7 bins and 2 x 2 samples."""
+"""Regions of one pass: each intermediate value takes 50 MB with 256 channels, 7 x 7 bins and 2 x 2 samples."""
 
 
 def use_eager_roi_align() -> None:
     """Replaces the function that torchvision compiles for deterministic algorithms on a GPU, if torchvision's RoIAlign
     is imported.
 
-    torchvision (0.29) has a backward that adds atomically, and an implementation in Python whose backward does not. It
-    compiles the latter for shapes that change (`torch.compile(dynamic=True)`): that needs Triton and a C compiler on
-    every node, and the kernels are chosen by the shapes that come first, so the bits of a step would depend on the
-    steps that a worker has done before. The same implementation without compilation needs neither, and takes its memory
-    in parts.
+    torchvision (0.29) has a backward that adds atomically, and an implementation in Python without atomic additions. It
+    compiles the latter for dynamic shapes (`torch.compile(dynamic=True)`). That needs Triton and a C compiler on every
+    node, and the first shapes choose the kernels, so the bits of a step would depend on the earlier steps of a worker.
+    The same implementation without compilation needs neither; running it in parts limits its memory.
     """
     module: Any = sys.modules.get("torchvision.ops.roi_align")
     if module is None or isinstance(module._roi_align, _InParts):
         return
     module._roi_align = _InParts(module._roi_align.__wrapped__)
-    module.is_compile_supported = lambda device: True  # torchvision asks before it calls the function
+    # torchvision calls the function only where it supports compilation.
+    module.is_compile_supported = lambda device: True
 
 
 class _InParts:
-    """The implementation in Python, for some regions at a time; backward computes each part again instead of keeping
-    it.
+    """Runs the Python implementation on some regions at a time; backward recomputes each part instead of keeping it.
 
     Args:
-        roi_align: torchvision's, uncompiled.
+        roi_align: torchvision's uncompiled function.
     """
 
     def __init__(self, roi_align: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether other data than a task was prepared with has the same columns and the same classes, by name and type."""
+"""Comparison of data with the data that a task was prepared with: columns by name and type, classes by name."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.base import Task
 
 LABEL = "label"
-"""The column that an ingest gives the numbers of its classes."""
+"""The column to which an ingest writes class indices."""
 _MAX_NAMED = 8
 
 Schema = Mapping[str, Any]
-"""As JSON keeps it: `columns`, name, kind and dtype of each column that is read; `classes`, their names, or None where
-there are none.
+"""A schema as JSON: `columns` has name, kind and dtype of each column that is read; `classes` has the class names, or
+None if there are none.
 """
 
 
 def prepare_task(task: Task, data: DataFacts) -> Task:
-    """Prepares a task with the data that it trains on, and notes what that data is like; see `Task.prepare`."""
+    """Prepares a task with the data that it trains on, and stores the schema of that data in it; see `Task.prepare`."""
     prepared = task.prepare(data)
     vars(prepared)["data_schema"] = schema_of(data, prepared.columns())
     return prepared
 
 
 def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
-    """What of a data set other data must have in common with it.
+    """Returns the schema of a data set, which other data for the same model must match.
 
     Args:
         data: The data set.
@@ -41,65 +41,63 @@ def schema_of(data: DataFacts, columns: Iterable[str]) -> dict[str, Any]:
     return {"columns": kinds, "classes": list(data.classes) if data.classes and LABEL in read else None}
 
 
-def refuse_other_schema(known: Schema, data: DataFacts, where: str, of: str) -> None:
-    """Refuses data whose columns have another type, or whose class numbers have other names; what is not known is not
-    compared.
+def refuse_other_schema(schema: Schema, data: DataFacts, where: str, of: str) -> None:
+    """Refuses data with other column types, or other names for the class indices; unknown ones are not compared.
 
     Args:
-        known: Of the data that the task was prepared with; empty, if it was not noted.
+        schema: The schema of the data that the task was prepared with; empty if it was not stored.
         data: The other data.
         where: The other data, for messages.
         of: The data that the task was prepared with, for messages.
 
     Raises:
-        DataError: It differs.
+        DataError: The data has another schema.
     """
-    for name, kind, dtype in known.get("columns", []):
+    for name, kind, dtype in schema.get("columns", []):
         facts = data.columns.get(name)
         if facts is not None and not _fits(kind, dtype, facts):
             raise DataError(
                 f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds"
-                f" {_described(kind, dtype)}."
-                " Both must be of one type: convert the one, or ingest both the same way."
+                f" {_described(kind, dtype)}. Both must be of one type: convert the one, or ingest both the same way."
             )
-    refuse_other_names(known.get("classes"), data.classes, where, of)
+    refuse_other_names(schema.get("classes"), data.classes, where, of)
 
 
-def refuse_other_names(known: Sequence[str] | None, classes: Sequence[str] | None, where: str, of: str) -> None:
-    """Refuses classes that have other names for the same numbers; fewer of them, in the same order, agree.
+def refuse_other_names(trained: Sequence[str] | None, classes: Sequence[str] | None, where: str, of: str) -> None:
+    """Refuses classes with other names for the same indices; a beginning of the trained classes agrees.
 
     Args:
-        known: Names of the classes that were trained on; None, if they have none.
-        classes: Names of those of other data.
+        trained: Names of the classes that the model was trained on; None if they have none.
+        classes: Names of the classes of other data.
         where: The other data, for messages.
-        of: What was trained on, for messages.
+        of: The data that the model was trained on, for messages.
 
     Raises:
-        DataError: They have other names.
+        DataError: A class has another name.
     """
-    if not known or not classes:
+    if not trained or not classes:
         return
-    numbers = enumerate(zip_longest(classes, known))
+    numbers = enumerate(zip_longest(classes, trained))
     number, (one, other) = next(
         ((i, pair) for i, pair in numbers if pair[0] is not None and pair[0] != pair[1]), (0, (None, None))
     )
     if one is None:
         return
-    knows = f"{other!r} in {of}" if other is not None else f"none in {of}"
+    trained_name = f"{other!r} in {of}" if other is not None else f"none in {of}"
     raise DataError(
-        f"Class {number} is {one!r} in {where} and {knows}: they have the classes {_some(classes)} and {_some(known)}."
-        f" Classes agree by"
-        " name, never by number alone. Ingest both in one go (eval_fraction), or from sources with the same labels."
+        f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {_some(classes)} and"
+        f" {_some(trained)}. Classes agree by name, never by number alone. Ingest both in one go (eval_fraction), or"
+        " from sources with the same labels."
     )
 
 
 def named_classes(classes: Sequence[str]) -> Sequence[str] | None:
-    """The names of classes; None, if these are their numbers, by which classes without names are called."""
+    """Returns the names of classes, None if they are only the indices, which name classes without names."""
     return None if all(name == str(number) for number, name in enumerate(classes)) else classes
 
 
 def _fits(kind: str, dtype: str, other: ColumnFacts) -> bool:
-    """Whether a column can stand for one of a kind and dtype: the same, or integers where fractions were."""
+    """Whether a column can replace one of a kind and dtype: the types agree, or it has integers for fractions."""
     if kind != other.kind:
         return kind == "number" and other.kind == "integer"
     if kind not in ("array", "list"):
@@ -109,12 +107,13 @@ def _fits(kind: str, dtype: str, other: ColumnFacts) -> bool:
 
 
 def _number_kind(dtype: str) -> str:
-    """The kind of an array's numbers (`f`, `i`, `u`, `b`), `B` for bytes, which are pixels."""
+    """Returns the kind of an array's numbers (`f`, `i`, `u`, `b`), `B` for bytes, which are pixels."""
     try:
-        found = np.dtype(dtype)
-    except TypeError:  # a list of Arrow's, such as list<item: int64>
+        parsed = np.dtype(dtype)
+    except TypeError:
+        # Lists have a type of Arrow, such as list<item: int64>.
         return "f" if "double" in dtype or "float" in dtype else "i" if "int" in dtype else "b"
-    return "B" if found == np.uint8 else found.kind
+    return "B" if parsed == np.uint8 else parsed.kind
 
 
 def _described(kind: str, dtype: str) -> str:

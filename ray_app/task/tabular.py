@@ -17,12 +17,12 @@ from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch, Losses, Mistake, Rows, Task, class_names, count_classes, need_column
 from ray_app.task.classification import (
     ClassWeights,
-    class_predictions,
+    add_class_weights,
+    apply_class_weights,
     classification_metrics,
+    find_mistakes,
+    predict_classes,
     resolve_weights,
-    weigh,
-    weighted,
-    wrong_classes,
 )
 from ray_app.task.fields import need_finite
 
@@ -30,7 +30,7 @@ _NUMBERS = ("number", "integer")
 
 
 class _Tabular(Task):
-    """What both tabular tasks share: features to one float32 vector per row, and the perceptron.
+    """Base of both tabular tasks: decodes features into one float32 vector per row, and builds the perceptron.
 
     Args:
         label: Column to predict.
@@ -55,39 +55,40 @@ class _Tabular(Task):
 
     def prepare(self, data: DataFacts) -> _Tabular:
         """Names the features and counts the inputs; see `Task.prepare`."""
-        made = copy.copy(self)
+        prepared = copy.copy(self)
         no_features = {self.label, *data.index_columns}
         usable = [
             name
             for name, facts in data.columns.items()
             if facts.kind in (*_NUMBERS, "array") and name not in no_features
         ]
-        made.features = list(self.features) if self.features is not None else sorted(usable)
-        if not made.features:
+        prepared.features = list(self.features) if self.features is not None else sorted(usable)
+        if not prepared.features:
             raise DataError(
                 f"{data.path} has no column of numbers besides {self.label!r} to predict it from; its columns are"
                 f" {', '.join(sorted(data.columns))}. Name the features in task.init_args.features, or convert columns"
-                f" of text to numbers."
+                " of text to numbers."
             )
-        shapes = [need_column(data, name, (*_NUMBERS, "array"), "features").shape for name in made.features]
-        made.inputs = int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
-        return made
+        shapes = [need_column(data, name, (*_NUMBERS, "array"), "features").shape for name in prepared.features]
+        prepared.inputs = int(sum(np.prod(shape, dtype=np.int64) for shape in shapes))
+        return prepared
 
     def columns(self) -> list[str]:
-        """See `Task.columns`."""
+        """Returns the columns to read, see `Task.columns`."""
         assert self.features is not None, "prepare() comes first"
         return [*self.features, self.label]
 
     def targets(self) -> list[str]:
-        """See `Task.targets`."""
+        """Returns the target columns, see `Task.targets`."""
         return [self.label]
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
-        """Decodes to `features` (rows, inputs) float32 and `label` (rows,)."""
+        """Decodes rows into `features` (rows, inputs) float32 and `label` (rows,)."""
         assert self.features is not None, "prepare() comes first"
         parts = [np.asarray(rows[name]) for name in self.features]
         flat = [part.reshape(len(part), -1) for part in parts]
-        with np.errstate(over="ignore"):  # what is too large is refused below
+        # Values that overflow become infinite, which is refused below.
+        with np.errstate(over="ignore"):
             features = np.concatenate(flat, axis=1).astype(np.float32) / np.float32(self.scale)
         if not np.isfinite(features).all():
             for name in self.features:
@@ -106,7 +107,7 @@ class _Tabular(Task):
         raise NotImplementedError
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
+        """Builds the model, see `Task.build_model`."""
         layers: list[nn.Module] = []
         width = self.inputs
         for units in self.hidden:
@@ -117,12 +118,12 @@ class _Tabular(Task):
         return nn.Sequential(*layers, nn.Linear(width, self._outputs()))
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Scores, shape (rows, outputs)."""
+        """Computes the outputs of the perceptron, shape (rows, outputs)."""
         return model(batch["features"])
 
 
 class TabularClassification(_Tabular):
-    """Classifies rows of a table; the guides' 784-256-256-10 network is one configuration of it.
+    """Classifies rows of a table; the 784-256-256-10 network of the guides is one configuration of it.
 
     Args:
         label: Column of class indices.
@@ -132,8 +133,8 @@ class TabularClassification(_Tabular):
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Features are divided by it.
         num_classes: Number of classes; not given: read from the data.
-        class_weights: How much the training loss of a row of each class counts: a number for each class, or `balanced`,
-            by which all classes count the same in sum. Evaluation does not use it.
+        class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, by which
+            all classes have the same weight in sum. Evaluation does not use it.
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
     """
 
@@ -158,12 +159,12 @@ class TabularClassification(_Tabular):
 
     def prepare(self, data: DataFacts) -> TabularClassification:
         """Names the features and counts the classes; see `Task.prepare`."""
-        made = super().prepare(data)
-        assert isinstance(made, TabularClassification)
-        made.num_classes = count_classes(data, self.label, self.num_classes)
-        made.classes = class_names(data, made.num_classes)
-        made.weights = resolve_weights(self.class_weights, data, self.label, made.num_classes)
-        return made
+        prepared = super().prepare(data)
+        assert isinstance(prepared, TabularClassification)
+        prepared.num_classes = count_classes(data, self.label, self.num_classes)
+        prepared.classes = class_names(data, prepared.num_classes)
+        prepared.weights = resolve_weights(self.class_weights, data, self.label, prepared.num_classes)
+        return prepared
 
     def _decode_label(self, values: npt.NDArray) -> npt.NDArray:
         labels = values.astype(np.int64)
@@ -176,16 +177,16 @@ class TabularClassification(_Tabular):
         return self.num_classes
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Weighs; see `Task.augment`."""
+        """Adds the class weights; see `Task.augment`."""
         del keys
-        return weigh(batch, self.weights)
+        return add_class_weights(batch, self.weights)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Cross-entropy of every row, shape (rows,)."""
-        return weighted(functional.cross_entropy(outputs, batch["label"], reduction="none"), batch)
+        """Computes the cross-entropy of every row, shape (rows,)."""
+        return apply_class_weights(functional.cross_entropy(outputs, batch["label"], reduction="none"), batch)
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """See `Task.training_loss`."""
+        """Returns the loss of every row, with the accuracy if it is recorded, see `Task.training_loss`."""
         outputs = self.forward(model, batch)
         losses = self.loss(outputs, batch)
         return (
@@ -193,20 +194,21 @@ class TabularClassification(_Tabular):
         )
 
     def metrics(self) -> MetricCollection:
-        """See `classification_metrics`."""
+        """Makes the metrics of a classification, see `classification_metrics`."""
         return classification_metrics(self._outputs())
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
-        """See `Task.update`."""
+        """Updates the metrics with a batch, see `Task.update`."""
         metrics.update(outputs.float().softmax(-1), batch["label"])
 
-    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
-        """See `class_predictions`."""
-        return class_predictions(outputs, self.classes)
+    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
+        """Returns the predicted class of every row, see `predict_classes`."""
+        del batch
+        return predict_classes(outputs, self.classes)
 
-    def mistakes(self, outputs: Tensor, batch: Batch, most: int) -> list[Mistake]:
-        """See `Task.mistakes`."""
-        return wrong_classes(outputs, batch["label"], self.classes, most)
+    def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
+        """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
+        return find_mistakes(outputs, batch["label"], self.classes, max_rows)
 
 
 class TabularRegression(_Tabular):
@@ -246,19 +248,20 @@ class TabularRegression(_Tabular):
         return 1
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Squared error of every row, shape (rows,)."""
+        """Computes the squared error of every row, shape (rows,)."""
         return (outputs[:, 0] - batch["label"]).square()
 
     def metrics(self) -> MetricCollection:
-        """Mean absolute error, root of the mean squared error, and R2."""
+        """Makes mean absolute error, root mean squared error, and R2."""
         from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, R2Score
 
         return MetricCollection({"mae": MeanAbsoluteError(), "rmse": MeanSquaredError(squared=False), "r2": R2Score()})
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
-        """See `Task.update`."""
+        """Updates the metrics with a batch, see `Task.update`."""
         metrics.update(outputs[:, 0].to(torch.float32), batch["label"])
 
-    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
-        """The predicted number of every row as `predicted`."""
+    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
+        """Returns the predicted number of every row as `predicted`."""
+        del batch
         return {"predicted": outputs[:, 0].to(torch.float32).numpy()}

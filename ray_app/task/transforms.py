@@ -1,6 +1,7 @@
-"""Transforms from the configuration, such as `torchvision.transforms.v2`, for images and what belongs to them.
+"""Objects that the configuration specifies by import path, transforms among them, and random numbers by row.
 
-Random numbers of a row's own, for code that draws from torch without asking where from.
+Transforms such as `torchvision.transforms.v2` draw from torch's default generator. `drawing` replaces it for a block by
+a generator with the seed of a row, so that a row is transformed alike on every reader.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.plan.hashing import hash_array, key
 
-_DRAWING = {
+_DRAWING_FUNCTIONS = {
     torch.rand,
     torch.randn,
     torch.randint,
@@ -39,17 +40,17 @@ _DRAWING = {
     Tensor.cauchy_,
     Tensor.multinomial,
 }
-_LIKE = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
+_LIKE_FUNCTIONS = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
 
 
 class drawing(TorchFunctionMode):
-    """Lets what draws from torch's default generator in this thread draw from a generator of its own::
+    """A context in which code that draws from torch's default generator draws from a seeded generator instead::
 
         with drawing(key):
             image = RandomResizedCrop(224)(image)
 
-    Numbers are drawn on the CPU. Other threads, and torch's generators, are not touched: a step may be drawing at the
-    same time.
+    Numbers are drawn on the CPU. Only this thread is affected, and torch's default generators do not change: a training
+    step may draw from them at the same time.
 
     Args:
         key: Seed, such as the key of a row.
@@ -66,13 +67,13 @@ class drawing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """See `TorchFunctionMode`."""
-        if func not in _DRAWING and func not in _LIKE:
+        """Calls a function, with the generator of the context if it draws, see `TorchFunctionMode`."""
+        if func not in _DRAWING_FUNCTIONS and func not in _LIKE_FUNCTIONS:
             return func(*args, **kwargs) if kwargs else func(*args)
         named = dict(kwargs or {})
-        if func in _LIKE:
+        if func in _LIKE_FUNCTIONS:
             like = args[0]
-            return _LIKE[func](
+            return _LIKE_FUNCTIONS[func](
                 like.shape, generator=self._generator, **{"dtype": like.dtype, "device": like.device} | named
             )
         if named.get("generator") is None:
@@ -81,11 +82,11 @@ class drawing(TorchFunctionMode):
 
 
 def uniform(keys: Tensor, salt: int) -> Tensor:
-    """One uniform number in [0, 1) per key, the same everywhere for the same (key, salt).
+    """Returns one uniform number in [0, 1) per key, which depends only on key and salt.
 
     Args:
         keys: 63-bit integers, shape (rows,), on the CPU.
-        salt: Which of a row's random numbers; another salt gives an independent one.
+        salt: Distinguishes the random numbers of a row; each salt gives an independent one.
 
     Returns:
         float64, shape (rows,).
@@ -95,65 +96,65 @@ def uniform(keys: Tensor, salt: int) -> Tensor:
 
 
 Spec = dict[str, Any]
-"""`class_path` (a class or a function) and `init_args`, whose values may be such specifications themselves."""
+"""`class_path` (a class or a function) and `init_args`, which may contain specifications themselves."""
 
 
-def made(spec: Any, called: str) -> Any:
-    """What a specification stands for; whatever is none stands for itself.
+def instantiate(spec: Any, called: str) -> Any:
+    """Makes the object of a specification, and those inside it; returns any other value unchanged.
 
     Args:
-        spec: From the configuration.
-        called: The field, for messages.
+        spec: A value of the configuration.
+        called: The name of its field, for messages.
 
     Raises:
-        ConfigError: It cannot be imported or made.
+        ConfigError: The class or function cannot be imported or called.
     """
     if isinstance(spec, list):
-        return [made(one, called) for one in spec]
+        return [instantiate(one, called) for one in spec]
     if not isinstance(spec, dict):
         return spec
     if "class_path" not in spec:
-        return {name: made(value, called) for name, value in spec.items()}
+        return {name: instantiate(value, called) for name, value in spec.items()}
     if unknown := sorted(spec.keys() - {"class_path", "init_args"}):
         raise ConfigError(f"{called} has {', '.join(unknown)} beside class_path; its arguments belong below init_args.")
     try:
-        found = load_class(spec["class_path"])
+        factory = load_class(spec["class_path"])
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{called}.class_path {spec['class_path']!r} cannot be imported: {error}.") from error
-    if not callable(found):
+    if not callable(factory):
         raise ConfigError(
-            f"{called}.class_path is {spec['class_path']!r}, which is nothing that can be made. Name a class or a"
-            f" function by its import"
-            " path, such as torchvision.models.resnet18."
+            f"{called}.class_path is {spec['class_path']!r}, which cannot be called. Name a class or a function by its"
+            " import path, such as torchvision.models.resnet18."
         )
-    arguments = {name: made(value, called) for name, value in (spec.get("init_args") or {}).items()}
+    arguments = {name: instantiate(value, called) for name, value in (spec.get("init_args") or {}).items()}
     try:
-        return found(**arguments)
+        return factory(**arguments)
     except TypeError as error:
         raise ConfigError(
             f"{called}.class_path {spec['class_path']} cannot be made with {sorted(arguments)}: {error}."
         ) from error
 
 
-def made_once(spec: Any, called: str) -> Any:
-    """What a specification stands for, see `made`, made once in a process: a task holds settings only."""
-    return _made_once(json.dumps(spec), called)
+def instantiate_once(spec: Any, called: str) -> Any:
+    """Makes the object of a specification once in a process, see `instantiate`: a task itself holds only settings."""
+    return _instantiate_json(json.dumps(spec), called)
 
 
 @lru_cache(64)
-@torch.inference_mode(False)  # an evaluation may be the first to ask
-def _made_once(spec: str, called: str) -> Any:
-    return made(json.loads(spec), called)
+# An evaluation in inference mode may be the first caller, and training cannot use tensors that are made in it.
+@torch.inference_mode(False)
+def _instantiate_json(spec: str, called: str) -> Any:
+    return instantiate(json.loads(spec), called)
 
 
-def transformed(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:
-    """A sample after all transforms, which draw from its key.
+def apply_transforms(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:
+    """Applies all transforms to a sample; random ones draw from its key.
 
     Args:
-        sample: An image as a tensor (channels, height, width), or a dictionary of such with `torchvision.tv_tensors`
-            for masks and boxes.
-        transforms: What to apply, in this order.
-        key: Of the row and the epoch; None: nothing is drawn.
+        sample: An image as a tensor (channels, height, width), or a dictionary of such images and of masks and boxes as
+            `torchvision.tv_tensors`.
+        transforms: The transforms in the order in which they apply.
+        key: The key of the row and the epoch; None where no transform is random.
     """
     if key is None:
         for transform in transforms:
@@ -165,8 +166,8 @@ def transformed(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:
     return sample
 
 
-def plain(image: Any) -> Tensor:
-    """A transformed image as a tensor like any other."""
+def as_plain_tensor(image: Any) -> Tensor:
+    """Returns a transformed image as a plain tensor, without its torchvision type."""
     from torchvision.tv_tensors import TVTensor
 
     return image.as_subclass(Tensor) if isinstance(image, TVTensor) else image

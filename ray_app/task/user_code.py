@@ -1,8 +1,7 @@
-"""Where the code of a task is called: what it raises becomes a `TaskError` that says in which of the user's lines, and
-what for.
+"""Errors of user code: a context that converts them into `TaskError`, and texts that name the user's lines.
 
-Shown are the calls of the user's own files. Those of libraries and of this application are counted, but for the last
-one, which says most.
+A traceback shows the calls in the user's files. Calls in libraries and in this application are counted, except the last
+one, which is the most informative.
 """
 
 from __future__ import annotations
@@ -14,106 +13,113 @@ from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
-from ray_app.errors import RayAppError, TaskError, without_addresses
+from ray_app.errors import RayAppError, TaskError, remove_addresses
 
 _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
-_OF_OURS = ("base", "user_code", "metrics", "metric_classes", "whole_batches", "lightning", "user_loop")
-_MACHINERY = tuple(_TASKS / f"{name}.py" for name in _OF_OURS)
+# Modules of `task` that only call user code; the others are tasks, which count as user code.
+_MACHINERY_MODULES = ("base", "user_code", "metrics", "metric_classes", "whole_batches", "lightning", "user_loop")
+_MACHINERY = tuple(_TASKS / f"{name}.py" for name in _MACHINERY_MODULES)
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-_MOST_CALLS = 30
+_MAX_CALLS = 30
 _ON_DEVICE = "CUDA error"
 
 
 class user_code:
-    """A context in which the code of a task is called; a class, since each step enters several.
+    """A context that calls the code of a task; a class, because each step enters several, and a generator is slower.
 
     Args:
-        place: Says what is being done; asked only if something is raised.
-        positions: Says for which rows, by their manifest positions.
+        activity: Returns what the code does, for the message; called only after an error.
+        positions: Returns the manifest positions of the rows that the code works on; called only after an error.
 
     Raises:
-        TaskError: The code raised anything but an error of the application's own.
+        TaskError: The code raised an error that is not one of the application.
     """
 
-    def __init__(self, place: Callable[[], str], positions: Callable[[], Sequence[int]] = tuple) -> None:
-        self._place, self._positions = place, positions
+    def __init__(self, activity: Callable[[], str], positions: Callable[[], Sequence[int]] = tuple) -> None:
+        self._activity, self._positions = activity, positions
 
     def __enter__(self) -> None:
-        """Begins it."""
+        """Enters the context."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends it, see `Raises`."""
+        """Leaves the context and converts an error of the code, see the class."""
         if isinstance(error, Exception) and not isinstance(error, RayAppError):
-            raise TaskError(in_a_line(error), calls(error), self._place(), tuple(self._positions())) from error
+            raise TaskError(
+                describe_error(error), format_calls(error), self._activity(), tuple(self._positions())
+            ) from error
 
 
-def in_a_line(error: BaseException) -> str:
-    """An error and the last of the user's own lines on the way to it: `KeyError: 'labels' (my_task.py, line 31, in
-    update)`.
+def describe_error(error: BaseException) -> str:
+    """Returns the first line of an error with the last line of user code that led to it.
+
+    An example is `KeyError: 'labels' (my_task.py, line 31, in update)`.
     """
-    said = without_addresses(f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0])
-    if _ON_DEVICE in said:
-        said += " (a GPU tells of errors later, maybe of those before: CUDA_LAUNCH_BLOCKING=1 shows where)"
-    own = _own_calls(error)
-    return said + (f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else "")
+    message = remove_addresses(f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0])
+    if _ON_DEVICE in message:
+        message += " (a GPU reports errors late, possibly those of earlier calls: CUDA_LAUNCH_BLOCKING=1 shows where)"
+    if not (frames := _user_frames(error)):
+        return message
+    last = frames[-1]
+    return f"{message} ({Path(last.filename).name}, line {last.lineno}, in {last.name})"
 
 
-def refusal(error: BaseException) -> str:
-    """Why a row cannot be decoded: what a task of the application's says of it needs no more, what a user's raises
-    needs the line.
+def row_error_reason(error: BaseException) -> str:
+    """Returns why a row cannot be decoded: the message of a task of the application, or an error of user code with its
+    line.
     """
-    own = _own_calls(error)
-    is_users = bool(own) and not Path(own[-1].filename).is_relative_to(_TASKS)
-    return in_a_line(error) if is_users else without_addresses(str(error)) or type(error).__name__
+    frames = _user_frames(error)
+    is_users = bool(frames) and not Path(frames[-1].filename).is_relative_to(_TASKS)
+    return describe_error(error) if is_users else remove_addresses(str(error)) or type(error).__name__
 
 
-def _own_calls(error: BaseException) -> list[traceback.FrameSummary]:
-    return [call for call in traceback.extract_tb(error.__traceback__) if is_own(call.filename)]
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [call for call in traceback.extract_tb(error.__traceback__) if is_user_code(call.filename)]
 
 
-def calls(error: BaseException) -> str:
-    """The calls that led to an error, and to those that it came from, as Python shows them."""
+def format_calls(error: BaseException) -> str:
+    """Returns the calls that led to an error and to its causes, formatted like Python's tracebacks."""
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    told = [calls(before), "", "which led to:", ""] if before is not None else []
-    said = without_addresses(f"{type(error).__name__}: {error}".rstrip(": "))
-    return "\n".join([*told, *_told(traceback.extract_tb(error.__traceback__)), said])
+    cause = [format_calls(before), "", "which led to:", ""] if before is not None else []
+    message = remove_addresses(f"{type(error).__name__}: {error}".rstrip(": "))
+    return "\n".join([*cause, *_format_frames(traceback.extract_tb(error.__traceback__)), message])
 
 
-def _told(found: Sequence[traceback.FrameSummary]) -> Iterator[str]:
-    """Calls in words, from the first of the user's own on; without one of them all are shown."""
-    own = [i for i, call in enumerate(found) if is_own(call.filename)]
-    told = found[own[0] if own else 0 :]
-    if len(told) > _MOST_CALLS:
-        yield f"  ... {len(told) - _MOST_CALLS} calls"
-    for origin, group in groupby(
-        told[-_MOST_CALLS:], lambda call: _origin(call.filename) if own and call is not found[-1] else None
-    ):
-        some = list(group)
-        if origin is not None:
-            yield f"  ... {len(some)} call{'s' * (len(some) > 1)} in {origin}"
+def _format_frames(frames: Sequence[traceback.FrameSummary]) -> Iterator[str]:
+    """Yields lines for the calls from the first one in user code on; for all calls if there is none."""
+    user_calls = [i for i, call in enumerate(frames) if is_user_code(call.filename)]
+    visible = frames[user_calls[0] if user_calls else 0 :]
+    if len(visible) > _MAX_CALLS:
+        yield f"  ... {len(visible) - _MAX_CALLS} calls"
+
+    def collapsed_library(call: traceback.FrameSummary) -> str | None:
+        return _library_of(call.filename) if user_calls and call is not frames[-1] else None
+
+    for library, group in groupby(visible[-_MAX_CALLS:], collapsed_library):
+        calls = list(group)
+        if library is not None:
+            yield f"  ... {len(calls)} call{'s' * (len(calls) > 1)} in {library}"
             continue
-        for call in some:
+        for call in calls:
             yield f'  File "{call.filename}", line {call.lineno}, in {call.name}'
             if call.line:
                 yield f"    {call.line}"
 
 
-def is_own(filename: str) -> bool:
-    """Whether code is in a file of the user's, or in a task of the application's."""
-    return _origin(filename) is None
+def is_user_code(filename: str) -> bool:
+    """Whether a file has user code, or a task of the application."""
+    return _library_of(filename) is None
 
 
-def _origin(filename: str) -> str | None:
-    """The library that code is in; None: see `is_own`."""
+def _library_of(filename: str) -> str | None:
+    """Returns the name of the library that a file belongs to, None for a file of `is_user_code`."""
     path = Path(filename)
     if path.is_relative_to(_APPLICATION):
         return None if path.is_relative_to(_TASKS) and path not in _MACHINERY else _APPLICATION.name
     folder = next((name for name in ("site-packages", "dist-packages") if name in path.parts[:-1]), None)
     if folder is not None:
         return path.parts[path.parts.index(folder) + 1].removesuffix(".py")
-    return (
-        "Python" if filename.startswith("<frozen") or any(path.is_relative_to(place) for place in _STANDARD) else None
-    )
+    is_standard = filename.startswith("<frozen") or any(path.is_relative_to(folder) for folder in _STANDARD)
+    return "Python" if is_standard else None

@@ -1,9 +1,8 @@
-"""A loop of the user's own, which asks for rows, under the loop of the application, which asks for losses.
+"""A task of a plain PyTorch loop in a function of the user.
 
-Of two that both want to call, one has to wait: the user's runs in a thread. Only one of them runs at a time, each until
-it needs the other, so that they share torch's generators as one program would.
-
-A plain PyTorch loop in a function of the user's, as a task.
+The loop of the script pulls rows, and the loop of the application pulls losses. Both cannot be the caller, so the
+script runs in a thread. Only one of the two runs at a time, each until it needs the other, so that they share torch's
+generators as one program would.
 """
 
 from __future__ import annotations
@@ -20,18 +19,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch, Losses
 from ray_app.task.metrics import Mode
 from ray_app.task.transforms import Spec
-from ray_app.task.whole_batches import BatchTask, Evaluated, mean_of, rows_in
+from ray_app.task.whole_batches import BatchTask, Evaluated, as_mean, count_rows
 
 if TYPE_CHECKING:
     from ray_app.config.config import Config
 
 
-class _Said(Enum):
+class _Signal(Enum):
+    """Messages between the thread of the script and the application, besides rows, losses and errors."""
+
     WAITS = auto()
     GRADIENTS = auto()
     END = auto()
@@ -39,11 +40,11 @@ class _Said(Enum):
 
 
 class _EndedError(BaseException):
-    """Ends a loop in the middle of a step."""
+    """Ends a script's loop in the middle of a step."""
 
 
 class Loop:
-    """What a script's own loop iterates over; each iteration is a `Step` of the run::
+    """The steps of a run, for the loop of a script; each iteration is one step of the run::
 
         def train(loop):
             optimizer = torch.optim.AdamW(loop.model.parameters())
@@ -54,22 +55,25 @@ class Loop:
                 optimizer.step()
 
     Args:
-        model: What is trained.
+        model: The model to train.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._kept: tuple[Optimizer, LRScheduler | None] | None = None
-        self._asked, self._told = SimpleQueue[Any](), SimpleQueue[Any]()
+        # The application puts rows and signals into `_requests`, the thread of the script its losses into `_replies`.
+        self._requests = SimpleQueue[Any]()
+        self._replies = SimpleQueue[Any]()
         self._rows: Batch | None = None
 
     def keep(self, optimizer: Optimizer, schedule: LRScheduler | None = None) -> None:
-        """Makes what moves the model part of what is checkpointed and given to new workers; once, before the first
-        step.
+        """Adds the optimizer and the schedule to the state that is checkpointed and sent to joining workers.
+
+        It must be called once, before the first step.
 
         Args:
-            optimizer: Of the model's parameters; the script calls its `step`.
-            schedule: Moved after every step, by the application.
+            optimizer: The optimizer of the model's parameters; the script calls its `step`.
+            schedule: The application steps it after every step of the run.
         """
         if self._kept is not None:
             raise RuntimeError(
@@ -79,26 +83,28 @@ class Loop:
 
     def __iter__(self) -> Iterator[LoopStep]:
         while True:
-            said = self._wait(_Said.WAITS)
-            if said is _Said.END:
+            request = self._wait(_Signal.WAITS)
+            if request is _Signal.END:
                 return
-            self._rows = None if said is _Said.GRADIENTS else said
+            self._rows = None if request is _Signal.GRADIENTS else request
             yield LoopStep(self)
 
-    def _wait(self, told: Any) -> Any:
-        """Lets the application go on until it has something."""
-        self._told.put(told)
-        said, autocast = self._asked.get()
+    def _wait(self, reply: Any) -> Any:
+        """Sends a reply to the application and waits for its next request, with the autocast state of its thread."""
+        self._replies.put(reply)
+        request, autocast = self._requests.get()
         for kind, (enabled, dtype) in autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
-        return said
+        return request
 
 
 class LoopStep:
-    """One step of the run in a script's loop: iterated over, the micro-batches of the logical workers that this worker
-    plays, as columns by name; afterwards the gradient of the global batch is in the parameters' `.grad`. A worker may
-    have none, and after a lost worker those of a step may come once more.
+    """One step of the run in a script's loop.
+
+    Iterating over it yields the micro-batches of this worker's logical workers, as columns by name. Afterwards the
+    gradient of the global batch is in the parameters' `.grad`. A worker may have no micro-batch, and after a worker was
+    lost the micro-batches of a step may come once more.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -112,126 +118,129 @@ class LoopStep:
             yield loop._rows
             if self._losses is None:
                 raise RuntimeError("the loop went on without step.add(loss) for the rows that it had")
-            said = loop._wait(self._losses)
-            if said is _Said.END:
+            request = loop._wait(self._losses)
+            if request is _Signal.END:
                 raise _EndedError
-            loop._rows = None if said is _Said.GRADIENTS else said
+            loop._rows = None if request is _Signal.GRADIENTS else request
 
     def add(self, loss: Tensor | Losses, **metrics: Tensor | float) -> None:
-        """Adds the gradient of a loss of the rows at hand; backward follows when the loop asks for the next.
+        """Sets the loss of the current rows; backward runs when the loop asks for the next rows.
 
         Args:
-            loss: The mean over the rows, or one for each, shape (rows,), or `Losses`.
-            metrics: What else is recorded of the step: likewise.
+            loss: The mean over the rows, or one loss per row, shape (rows,), or `Losses`.
+            metrics: Further metrics of the step by name, as means over the rows or as one value per row.
         """
         if self._loop._rows is None or self._losses is not None:
             raise RuntimeError("step.add was called twice for the same rows, or without any; add losses up before it")
-        rows = rows_in(self._loop._rows)
-        found = loss if isinstance(loss, Losses) else Losses(_each("loss", loss, rows))
-        more = {name: _each(name, value, rows).detach().to(found.values) for name, value in metrics.items()}
-        self._losses = Losses(found.values, found.weights, {**found.metrics, **more})
+        rows = count_rows(self._loop._rows)
+        losses = loss if isinstance(loss, Losses) else Losses(_per_row("loss", loss, rows))
+        more = {name: _per_row(name, value, rows).detach().to(losses.values) for name, value in metrics.items()}
+        self._losses = Losses(losses.values, losses.weights, {**losses.metrics, **more})
 
 
-def _each(name: str, value: Any, rows: int) -> Tensor:
-    return value if isinstance(value, Tensor) and value.shape == (rows,) else mean_of(name, value).expand(rows)
+def _per_row(name: str, value: Any, rows: int) -> Tensor:
+    """Returns a value with one number per row unchanged, and a mean for each of the rows."""
+    return value if isinstance(value, Tensor) and value.shape == (rows,) else as_mean(name, value).expand(rows)
 
 
 class Running:
-    """A script's loop that waits for what the application has for it.
+    """A script that runs in a thread, and its loop, which waits for the application.
 
     Args:
         train: The script's function.
-        model: What it trains.
+        model: The model that it trains.
 
     Raises:
-        Exception: Any of the script's, from every method.
+        Exception: Any error of the script, from every method.
     """
 
     def __init__(self, train: Callable[[Loop], None], model: nn.Module) -> None:
         self._loop, self._over = Loop(model), False
         self._thread = Thread(target=self._run, args=(train,), name="script", daemon=True)
         self._thread.start()
-        if self._heard() is not _Said.WAITS:
-            raise _too_early("has no `for step in loop`")
+        if self._wait_for_reply() is not _Signal.WAITS:
+            raise _ended_early("has no `for step in loop`")
 
     def _run(self, train: Callable[[Loop], None]) -> None:
-        place = next((p.device for p in self._loop.model.parameters()), None)
+        device = next((p.device for p in self._loop.model.parameters()), None)
         try:
-            if place is not None and place.type == "cuda":
-                torch.cuda.set_device(place)
+            # The current device belongs to a thread.
+            if device is not None and device.type == "cuda":
+                torch.cuda.set_device(device)
             train(self._loop)
-            self._loop._told.put(_Said.RETURNED)
+            self._loop._replies.put(_Signal.RETURNED)
         except BaseException as error:
-            self._loop._told.put(error)
+            self._loop._replies.put(error)
 
     @property
     def kept(self) -> tuple[Optimizer, LRScheduler | None]:
-        """Optimizer and schedule of the script."""
+        """The optimizer and the schedule that the script keeps."""
         if self._loop._kept is None:
             self.end()
             raise RuntimeError("the script keeps no optimizer; call loop.keep(optimizer) before the first step")
         return self._loop._kept
 
     def losses(self, rows: Batch) -> Losses:
-        """What the script makes of a micro-batch, columns by name."""
-        found = self._say(rows)
-        if isinstance(found, Losses):
-            return found
-        raise _too_early("left the rows of a step before their end")
+        """Returns the losses that the script computes of a micro-batch, columns by name."""
+        reply = self._request(rows)
+        if isinstance(reply, Losses):
+            return reply
+        raise _ended_early("left the rows of a step before their end")
 
     def update(self) -> None:
-        """Lets the script move the parameters by the gradients that they hold."""
+        """Lets the script update the parameters by their gradients, and checks that it did so once."""
         assert self._loop._kept is not None
         steps: list[object] = []
         optimizer, schedule = self._loop._kept
-        moved = None if schedule is None else schedule.last_epoch
+        schedule_step = None if schedule is None else schedule.last_epoch
         hook = optimizer.register_step_post_hook(lambda *_: steps.append(None))
-        found = self._say(_Said.GRADIENTS)
+        reply = self._request(_Signal.GRADIENTS)
         hook.remove()
-        if found is not _Said.WAITS:
-            raise _too_early("left `for step in loop` before it ended")
+        if reply is not _Signal.WAITS:
+            raise _ended_early("left `for step in loop` before it ended")
         if len(steps) != 1:
             raise RuntimeError(
                 f"the script called optimizer.step {len(steps)} times in a step of its loop; call it once, after the"
-                f" rows"
+                " rows"
             )
-        if schedule is not None and schedule.last_epoch != moved:
+        if schedule is not None and schedule.last_epoch != schedule_step:
             raise RuntimeError(
                 "the script moved the schedule that it keeps, which is moved after every step anyway; leave"
                 " schedule.step out"
             )
 
     def end(self) -> None:
-        """Ends the loop, and waits for what the script does after it."""
+        """Ends the loop, and waits until the script has returned."""
         if not self._over:
-            self._say(_Said.END)
+            self._request(_Signal.END)
         self._thread.join()
 
-    def _say(self, said: Any) -> Any:
+    def _request(self, request: Any) -> Any:
+        """Sends a request to the script, with the autocast state of this thread, and returns its reply."""
         kind = next((p.device.type for p in self._loop.model.parameters()), "cpu")
-        autocast = {each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in {"cpu", kind}}
-        self._loop._asked.put((said, autocast))
-        return self._heard()
+        autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in {"cpu", kind}}
+        self._loop._requests.put((request, autocast))
+        return self._wait_for_reply()
 
-    def _heard(self) -> Any:
-        found = self._loop._told.get()
-        self._over = found is _Said.RETURNED or isinstance(found, BaseException)
-        if isinstance(found, BaseException) and not isinstance(found, _EndedError):
-            raise found
-        return found
+    def _wait_for_reply(self) -> Any:
+        reply = self._loop._replies.get()
+        self._over = reply is _Signal.RETURNED or isinstance(reply, BaseException)
+        if isinstance(reply, BaseException) and not isinstance(reply, _EndedError):
+            raise reply
+        return reply
 
 
-def _too_early(what: str) -> RuntimeError:
-    return RuntimeError(f"the script {what}; its loop ends by itself after the last step of the run")
+def _ended_early(how: str) -> RuntimeError:
+    return RuntimeError(f"the script {how}; its loop ends by itself after the last step of the run")
 
 
 _STRATEGIES = ("ddp", "single")
 _RUNNING: dict[nn.Module, Running] = {}
-"""The loops of this process, by the model that they train."""
+"""The running loops of this process by the model that they train."""
 
 
 class LoopTask(BatchTask):
-    """A script's own loop by the import path of its function, which gets a `ray_app.Loop`::
+    """A task that runs the loop of a script, a function by its import path that gets a `ray_app.Loop`::
 
         task:
           class_path: ray_app.task.user_loop.LoopTask
@@ -248,13 +257,13 @@ class LoopTask(BatchTask):
     Args:
         train: Import path of the function that is called with the loop, and with `settings`, in every worker.
         module: The model, or a function that returns one.
-        rows: Columns that the script gets, by their names; `COLUMN.mask` as in `ModuleTask`.
-        settings: Arguments of that function by their names.
-        evaluate: Import path of a function that is called with the model and rows and returns a dictionary of means
-            over these rows, `loss` among them, and of torchmetrics objects that saw them, whose states are combined.
-            Needed for `data.eval_path`.
-        target: Column that a prediction lacks; not given: it has all of them. The model is called with the other
-            columns, in their order.
+        rows: Names of the columns that the script gets; `COLUMN.mask` as in `ModuleTask`.
+        settings: Keyword arguments of `train`.
+        evaluate: Import path of a function that is called with the model and rows. It returns a dictionary of means
+            over these rows, `loss` among them, and of torchmetrics objects that were updated with them; the states of
+            these are combined over all rows. Needed for `data.eval_path`.
+        target: Column that a prediction lacks; not given: a prediction has all columns. The model is called with the
+            other columns in their order.
         transforms: See `ModuleTask`.
         evaluate_transforms: See `ModuleTask`.
         mean: See `ModuleTask`.
@@ -262,13 +271,13 @@ class LoopTask(BatchTask):
         pad_with: See `ModuleTask`.
         pad_to: See `ModuleTask`.
         max_length: See `ModuleTask`.
-        best_metric: Which of the means that `evaluate` returns decides which checkpoint is best.
-        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
+        best_metric: The mean of `evaluate` that decides which checkpoint is best.
+        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; not given: `min` for a loss.
         exif_orientation: See `ModuleTask`.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("train", "evaluate")
-    """Arguments that are import paths of functions, whose files the result depends on."""
+    """Arguments that are import paths of functions; the result depends on the files of these."""
 
     def __init__(
         self,
@@ -306,12 +315,12 @@ class LoopTask(BatchTask):
         )
         self.train, self.settings, self.evaluate = train, settings or {}, evaluate
 
-    def unfit(self, config: Config) -> list[str]:
-        """What the script has of its own, or what takes its model from it."""
+    def validate_config(self, config: Config) -> list[str]:
+        """Returns a problem for each setting that conflicts with the optimizer or the model of the script."""
         problems = []
         if config.optimizers is not None or config.optimizer not in (
             type(config).optimizer,
-            OptimizerSpec(OWN_OPTIMIZER),
+            OptimizerSpec(TASK_OPTIMIZER),
         ):
             problems.append(
                 "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."
@@ -319,8 +328,7 @@ class LoopTask(BatchTask):
         if config.train.strategy not in _STRATEGIES:
             problems.append(
                 f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop"
-                f" leaves it; use"
-                f" {' or '.join(_STRATEGIES)}."
+                f" leaves it; use {' or '.join(_STRATEGIES)}."
             )
         if config.train.compile:
             problems.append(
@@ -338,17 +346,19 @@ class LoopTask(BatchTask):
         return partial(load_class(self.train), **self.settings)
 
     def _rows(self, batch: Batch) -> Batch:
-        return {str(self.batch[place]): values for place, values in self.fields(batch).items()}
+        return {str(self.batch[index]): values for index, values in self.fields(batch).items()}
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-        """What the script keeps; its loop waits for the first step from then on."""
+        """Starts the script and returns the optimizer and the schedule that it keeps; its loop then waits for the first
+        step.
+        """
         running = Running(self._script(), model)
         kept = running.kept
         _RUNNING[model] = running
         return kept
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """What the script makes of a micro-batch."""
+        """Returns the losses that the script computes of a micro-batch."""
         if hasattr(model, "_orig_mod"):
             raise ConfigError(
                 "train.compile compiles the model that a task is given; compile the model in the script, and leave it"
@@ -356,29 +366,33 @@ class LoopTask(BatchTask):
             )
         if model in _RUNNING:
             return _RUNNING[model].losses(self._rows(batch))
-        once = Running(self._script(), model)  # a trial, of a model that no loop trains
+        # A check before the start calls this with a model that no loop trains.
+        once = Running(self._script(), model)
         try:
             return once.losses(self._rows(batch))
         finally:
             once.end()
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Lets the script make the step."""
+        """Lets the script update the parameters."""
         if model not in _RUNNING:
             raise ConfigError(
                 f"The script makes its optimizer, and the configuration has a {type(optimizer).__name__}, or"
-                f" train.strategy keeps a model"
-                " of its own to be moved. Leave optimizer out, and use ddp or single."
+                " train.strategy keeps a model of its own to be moved. Leave optimizer out, and use ddp or single."
             )
         _RUNNING[model].update()
 
     def finish(self, model: nn.Module) -> None:
-        """Lets the script do what comes after its loop."""
+        """Ends the loop of the script and waits until the script has returned."""
         if model in _RUNNING:
             _RUNNING.pop(model).end()
 
-    def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """What `evaluate` returns."""
+    def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
+        """Returns what the script's `evaluate` computes of a batch.
+
+        Raises:
+            ConfigError: There is no `evaluate`, or it returns no loss.
+        """
         if self.evaluate is None:
             raise ConfigError(
                 "data.eval_path is given, and task.init_args.evaluate is not; name the script's function, or leave it"
@@ -390,9 +404,9 @@ class LoopTask(BatchTask):
 
         returned = load_class(self.evaluate)(model, self._rows(batch))
         metrics = {name: value for name, value in returned.items() if isinstance(value, Metric)}
-        found = {name: mean_of(name, value) for name, value in returned.items() if name not in metrics}
-        if "loss" not in found:
+        means = {name: as_mean(name, value) for name, value in returned.items() if name not in metrics}
+        if "loss" not in means:
             raise ConfigError(
                 f"{self.evaluate} returned {', '.join(returned) or 'nothing'}, without loss; return it, too."
             )
-        return Evaluated(found.pop("loss"), found, take_metrics(metrics))
+        return Evaluated(means.pop("loss"), means, take_metrics(metrics))

@@ -1,6 +1,6 @@
-"""Tasks whose own code gets whole batches and returns means over them: steps of Lightning modules, loops of scripts.
+"""Base of tasks with user code that computes means over whole batches: Lightning modules and loops of scripts.
 
-What a configuration says where the task makes the optimizer.
+`OwnOptimizer` is the optimizer of a configuration where the task makes the optimizer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class Evaluated(NamedTuple):
-    """What code of the user's said of an evaluated batch.
+    """The results of user code for an evaluated batch.
 
     Args:
         loss: The mean over its rows, shape ().
         logged: Other means over its rows, each of shape ().
-        metrics: The torchmetrics objects that saw it, which are combined over all rows.
-        weight: How much the batch counts in the mean loss of all batches, shape (), such as its number of tokens; not
-            given: its rows.
+        metrics: The torchmetrics objects that were updated with it, which are combined over all rows.
+        weight: The weight of the batch in the mean loss of all batches, shape (), such as its number of tokens; None:
+            its number of rows.
     """
 
     loss: Tensor
@@ -43,12 +43,12 @@ class Evaluated(NamedTuple):
 
 
 class BatchTask(ModuleTask):
-    """Reads and decodes as `ModuleTask` does, and evaluates by `evaluated` of those who derive from it.
+    """Reads and decodes as `ModuleTask` does, and evaluates by `eval_outputs` of the derived class.
 
     Args:
         module: The model, or a function that returns one.
         batch: Columns of a batch, as a tuple or by the names in a dictionary; `COLUMN.mask` as in `ModuleTask`.
-        target: Column that a prediction lacks; not given: it has all of them.
+        target: Column that a prediction lacks; not given: a prediction has all columns.
         transforms: See `ModuleTask`.
         evaluate_transforms: See `ModuleTask`.
         mean: See `ModuleTask`.
@@ -56,8 +56,8 @@ class BatchTask(ModuleTask):
         pad_with: See `ModuleTask`.
         pad_to: See `ModuleTask`.
         max_length: See `ModuleTask`.
-        best_metric: Which mean of an evaluation decides which checkpoint is best.
-        best_mode: Whether less (`min`) or more (`max`) of it is better; not given: less, of a loss.
+        best_metric: The mean of an evaluation that decides which checkpoint is best.
+        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; not given: `min` for a loss.
         exif_orientation: See `ModuleTask`.
     """
 
@@ -107,26 +107,28 @@ class BatchTask(ModuleTask):
         self.batch = batch
 
     @abstractmethod
-    def evaluated(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """See `Task.evaluated`."""
+    def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
+        """Computes the results of user code for an evaluated batch, see `Task.eval_outputs`."""
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Losses:
-        """The mean of an evaluated batch, for each of its rows, with the share of each in the batch's weight if it has
-        one.
+        """Returns the mean loss of an evaluated batch for each of its rows, with an equal share of the batch's weight.
+
+        Raises:
+            ConfigError: The outputs are those of a prediction.
         """
         if not isinstance(outputs, Evaluated):
             raise ConfigError(
                 f"A {type(self).__name__} is evaluated with its model at hand; of a packaged one there are only the"
-                f" outputs."
+                " outputs."
             )
-        rows = rows_in(batch)
+        rows = count_rows(batch)
         if outputs.weight is None:
             return outputs.loss.expand(rows)
         share = outputs.weight / rows
         return Losses((outputs.loss * share).expand(rows), share.expand(rows))
 
     def metrics(self) -> MetricCollection:
-        """The means over rows of what was said of batches, and the metrics that saw them."""
+        """Makes the metric that combines the logged means and metrics of batches."""
         from torchmetrics import MetricCollection
 
         from ray_app.task.metric_classes import Logged
@@ -134,38 +136,39 @@ class BatchTask(ModuleTask):
         return MetricCollection({"logged": Logged()})
 
     def update(self, metrics: MetricCollection, outputs: Evaluated, batch: Batch) -> None:
-        """See `Task.update`."""
-        metrics["logged"].update(outputs.logged, rows_in(batch), outputs.metrics)
+        """Updates the metrics with a batch, see `Task.update`."""
+        metrics["logged"].update(outputs.logged, count_rows(batch), outputs.metrics)
 
     def fields(self, batch: Batch) -> dict[Any, Tensor]:
-        """The columns as the user's code gets them, by their names in its batch or their places."""
-        named = self.batch.items() if isinstance(self.batch, dict) else enumerate(self.batch)
-        return {key: self._input(batch, column) for key, column in named}
+        """Returns the columns as user code gets them, by their names in its batch or their indices."""
+        columns = self.batch.items() if isinstance(self.batch, dict) else enumerate(self.batch)
+        return {key: self._input(batch, column) for key, column in columns}
 
 
-def rows_in(batch: Batch) -> int:
-    """How many rows a batch has."""
+def count_rows(batch: Batch) -> int:
+    """Returns the number of rows of a batch."""
     return len(next(iter(batch.values())))
 
 
-def mean_of(name: str, value: Any) -> Tensor:
-    """A mean over a batch that the user's code made, as a tensor of shape ().
+def as_mean(name: str, value: Any) -> Tensor:
+    """Returns a mean over a batch that user code computed as a tensor of shape ().
 
     Raises:
-        ValueError: It is not one number.
+        ValueError: The value is not one number.
     """
     if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise ValueError(
             f"{name!r} is a {type(value).__name__}{shape}; give one number, the mean over the rows of this batch, or a"
-            f" torchmetrics object"
+            " torchmetrics object"
         )
     return torch.as_tensor(value).reshape(())
 
 
 class OwnOptimizer(Optimizer):
-    """Stands for the optimizer that the task makes, see `Task.configure_optimizers`; it is chosen by itself where no
-    other is configured.
+    """Names the optimizer that the task makes, see `Task.configure_optimizers`, in a configuration.
+
+    It is the default where the task makes an optimizer and no other is configured.
     """
 
     def __init__(self) -> None:

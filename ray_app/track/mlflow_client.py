@@ -1,12 +1,9 @@
-"""What MLflow gets to see of a run's record: one point for every block of steps, every evaluation and every look at the
-nodes.
+"""Access to MLflow: the points of a run's record (`Backlog`), the calls to MLflow for a training run (`MlflowRun`), and
+`tracking.json`, which has the id of the MLflow run and the last points that were sent (`TrackingState`).
 
-A point is a function of the record alone, its time too, so a point that is sent a second time is the same one to the
-last bit, and MLflow's SQL stores drop it.
-
-Every call to MLflow for a training run: finding its MLflow run, feeding it, ending it.
-
-`tracking.json`: which MLflow run a run has, and how far that has been fed.
+Each block of steps, each evaluation and each sample of the nodes' load is one point. A point, including its time, is a
+function of the record only. A point that is sent a second time is therefore bit-identical, and MLflow's SQL stores drop
+it.
 """
 
 from __future__ import annotations
@@ -30,29 +27,28 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import Evaluation, evaluator_names, read_scores
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import FirstRecords, StepRecord, read_events
-from ray_app.runlog.node_metrics import Look, read_looks
+from ray_app.runlog.node_metrics import NodeSample, read_samples
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, names, put_json, read_json
+from ray_app.storage.files import Location, list_files, put_json, read_json
 
 _LOST_AFTER_S = 60.0
+"""Time that the steps after a missing one must span before it counts as lost."""
 
-
-OWN = ""
-"""What stands for the run's own evaluator, which has no name, where a name is needed."""
+RUN_EVALUATOR = ""
+"""The name of the run's own evaluator, which has no other, among named evaluators."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Metrics of one step.
+    """Metrics of one step: of a block of steps that ends with it, of an evaluation, or of a sample of the nodes' load.
 
     Args:
         step: Finished steps.
-        time_ms: When it was recorded, milliseconds since 1970 (UTC).
-        metrics: Value by name; NaN and infinity are left as they are.
-        evaluator: Which evaluator found them, see `OWN`; None: none did.
-        look: Name of the look at the nodes that they come from; None: they do not. With neither they are of a block of
-            steps.
+        time_ms: Time of the record, milliseconds since 1970 (UTC).
+        metrics: Values by name; NaN and infinity stay.
+        evaluator: Name of the evaluator, see `RUN_EVALUATOR`; None unless the point is of an evaluation.
+        look: Name of the sample of the nodes' load; None unless the point is of one.
     """
 
     step: int
@@ -63,13 +59,13 @@ class Point:
 
 
 @dataclass
-class Sent:
-    """How far the record was sent.
+class SentState:
+    """The part of the record that MLflow has.
 
     Args:
         sent_step: Step of the last point of a block that MLflow has.
-        evaluations: For each evaluator, the steps whose evaluation MLflow has.
-        look: Name of the last look at the nodes that MLflow has.
+        evaluations: For each evaluator, the steps of the evaluations that MLflow has.
+        look: Name of the last sample of the nodes' load that MLflow has.
     """
 
     sent_step: int = 0
@@ -77,7 +73,7 @@ class Sent:
     look: str = ""
 
     def add(self, point: Point) -> None:
-        """Notes that a point was sent."""
+        """Records that a point was sent."""
         if point.look is not None:
             self.look = point.look
         elif point.evaluator is not None:
@@ -90,8 +86,8 @@ class Backlog:
     """The part of a run's record that has not been sent; its memory grows with that part, and by some bytes per step.
 
     Args:
-        paths: The run.
-        every_steps: Steps of a block; blocks are aligned, so that it does not matter who sends them.
+        paths: The directory of the run.
+        every_steps: Steps of a block. Blocks are aligned to the steps of the run, so that every driver sends the same.
     """
 
     def __init__(self, paths: RunPaths, every_steps: int) -> None:
@@ -105,63 +101,64 @@ class Backlog:
         """Reads the record from its beginning at the next `read`."""
         self._reader = FirstRecords(self._paths)
         self._steps: dict[int, StepRecord] = {}
-        self._forgotten = self.newest_step = 0
-        self._looks: dict[str, Look] = {}
+        self._dropped_step = self.newest_step = 0
+        self._looks: dict[str, NodeSample] = {}
 
-    def read(self, sent: Sent) -> None:
-        """Takes what is new in the record.
+    def read(self, sent: SentState) -> None:
+        """Reads the new part of the record.
 
         Args:
-            sent: What is not needed again.
+            sent: The part that MLflow has; it is not kept.
 
         Raises:
-            OSError: The run directory cannot be read for now; the next call starts over and misses nothing.
+            OSError: The run directory cannot be read now; the next call starts again and misses nothing.
         """
-        self._forgotten = max(self._forgotten, sent.sent_step)
+        self._dropped_step = max(self._dropped_step, sent.sent_step)
         try:
             for record in self._reader.poll():
                 self.newest_step = max(self.newest_step, record.step)
                 if record.step > sent.sent_step:
-                    self._steps[record.step] = replace(
-                        record, rows=[sum(record.rows)], row_hash=[]
-                    )  # all that points are made of
+                    # Points need the sum of the rows only; without the lists a record needs less memory.
+                    self._steps[record.step] = replace(record, rows=[sum(record.rows)], row_hash=[])
         except Exception:
             self.rewind()
             raise
-        for name in (OWN, *evaluator_names(self._paths)):
-            with self._change(self._paths.evaluations_of(name or None)) as is_new:
-                if is_new:
+        for name in (RUN_EVALUATOR, *evaluator_names(self._paths)):
+            with self._detect_growth(self._paths.evaluations_of(name or None)) as has_grown:
+                if has_grown:
                     self._evaluations[name] = read_scores(self._paths, name or None)
-        with self._change(self._paths.events) as is_new:
-            if is_new:
+        with self._detect_growth(self._paths.events) as has_grown:
+            if has_grown:
                 self._failed_at_s = [event.time_s for event in read_events(self._paths, "failed")]
-        self._looks |= read_looks(self._paths, sent.look, self._looks)
+        self._looks |= read_samples(self._paths, sent.look, self._looks)
 
-    def sent(self, sent: Sent) -> None:
-        """Forgets what was sent."""
-        for known in range(self._forgotten + 1, sent.sent_step + 1):
-            self._steps.pop(known, None)
-        self._forgotten = max(self._forgotten, sent.sent_step)
+    def sent(self, sent: SentState) -> None:
+        """Drops the part that was sent."""
+        for step in range(self._dropped_step + 1, sent.sent_step + 1):
+            self._steps.pop(step, None)
+        self._dropped_step = max(self._dropped_step, sent.sent_step)
         self._looks = {name: look for name, look in self._looks.items() if name > sent.look}
 
-    def unsent_evaluations(self, sent: Sent) -> Iterator[Point]:
-        """The points of evaluations that were not sent, of one evaluator after the other, by step."""
+    def unsent_evaluations(self, sent: SentState) -> Iterator[Point]:
+        """Yields the points of evaluations that were not sent, of one evaluator after the other, by step."""
         for name, evaluations in self._evaluations.items():
-            known = frozenset(sent.evaluations.get(name, ()))
+            sent_steps = frozenset(sent.evaluations.get(name, ()))
             yield from (
-                evaluation_point(evaluation, name) for evaluation in evaluations if evaluation.step not in known
+                make_evaluation_point(evaluation, name)
+                for evaluation in evaluations
+                if evaluation.step not in sent_steps
             )
 
-    def points(self, sent: Sent, finished: bool) -> Iterator[Point]:
-        """What can be sent now, in the order of the steps, then the evaluations and the looks at the nodes in theirs.
+    def points(self, sent: SentState, finished: bool) -> Iterator[Point]:
+        """Yields the points that can be sent now: blocks by step, then evaluations, then samples of the nodes' load.
 
         Args:
-            sent: What was sent before this call.
-            finished: Whether no more steps will come, so that the last block is what there is of it.
+            sent: The part that was sent before this call.
+            finished: Whether no more steps will come, so that the last block is complete as it is.
         """
         yield from self._step_points(sent.sent_step, finished)
         yield from list(self.unsent_evaluations(sent))
-        yield from [look_point(name, look) for name, look in sorted(self._looks.items()) if name > sent.look]
+        yield from [make_node_point(name, look) for name, look in sorted(self._looks.items()) if name > sent.look]
 
     def _step_points(self, sent_step: int, finished: bool) -> Iterator[Point]:
         newest, every = max(self._steps, default=0), self._every_steps
@@ -172,45 +169,45 @@ class Backlog:
             if len(steps) <= last - first and not finished and not self._is_lost(last, newest):
                 return
             if steps:
-                yield step_point(steps, self._failed_at_s)
+                yield make_step_point(steps, self._failed_at_s)
             first = last + 1
 
     def _is_lost(self, last: int, newest: int) -> bool:
-        """Whether a step missing from the block that ends with `last` will never come: its writer was killed before it
-        wrote it.
+        """Returns whether a step that is missing in the block ending with `last` will never come, because the worker
+        that writes the record was killed before it had written the step.
 
-        Records come in the order of the steps, except that an attempt that starts over fills what the last one left. So
-        a hole is left alone until the steps behind it span a minute.
+        Records come in the order of the steps, except that a run that resumes from an earlier step fills the gap that
+        it had left. So the tracker waits for a missing step until the steps after it span a minute.
         """
         behind = next((step for step in range(last + 1, newest + 1) if step in self._steps), newest)
         return self._steps[newest].time_s - self._steps[behind].time_s >= _LOST_AFTER_S
 
     @contextmanager
-    def _change(self, folder: Location) -> Iterator[bool]:
-        """Whether a folder of files that are never changed has more of them than were read before; noted when they are
-        read.
+    def _detect_growth(self, folder: Location) -> Iterator[bool]:
+        """Yields whether a folder of files that never change has more files than at the last time; the number is stored
+        when the context ends without an error.
         """
-        files = len(names(folder))
+        files = len(list_files(folder))
         yield files != self._files.get(folder, 0)
         self._files[folder] = files
 
 
-def step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point:
-    """The point of a block.
+def make_step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point:
+    """Returns the point of a block of steps.
 
     Args:
-        steps: Its steps in order, at least one.
-        failed_at_s: When workers failed, seconds since 1970 (UTC).
+        steps: The block's steps in order, at least one.
+        failed_at_s: Times of the workers' failures, seconds since 1970 (UTC).
     """
     last = steps[-1]
     rows = [sum(record.rows) for record in steps]
     step_ms = [record.step_ms for record in steps]
+    # The norm is infinite in steps where fp16 has overflowed.
+    finite_norms = [record.grad_norm for record in steps if math.isfinite(record.grad_norm)]
     metrics = {
         **means(steps),
         "lr": last.lr,
-        "grad_norm": _mean(
-            [record.grad_norm for record in steps if math.isfinite(record.grad_norm)]
-        ),  # infinite where fp16 overflowed
+        "grad_norm": _mean(finite_norms),
         "step_ms": statistics.median(step_ms),
         "data_wait_ms": statistics.fmean(record.data_wait_ms for record in steps),
         "rows_per_s": _ratio(1e3 * sum(rows), sum(step_ms)),
@@ -222,9 +219,9 @@ def step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> Point
     return Point(last.step, int(last.time_s * 1e3), metrics)
 
 
-def evaluation_point(evaluation: Evaluation, evaluator: str = OWN) -> Point:
-    """The point of an evaluation: `eval_<metric>` for each metric that is a number, of a named evaluator
-    `eval_<evaluator>_<metric>`.
+def make_evaluation_point(evaluation: Evaluation, evaluator: str = RUN_EVALUATOR) -> Point:
+    """Returns the point of an evaluation: `eval_<metric>` for each metric that is a number, or
+    `eval_<evaluator>_<metric>` for a named evaluator.
     """
     prefix = f"eval_{evaluator}_" if evaluator else "eval_"
     metrics = {
@@ -233,8 +230,8 @@ def evaluation_point(evaluation: Evaluation, evaluator: str = OWN) -> Point:
     return Point(evaluation.step, int(evaluation.time_s * 1e3), metrics, evaluator)
 
 
-def look_point(name: str, look: Look) -> Point:
-    """The point of a look at the nodes, `system/<node>/<value>` for each value."""
+def make_node_point(name: str, look: NodeSample) -> Point:
+    """Returns the point of a sample of the nodes' load, `system/<node>/<value>` for each value."""
     metrics = {
         f"system/{node}/{key}": value for node, values in sorted(look.nodes.items()) for key, value in values.items()
     }
@@ -257,28 +254,29 @@ _KEY_CHARS, _PARAM_CHARS, _TAG_CHARS = 250, 6000, 8000
 _DIGEST_CHARS, _NAME_CHARS = 36, 500
 _UUID_TAG, _ROOT_TAG, _RESUMED_WITH = "ray_app.run_uuid", "ray_app.run_root", "ray_app.resumed_with."
 
-IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-"""MLflow's own defaults keep a call to an unreachable server waiting for 4 minutes; the tracker tries again by itself.
+SHORT_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+"""Short timeouts: with MLflow's defaults a call to an unreachable server waits for 4 minutes. The tracker retries by
+itself.
 """
-_ENVIRONMENT = IMPATIENT | {
+_ENVIRONMENT = SHORT_TIMEOUTS | {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Its telemetry removes a variable from the environment in a thread, where it reaches nobody, too: who copies that just
-then fails with a `KeyError`.
+"""Settings of MLflow. Its telemetry is off because a thread of it removes an environment variable, also without a
+connection: code that copies the environment at that moment fails with a `KeyError`.
 """
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Data that a run uses.
+    """A data set of a run.
 
     Args:
-        context: What for: `training` or `evaluation`.
-        path: Where it is.
-        digest: Digest of its manifest.
-        rows: How many it has.
+        context: The use: `training` or `evaluation`.
+        path: Path of the data.
+        digest: Digest of the manifest.
+        rows: Number of rows.
     """
 
     context: str
@@ -288,13 +286,13 @@ class DataSet:
 
 
 class MlflowRun:
-    """One MLflow run, continued by whoever has its id; not thread-safe, and every method may block for as long as
-    MLflow does.
+    """One MLflow run, which every process with its id can continue. It is not thread-safe, and each method may block as
+    long as MLflow does.
 
     Args:
         uri: Tracking URI.
-        experiment: Name of the experiment, made when it is not there.
-        artifacts: Folder for artifacts where MLflow has no server to keep them; None: MLflow chooses.
+        experiment: Name of the experiment, which is created if it does not exist.
+        artifacts: Folder for the artifacts if MLflow has no server; None: MLflow chooses.
     """
 
     def __init__(self, uri: str, experiment: str, artifacts: Path | None) -> None:
@@ -307,29 +305,29 @@ class MlflowRun:
         """Finds the run or creates it.
 
         Args:
-            run_id: Its id as far as known.
-            run_uuid: What it is tagged with, in case it was created and its id was never stored.
-            root: The run directory; its name becomes the run's.
-            start_ms: When it started, milliseconds since 1970 (UTC).
+            run_id: The stored id; None if there is none.
+            run_uuid: Value of a tag, which finds a run that was created and its id not stored.
+            root: The run directory; its name becomes the name of the MLflow run.
+            start_ms: Start of the run, milliseconds since 1970 (UTC).
 
         Returns:
-            The run's id; another one than `run_id` if MLflow does not have that run any more.
+            The id of the MLflow run; another one than `run_id` if MLflow does not have that run any more.
 
         Raises:
             ConfigError: The experiment is in MLflow's trash.
-            Exception: Whatever MLflow raises, mostly because it cannot be reached.
+            Exception: An error of MLflow, mostly because it cannot be reached.
         """
         if self._client is None:
             self._client = connect(self._uri)
         if run_id is None or not self._is_active(run_id):
             experiment_id = self._experiment_id()
-            found = self._client.search_runs(
+            runs = self._client.search_runs(
                 [experiment_id], filter_string=f"tags.`{_UUID_TAG}` = '{run_uuid}'", max_results=1
             )
             tags = {_UUID_TAG: run_uuid, _ROOT_TAG: redact(str(root))}
             run = (
-                found[0]
-                if found
+                runs[0]
+                if runs
                 else self._client.create_run(experiment_id, start_time=start_ms, tags=tags, run_name=root.name)
             )
             run_id = str(run.info.run_id)
@@ -339,30 +337,30 @@ class MlflowRun:
     def describe(
         self, params: dict[str, Any], tags: dict[str, str], datasets: Sequence[DataSet], is_over: bool
     ) -> None:
-        """Sets the run running and gives it what it lacks of these; what it has with another value becomes a tag of its
-        own.
+        """Sets the status `RUNNING`, and adds the parameters, tags and inputs that the MLflow run lacks. A parameter or
+        tag that it has with another value gets an additional tag with the new value.
 
-        A parameter of an MLflow run can never change, and the first commit of a run is worth keeping.
+        A parameter of an MLflow run can never change, and the tag with the commit of the first start must stay.
 
         Args:
             params: Parameters by name.
             tags: Tags by name.
-            datasets: Its inputs.
-            is_over: The run has ended, so it is not set running, and what it has stays without a word.
+            datasets: Inputs of the run.
+            is_over: Whether the run has ended: then the status stays, and other values get no additional tags.
         """
         from mlflow.entities import Param, RunTag
 
-        known = self._client.get_run(self.run_id)
-        data = known.data
+        run = self._client.get_run(self.run_id)
+        data = run.data
         if self._uri.startswith("http"):
-            self.page = f"{self._uri.rstrip('/')}/#/experiments/{known.info.experiment_id}/runs/{self.run_id}"
-        new_params, other_params = _compared(params, data.params, data.tags, _PARAM_CHARS)
-        new_tags, other_tags = _compared(tags, data.tags, data.tags, _TAG_CHARS)
+            self.page = f"{self._uri.rstrip('/')}/#/experiments/{run.info.experiment_id}/runs/{self.run_id}"
+        new_params, other_params = _diff_values(params, data.params, data.tags, _PARAM_CHARS)
+        new_tags, other_tags = _diff_values(tags, data.tags, data.tags, _TAG_CHARS)
         if is_over:
             other_params, other_tags = {}, {}
         else:
             self._client.update_run(self.run_id, status="RUNNING")
-        self._add_inputs(datasets, known.inputs.dataset_inputs if known.inputs else [])
+        self._add_inputs(datasets, run.inputs.dataset_inputs if run.inputs else [])
         for some in _chunks([Param(*item) for item in new_params.items()], _PARAMS_PER_CALL):
             self._client.log_batch(self.run_id, params=some, synchronous=True)
         for some in _chunks(
@@ -381,21 +379,26 @@ class MlflowRun:
             self._client.log_batch(self.run_id, metrics=some, synchronous=True)
 
     def finish(self, status: str, artifacts: Mapping[str, str]) -> None:
-        """Logs texts as artifacts, by their paths, and ends the run, also where that fails."""
+        """Logs texts as artifacts, by their paths, and ends the MLflow run, also if that raises."""
         try:
             for path, text in artifacts.items():
                 self._client.log_text(self.run_id, redact(text), path)
         finally:
             self._client.set_terminated(self.run_id, status)
 
-    def _add_inputs(self, datasets: Sequence[DataSet], known: Sequence[Any]) -> None:
-        """Logs the inputs for what the run has none for yet. MLflow cuts the digest, so the whole of it is in the
-        profile.
+    def _add_inputs(self, datasets: Sequence[DataSet], existing_inputs: Sequence[Any]) -> None:
+        """Logs the data sets for each context that has no input yet. MLflow shortens the digest, so the profile has the
+        whole digest.
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag
         from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-        contexts = {tag.value for found in known for tag in found.tags if tag.key == MLFLOW_DATASET_CONTEXT}
+        contexts = {
+            tag.value
+            for existing_input in existing_inputs
+            for tag in existing_input.tags
+            if tag.key == MLFLOW_DATASET_CONTEXT
+        }
         new = []
         for data in datasets:
             if data.context not in contexts:
@@ -420,75 +423,77 @@ class MlflowRun:
             return False
 
     def _experiment_id(self) -> str:
-        found = self._client.get_experiment_by_name(self._experiment)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is None:
             artifacts = None if self._artifacts is None or self._uri.startswith("http") else self._artifacts.as_uri()
             return str(self._client.create_experiment(self._experiment, artifacts))
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             raise ConfigError(
                 f"The MLflow experiment {self._experiment!r} is deleted. Restore it (mlflow experiments restore"
                 f" --experiment-id"
-                f" {found.experiment_id}) or start again with another tracking.experiment."
+                f" {experiment.experiment_id}) or start again with another tracking.experiment."
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
 
 def connect(uri: str) -> Any:
-    """MLflow's client, quiet and impatient; makes the folder of a SQLite file. Importing MLflow takes about a
-    second.
+    """Returns a client of MLflow with short timeouts and few log lines; creates the folder of a SQLite file. The import
+    of MLflow takes about a second.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     require("mlflow", "MLflow's record or registry")
     from mlflow.tracking import MlflowClient
 
-    for noisy in ("mlflow.store.db.utils", "alembic", "mlflow.pyfunc"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for logger_name in ("mlflow.store.db.utils", "alembic", "mlflow.pyfunc"):
+        logging.getLogger(logger_name).setLevel(logging.WARNING)
     if uri.startswith("sqlite"):
         Path(sqlite_file(uri)).parent.mkdir(parents=True, exist_ok=True)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def sqlite_file(uri: str) -> str:
-    """The file of a SQLite URI; empty for a database in memory."""
+    """Returns the file of a SQLite URI; empty for a database in memory."""
     file = uri.partition(":///")[2].partition("?")[0]
     return "" if file == ":memory:" else file
 
 
-def _compared(
-    values: dict[str, Any], known: dict[str, str], tags: dict[str, str], most_chars: int
+def _diff_values(
+    values: dict[str, Any], current: dict[str, str], tags: dict[str, str], max_chars: int
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What the MLflow run lacks, and the tags for what it has with another value than the last driver's."""
+    """Returns the values that the MLflow run lacks, and the additional tags for values that differ from the run's and
+    from the last driver's.
+    """
     new, other = {}, {}
     for name, value in values.items():
-        key, text, tag = mlflow_key(name), redact(str(value))[:most_chars], mlflow_key(_RESUMED_WITH + name)
-        if key not in known:
+        key, text, tag = mlflow_key(name), redact(str(value))[:max_chars], mlflow_key(_RESUMED_WITH + name)
+        if key not in current:
             new[key] = text
-        elif tags.get(tag, known[key]) != text:
+        elif tags.get(tag, current[key]) != text:
             other[tag] = text
     return new, other
 
 
-def _chunks(items: list[Any], most: int) -> Iterator[list[Any]]:
-    for start in range(0, len(items), most):
-        yield items[start : start + most]
+def _chunks(items: list[Any], max_items: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), max_items):
+        yield items[start : start + max_items]
 
 
 def mlflow_key(name: str) -> str:
-    """The name as MLflow takes it: letters, digits and `_-. :/`, and no path that leads elsewhere."""
+    """Returns the name in a form that MLflow accepts: letters, digits and `_-. :/`, and a normalized relative path."""
     key = re.sub(r"[^\w\-. :/]", "_", name)[:_KEY_CHARS]
     is_path = posixpath.normpath(key) == key and not key.startswith(("/", ".."))
     return key if is_path and key != "." else re.sub(r"[/.]", "_", key) or "_"
 
 
 @dataclass
-class Tracked(Sent):
-    """What `tracking.json` holds besides what was sent.
+class TrackingState(SentState):
+    """The content of `tracking.json`: the part that was sent, and the MLflow run.
 
     Args:
-        run_uuid: What the MLflow run is tagged with; stored before the run is created.
+        run_uuid: Value of a tag of the MLflow run; stored before the run is created.
         run_id: Id of the MLflow run.
-        uri: Where it is, without credentials.
+        uri: Tracking URI, without credentials.
     """
 
     run_uuid: str = ""
@@ -496,12 +501,13 @@ class Tracked(Sent):
     uri: str = ""
 
     @classmethod
-    def load(cls, paths: RunPaths) -> Tracked:
-        """As the last driver left it; new, and stored at once, if there was none."""
+    def load(cls, paths: RunPaths) -> TrackingState:
+        """Returns the content that the last driver has stored; stores and returns a new one if there is none."""
         stored = read_json(paths.tracking)
         if stored is not None:
-            if isinstance(stored.get("evaluations"), list):  # of a run that was started before evaluators had names
-                stored["evaluations"] = {OWN: stored["evaluations"]}
+            # A run that was started before evaluators had names has a list.
+            if isinstance(stored.get("evaluations"), list):
+                stored["evaluations"] = {RUN_EVALUATOR: stored["evaluations"]}
             return cls(**{name: value for name, value in stored.items() if name in {item.name for item in fields(cls)}})
         cursor = cls(run_uuid=uuid.uuid4().hex)
         cursor.store(paths)
@@ -512,5 +518,5 @@ class Tracked(Sent):
         put_json(paths.tracking, asdict(self))
 
     def forget(self) -> None:
-        """Begins anew: MLflow has nothing."""
+        """Resets the part that was sent: MLflow has nothing."""
         self.sent_step, self.evaluations, self.look = 0, {}, ""

@@ -1,9 +1,9 @@
-"""TensorBoard event files: one thread in the driver writes a run's record as MLflow gets it, and begins anew at every
-start of the driver.
+"""TensorBoard event files (`EventFileWriter`): a thread in the driver writes the same points of a run's record that
+MLflow gets, from the beginning at every start of the driver.
 
-The file is a function of the record, so nothing of it has to survive a driver that is killed: the next one empties it
-and writes all points again to one of its own, each once, behind a mark that makes a TensorBoard which is open drop what
-it has of the run.
+The file is a function of the record, so nothing of it must survive the death of a driver. The next driver empties the
+old file and writes all points, each once, to a new one. Its first entry makes an open TensorBoard drop the old points
+of the run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from ray_app.config.config import Config
 from ray_app.config.import_paths import require
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redact, redacted_yaml
-from ray_app.storage.files import listing, poll_s, put_atomic
-from ray_app.track.mlflow_client import Backlog, Sent
+from ray_app.runlog.redaction import redact, redact_yaml
+from ray_app.storage.files import list_tree, poll_interval_s, put_atomic
+from ray_app.track.mlflow_client import Backlog, SentState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -30,15 +30,17 @@ logger = logging.getLogger(__name__)
 _PREFIX = "events.out.tfevents."
 _RETRY_S, _LONGEST_PAUSE_S = 0.5, 60.0
 _PAUSE_PER_SWEEP = 20
-"""A sweep looks through the record, and on S3 puts the whole file again: it takes at most a twentieth of the time."""
+"""Pause after a sweep, in durations of the sweep. A sweep reads the record and, on S3, uploads the whole file again; so
+it takes at most a twentieth of the time.
+"""
 
 
-class Board:
+class EventFileWriter:
     """Writes the event files of a run while its record grows.
 
     Args:
-        paths: The run.
-        config: Its configuration, shown as a text.
+        paths: The directory of the run.
+        config: The run's configuration, which is written as a text.
     """
 
     def __init__(self, paths: RunPaths, config: Config) -> None:
@@ -49,9 +51,9 @@ class Board:
         self._folder = Path(self._temporary.name) if self._temporary is not None else Path(str(paths.tensorboard))
         self._writer: SummaryWriter | None = None
         self._put_bytes = 0
-        self._begin_again()
+        self._reset()
         self._finished: bool | None = None
-        self._done = self._in_trouble = False
+        self._is_complete = self._has_warned = False
         self._wake, self._abandoned = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
 
@@ -60,28 +62,28 @@ class Board:
         self._thread.start()
 
     def close(self, finished: bool, timeout_s: float) -> bool:
-        """Writes the rest of the record and ends; call it when nobody writes the record any more.
+        """Writes the rest of the record and ends the thread. Call it when the record is complete.
 
         Args:
-            finished: Whether the last block of steps counts though it is not full.
+            finished: Whether to write the last block of steps although it is not full.
             timeout_s: Seconds to wait for the storage.
 
         Returns:
-            Whether everything was written; if not, a warning says so.
+            Whether everything was written; if not, a warning is logged.
         """
         self._finished = finished
         self._wake.set()
         self._thread.join(timeout_s)
         self.abandon()
-        if not self._done:
+        if not self._is_complete:
             logger.warning(
                 "The event files of TensorBoard lack the end of the run; starting %r again writes them.",
                 self._paths.name,
             )
-        return self._done
+        return self._is_complete
 
     def abandon(self) -> None:
-        """Ends without writing anything more: the run belongs to another driver now."""
+        """Ends the thread without further writes: the run belongs to another driver now."""
         self._abandoned.set()
         self._wake.set()
 
@@ -91,25 +93,25 @@ class Board:
             finished, began_s = self._finished, time.perf_counter()
             try:
                 self._sweep(finished is True)
-                self._in_trouble = False
+                self._has_warned = False
                 if finished is not None:
-                    self._done = True
+                    self._is_complete = True
                     break
             except Exception as error:
-                self._say_trouble(error)
+                self._warn_once(error)
                 self._close()
-                self._begin_again()
-            pause_s = max(poll_s(self._paths.root), _PAUSE_PER_SWEEP * (time.perf_counter() - began_s))
+                self._reset()
+            pause_s = max(poll_interval_s(self._paths.root), _PAUSE_PER_SWEEP * (time.perf_counter() - began_s))
             self._wake.wait(_RETRY_S if finished is not None else min(pause_s, _LONGEST_PAUSE_S))
         self._close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
     def _sweep(self, finished: bool) -> None:
-        """Writes what is new in the record."""
+        """Writes the new points of the record."""
         self._backlog.read(self._sent)
         if self._writer is None:
-            self._writer = self._opened()
+            self._writer = self._open_writer()
         for point in self._backlog.points(self._sent, finished):
             if self._abandoned.is_set():
                 return
@@ -119,58 +121,59 @@ class Board:
         self._backlog.sent(self._sent)
         self._writer.flush()
         if self._temporary is not None:
-            self._put()
+            self._upload()
 
-    def _opened(self) -> SummaryWriter:
-        """A new file, the only one of the run with anything in it."""
+    def _open_writer(self) -> SummaryWriter:
+        """Empties the run's event files and opens a new one."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        for name, file in listing(self._paths.tensorboard).items():
+        for name, file in list_tree(self._paths.tensorboard).items():
             if name.startswith(_PREFIX):
-                put_atomic(
-                    file, b""
-                )  # an open TensorBoard that reads it would never go on to the next if it were removed
+                # An open TensorBoard that reads the file would never continue with the next one if it were removed.
+                put_atomic(file, b"")
         if self._temporary is not None:
             self._put_bytes = 0
-            for left in self._folder.iterdir():
-                left.unlink()
+            for leftover in self._folder.iterdir():
+                leftover.unlink()
         writer = SummaryWriter(str(self._folder), purge_step=0)
-        text = redacted_yaml(self._config.to_yaml())
+        text = redact_yaml(self._config.to_yaml())
         writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), 0)
         return writer
 
-    def _put(self) -> None:
-        """Puts the file where the run is, if it has grown."""
+    def _upload(self) -> None:
+        """Uploads the file to the run's storage if it has grown."""
         [file] = self._folder.iterdir()
         if file.stat().st_size > self._put_bytes:
             data = file.read_bytes()
             put_atomic(self._paths.tensorboard / file.name, data)
             self._put_bytes = len(data)
 
-    def _begin_again(self) -> None:
-        self._backlog, self._sent = Backlog(self._paths, self._config.tracking.every_steps), Sent()
+    def _reset(self) -> None:
+        """Starts from the beginning of the record."""
+        self._backlog, self._sent = Backlog(self._paths, self._config.tracking.every_steps), SentState()
 
     def _close(self) -> None:
         if self._writer is not None:
             try:
                 self._writer.close()
             except Exception as error:
-                self._say_trouble(error)
+                self._warn_once(error)
         self._writer = None
 
-    def _say_trouble(self, error: Exception) -> None:
-        if not self._in_trouble:
+    def _warn_once(self, error: Exception) -> None:
+        """Logs the first of several errors in a row."""
+        if not self._has_warned:
             logger.warning(
                 "The event files of TensorBoard cannot be written for now; training goes on: %s", redact(str(error))
             )
-        self._in_trouble = True
+        self._has_warned = True
 
 
 def check_board(config: Config) -> None:
-    """Refuses event files where TensorBoard is not installed.
+    """Checks that TensorBoard is installed if event files are configured.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: TensorBoard is not installed.
     """
     if config.tracking.tensorboard:
         require("tensorboard", "tracking.tensorboard: true", "set it to false")

@@ -1,9 +1,9 @@
-"""The tracker: one thread in the driver that feeds a run's record to MLflow, whenever MLflow is there.
+"""The tracker: a thread in the driver that sends a run's record to MLflow whenever MLflow answers.
 
-It is MLflow's only writer for the run and never on the way of a step: it reads the files that rank 0 and the evaluator
-write. How far it got stands in `tracking.json`, so the next driver goes on from there. What was sent but not noted
-there is sent again, and since the record does not change, MLflow's SQL stores recognize and drop it. Losses that are
-NaN arrive as NaN; a SQL store shows infinity as 1.8e308.
+It is the only writer of the MLflow run, and never delays a step: it reads the files that rank 0 and the evaluator
+write. `tracking.json` has the last point that was sent, so that the next driver continues there. Points that were sent
+but not stored there are sent again; since the record does not change, MLflow's SQL stores recognize and drop them. A
+loss of NaN arrives as NaN; a SQL store shows infinity as 1.8e308.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redact, redacted, redacted_yaml
-from ray_app.track.mlflow_client import METRICS_PER_CALL, Backlog, DataSet, MlflowRun, Point, Tracked, sqlite_file
+from ray_app.runlog.redaction import redact, redact_value, redact_yaml
+from ray_app.track.mlflow_client import METRICS_PER_CALL, Backlog, DataSet, MlflowRun, Point, TrackingState, sqlite_file
 
 logger = logging.getLogger(__name__)
 
@@ -35,23 +35,25 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 _POLL_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _PAUSE_PER_LOOK = 20
-"""A long run has many files to look through, on the driver's cores: looking takes at most a twentieth of the time."""
+"""Pause after reading the record, in durations of the read. A long run has many files to read on the driver's cores; so
+reading takes at most a twentieth of the time.
+"""
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LIBRARIES = ("torch", "ray", "mlflow")
 
 
 class Tracker:
-    """Sends a run's record to MLflow while it is written, and what an earlier driver left over.
+    """Sends a run's record to MLflow while it is written, with the points that an earlier driver has not sent.
 
     Args:
-        paths: The run.
-        config: Its configuration; becomes the MLflow run's parameters.
-        tags: Tags of the MLflow run, see `run_tags`.
-        every_steps: Steps that are combined into one point.
-        datasets: The data that it uses.
-        is_over: The run has ended and only what MLflow lacks is wanted: descriptions that are there stay as they are.
-        say: Told once which MLflow run it is.
+        paths: The directory of the run.
+        config: The run's configuration, which becomes the parameters of the MLflow run.
+        tags: Tags of the MLflow run, see `make_run_tags`.
+        every_steps: Number of steps that are combined into one point.
+        datasets: The data sets of the run.
+        is_over: Whether the run has ended and only points that MLflow lacks are sent: parameters and tags stay.
+        say: Called once with a message that names the MLflow run.
     """
 
     def __init__(
@@ -65,14 +67,14 @@ class Tracker:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self._paths, self._config, self._tags, self._datasets, self._is_over = paths, config, tags, datasets, is_over
-        self.uri, self._say = default_tracking_uri(config), say
+        self.uri, self._on_connect = default_tracking_uri(config), say
         self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri))
         self._backlog = Backlog(paths, every_steps)
-        self._cursor: Tracked | None = None
-        self._connected = self._done = False
+        self._cursor: TrackingState | None = None
+        self._connected = self._is_complete = False
         self._status: Status | None = None
-        self._trouble: str | None = None
-        self._look_s = 0.0
+        self._last_error: str | None = None
+        self._read_duration_s = 0.0
         self._wake, self._abandoned = threading.Event(), threading.Event()
         self._start_ms = int(time.time() * 1e3)
         self.sent_points = self.sent_evaluations = 0
@@ -80,7 +82,7 @@ class Tracker:
 
     @property
     def run_id(self) -> str | None:
-        """Id of the MLflow run; None until it is known, which takes a second or two, or until MLflow can be reached."""
+        """Id of the MLflow run; None until MLflow has answered, which takes a second or two if it can be reached."""
         return self._cursor.run_id if self._cursor is not None else None
 
     def start(self) -> None:
@@ -90,15 +92,15 @@ class Tracker:
     def close(self, status: Status, timeout_s: float) -> bool:
         """Sends the rest of the record and the artifacts (`config.yaml`, `summary.json`, ...), and ends the MLflow run.
 
-        Call it when nobody writes the record any more. It can be called again and then returns the same.
+        Call it when the record is complete. A second call returns the same.
 
         Args:
-            status: How the run ended. `FINISHED` also sends a last block that is not full; otherwise a resume will fill
-                it.
+            status: Final status of the run. With `FINISHED` the last block of steps is sent although it is not full;
+                otherwise a resume will fill it.
             timeout_s: Seconds to wait for MLflow.
 
         Returns:
-            Whether MLflow has everything. If not, a warning says what is missing; the next start of the run sends it.
+            Whether MLflow has everything. If not, a warning names what is missing; the next start of the run sends it.
         """
         if self._status is None:
             self._status = status
@@ -108,21 +110,22 @@ class Tracker:
             self._thread.join(timeout_s)
             self._abandoned.set()
             self._wake.set()
-            if not self._done:
-                logger.warning("%s", self._missing(status, timeout_s))
-        return self._done
+            if not self._is_complete:
+                logger.warning("%s", self._describe_missing(status, timeout_s))
+        return self._is_complete
 
     def send_all(self, status: Status) -> None:
-        """Does at once, in this thread, what `close` does; for a run that has ended and a tracker that was not started.
+        """Sends the record and the artifacts as `close` does, but in this thread; for a run that has ended, and without
+        `start`.
 
         Raises:
-            Exception: Whatever MLflow raises; what it took is noted, and not sent again.
+            Exception: An error of MLflow; points that it has accepted before are not sent again.
         """
         self._sweep(finished=status == "FINISHED")
-        self._mlflow.finish(status, _artifacts(self._paths))
+        self._mlflow.finish(status, _read_artifacts(self._paths))
 
     def abandon(self) -> None:
-        """Ends without sending or writing anything more: the run belongs to another driver now."""
+        """Ends the thread without further calls and writes: the run belongs to another driver now."""
         self._abandoned.set()
         self._wake.set()
 
@@ -134,25 +137,25 @@ class Tracker:
             try:
                 self._sweep(finished=status == "FINISHED")
                 if status is not None and not self._abandoned.is_set():
-                    self._mlflow.finish(status, _artifacts(self._paths))
-                    self._done = True
+                    self._mlflow.finish(status, _read_artifacts(self._paths))
+                    self._is_complete = True
                     return
-                self._say_reached()
-                pause_s = min(max(_POLL_S, _PAUSE_PER_LOOK * self._look_s), _LONGEST_PAUSE_S)
+                self._log_reached()
+                pause_s = min(max(_POLL_S, _PAUSE_PER_LOOK * self._read_duration_s), _LONGEST_PAUSE_S)
             except Exception as error:
-                self._say_trouble(error)
+                self._warn_unreachable(error)
                 pause_s = _POLL_S if status is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
             self._wake.wait(pause_s)
 
     def _sweep(self, finished: bool) -> None:
-        """Reads what is new in the record and sends what can be sent."""
-        cursor = self._cursor = self._cursor or Tracked.load(self._paths)
+        """Reads the new part of the record and sends all complete points."""
+        cursor = self._cursor = self._cursor or TrackingState.load(self._paths)
         began = time.perf_counter()
         self._backlog.read(cursor)
-        self._look_s = time.perf_counter() - began
+        self._read_duration_s = time.perf_counter() - began
         if not self._connected:
             self._connect(cursor)
-        for points in packed(self._backlog.points(cursor, finished)):
+        for points in group_points(self._backlog.points(cursor, finished)):
             if self._abandoned.is_set():
                 return
             self._mlflow.log(points)
@@ -163,68 +166,68 @@ class Tracker:
             cursor.store(self._paths)
             self._backlog.sent(cursor)
 
-    def _connect(self, cursor: Tracked) -> None:
-        """Finds or creates the MLflow run, and notes its id before anything else is logged."""
-        before = cursor.run_id
-        run_id = self._mlflow.open(before, cursor.run_uuid, self._paths.root, self._start_ms)
-        if run_id != before:
-            if before is not None:
+    def _connect(self, cursor: TrackingState) -> None:
+        """Finds or creates the MLflow run, and stores its id before anything else is logged."""
+        old_run_id = cursor.run_id
+        run_id = self._mlflow.open(old_run_id, cursor.run_uuid, self._paths.root, self._start_ms)
+        if run_id != old_run_id:
+            if old_run_id is not None:
                 logger.warning(
-                    "MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self.uri), before
+                    "MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self.uri), old_run_id
                 )
                 cursor.forget()
                 self._backlog.rewind()
             cursor.run_id = run_id
             self._backlog.read(cursor)
-        if (before, cursor.uri) != (run_id, redact(self.uri)):
+        if (old_run_id, cursor.uri) != (run_id, redact(self.uri)):
             cursor.uri = redact(self.uri)
             cursor.store(self._paths)
-        self._mlflow.describe(flatten(redacted(self._config.to_dict())), self._tags, self._datasets, self._is_over)
+        self._mlflow.describe(flatten(redact_value(self._config.to_dict())), self._tags, self._datasets, self._is_over)
         self._connected = True
-        if self._say is not None:
-            self._say(
+        if self._on_connect is not None:
+            self._on_connect(
                 redact(f"MLflow run {run_id} of the experiment {self._config.tracking.experiment}: {self._mlflow.page}")
             )
-            self._say = None
+            self._on_connect = None
 
-    def _say_trouble(self, error: Exception) -> None:
+    def _warn_unreachable(self, error: Exception) -> None:
         self._connected = False
-        if self._trouble is None:
+        if self._last_error is None:
             logger.warning(
                 "MLflow at %s does not get the record for now; training goes on and it is sent later: %s",
                 redact(self.uri),
                 _first_line(error),
             )
-        self._trouble = _first_line(error)
+        self._last_error = _first_line(error)
 
-    def _say_reached(self) -> None:
-        if self._trouble is not None:
+    def _log_reached(self) -> None:
+        if self._last_error is not None:
             logger.warning("MLflow at %s gets the record again.", redact(self.uri))
-        self._trouble = None
+        self._last_error = None
 
-    def _missing(self, status: str, timeout_s: float) -> str:
-        cursor = self._cursor or Tracked()
+    def _describe_missing(self, status: str, timeout_s: float) -> str:
+        cursor = self._cursor or TrackingState()
         steps = sorted({point.step for point in self._backlog.unsent_evaluations(cursor)})
-        lacks = [f"its status {status}", "its artifacts"]
+        missing = [f"its status {status}", "its artifacts"]
         if self._backlog.newest_step > cursor.sent_step:
-            lacks.append(f"the metrics after step {cursor.sent_step} (recorded: up to {self._backlog.newest_step})")
+            missing.append(f"the metrics after step {cursor.sent_step} (recorded: up to {self._backlog.newest_step})")
         if steps:
-            lacks.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
+            missing.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
         return (
             f"MLflow at {redact(self.uri)} did not take everything within {timeout_s:g} s. Its run"
             f" {cursor.run_id or '(not created)'} may"
-            f" lack {'; '.join(lacks)}. All of it is in {self._paths.root}; send it with\n  ray-app track --replay"
+            f" lack {'; '.join(missing)}. All of it is in {self._paths.root}; send it with\n  ray-app track --replay"
             f" {shlex.quote(str(self._paths.root))}\nor start {self._paths.name!r} again. Last error:"
-            f" {self._trouble or 'none, it was still being sent'}"
+            f" {self._last_error or 'none, it was still being sent'}"
         )
 
 
 def check_available(config: Config) -> None:
-    """Refuses tracking that cannot work, without importing MLflow or connecting to it.
+    """Checks that tracking can work, without importing MLflow or connecting to it.
 
     Raises:
-        ConfigError: MLflow is not installed, or `tracking.uri` is not one that points can be sent to twice without
-            doubling them.
+        ConfigError: MLflow is not installed, or `tracking.uri` names a store that would keep a point twice if it is
+            sent twice.
     """
     if not config.tracking.enabled:
         return
@@ -251,8 +254,10 @@ def check_available(config: Config) -> None:
         )
 
 
-def run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
-    """What a result depends on besides the parameters: digests, versions and, in a git checkout, the commit."""
+def make_run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
+    """Returns the tags of the MLflow run: digests, versions and, in a git checkout, the commit, on which the result
+    depends besides the parameters.
+    """
     tags = {
         "ray_app.config_digest": digest(config, manifest_digest),
         "ray_app.manifest_digest": manifest_digest,
@@ -270,8 +275,8 @@ def run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
     return tags | ({"mlflow.source.git.commit": git.stdout.strip()} if git.returncode == 0 else {})
 
 
-def packed(points: Iterable[Point]) -> Iterator[list[Point]]:
-    """Points in groups whose metrics fit into one call; a point that alone does not is a group of its own."""
+def group_points(points: Iterable[Point]) -> Iterator[list[Point]]:
+    """Yields the points in groups that fit into one call; a point that is too large for one call is its own group."""
     group: list[Point] = []
     for point in points:
         if group and sum(len(p.metrics) for p in (*group, point)) > METRICS_PER_CALL:
@@ -282,26 +287,26 @@ def packed(points: Iterable[Point]) -> Iterator[list[Point]]:
         yield group
 
 
-def _artifacts(paths: RunPaths) -> dict[str, str]:
-    """What an ended run has for people, and the newest evaluation of each evaluator, without secrets, by the artifact's
-    path.
+def _read_artifacts(paths: RunPaths) -> dict[str, str]:
+    """Returns the texts of an ended run to store as artifacts, without secrets, by their path: configuration, summary,
+    report, and the newest evaluation of each evaluator.
     """
-    found = {}
+    texts = {}
     for file in (paths.config, paths.summary, paths.report):
         if file.exists():
             text = file.read_text()
-            found[file.name] = redacted_yaml(text) if file == paths.config else text
+            texts[file.name] = redact_yaml(text) if file == paths.config else text
     for name in (None, *evaluator_names(paths)):
         steps = evaluated_steps(paths, name)
         if steps:
             file = paths.evaluation(max(steps), name)
-            found["/".join(("evaluations", *((name,) if name else ()), file.name))] = file.read_text()
-    return found
+            texts["/".join(("evaluations", *((name,) if name else ()), file.name))] = file.read_text()
+    return texts
 
 
 def _artifact_folder(paths: RunPaths, uri: str) -> Path | None:
-    """Folder for the artifacts of an MLflow without a server: beside the run, or beside the SQLite file if the run is
-    on S3.
+    """Returns the folder for the artifacts of an MLflow without a server: next to the run, or next to the SQLite file
+    if the run is on S3.
     """
     if isinstance(paths.root, Path):
         return paths.root.resolve().parent / "mlartifacts"

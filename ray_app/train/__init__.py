@@ -1,3 +1,1 @@
-"""The training loop of one worker: step, state, process group, checkpoints. Starting workers is the task of
-`cluster`.
-"""
+"""The training loop of one worker, with its step, state, process group, checkpoints; `cluster` starts the workers."""

@@ -1,6 +1,6 @@
-"""What a worker needs to know to train: made once by the driver, the same for all workers and all attempts of a start.
+"""The job that the driver hands to every worker, and the hooks by which fault tests interfere with a worker.
 
-Where a test can make something happen; users have no need of it.
+A job is made once for each start of the driver, and is the same for all workers and all attempts of that start.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from ray_app.data.disk_cache import cached_fetch
 from ray_app.data.reader import Fetch, Reader, RowSource, rows_per_task
 from ray_app.data.windows import Windows
 from ray_app.plan.order import Cursor, Plan
-from ray_app.runlog.evaluations import Evaluation, Verdict, best_first, early_stop
+from ray_app.runlog.evaluations import Evaluation, Verdict, early_stop, rank_candidates
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
-from ray_app.train.state.parameters import read
+from ray_app.train.state.parameters import read_parameters
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run as its workers see it.
+    """A training run as its workers see it.
 
     Args:
         config: The resolved configuration.
-        config_digest: Its digest.
+        config_digest: The digest of the configuration.
         task: The prepared task.
-        plan: The order of the data.
+        plan: The order in which the run reads the rows.
         data_root: Folder that the manifest's paths are relative to.
-        fields: What a decoded row looks like.
+        fields: Shape and dtype of each field of a decoded row.
         run_root: The run's directory.
-        fence: Number of this start.
+        fence: Number of this start's writer lease; every commit carries it.
         best_metric: Metric that decides which checkpoint is best.
         best_mode: `max` or `min`.
-        evaluation: The evaluation data, if there is any.
-        initial: The file with the parameters to begin with, if the model does not draw them.
+        evaluation: The evaluation data; None without any.
+        initial: File with the initial parameters; None if the model draws them.
     """
 
     config: Config
@@ -62,21 +62,21 @@ class Job:
 
     @property
     def paths(self) -> RunPaths:
-        """The run directory."""
-        return RunPaths(location(self.run_root))
+        """The paths in the run directory."""
+        return RunPaths(to_location(self.run_root))
 
     def read_initial(self) -> dict[str, Tensor] | None:
-        """The parameters to begin with, if the model does not draw them.
+        """Returns the initial parameters by name; None if the model draws them.
 
         Raises:
-            ConfigError: They are gone.
+            ConfigError: The file is missing or has other parameters than the run began with.
             OSError: The storage does not answer.
         """
-        return read(self.initial, self.config.train.init_digest) if self.initial is not None else None
+        return read_parameters(self.initial, self.config.train.init_digest) if self.initial is not None else None
 
     @property
     def rendezvous(self) -> str:
-        """Name of this start's rendezvous actor."""
+        """The name of this start's rendezvous actor."""
         return f"rendezvous-{self.paths.unique_name}-{self.fence}"
 
     @property
@@ -89,7 +89,7 @@ class Job:
         return RowSource(reader, manifest, rows_per_task(self.fields, self.config.data.read_task_mb))
 
     def through_cache(self, fetch: Fetch) -> Fetch:
-        """`fetch`, with the disk cache of this node around it if there is to be one."""
+        """Returns `fetch` behind the disk cache of this node with `data.cache: disk`, otherwise `fetch` itself."""
         data = self.config.data
         if data.cache != "disk":
             return fetch
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch as the configuration counts them; a pass over the data has `plan.steps_per_epoch`."""
+        """Steps of an epoch as the configuration counts them; one pass over the data has `plan.steps_per_epoch`."""
         return self.config.train.steps_per_epoch or self.plan.steps_per_epoch
 
     @property
@@ -108,21 +108,21 @@ class Job:
 
     @property
     def passes(self) -> int:
-        """Passes over the data that the run begins."""
+        """Number of passes over the data that the run begins."""
         return -(-self.total_steps // self.plan.steps_per_epoch)
 
     @property
     def steps_per_round(self) -> int:
-        """Steps after which all workers have the same state again: 1, but with `local_sgd`."""
+        """Steps after which all workers have the same state again: `train.local_steps` with `local_sgd`, else 1."""
         return self.config.train.local_steps
 
     def is_snapshot_due(self, step: int) -> bool:
-        """Whether a snapshot goes to memory outside the workers after `step` finished steps of the run."""
+        """Returns whether a snapshot goes to the snapshot actors after `step` finished steps of the run."""
         every = self.config.checkpoint.snapshot_every_steps
         return every is not None and step % every == 0
 
     def planned_evaluations(self, last: int) -> list[int]:
-        """Steps up to `last` at which the cadence plans a checkpoint that is evaluated."""
+        """Returns the steps up to `last` at which the cadence plans a checkpoint, each of which is evaluated."""
         section = self.config.checkpoint
         cadences = (section.every_steps or 0, (section.every_epochs or 0) * self.steps_per_epoch)
         planned = {step for every in cadences if every for step in range(every, last + 1, every)}
@@ -130,12 +130,14 @@ class Job:
         return sorted(planned)
 
     def early_stop(self) -> Verdict | None:
-        """See `ray_app.runlog.evaluations.early_stop`."""
+        """Returns the verdict of `ray_app.runlog.evaluations.early_stop` for this run."""
         return early_stop(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
 
     def best_first(self) -> list[Evaluation]:
-        """See `ray_app.runlog.evaluations.best_first`."""
-        return best_first(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
+        """Returns the evaluations of `ray_app.runlog.evaluations.rank_candidates` for this run."""
+        return rank_candidates(
+            self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations
+        )
 
     @property
     def workers_evaluate(self) -> bool:
@@ -143,9 +145,7 @@ class Job:
         return self.config.evaluate.where == "workers" and self.config.data.eval_path is not None
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """Whether the cadence asks for a checkpoint, and with it an evaluation, after `step` finished steps of
-        the run.
-        """
+        """Returns whether the cadence plans a checkpoint, and with it an evaluation, after `step` finished steps."""
         section = self.config.checkpoint
         if step == self.total_steps:
             return True
@@ -155,35 +155,35 @@ class Job:
 
 @dataclass(frozen=True)
 class WithKeys:
-    """Decodes rows to train on another way in every epoch.
+    """Decodes training rows with `Task.decode_training`, which may differ from epoch to epoch by the rows' keys.
 
     Args:
-        task: Whose `decode_training`; rows without keys are decoded by `decode`.
+        task: The task; its `decode` decodes rows that come without keys.
     """
 
     task: Task
 
     def __call__(self, rows: Rows) -> Arrays:
-        """See `Task.decode_training`."""
+        """Returns the decoded rows, see `Task.decode_training`."""
         if KEYS not in rows:
             return self.task.decode(rows)
         return self.task.decode_training({name: values for name, values in rows.items() if name != KEYS}, rows[KEYS])
 
 
 OpenWindows = Callable[[Job, Cursor, range], Windows]
-"""Opens the data at a cursor for the logical workers to play."""
+"""Opens the data at a cursor for the logical workers that are assigned to a worker."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Called in every worker.
+    """Callbacks that fault tests set, called in every worker; users have no need of them.
 
     Args:
-        after_step: With (rank, finished steps) after each step.
-        before_commit: With the checkpoint before each commit, in the saver's thread.
-        built: With the model when it has been made.
-        at: With (phase, rank, finished steps) whenever a worker begins something else: `forming`, `data`, `compute`,
-            `exchange`, `evaluate`, `done`.
+        after_step: Called with (rank, finished steps) after each step.
+        before_commit: Called with the checkpoint before each commit, in the checkpoint writer's thread.
+        at: Called with (phase, rank, finished steps) whenever a worker begins another phase: `forming`, `data`,
+            `compute`, `exchange`, `evaluate`, `done`.
+        built: Called with the model when it has been built.
     """
 
     after_step: Callable[[int, int], None] | None = None

@@ -1,11 +1,8 @@
-"""Who steps together, as the loop sees it; `cluster.rendezvous.membership` is a Ray Train worker's,
-`SingleProcessMembership` that of a process alone.
+"""The membership of a worker in generations, and the messages between workers, rendezvous, driver and controller.
 
-What workers, the rendezvous, the driver and the controller say to each other.
-
-The membership of a process that trains alone.
-
-When a generation stands still: no step is finished for much longer than steps take.
+`Membership` is what the training loop needs of it. A Ray Train worker has `cluster.rendezvous.client.RendezvousClient`;
+a process that trains alone has `SingleProcessMembership`. `StepWatchdog` decides for the rendezvous when a generation
+is stalled: no step has finished for much longer than steps take.
 """
 
 from __future__ import annotations
@@ -22,45 +19,47 @@ from typing import Any, Literal, Protocol
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import StepRecord
 
-BEAT_S = 0.25
-"""Seconds between two signs of life of a worker, of few; of many see `HeartbeatReply.period_s`."""
+HEARTBEAT_S = 0.25
+"""Seconds between two heartbeats of a worker in a small group; a large group has the `HeartbeatReply.period_s`."""
 
 Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "saving", "evaluate", "done"]
-"""What a worker is doing. Who is `forming` or in `exchange` waits for the others, so whoever is elsewhere holds all up;
-who is `saving` waits for the storage, which ending a worker would not make faster.
+"""The phase that a worker is in.
+
+A worker that is `forming` or in `exchange` (the gradient reduction) waits for the others, so a worker in another phase
+stalls the group. A worker that is `saving` waits for the storage, and ending it would not make the storage faster.
 """
 
 
 class Flags(IntFlag):
-    """What all workers agree on in a step's exchange and act upon after that same step."""
+    """The flags that all workers agree on with a step's statistics, and act upon after that same step."""
 
     STOP = 1
-    """Make a checkpoint and end."""
+    """The run makes a checkpoint and ends."""
     REFORM = 2
-    """Leave this generation and form the next."""
+    """All workers leave this generation and form the next."""
     SAVE = 4
-    """Make a checkpoint, because everyone has to leave."""
+    """The workers make a checkpoint, because all of them have to leave their nodes."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A worker's sign of life.
+    """A worker's heartbeat to the rendezvous.
 
     Args:
-        worker: The Ray actor id of the worker.
-        node: Id of its node.
-        host: Address of its node.
-        port: Where its store listens.
-        pid: Id of its process there.
-        generation: The generation that it steps in; 0 before the first.
-        rank: Its rank there.
-        step: Its finished steps, -1 without a state.
-        phase: What it is doing.
-        record: Rank 0: its newest finished step.
-        recorded: Rank 0: the last step whose record is on storage.
-        moves: How often it has moved on besides finishing steps.
-        waits: Which of its waits for a generation this is, from 1; 0: it does not wait.
-        lost: Whether its last generation broke, so that the others must be called.
+        worker: Ray actor id of the worker.
+        node: Id of the worker's node.
+        host: Address of the node.
+        port: Port on which the worker's store listens.
+        pid: Id of the worker's process on its node.
+        generation: Generation that the worker steps in; 0 before the first.
+        rank: The worker's rank in that generation.
+        step: Finished steps; -1 without a state.
+        phase: Phase that the worker is in.
+        record: Record of the newest finished step; only from rank 0.
+        recorded: Last step with its record on storage; only from rank 0.
+        moves: How often the worker has reported progress other than finished steps.
+        waits: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
+        lost: Whether the worker's last generation broke, so that the others must be called together.
     """
 
     worker: str
@@ -81,19 +80,19 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class HeartbeatReply:
-    """The answer to a heartbeat; said unasked, too, when it changes for all.
+    """The rendezvous's reply to a heartbeat; also pushed to all workers when it changes for all of them.
 
     Args:
-        generation: The one that the worker was in when it asked; `REFORM` and `abort` are meant for that one only.
-        flags: To bring into the next exchange.
-        abort: Whether the worker must give up its generation at once, also in mid-exchange.
-        leave: Whether it must end when its generation does.
-        dump: Whether it should record the stacks of its threads.
-        exit: Whether it must end its process now; nobody counts on it any more.
-        recorded: The last step whose record is on storage.
-        waits: Whether it was known to wait for the next generation; what it was told before may not hold while it does.
-        formed: The generation that it waited for.
-        period_s: Seconds after which the next sign of life is due.
+        generation: Generation of the heartbeat; `REFORM` and `abort` apply to that one only.
+        flags: Flags that the worker brings into its next step.
+        abort: Whether the worker must leave its generation at once, even in the middle of a collective.
+        leave: Whether the worker must end when its generation does.
+        dump: Whether the worker should record the stacks of its threads.
+        exit: Whether the worker must end its process now, because it is evicted or declared lost.
+        recorded: Last step with its record on storage.
+        waits: Whether the heartbeat came from a worker that waits for a generation; earlier replies to it may be void.
+        formed: The generation that the worker waited for.
+        period_s: Seconds until the next heartbeat is due.
     """
 
     generation: int = 0
@@ -105,7 +104,7 @@ class HeartbeatReply:
     recorded: int = 0
     waits: bool = False
     formed: GenerationInfo | None = None
-    period_s: float = BEAT_S
+    period_s: float = HEARTBEAT_S
 
 
 @dataclass(frozen=True)
@@ -113,12 +112,12 @@ class GenerationInfo:
     """A generation, as one of its workers sees it.
 
     Args:
-        number: Which; they only grow.
-        rank: Of this worker.
-        size: How many workers.
+        number: Number of the generation; numbers only grow.
+        rank: Rank of this worker.
+        size: Number of workers.
         host: Address of rank 0.
-        port: Where rank 0's store listens.
-        hosts: The host of every rank; those on one host follow each other.
+        port: Port on which rank 0's store listens.
+        hosts: Host of every rank; the ranks on one host are consecutive.
     """
 
     number: int
@@ -131,18 +130,18 @@ class GenerationInfo:
 
 @dataclass(frozen=True)
 class RendezvousStatus:
-    """How things are, for the controller and the console.
+    """The status of the rendezvous, for the controller and the console.
 
     Args:
-        live: Ids of the workers that give signs of life and are to stay.
-        leaving: Ids of those that are to leave their nodes, and have not yet.
-        silent: Ids of those that stopped giving them, with the seconds since the last.
-        stepping: Workers of the current generation.
+        live: Ids of the workers that send heartbeats and are to stay.
+        leaving: Ids of the workers that have to leave their nodes and have not left yet.
+        silent: Seconds since the last heartbeat of each worker that stopped sending them, by id.
+        stepping: Number of workers in the current generation.
         step: Finished steps.
-        record: The newest finished step.
-        waiting: Why no generation may form, if so.
+        record: Record of the newest finished step.
+        waiting: Reason why no generation may form; None if one may.
         stopping: Whether the driver asked to stop.
-        limit_s: Seconds without a finished step that are a standstill.
+        limit_s: Seconds without a finished step after which the generation counts as stalled.
     """
 
     live: set[str]
@@ -157,11 +156,11 @@ class RendezvousStatus:
 
 
 class SingleProcessMembership:
-    """The membership of the only worker, see `Membership`.
+    """The membership of a process that trains alone, in one generation.
 
     Args:
-        logical_workers: L, all of which it plays.
-        stops: Tells whether to stop.
+        logical_workers: L; this worker runs all of them.
+        stops: Returns whether the run is to stop.
     """
 
     recovers = False
@@ -170,140 +169,153 @@ class SingleProcessMembership:
         self._logical_workers, self._stops = logical_workers, stops
         self._recorded = 0
         self.newest: StepRecord | None = None
-        """The newest finished step."""
+        """Record of the newest finished step."""
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
-        """See `Membership.generation`; there is one."""
+        """Yields the only generation, see `Membership.generation`."""
         del step, lost
         yield World(0, 1, self._logical_workers), GenerationInfo(1, 0, 1, "", 0)
 
     def flags(self) -> Flags:
-        """See `Membership.flags`."""
+        """Returns `STOP` once the run is to stop, see `Membership.flags`."""
         return Flags.STOP if self._stops() else Flags(0)
 
     def is_leaving(self) -> bool:
-        """See `Membership.is_leaving`."""
+        """Returns False: a process alone has no successor to leave the run to."""
         return False
 
     def enter(self, phase: Phase) -> None:
-        """See `Membership.enter`; nobody asks."""
+        """Does nothing: no rendezvous asks for the phase."""
 
     def moved(self) -> None:
-        """See `Membership.moved`; nobody waits."""
+        """Does nothing: no watchdog waits for progress."""
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
-        """See `Membership.report`."""
+        """Remembers the newest record and the last step on storage, see `Membership.report`."""
         del step
         self.newest, self._recorded = record or self.newest, recorded
 
     def recorded(self) -> int:
-        """See `Membership.recorded`."""
+        """Returns the last step with its record on storage, see `Membership.recorded`."""
         return self._recorded
 
 
 class LeavingError(Exception):
-    """This worker has to leave while it waits for a generation."""
+    """Raised when this worker has to leave while it waits for a generation."""
 
 
 class Membership(Protocol):
-    """What the loop needs to know about the other workers."""
+    """A worker's link to the other workers, as the training loop uses it."""
 
     recovers: bool
-    """Whether a lost peer leads to another generation; otherwise the group is started again from outside."""
+    """Whether the workers form another generation after a peer is lost; otherwise the driver restarts the group."""
 
     def generation(self, step: int, lost: bool) -> Any:
-        """A context that yields the `World` of a new generation and what formed it, and leaves its process group at the
-        end.
+        """Returns a context that yields the `World` and the `GenerationInfo` of a new generation.
+
+        The end of the context leaves the generation's process group.
 
         Args:
-            step: Finished steps of this worker, -1 without a state.
+            step: Finished steps of this worker; -1 without a state.
             lost: Whether the last generation broke.
+
+        Raises:
+            LeavingError: This worker has to leave before the generation forms.
         """
         ...
 
     def flags(self) -> Flags:
-        """What is to be said to all workers in the next exchange."""
+        """Returns the flags that this rank brings into its next step."""
         ...
 
     def is_leaving(self) -> bool:
-        """Whether this worker has to end when its generation does."""
+        """Returns whether this worker has to end when its generation does."""
         ...
 
     def enter(self, phase: Phase) -> None:
-        """Says what this worker is doing now."""
+        """Reports the phase that this worker begins."""
         ...
 
     def moved(self) -> None:
-        """Says that this worker moves on, although no step is finished."""
+        """Reports progress other than a finished step, so that the step watchdog does not count a stall."""
         ...
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
-        """Says how far this worker is; returns at once.
+        """Reports this worker's finished steps; returns at once.
 
         Args:
-            step: Its finished steps.
-            record: Rank 0: the newest of them.
-            recorded: Rank 0: the last step whose record is on storage.
+            step: Finished steps.
+            record: Record of the newest finished step; only from rank 0.
+            recorded: Last step with its record on storage; only from rank 0.
         """
         ...
 
     def recorded(self) -> int:
-        """The last step whose record is on storage, as far as is known here."""
+        """Returns the last step with its record on storage, as far as this worker knows."""
         ...
 
 
-_LEAST_S, _MEDIAN_STEPS, _FIRST_STEP_FACTOR = 60.0, 50, 5
+_MIN_LIMIT_S = 60.0
+_MEDIAN_STEPS = 50
+"""The automatic limit, in medians of the duration of a step."""
+_FIRST_STEP_FACTOR = 5
+"""The first step of a generation may take this many times the limit: it builds the step and may compile."""
 
 
 class StepWatchdog:
-    """How the present generation gets on.
+    """Detects that the current generation is stalled: no step finishes within a limit.
 
     Args:
-        step_timeout_s: Seconds without a finished step that are a standstill; None: a multiple of the median step.
-        clock: Tells the seconds.
+        step_timeout_s: The limit in seconds; None for 50 times the median duration of a step, at least 60 s, and 600 s
+            before any step is known.
+        clock: Returns the current time in seconds.
 
     Attributes:
         step: The newest finished step; -1 before the first.
     """
 
     def __init__(self, step_timeout_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._given_s, self._clock = step_timeout_s, clock
+        self._step_timeout_s, self._clock = step_timeout_s, clock
         self._step_s: deque[float] = deque(maxlen=101)
         self.begin(-1)
 
     def begin(self, step: int) -> None:
-        """A generation begins with a step; its first one may take longer than others."""
-        self.step, self._stepped, self._times = step, False, 0
+        """Begins a generation that continues after `step` finished steps; its first step may take longer."""
+        self.step = step
+        self._has_stepped = False
+        self._stall_count = 0
         self.moves()
 
     def moves(self) -> None:
-        """Something goes on, or all wait for the storage."""
-        self._moved_s = self._clock()
+        """Restarts the limit, because there is progress, or all workers wait for the storage."""
+        self._last_progress_s = self._clock()
 
     def finished(self, step: int, record: StepRecord | None) -> None:
-        """A step is finished, perhaps not for the first time."""
+        """Notes a finished step, which several heartbeats may report; a record gives the step's duration."""
         if step > self.step:
-            self._stepped = self.step >= 0
-            self.step, self._times = step, 0
+            self._has_stepped = self.step >= 0
+            self.step = step
+            self._stall_count = 0
             self.moves()
         if record is not None:
             self._step_s.append(record.step_ms / 1e3)
 
     @property
     def limit_s(self) -> float:
-        """Seconds without a finished step that are a standstill."""
-        limit = self._given_s
+        """Seconds without a finished step after which the generation counts as stalled."""
+        limit = self._step_timeout_s
         if limit is None:
-            limit = max(_LEAST_S, _MEDIAN_STEPS * median(self._step_s)) if self._step_s else 10 * _LEAST_S
-        return limit * (1 if self._stepped else _FIRST_STEP_FACTOR)
+            limit = max(_MIN_LIMIT_S, _MEDIAN_STEPS * median(self._step_s)) if self._step_s else 10 * _MIN_LIMIT_S
+        return limit * (1 if self._has_stepped else _FIRST_STEP_FACTOR)
 
     def times(self, now: float) -> int:
-        """How many times it stands still at this step, if it does just now, which begins the time anew; 0 if it does
-        not.
+        """Returns how many times the generation has stalled at this step, if it stalls right now; otherwise 0.
+
+        A stall restarts the limit, so each one is counted once.
         """
-        if now - self._moved_s < self.limit_s:
+        if now - self._last_progress_s < self.limit_s:
             return 0
-        self._moved_s = now
-        self._times += 1
-        return self._times
+        self._last_progress_s = now
+        self._stall_count += 1
+        return self._stall_count

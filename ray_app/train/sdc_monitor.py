@@ -1,5 +1,7 @@
-"""Whether workers compute what they should: what was found about them, what is told of it, and which checkpoints are
-marked.
+"""Monitors silent data corruption (SDC) over all generations of a worker.
+
+It makes the SDC checker of each generation, records its findings, marks the checkpoints that a corrupt worker may have
+contributed to, and compares the parameters of all workers.
 """
 
 from __future__ import annotations
@@ -17,33 +19,36 @@ from ray_app.task.device import describe
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.sdc import Place, SdcChecker, SdcFinding
+from ray_app.train.step.sdc import SdcChecker, SdcFinding, WorkerDevice
 
 
 class SdcMonitor:
-    """What lives through all generations of a worker.
+    """The state of SDC detection that outlives the generations of a worker.
 
     Args:
         job: The run.
-        state: What is trained.
-        device: Where this worker computes.
+        state: The training state.
+        device: Device on which this worker computes.
     """
 
     def __init__(self, job: Job, state: TrainingState, device: torch.device) -> None:
         self._job, self._state, self._device = job, state, device
-        self._clean, self._found = dict[str, int](), list[SdcFinding]()
+        self._last_clean_steps = dict[str, int]()
+        self._findings = list[SdcFinding]()
         self._rank = 0
 
-    def mark(self, world: World, recorder: StepLog) -> None:
-        """Marks the checkpoints to which a worker that is gone now may have contributed."""
+    def mark_checkpoints(self, world: World, step_log: StepLog) -> None:
+        """Marks as suspect the checkpoints to which a corrupt worker may have contributed, at the next generation."""
         self._rank = world.rank
-        for wrong in self._found if world.rank == 0 else []:
-            said = f"{wrong.place.name} ({wrong.place.device}) computed step {wrong.step} wrongly"
-            recorder.suspect(wrong.clean + 1, f"{said}; it was last known to be right at step {wrong.clean}")
-        self._found.clear()
+        for finding in self._findings if world.rank == 0 else []:
+            reason = f"{finding.worker.name} ({finding.worker.device}) computed step {finding.step} wrongly"
+            step_log.suspect(finding.clean + 1, f"{reason}; it was last known to be right at step {finding.clean}")
+        self._findings.clear()
 
-    def replays(self, world: World) -> SdcChecker | None:
-        """What finds a worker that computes wrongly; a collective if that is asked for.
+    def make_checker(self, world: World) -> SdcChecker | None:
+        """Returns the SDC checker of a generation; a collective.
+
+        It is None, without a collective, if no shares are to be checked or no other worker could check them.
 
         Raises:
             PeerLostError: A peer left meanwhile.
@@ -51,27 +56,30 @@ class SdcMonitor:
         rate = self._job.config.failure.sdc_check_rate
         if not rate or world.size == 1:
             return None
-        here = describe(self._device)
-        place = Place(f"{platform.node()}, process {os.getpid()}", here["device"], tuple(sorted(here.items())))
-        return SdcChecker(rate, self._job.config.seed, gather(place, world), self._clean, self._tell)
+        environment = describe(self._device)
+        name = f"{platform.node()}, process {os.getpid()}"
+        worker = WorkerDevice(name, environment["device"], tuple(sorted(environment.items())))
+        workers = gather(worker, world)
+        return SdcChecker(rate, self._job.config.seed, workers, self._last_clean_steps, self._report)
 
-    def _tell(self, wrong: SdcFinding) -> None:
-        self._found.append(wrong)
-        if self._rank == wrong.told_by:
-            where = {"rank": wrong.rank, "name": wrong.place.name, "device": wrong.place.device}
-            details = {"step": wrong.step, "logical_worker": wrong.logical_worker, "clean": wrong.clean}
-            put_event(self._job.paths, "lied", self._job.fence, **where, **details)
+    def _report(self, finding: SdcFinding) -> None:
+        self._findings.append(finding)
+        if self._rank == finding.reporting_rank:
+            worker = {"rank": finding.rank, "name": finding.worker.name, "device": finding.worker.device}
+            details = {"step": finding.step, "logical_worker": finding.logical_worker, "clean": finding.clean}
+            put_event(self._job.paths, "sdc_detected", self._job.fence, **worker, **details)
 
-    def compare(self, world: World, done: int) -> None:
-        """Holds the parameters of all workers against each other if that is due; those of a minority are replaced in
-        the next generation.
+    def compare_parameters(self, world: World, finished_steps: int) -> None:
+        """Compares the parameters of all workers if that is due; a collective then.
+
+        The next generation replaces the parameters of a minority.
 
         Raises:
-            PeerLostError: They are not the same, or a peer left meanwhile.
+            PeerLostError: The parameters differ, or a peer left meanwhile.
         """
         every = self._job.config.failure.compare_params_every_steps
-        if every is None or done % every or world.size == 1:
+        if every is None or finished_steps % every or world.size == 1:
             return
         digests = gather(params_digest(self._state.model.state_dict()), world)
         if len(set(digests)) > 1:
-            raise PeerLostError(f"after step {done} the parameters of the workers are not the same")
+            raise PeerLostError(f"after step {finished_steps} the parameters of the workers are not the same")

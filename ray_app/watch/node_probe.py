@@ -1,4 +1,4 @@
-"""How busy this node is. Runs in a process of its own on other nodes, so it imports next to nothing."""
+"""`Probe` measures the load of a node. It runs as an actor on other nodes, so this module imports almost nothing."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ import psutil
 
 
 class Probe:
-    """Measures the node that it is on; CPU time counts since the last measurement."""
+    """Measures the load of the node on which it runs; CPU time counts since the last measurement."""
 
     def __init__(self) -> None:
         psutil.cpu_percent()
-        self._gpus = _gpus()
+        self._gpus = _open_gpus()
 
     def measure(self) -> dict[str, float]:
-        """Percent of CPU time, memory, and of each NVIDIA GPU where `pynvml` is installed; gigabytes are 10^9 bytes."""
+        """Returns the load of the CPUs, the memory and, where `pynvml` is installed, each NVIDIA GPU: percent, and
+        gigabytes of 10^9 bytes.
+        """
         memory = psutil.virtual_memory()
-        found = {
+        values = {
             "cpu_percent": float(psutil.cpu_percent()),
             "memory_percent": float(memory.percent),
             "memory_gb": (memory.total - memory.available) / 1e9,
         }
         for number, (nvml, gpu) in enumerate(self._gpus):
             try:
-                found[f"gpu{number}_percent"] = float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
-                found[f"gpu{number}_memory_gb"] = nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9
-            except nvml.NVMLError:  # this device does not tell, or is gone
+                values[f"gpu{number}_percent"] = float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+                values[f"gpu{number}_memory_gb"] = nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9
+            except nvml.NVMLError:
+                # The device does not support this query, or was removed.
                 continue
-        return found
+        return values
 
 
-def _gpus() -> list[tuple[Any, Any]]:
-    """The library and a handle for each GPU; none without NVIDIA's library or driver."""
+def _open_gpus() -> list[tuple[Any, Any]]:
+    """Returns the library and a handle for each GPU; empty without NVIDIA's library or driver."""
     try:
         import pynvml  # type: ignore[import-not-found, unused-ignore]
     except ImportError:

@@ -1,8 +1,8 @@
-"""System metrics of every node: a thread in the driver looks at its own node and asks a tiny actor on each of the
-others.
+"""`NodeSampler` records the load of every node: a thread in the driver measures its own node and queries a small actor
+on each of the others.
 
-Nobody waits for it: a node that does not answer is left out of a look, one that joins gets an actor, one that dies is
-forgotten.
+Nothing waits for a node: a sample lacks the nodes that do not reply in time. A node that joins gets an actor; one that
+dies is removed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.runlog.journal import MOST_SMALL
-from ray_app.runlog.node_metrics import Look, join_looks, put_look, together
+from ray_app.runlog.journal import MAX_SMALL_FILES
+from ray_app.runlog.node_metrics import NodeSample, join_samples, put_sample, summarize_nodes
 from ray_app.runlog.paths import RunPaths
 from ray_app.watch.node_probe import Probe
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S, _LAST_ANSWER_S = 5.0, 1.0
-_MOST_KEPT = 10_000
-"""Looks that are kept while the storage refuses them."""
+_REPLY_TIMEOUT_S, _LAST_REPLY_TIMEOUT_S = 5.0, 1.0
+_MAX_UNWRITTEN = 10_000
+"""Maximum number of samples that wait in memory while the storage does not accept them; the oldest are dropped."""
 
 
 @dataclass
@@ -35,34 +35,34 @@ class _Node:
     """A node other than the driver's.
 
     Args:
-        name: What its metrics are called.
-        probe: The actor on it.
-        asked: Its answer that has not come yet.
+        name: Name of the node in the metrics.
+        probe: The actor on the node.
+        pending_reply: The reference of a reply that has not come yet.
     """
 
     name: str
     probe: Any
-    asked: Any = None
+    pending_reply: Any = None
 
 
 class NodeSampler:
-    """Records how busy the nodes are until it is closed; leave it as a context manager to close it.
+    """Records the load of the nodes in a thread, within its context.
 
     Args:
-        paths: The run.
+        paths: The directory of the run.
         fence: Number of the driver's start.
-        every_s: Seconds between two looks.
+        every_s: Seconds between two samples.
         step: Finished steps of the run so far.
     """
 
     def __init__(self, paths: RunPaths, fence: int, every_s: float, step: int = 0) -> None:
         self._paths, self._fence, self._every_s = paths, fence, every_s
         self.step = step
-        self._own, self._here = Probe(), ray.get_runtime_context().get_node_id()
+        self._local_probe, self._local_node = Probe(), ray.get_runtime_context().get_node_id()
         self._nodes: dict[str, _Node] = {}
         self._names: dict[str, str] = {}
         self._number = 0
-        self._unwritten: deque[Look] = deque(maxlen=_MOST_KEPT)
+        self._unwritten: deque[NodeSample] = deque(maxlen=_MAX_UNWRITTEN)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-sampler", daemon=True)
 
@@ -74,75 +74,80 @@ class NodeSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed.set()
-        self._thread.join(_ANSWER_S + _LAST_ANSWER_S)
+        self._thread.join(_REPLY_TIMEOUT_S + _LAST_REPLY_TIMEOUT_S)
         for node in self._nodes.values():
             ray.kill(node.probe, no_restart=True)
 
     def _run(self) -> None:
-        self._guarded(self._follow_nodes)
+        self._log_errors(self._update_nodes)
         while not self._closed.wait(self._every_s):
-            self._guarded(lambda: self._look(min(_ANSWER_S, self._every_s)))
-        self._guarded(lambda: self._look(_LAST_ANSWER_S))
+            self._log_errors(lambda: self._record_load(min(_REPLY_TIMEOUT_S, self._every_s)))
+        self._log_errors(lambda: self._record_load(_LAST_REPLY_TIMEOUT_S))
 
-    def _guarded(self, act: Any) -> None:
+    def _log_errors(self, act: Any) -> None:
+        """Calls a function; logs its errors, which come from the cluster or the storage and may not come again."""
         try:
             act()
-        except Exception as error:  # of the cluster or the storage; there will be another look
+        except Exception as error:
             logger.warning("The nodes could not be looked at, will try again: %s", error)
 
-    def _look(self, answer_s: float) -> None:
-        found = {self._names[self._here]: self._own.measure()} if self._here in self._names else {}
-        found |= self._ask(answer_s)
-        if found:
-            self._unwritten.append(Look(self.step, time.time(), together(found)))
+    def _record_load(self, timeout_s: float) -> None:
+        """Measures all nodes and writes the sample, with those that the storage did not accept before."""
+        metrics_by_node = (
+            {self._names[self._local_node]: self._local_probe.measure()} if self._local_node in self._names else {}
+        )
+        metrics_by_node |= self._query_nodes(timeout_s)
+        if metrics_by_node:
+            self._unwritten.append(NodeSample(self.step, time.time(), summarize_nodes(metrics_by_node)))
         while self._unwritten:
-            put_look(self._paths, self._fence, self._number, self._unwritten[0])
+            put_sample(self._paths, self._fence, self._number, self._unwritten[0])
             self._unwritten.popleft()
             self._number += 1
         if not self._closed.is_set():
-            self._follow_nodes()
-        if self._number % MOST_SMALL == 1:
-            join_looks(self._paths, self._fence)
+            self._update_nodes()
+        if self._number % MAX_SMALL_FILES == 1:
+            join_samples(self._paths, self._fence)
 
-    def _ask(self, answer_s: float) -> dict[str, dict[str, float]]:
-        """What the other nodes say within a while; who has not answered yet is not asked again."""
+    def _query_nodes(self, timeout_s: float) -> dict[str, dict[str, float]]:
+        """Returns the load of the other nodes that reply in time. A node with a pending reply is not queried again."""
         for node in self._nodes.values():
-            node.asked = node.asked or node.probe.measure.remote()
-        asked = {node.asked: key for key, node in self._nodes.items()}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=answer_s) if asked else ([], [])
-        found = {}
-        for answer in answered:
-            node = self._nodes[asked[answer]]
-            node.asked = None
+            node.pending_reply = node.pending_reply or node.probe.measure.remote()
+        nodes_by_reply = {node.pending_reply: key for key, node in self._nodes.items()}
+        ready, _ = (
+            ray.wait(list(nodes_by_reply), num_returns=len(nodes_by_reply), timeout=timeout_s)
+            if nodes_by_reply
+            else ([], [])
+        )
+        metrics_by_node = {}
+        for reply in ready:
+            node = self._nodes[nodes_by_reply[reply]]
+            node.pending_reply = None
             try:
-                found[node.name] = ray.get(answer)
-            except (
-                ray.exceptions.RayError
-            ):  # the actor or its node has died; if it was the actor alone, it gets another
-                del self._nodes[asked[answer]]
-        return found
+                metrics_by_node[node.name] = ray.get(reply)
+            except ray.exceptions.RayError:
+                # The actor or its node has died. If only the actor has died, the node gets a new one.
+                del self._nodes[nodes_by_reply[reply]]
+        return metrics_by_node
 
-    def _follow_nodes(self) -> None:
-        """Forgets nodes that are gone, and starts an actor on new ones; it is asked at the next look, so that it has
-        something to say.
+    def _update_nodes(self) -> None:
+        """Removes dead nodes and starts an actor on new ones. A new actor is queried for the next sample, when it has
+        an interval of CPU time to report.
         """
         alive = {
             node["NodeID"]: str(node["NodeName"] or node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]
         }
         self._nodes = {key: node for key, node in self._nodes.items() if key in alive}
         self._names = {key: name for key, name in self._names.items() if key in alive}
-        for key in sorted(alive, key=lambda key: (key != self._here, key)):
+        for key in sorted(alive, key=lambda key: (key != self._local_node, key)):
             if key not in self._names:
                 self._names[key] = _free_name(alive[key], set(self._names.values()))
-            if key not in self._nodes and key != self._here:
-                there = NodeAffinitySchedulingStrategy(key, soft=False)
-                probe = ray.remote(Probe).options(num_cpus=0, scheduling_strategy=there).remote()
+            if key not in self._nodes and key != self._local_node:
+                on_the_node = NodeAffinitySchedulingStrategy(key, soft=False)
+                probe = ray.remote(Probe).options(num_cpus=0, scheduling_strategy=on_the_node).remote()
                 self._nodes[key] = _Node(self._names[key], probe)
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    """The name, or, where several nodes share an address, with a number: the one that a node left is given to
-    the next.
-    """
+    """Returns the name, with a number if another node has it already; the number of a removed node is free again."""
     numbered = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 2)))
     return next(candidate for candidate in numbered if candidate not in taken)

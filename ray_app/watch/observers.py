@@ -1,7 +1,7 @@
-"""Observers of a run: classes of the user's that the driver tells what happens. They see the record, and never hold up
-a step.
+"""Observers of a run: classes of the user with methods that the driver calls on events (`Observer`), and `Webhook`, an
+observer that posts the events to a chat or another program.
 
-An observer that posts what happens to a chat or another program.
+Observers get their facts from the run's record, in a thread of the driver, so that they never delay a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import Event, EventsReader, FirstRecords, StepRecord, put_event
-from ray_app.storage.files import poll_s
+from ray_app.storage.files import poll_interval_s
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
@@ -26,67 +26,64 @@ _FAILURES = ("failed", "preempted", "storage_failed")
 
 
 class Observer:
-    """To be derived from; every method does nothing. It is called in a thread of the driver, some seconds after what it
-    tells happened.
+    """Base class of observers; all methods do nothing. The driver calls them in a thread, some seconds after the event.
 
-    What it raises becomes an event of the run, `observer_failed`, and nothing else.
+    An exception of an observer becomes an event of the run, `observer_failed`, and has no other effect.
     """
 
     def begun(self, run: str) -> None:
-        """A start of the run, whose directory that is, begins."""
+        """Is called when a start of the run begins, with the run's directory."""
 
     def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
-        """An epoch, counted from 0, has ended.
+        """Is called when an epoch has ended.
 
         Args:
-            epoch: Which.
+            epoch: Number of the epoch, from 0.
             step: Finished steps of the run.
             metrics: `loss` and the task's own metrics, means over the epoch's training steps (of this start).
         """
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """The checkpoint of a step was evaluated."""
+        """Is called when the checkpoint of a step was evaluated."""
 
     def checkpointed(self, step: int) -> None:
-        """A checkpoint was committed."""
+        """Is called when the checkpoint of a step was committed."""
 
     def failed(self, reason: str) -> None:
-        """A worker failed, a node went away, or the storage did not answer; the run may go on."""
+        """Is called when a worker failed, a node went away, or the storage did not answer; the run may go on."""
 
     def ended(self, status: str, summary: dict[str, Any]) -> None:
-        """This start of the run has ended.
+        """Is called when this start of the run has ended.
 
         Args:
             status: `finished`, `stopped_early`, `interrupted` or `failed`.
-            summary: What stands in `summary.json`.
+            summary: The content of `summary.json`.
         """
 
 
 class Observers:
-    """Tells observers what the record of a run says.
-
-    Args:
-        job: The run.
-        observers: Who is told.
-    """
+    """Reads the record of a run and calls its observers."""
 
     def __init__(self, job: Job, observers: Sequence[Observer]) -> None:
         self._job, self._observers = job, observers
         self._records, self._epoch = FirstRecords(job.paths), list[StepRecord]()
-        self._events, self._knows_before = EventsReader(job.paths), False
-        self._began = 0.0
+        self._events, self._has_skipped_old = EventsReader(job.paths), False
+        self._began_s = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The time of a start; a thread looks at the record meanwhile, and once more at the end."""
+        """Reads the record in a thread within the context, which lasts as long as a start of the run, and once more at
+        the end.
+        """
         if not self._observers:
             yield
             return
-        self._began = time.time()
-        with suppress(Exception):  # then what is older than this counts as known
-            self._events.unread()  # what was there before this start is no news
-            self._knows_before = True
-        self._tell("begun", str(self._job.paths.root))
+        self._began_s = time.time()
+        # Events of earlier starts are skipped. If they cannot be read now, events are skipped by their time later.
+        with suppress(Exception):
+            self._events.read_new()
+            self._has_skipped_old = True
+        self._notify("begun", str(self._job.paths.root))
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(over,), name="observers", daemon=True)
         thread.start()
@@ -95,54 +92,57 @@ class Observers:
         finally:
             over.set()
             thread.join()
-            self._look()
+            self._process_news()
 
     def ended(self, status: str, summary: dict[str, Any]) -> None:
-        """Tells them that the run has ended."""
-        self._tell("ended", status, summary)
+        """Calls the observers' `ended`."""
+        self._notify("ended", status, summary)
 
     def _run(self, over: threading.Event) -> None:
-        while not over.wait(max(1.0, poll_s(self._job.paths.root))):
-            self._look()
+        while not over.wait(max(1.0, poll_interval_s(self._job.paths.root))):
+            self._process_news()
 
-    def _look(self) -> None:
-        """Tells what is new; what cannot be read now is told later."""
+    def _process_news(self) -> None:
+        """Calls the observers with the new records and events; what cannot be read now is read the next time."""
         try:
-            steps = list(self._records.poll())
-            events = [event for event in self._events.unread() if self._knows_before or event.time_s > self._began]
+            records = list(self._records.poll())
+            events = self._events.read_new()
+            if not self._has_skipped_old:
+                events = [event for event in events if event.time_s > self._began_s]
         except Exception as error:
             logger.warning("The record could not be read for observers, will try again: %s", error)
             return
-        self._knows_before = True
-        for record in steps:
-            if record.time_s >= self._began:
-                self._step(record)
+        self._has_skipped_old = True
+        for record in records:
+            if record.time_s >= self._began_s:
+                self._process_record(record)
         for event in events:
-            self._event(event)
+            self._process_event(event)
 
-    def _step(self, record: StepRecord) -> None:
+    def _process_record(self, record: StepRecord) -> None:
         self._epoch.append(record)
         if record.step % self._job.steps_per_epoch == 0:
             epoch, self._epoch = self._epoch, []
-            self._tell("epoch_ended", record.step // self._job.steps_per_epoch - 1, record.step, means(epoch))
+            self._notify("epoch_ended", record.step // self._job.steps_per_epoch - 1, record.step, means(epoch))
 
-    def _event(self, event: Event) -> None:
+    def _process_event(self, event: Event) -> None:
         details = event.details
         if event.kind == "evaluated" and "by" not in details:
-            self._tell("evaluated", details["step"], details["metrics"])
+            self._notify("evaluated", details["step"], details["metrics"])
         elif event.kind == "checkpointed":
-            self._tell("checkpointed", details["step"])
+            self._notify("checkpointed", details["step"])
         elif event.kind in _FAILURES:
-            self._tell("failed", str(details.get("errors") or details.get("reason") or event.kind))
+            self._notify("failed", str(details.get("errors") or details.get("reason") or event.kind))
 
-    def _tell(self, what: str, *facts: Any) -> None:
+    def _notify(self, method: str, *facts: Any) -> None:
+        """Calls a method of all observers; records their exceptions as events."""
         for observer in self._observers:
             try:
-                getattr(observer, what)(*facts)
+                getattr(observer, method)(*facts)
             except Exception as error:
-                logger.warning("Observer %s raised in %s: %s", type(observer).__name__, what, error)
-                said = f"{type(observer).__name__}.{what}: {type(error).__name__}: {error}"
-                put_event(self._job.paths, "observer_failed", self._job.fence, reason=said)
+                logger.warning("Observer %s raised in %s: %s", type(observer).__name__, method, error)
+                reason = f"{type(observer).__name__}.{method}: {type(error).__name__}: {error}"
+                put_event(self._job.paths, "observer_failed", self._job.fence, reason=reason)
 
 
 _TIMEOUT_S = 10.0
@@ -153,7 +153,7 @@ class Webhook(Observer):
     understand.
 
     Args:
-        url: Where to.
+        url: Address of the webhook.
     """
 
     def __init__(self, url: str) -> None:
@@ -163,14 +163,14 @@ class Webhook(Observer):
         """Sends a line, with the name of the run before it.
 
         Raises:
-            OSError: It did not arrive.
+            OSError: The address does not accept it.
         """
         body = json.dumps({"text": f"{self.run}: {text}" if self.run else text}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
 
     def begun(self, run: str) -> None:
-        """Remembers the name of the run."""
+        """Stores the name of the run for the lines."""
         self.run = run.rstrip("/").rpartition("/")[2]
 
     def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
@@ -179,9 +179,9 @@ class Webhook(Observer):
         self.post(f"epoch {epoch + 1}, {', '.join(f'{name} {value:.4f}' for name, value in metrics.items())}")
 
     def failed(self, reason: str) -> None:
-        """Posts what failed; the run may go on."""
+        """Posts the reason of a failure; the run may go on."""
         self.post(f"a failure, {reason}")
 
     def ended(self, status: str, summary: dict[str, Any]) -> None:
-        """Posts how the run ended."""
+        """Posts the status of the run and its number of steps."""
         self.post(f"{status} after {summary['steps']} steps")

@@ -1,5 +1,5 @@
-"""How a run gets on, for Prometheus: Ray's own metrics, which the agent on the driver's node shows to whoever scrapes
-the cluster.
+"""The progress of a run for Prometheus: `RunMetrics` sets metrics of Ray, which the metrics agent on the driver's node
+exposes; `Speed` computes speed and goodput from the newest steps.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ METRICS = {
     "replay_mismatches": "Workers that were found to compute wrongly, in all starts",
     "evaluator_lag_seconds": "Age of the oldest checkpoint that waits for its evaluation",
 }
-"""What each is; its name is `ray_app_` and this."""
+"""Description of each metric, by its name without the prefix `ray_app_`."""
 _LABELS = {"restarts": ("run", "cause")}
 
 
 class RunMetrics:
     """The metrics of a run, labelled with its name.
 
-    To set one takes microseconds and waits for nobody: a thread in Ray's core hands the values to the agent every ten
-    seconds, or to nobody where there is none. What Ray refuses is said once, and then nothing more is set; without Ray
-    nothing is.
+    Setting a value takes microseconds and never blocks: a thread in Ray's core sends the values to the agent every ten
+    seconds, if there is one. If Ray refuses a metric, that is logged once and nothing is set any more; without Ray
+    nothing is set at all.
 
     Args:
         run: Name of the run.
@@ -41,31 +41,32 @@ class RunMetrics:
     def __init__(self, run: str) -> None:
         self._run, self._gauges = run, dict[str, Gauge]()
         try:
-            if ray.is_initialized():  # Ray puts `ray_` before a name
+            # Ray adds the prefix `ray_`.
+            if ray.is_initialized():
                 self._gauges = {
                     name: Gauge(f"app_{name}", text, _LABELS.get(name, ("run",))) for name, text in METRICS.items()
                 }
         except Exception as error:
-            self._give_up(error)
+            self._disable(error)
 
     def set(self, name: str, value: float | None, **labels: str) -> None:
-        """Sets one; None: it is not known yet."""
+        """Sets the value of a metric; does nothing if the value is None, that is not known yet."""
         if value is None or not self._gauges:
             return
         try:
             self._gauges[name].set(value, {"run": self._run, **labels})
         except Exception as error:
-            self._give_up(error)
+            self._disable(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _disable(self, error: Exception) -> None:
         self._gauges = {}
         logger.warning("Ray takes no metrics of the run: %s: %s", type(error).__name__, error)
 
 
 class Speed:
-    """Speed and goodput of a start, from looks at its newest step: a few sums, nothing is read.
+    """Computes speed and goodput of a start from its newest steps, with a few sums and without reading files.
 
-    The goodput is that of `record.progress.history`, of this start alone, and as exact as looks are frequent.
+    The goodput is that of `runlog.history`, for this start only, and the more exact the more often `look` is called.
 
     Args:
         batch_rows: Rows of a step.
@@ -73,45 +74,57 @@ class Speed:
 
     def __init__(self, batch_rows: int) -> None:
         self._batch_rows = batch_rows
-        self._first_step = self._most = 0
+        self._first_step = self._max_workers = 0
         self._last: StepRecord | None = None
-        self._seen_s = self._idle_s = self._wall_s = self._began_s = 0.0
-        self._settled, self._all = (0.0, 0), (0.0, 0)
+        self._last_change_s = self._idle_s = self._wall_s = self._began_s = 0.0
+        self._steady, self._total = (0.0, 0), (0.0, 0)
         self.rows_per_s: float | None = None
 
     def look(self, record: StepRecord, now_s: float) -> None:
-        """Takes the newest step as it is known now, by a clock that does not jump."""
-        last, self._idle_s = self._last, now_s - self._seen_s
+        """Updates the sums.
+
+        Args:
+            record: The newest step.
+            now_s: The time now, in seconds of a monotonic clock.
+        """
+        last, self._idle_s = self._last, now_s - self._last_change_s
         if last is None:
-            self._first_step, self._most, self._began_s = record.step, record.workers, record.time_s
+            self._first_step, self._max_workers, self._began_s = record.step, record.workers, record.time_s
         elif (record.step, record.generation) == (last.step, last.generation):
-            if self.rows_per_s is not None:  # it cannot be faster than this by now
+            # Since the last step too much time has passed for a higher speed than this.
+            if self.rows_per_s is not None:
                 self.rows_per_s = min(self.rows_per_s, self._batch_rows / max(1e-9, self._idle_s))
             return
         elif (record.generation, record.workers) != (last.generation, last.workers):
             self._wall_s += self._idle_s
             self._began_s = record.time_s
-            if record.workers > self._most:
-                self._most, self._settled, self._all = record.workers, (0.0, 0), (0.0, 0)
+            if record.workers > self._max_workers:
+                self._max_workers, self._steady, self._total = record.workers, (0.0, 0), (0.0, 0)
         else:
-            self._went_on(record.time_s - last.time_s, record.step - last.step, last.time_s)
-        self._last, self._seen_s, self._idle_s = record, now_s, 0.0
+            self._count_steps(record.time_s - last.time_s, record.step - last.step, last.time_s)
+        self._last, self._last_change_s, self._idle_s = record, now_s, 0.0
 
-    def _went_on(self, took_s: float, steps: int, since_s: float) -> None:
-        """Steps of the same workers: their own clock tells how long they took."""
+    def _count_steps(self, elapsed_s: float, steps: int, since_s: float) -> None:
+        """Adds steps of the same workers, with their time by the workers' clock.
+
+        Args:
+            elapsed_s: Seconds that the steps took.
+            steps: Number of steps.
+            since_s: Time of the step before them, seconds since 1970 (UTC).
+        """
         assert self._last is not None
-        self._wall_s += took_s
-        if took_s > 0:
-            self.rows_per_s = steps * self._batch_rows / took_s
-        if self._last.workers == self._most:
-            self._all = self._all[0] + took_s, self._all[1] + steps
+        self._wall_s += elapsed_s
+        if elapsed_s > 0:
+            self.rows_per_s = steps * self._batch_rows / elapsed_s
+        if self._last.workers == self._max_workers:
+            self._total = self._total[0] + elapsed_s, self._total[1] + steps
             if since_s > self._began_s + SETTLING_S:
-                self._settled = self._settled[0] + took_s, self._settled[1] + steps
+                self._steady = self._steady[0] + elapsed_s, self._steady[1] + steps
 
     @property
     def goodput(self) -> float | None:
-        """Of the time since the first step that was seen; None: too few were."""
-        undisturbed_s, steps = self._settled if self._settled[1] else self._all
+        """The goodput since the first step that was passed to `look`; None until there are enough steps."""
+        undisturbed_s, steps = self._steady if self._steady[1] else self._total
         wall_s = self._wall_s + self._idle_s
         if self._last is None or not steps or wall_s <= 0:
             return None

@@ -1,6 +1,6 @@
-"""Runs on a terminal, as they are now: how far, how fast, on which workers, what happened last.
+"""Shows runs on a terminal while they train (`render_screen`, `format_line`): progress, speed, workers, newest events.
 
-Looking at runs again and again from outside: reads their files, asks nobody, and costs them nothing.
+`RunWatcher` reads the files of the runs again and again in a thread; it sends no requests to their processes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from ray_app.report.page import TONES
 from ray_app.report.tables import budgets, happenings, health, sizes_text, time_parts
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_s
+from ray_app.storage.files import poll_interval_s
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 0.05
-"""The part of the time that looking takes at most: what takes long, because a run has a million steps, is done less
-often.
+_MAX_READ_SHARE = 0.05
+"""Maximum share of the time that reading takes: runs that take long to read, such as one with a million steps, are read
+less often.
 """
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the newest look at a run found.
+class RunState:
+    """The state of a run at the newest successful read.
 
     Args:
-        paths: The run.
-        facts: None: it could not be read yet.
-        error: Why the newest look failed; None if it did not.
-        looked_s: When it ended, seconds since 1970 (UTC).
+        paths: The directory of the run.
+        facts: The facts of the run; None before the first read.
+        error: The error of the newest read; None if it succeeded.
+        looked_s: Time of the read that gave the facts, seconds since 1970 (UTC).
     """
 
     paths: RunPaths
@@ -50,30 +50,30 @@ class Sight:
     looked_s: float = 0.0
 
 
-class Looking:
-    """Looks at some runs in a thread, until it is left.
+class RunWatcher:
+    """Reads some runs repeatedly in a thread, within its context.
 
     Args:
-        runs: Which.
-        every_s: Seconds between two looks, at least; not given: one, or as the storage likes it.
+        runs: Directories of the runs.
+        every_s: Minimum of the seconds between two reads; by default one, or more on storage that is slow to poll.
     """
 
     def __init__(self, runs: Sequence[RunPaths], every_s: float | None = None) -> None:
         self._readers = [FactsReader(paths) for paths in runs]
-        self._every_s = every_s or max(1.0, *(poll_s(paths.root) for paths in runs))
-        self._sights = [Sight(paths) for paths in runs]
+        self._every_s = every_s or max(1.0, *(poll_interval_s(paths.root) for paths in runs))
+        self._sights = [RunState(paths) for paths in runs]
         self._ended, self.changed = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="looking", daemon=True)
 
-    def __enter__(self) -> Looking:
-        """Looks once, and begins.
+    def __enter__(self) -> RunWatcher:
+        """Reads the runs once and starts the thread.
 
         Raises:
-            ConfigError: Something is no run.
+            ConfigError: A directory is not a run directory.
             OSError: The storage does not answer.
         """
         for number, reader in enumerate(self._readers):
-            self._sights[number] = Sight(reader.paths, reader.read(), None, time.time())
+            self._sights[number] = RunState(reader.paths, reader.read(), None, time.time())
         self._thread.start()
         return self
 
@@ -82,8 +82,8 @@ class Looking:
         self._thread.join()
 
     @property
-    def sights(self) -> list[Sight]:
-        """The newest of each run."""
+    def sights(self) -> list[RunState]:
+        """The newest state of each run."""
         return list(self._sights)
 
     def _run(self) -> None:
@@ -91,18 +91,19 @@ class Looking:
         while not self._ended.wait(pause_s):
             began_s = time.monotonic()
             for number, reader in enumerate(self._readers):
-                self._sights[number] = _look(reader, self._sights[number])
-            pause_s = max(self._every_s, (time.monotonic() - began_s) / _SHARE)
+                self._sights[number] = _read_run(reader, self._sights[number])
+            pause_s = max(self._every_s, (time.monotonic() - began_s) / _MAX_READ_SHARE)
             with self.changed:
                 self.changed.notify_all()
 
 
-def _look(reader: FactsReader, before: Sight) -> Sight:
+def _read_run(reader: FactsReader, before: RunState) -> RunState:
+    """Reads a run; returns the facts of before with the error if the storage does not answer or the run was removed."""
     try:
-        return Sight(reader.paths, reader.read(), None, time.time())
-    except (RayAppError, OSError) as error:  # the storage is away, or a run was removed: what was seen stays
+        return RunState(reader.paths, reader.read(), None, time.time())
+    except (RayAppError, OSError) as error:
         logger.debug("%s could not be read: %s", reader.paths.root, error)
-        return Sight(before.paths, before.facts, redact(f"{type(error).__name__}: {error}"), before.looked_s)
+        return RunState(before.paths, before.facts, redact(f"{type(error).__name__}: {error}"), before.looked_s)
 
 
 _COLOURS = {
@@ -114,101 +115,114 @@ _COLOURS = {
     "grey": "bright_black",
 }
 _LAST, _EVENTS, _GENERATIONS = 20, 8, 6
-"""Steps that a speed is of, and lines of the two tables."""
+"""Number of steps from which the speed is computed, and numbers of lines of the two tables."""
 
 
-def screen(sights: Sequence[Sight]) -> RenderableType:
-    """One run with all that is known of it, or several in a table, a line each."""
+def render_screen(sights: Sequence[RunState]) -> RenderableType:
+    """Returns the display of one run with all details, or of several runs as a table with a line for each."""
     if len(sights) > 1:
-        return _side_by_side(sights)
+        return _render_side_by_side(sights)
     [sight] = sights
     facts = sight.facts
     assert facts is not None, "the first look is made before anything is shown"
-    parts: list[RenderableType] = [_head(facts), _progress(facts), Text(facts.story), *_error(sight), _values(facts)]
-    if formed := generations(facts):
-        parts.append(_table("generation", "since step", "workers", "running time", rows=formed[-_GENERATIONS:]))
-    if told := happenings(facts):
-        parts.append(_table("running time", "event", "what", rows=told[-_EVENTS:]))
+    parts: list[RenderableType] = [
+        _render_head(facts),
+        _render_progress(facts),
+        Text(facts.story),
+        *_error_text(sight),
+        _render_values(facts),
+    ]
+    if generation_rows := list_generations(facts):
+        parts.append(
+            _make_table("generation", "since step", "workers", "running time", rows=generation_rows[-_GENERATIONS:])
+        )
+    if event_rows := happenings(facts):
+        parts.append(_make_table("running time", "event", "what", rows=event_rows[-_EVENTS:]))
     return Group(*parts)
 
 
-def line(sight: Sight) -> str:
-    """A run in a line, for what is no terminal."""
+def format_line(sight: RunState) -> str:
+    """Returns the state of a run in one line, for output that is not a terminal."""
     facts = sight.facts
     assert facts is not None
     step = facts.records[-1].step if facts.records else 0
     parts = [f"{facts.paths.name}: {facts.status}", f"step {step:,} of {facts.total_steps or 0:,}"]
-    parts += [f"{name} {value}" for name, value in values(facts) if name in ("loss", "speed", "workers", facts.metric)]
+    parts += [
+        f"{name} {value}" for name, value in list_values(facts) if name in ("loss", "speed", "workers", facts.metric)
+    ]
     return ", ".join(parts) + (f" ({sight.error})" if sight.error else "")
 
 
 def is_over(facts: Facts) -> bool:
-    """Whether nothing more is to come; what failed or was interrupted may be started again."""
+    """Returns whether a run has reached its end. A run that failed or was interrupted may be started again."""
     return facts.status in ("finished", "stopped early")
 
 
-def speed(facts: Facts) -> float | None:
-    """Rows per second of the newest steps; None: there are too few."""
+def rows_per_second(facts: Facts) -> float | None:
+    """Returns the rows per second of the newest steps; None if there are too few."""
     newest = list(facts.in_time[-_LAST:])
-    took_s = newest[-1].time_s - newest[0].time_s if newest else 0.0
-    return sum(sum(record.rows) for record in newest[1:]) / took_s if took_s > 0 else None
+    elapsed_s = newest[-1].time_s - newest[0].time_s if newest else 0.0
+    return sum(sum(record.rows) for record in newest[1:]) / elapsed_s if elapsed_s > 0 else None
 
 
-def left_s(facts: Facts) -> float | None:
-    """Seconds that the run still needs at the speed of its newest steps."""
+def remaining_seconds(facts: Facts) -> float | None:
+    """Returns the seconds that the run still needs at the speed of its newest steps; None if that is unknown."""
     newest = list(facts.in_time[-_LAST:])
     if len(newest) < 2 or facts.total_steps is None:
         return None
     return (facts.total_steps - facts.records[-1].step) * (newest[-1].time_s - newest[0].time_s) / (len(newest) - 1)
 
 
-def values(facts: Facts) -> list[tuple[str, str]]:
-    """What is known of the newest steps and evaluations: name and value."""
-    found: list[tuple[str, str]] = []
+def list_values(facts: Facts) -> list[tuple[str, str]]:
+    """Returns names and values of the newest step, evaluation and checkpoint."""
+    pairs: list[tuple[str, str]] = []
     if facts.records:
-        last, rate, wait = facts.records[-1], speed(facts), list(facts.in_time[-_LAST:])
-        found.append(("loss", f"{last.loss:.4f}"))
-        found += [(name, f"{value:.4f}") for name, value in last.metrics.items()]
-        found.append(("speed", f"{rate:,.0f} rows/s" if rate else "-"))
-        found.append(("workers", f"{last.workers}"))
-        found.append(
-            (
-                "waits for data",
-                f"{sum(r.data_wait_ms for r in wait) / max(1e-9, sum(r.step_ms for r in wait)):.0%} of a step",
-            )
-        )
-    found += [(name, f"{number}: {note}") for name, number, note in health(facts)]
+        last, rows_per_s, newest_records = facts.records[-1], rows_per_second(facts), list(facts.in_time[-_LAST:])
+        pairs.append(("loss", f"{last.loss:.4f}"))
+        pairs += [(name, f"{value:.4f}") for name, value in last.metrics.items()]
+        pairs.append(("speed", f"{rows_per_s:,.0f} rows/s" if rows_per_s else "-"))
+        pairs.append(("workers", f"{last.workers}"))
+        wait_ms, step_ms = sum(r.data_wait_ms for r in newest_records), sum(r.step_ms for r in newest_records)
+        pairs.append(("waits for data", f"{wait_ms / max(1e-9, step_ms):.0%} of a step"))
+    pairs += [(name, f"{number}: {note}") for name, number, note in health(facts)]
     if facts.evaluations:
-        newest = facts.evaluations[-1]
-        found.append((facts.metric, f"{newest.metrics.get(facts.metric, float('nan')):.4f} at step {newest.step:,}"))
+        evaluation = facts.evaluations[-1]
+        pairs.append(
+            (facts.metric, f"{evaluation.metrics.get(facts.metric, float('nan')):.4f} at step {evaluation.step:,}")
+        )
         if facts.best is not None:
-            found.append(
+            pairs.append(
                 (f"best {facts.metric}", f"{facts.best.metrics[facts.metric]:.4f} at step {facts.best.step:,}")
             )
     if facts.config.data.eval_path and facts.newest is not None:
-        done = facts.evaluations[-1].step if facts.evaluations else 0
-        found.append(
-            ("evaluator", f"{facts.newest.step - done:,} steps behind" if facts.newest.step > done else "is not behind")
+        evaluated_step = facts.evaluations[-1].step if facts.evaluations else 0
+        pairs.append(
+            (
+                "evaluator",
+                f"{facts.newest.step - evaluated_step:,} steps behind"
+                if facts.newest.step > evaluated_step
+                else "is not behind",
+            )
         )
     if facts.newest is not None:
-        found.append(
+        pairs.append(
             (
                 "checkpoint",
                 f"at step {facts.newest.step:,}, {seconds(max(0.0, facts.made_s - facts.newest.time_s))} ago",
             )
         )
     if parts := [f"{name}: {part:.1%}" for _, name, part in time_parts(facts) if part >= 0.001]:
-        found.append(("time since the first step", "; ".join(parts)))
-    found += [
+        pairs.append(("time since the first step", "; ".join(parts)))
+    pairs += [
         (b.name, f"{b.used} of {'any number' if b.allowed is None else b.allowed}") for b in budgets(facts) if b.used
     ]
     if facts.ray_job is not None:
-        found.append(("Ray job", facts.ray_job))
-    return found
+        pairs.append(("Ray job", facts.ray_job))
+    return pairs
 
 
-def generations(facts: Facts) -> list[tuple[str, ...]]:
-    """Each set of workers: its number, the step from which, how many, and the run's time."""
+def list_generations(facts: Facts) -> list[tuple[str, ...]]:
+    """Returns a row for each generation: its number, its first step, its workers, and the run's time of its start."""
     return [
         (
             f"{e.fence}.{e.details['generation']}",
@@ -221,16 +235,16 @@ def generations(facts: Facts) -> list[tuple[str, ...]]:
     ]
 
 
-def _head(facts: Facts) -> Text:
-    ends = f"  {seconds(facts.wall_s)}"
-    if facts.status == "running" and (left := left_s(facts)) is not None:
-        ends += f", about {seconds(left)} left"
+def _render_head(facts: Facts) -> Text:
+    timing = f"  {seconds(facts.wall_s)}"
+    if facts.status == "running" and (remaining_s := remaining_seconds(facts)) is not None:
+        timing += f", about {seconds(remaining_s)} left"
     return Text.assemble(
-        (facts.paths.name, "bold"), "  ", (facts.status, f"bold {_COLOURS[TONES[facts.status]]}"), ends
+        (facts.paths.name, "bold"), "  ", (facts.status, f"bold {_COLOURS[TONES[facts.status]]}"), timing
     )
 
 
-def _progress(facts: Facts) -> RenderableType:
+def _render_progress(facts: Facts) -> RenderableType:
     step, total = facts.records[-1].step if facts.records else 0, facts.total_steps
     table = Table.grid(padding=(0, 1))
     curve = sparkline([record.loss for record in facts.records], "▁▂▃▄▅▆▇█") if facts.records else ""
@@ -240,38 +254,40 @@ def _progress(facts: Facts) -> RenderableType:
     return table
 
 
-def _values(facts: Facts) -> Table:
+def _render_values(facts: Facts) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, value in values(facts):
+    for name, value in list_values(facts):
         table.add_row(Text(name, "bright_black"), Text(value))
     return table
 
 
-def _error(sight: Sight) -> list[RenderableType]:
+def _error_text(sight: RunState) -> list[RenderableType]:
     if sight.error is None:
         return []
     return [Text(f"As seen {seconds(time.time() - sight.looked_s)} ago; since then: {sight.error}", "red")]
 
 
-def _table(*columns: str, rows: Sequence[tuple[str, ...]]) -> Table:
+def _make_table(*columns: str, rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     for row in rows:
         table.add_row(*(Text(cell, overflow="ellipsis", no_wrap=True) for cell in row))
     return table
 
 
-def _side_by_side(sights: Sequence[Sight]) -> Table:
+def _render_side_by_side(sights: Sequence[RunState]) -> Table:
     rows = []
     for sight in sights:
         facts = sight.facts
         assert facts is not None
-        known = dict(values(facts))
+        value_of = dict(list_values(facts))
         step = f"{facts.records[-1].step if facts.records else 0:,} of {facts.total_steps or 0:,}"
-        shown = (known.get(name, "-") for name in ("loss", facts.metric, "speed"))
-        rows.append((facts.paths.name, facts.status, step, *shown, sizes_text(facts.sizes), sight.error or facts.story))
-    return _table("run", "status", "step", "loss", "evaluation", "speed", "workers", "what happened", rows=rows)
+        columns = (value_of.get(name, "-") for name in ("loss", facts.metric, "speed"))
+        rows.append(
+            (facts.paths.name, facts.status, step, *columns, sizes_text(facts.sizes), sight.error or facts.story)
+        )
+    return _make_table("run", "status", "step", "loss", "evaluation", "speed", "workers", "what happened", rows=rows)
 
 
-def can_show(console: Console) -> bool:
-    """Whether a table can be drawn anew again and again."""
+def can_redraw(console: Console) -> bool:
+    """Returns whether the console can redraw a display in place."""
     return console.is_terminal and not console.is_jupyter

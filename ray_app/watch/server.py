@@ -1,4 +1,4 @@
-"""The page of `ray-app watch`: the reports of runs, as they are now, for whoever has the token."""
+"""The HTTP server of `ray-app watch`: the current reports of runs, for browsers that have the token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from importlib.resources import files
 from urllib.parse import parse_qs, urlsplit
 
 from ray_app.report.page import Live, render
-from ray_app.watch.screen import Looking, Sight
+from ray_app.watch.screen import RunState, RunWatcher
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +22,16 @@ _COOKIE, _SCRIPT = "ray_app_watch", "/watch.js"
 
 
 class PageServer:
-    """Serves the page from threads, until it is left.
+    """Serves the pages in threads, within its context.
 
     Args:
-        looking: What is known of the runs.
-        host: Where to listen.
-        port: 0: any that is free.
-        token: What a browser has to show; not given: one is made.
+        looking: Reads the runs.
+        host: Address on which to listen.
+        port: Port on which to listen; 0: any free one.
+        token: The token that a browser must send; by default a random one.
     """
 
-    def __init__(self, looking: Looking, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
+    def __init__(self, looking: RunWatcher, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         self.token = token or secrets.token_urlsafe(24)
         self._pages = _Pages(looking)
         handler = type("Handler", (_Handler,), {"pages": self._pages, "token": self.token})
@@ -56,26 +56,26 @@ class PageServer:
 
 
 class _Pages:
-    """The pages, each drawn once for a look, however many browsers show it."""
+    """The pages of the runs, each rendered once for a version of its run, however many browsers show it."""
 
-    def __init__(self, looking: Looking) -> None:
-        self._looking, self._lock = looking, threading.Lock()
-        self._drawn: dict[int, tuple[Sight, bytes]] = {}
+    def __init__(self, looking: RunWatcher) -> None:
+        self._watcher, self._lock = looking, threading.Lock()
+        self._cache: dict[int, tuple[RunState, bytes]] = {}
 
     def of(self, number: int) -> bytes | None:
-        """The page of a run; None: there is none."""
-        sights = self._looking.sights
+        """Returns the page of a run; None if no run has this number."""
+        sights = self._watcher.sights
         if not 0 <= number < len(sights):
             return None
         sight = sights[number]
         with self._lock:
-            known = self._drawn.get(number)
-            if known is None or known[0] is not sight:
-                known = self._drawn[number] = (sight, _drawn(sights, number))
-            return known[1]
+            cached = self._cache.get(number)
+            if cached is None or cached[0] is not sight:
+                cached = self._cache[number] = (sight, _render_page(sights, number))
+            return cached[1]
 
 
-def _drawn(sights: Sequence[Sight], number: int) -> bytes:
+def _render_page(sights: Sequence[RunState], number: int) -> bytes:
     facts = sights[number].facts
     assert facts is not None
     others = [(sight.paths.name, sight.facts.status if sight.facts else "") for sight in sights]
@@ -83,8 +83,8 @@ def _drawn(sights: Sequence[Sight], number: int) -> bytes:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of `/`, `/<number of a run>` and the script, with the token in the address or, afterwards, in a
-    cookie.
+    """Answers GET requests of `/`, `/<number of a run>` and the script. The first request has the token in the address,
+    later ones have it in a cookie.
     """
 
     pages: _Pages
@@ -92,36 +92,34 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "ray-app", ""
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        given = parse_qs(asked.query).get("token", [""])[0]
-        if self._is_right(given):
+        address = urlsplit(self.path)
+        token = parse_qs(address.query).get("token", [""])[0]
+        if self._is_valid(token):
             cookie = f"{_COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"
-            self._answer(HTTPStatus.SEE_OTHER, b"", {"Location": asked.path, "Set-Cookie": cookie})
-        elif not self._is_right(self._cookie()):
-            self._answer(HTTPStatus.FORBIDDEN, b"The address needs the token that ray-app watch has printed with it.\n")
-        elif asked.path == _SCRIPT:
-            self._answer(
-                HTTPStatus.OK, files("ray_app.watch").joinpath("watch.js").read_bytes(), kind="text/javascript"
-            )
+            self._send(HTTPStatus.SEE_OTHER, b"", {"Location": address.path, "Set-Cookie": cookie})
+        elif not self._is_valid(self._read_cookie()):
+            self._send(HTTPStatus.FORBIDDEN, b"The address needs the token that ray-app watch has printed with it.\n")
+        elif address.path == _SCRIPT:
+            self._send(HTTPStatus.OK, files("ray_app.watch").joinpath("watch.js").read_bytes(), kind="text/javascript")
         else:
-            name = asked.path.strip("/") or "0"
+            name = address.path.strip("/") or "0"
             page = self.pages.of(int(name)) if name.isascii() and name.isdigit() and len(name) < 9 else None
             if page is None:
-                self._answer(HTTPStatus.NOT_FOUND, b"There is no such run.\n")
+                self._send(HTTPStatus.NOT_FOUND, b"There is no such run.\n")
             else:
-                self._answer(HTTPStatus.OK, page, kind="text/html; charset=utf-8")
+                self._send(HTTPStatus.OK, page, kind="text/html; charset=utf-8")
 
-    def _is_right(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.token.encode())
+    def _is_valid(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self.token.encode())
 
-    def _cookie(self) -> str:
+    def _read_cookie(self) -> str:
         try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
         except CookieError:
             return ""
-        return found.value if found else ""
+        return cookie.value if cookie else ""
 
-    def _answer(
+    def _send(
         self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None, kind: str = "text/plain"
     ) -> None:
         self.send_response(status)
@@ -136,4 +134,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing goes to the terminal, where the runs are shown; addresses may hold the token."""
+        """Logs nothing: the terminal shows the runs, and an address may contain the token."""

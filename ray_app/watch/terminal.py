@@ -1,12 +1,8 @@
-"""A line of a notebook cell's output that changes in place, by Jupyter's display protocol alone: JupyterLab, VS Code
-and others know it.
+"""The output of a run for the user: `RunConsole` shows its progress with a live bar on a terminal, a live line in
+Jupyter, and otherwise a plain line every few seconds; `print_end` prints the result.
 
-What a preflight or a check of a task found, line by line.
-
-A console that never ends a run.
-
-What a person sees while a run trains: a live bar on a terminal, a live line in Jupyter, a plain line every few seconds
-otherwise.
+Further `LiveLine`, a line of a notebook cell that changes in place; `Finding`, a line of a preflight or of the check of
+a task; and `SafeConsole`, which never ends a run by an error.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ray_app.checkpoint.store import Commit
-from ray_app.cluster.controller.failure_budget import disturbing, spent
+from ray_app.cluster.controller.failure_budget import failure_events, failure_summary
 from ray_app.errors import ConfigError, DataError
 from ray_app.process import SafeStream
 from ray_app.report.charts import sparkline
@@ -37,30 +33,32 @@ from ray_app.runlog.history import count, disturbances, restarts
 from ray_app.runlog.journal import StepRecord, newest_record
 from ray_app.runlog.output import NewLines
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_s
+from ray_app.storage.files import poll_interval_s
 from ray_app.train.job import Job
 from ray_app.watch.prometheus import RunMetrics, Speed
 
 
 class LiveLine:
-    """One line; what it showed last stays in the stored notebook. Only to be used inside a kernel, where IPython is."""
+    """A line of a cell's output in a notebook, changed with Jupyter's display protocol only, which JupyterLab, VS Code
+    and others implement. The stored notebook keeps the last text. It needs IPython, as in every kernel.
+    """
 
     def __init__(self) -> None:
         self._display: Any = None
-        self._shown: tuple[str, float | None] | None = None
+        self._current: tuple[str, float | None] | None = None
 
     def show(self, text: str, part: float | None = None) -> None:
-        """Shows another text.
+        """Replaces the text of the line.
 
         Args:
-            text: The line.
-            part: How much is done, from 0 to 1, for a bar; None: nobody knows.
+            text: The new text.
+            part: Finished part of the work, from 0 to 1, for a bar; None: unknown, without a bar.
         """
         from IPython.display import display
 
-        if (text, part) == self._shown:
+        if (text, part) == self._current:
             return
-        self._shown = text, part
+        self._current = text, part
         bar = (
             f'<progress value="{part:.4f}" style="width: 14em; vertical-align: middle"></progress> '
             if part is not None
@@ -79,13 +77,13 @@ Level = Literal["ok", "warning", "refused", "failed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of it.
+    """The result of one check of a preflight or of a task.
 
     Args:
-        level: `refused`: the run would not work, and nothing is started. `failed`: it would start, and not keep what is
-            promised.
-        topic: What was looked at, in a word or two.
-        text: What was found, and what to do about it.
+        level: `refused`: the run would not work, and nothing is started. `failed`: the run would start, but not keep
+            its guarantees.
+        topic: The subject of the check, in a word or two.
+        text: The result, and what to do about it.
     """
 
     level: Level
@@ -93,32 +91,32 @@ class Finding:
     text: str
 
 
-def look(topic: str, see: Callable[[], str | Finding]) -> Finding:
-    """Looks at one thing.
+def run_check(topic: str, check: Callable[[], str | Finding]) -> Finding:
+    """Runs one check.
 
     Args:
-        topic: What it is.
-        see: Returns what is well, or a finding of another level.
+        topic: The subject of the check.
+        check: Returns the text of a success, or a finding of another level.
 
     Returns:
-        The finding; an error is a refusal, since the run would meet it, too.
+        The finding. An exception of the check is a refusal, because the run would raise it, too.
     """
     try:
-        found = see()
+        result = check()
     except (ConfigError, DataError) as error:
         return Finding("refused", topic, str(error))
     except Exception as error:
         return Finding("refused", topic, f"{type(error).__name__}: {error}")
-    return found if isinstance(found, Finding) else Finding("ok", topic, found)
+    return result if isinstance(result, Finding) else Finding("ok", topic, result)
 
 
-def refused(findings: list[Finding]) -> bool:
-    """Whether any of them is a refusal."""
+def has_refusal(findings: list[Finding]) -> bool:
+    """Returns whether any finding is a refusal."""
     return any(finding.level == "refused" for finding in findings)
 
 
-def show(console: Console, findings: list[Finding]) -> None:
-    """Prints them, further lines of a text below its first."""
+def print_findings(console: Console, findings: list[Finding]) -> None:
+    """Prints the findings; further lines of a text are indented below its first."""
     width = max((len(finding.topic) for finding in findings), default=0)
     for finding in findings:
         start = f"{finding.level:<8} {finding.topic:<{width}}  "
@@ -130,11 +128,8 @@ logger = logging.getLogger(__name__)
 
 
 class SafeConsole:
-    """A console whose failures stay in it: a full disk, a closed pipe, a notebook that is gone. The first one is
-    reported.
-
-    Args:
-        console: Where to print.
+    """A console that catches its own errors, such as a full disk, a closed pipe or a closed notebook, and reports the
+    first one.
     """
 
     def __init__(self, console: Console) -> None:
@@ -144,7 +139,9 @@ class SafeConsole:
         self._is_reported = False
 
     def report_to(self, report: Callable[[str], object]) -> None:
-        """Calls `report` with the reason of the first failure, once; at once if there was one before."""
+        """Sets the function that is called once, with the reason of the first failure; calls it at once if there was
+        one already.
+        """
         self._report = report
         self._report_failure()
 
@@ -155,10 +152,11 @@ class SafeConsole:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """The time in which something is shown; whatever that raises is no matter of the run."""
+        """Catches the errors of the output within the context, so that they do not end the run."""
         try:
             yield
-        except SystemExit as error:  # rich exits where nobody reads a pipe any more; the code of a signal is another
+        except SystemExit as error:
+            # rich exits with code 1 when the reader of a pipe has closed it; the exit after a signal has another code.
             if error.code != 1:
                 raise
             self._fail(BrokenPipeError("nobody reads standard output any more"))
@@ -183,7 +181,7 @@ class SafeConsole:
             self._report(reason)
 
     def as_plain(self) -> SafeConsole:
-        """The same without a terminal's and a notebook's display, for plain lines."""
+        """Returns a console on the same file for plain lines, without the displays of a terminal or a notebook."""
         plain = SafeConsole(
             Console(file=self.console.file, force_terminal=False, force_jupyter=False, quiet=self.console.quiet)
         )
@@ -191,14 +189,14 @@ class SafeConsole:
         return plain
 
 
-_PLAIN_EVERY_S = 5.0
-_MOST_SLOW = 3
+_PLAIN_LINE_INTERVAL_S = 5.0
+_MAX_STRAGGLERS = 3
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
 
 @dataclass
 class _Rate:
-    """Rows per second between two looks."""
+    """The rows per second between two updates."""
 
     step: int = 0
     time_s: float = 0.0
@@ -215,14 +213,14 @@ class _Rate:
 
 
 class RunConsole:
-    """Shows one run.
+    """Shows the progress of a run.
 
     Args:
         job: The run.
-        max_workers: Most workers it can have.
-        console: Where to print.
-        waiting: Returns the checkpoints that wait for the evaluator.
-        metrics: Told how it gets on, while it is looked at.
+        max_workers: Maximum number of workers.
+        console: The console.
+        list_pending: Returns the checkpoints that wait for the evaluator.
+        metrics: Metrics for Prometheus, which are set at the same time.
     """
 
     def __init__(
@@ -230,16 +228,16 @@ class RunConsole:
         job: Job,
         max_workers: int,
         console: SafeConsole,
-        waiting: Callable[[], list[Commit]],
+        list_pending: Callable[[], list[Commit]],
         metrics: RunMetrics | None = None,
     ) -> None:
-        self._job, self._max_workers, self._console, self._waiting = job, max_workers, console, waiting
+        self._job, self._max_workers, self._console, self._list_pending = job, max_workers, console, list_pending
         rich = console.console
         self._live = rich.is_terminal and not rich.is_jupyter
         self._cell = LiveLine() if rich.is_jupyter else None
         self._metrics, self._speed = metrics, Speed(job.plan.global_batch_size)
-        self._rate, self._line_s = _Rate(), 0.0
-        self._evaluated, self._spent, self._looked_s = "", "", 0.0
+        self._rate, self._last_line_s = _Rate(), 0.0
+        self._evaluation_text, self._disturbances_text, self._last_read_s = "", "", 0.0
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             BarColumn(bar_width=24),
@@ -249,8 +247,8 @@ class RunConsole:
         )
         self._bar: TaskID | None = None
         self._epoch = -1
-        self._told_phase = ""
-        self._printed = NewLines(job.paths, job.fence)
+        self._printed_phase = ""
+        self._worker_output = NewLines(job.paths, job.fence)
 
     def __enter__(self) -> RunConsole:
         if self._live:
@@ -267,18 +265,18 @@ class RunConsole:
                 self._progress.stop()
 
     def show(self, newest: StepRecord | None, phase: str, waits: bool = False) -> None:
-        """Shows how far the run is; a failure to do so is no failure of the run.
+        """Shows the progress of the run; errors of the output do not affect the run.
 
         Args:
-            newest: The newest step that rank 0 told of; None before the first.
-            phase: What the run is waiting for until then, or again.
-            waits: Whether it waits for capacity now.
+            newest: The newest step that rank 0 has reported; None before the first.
+            phase: The event for which the run waits, before the first step or while `waits`.
+            waits: Whether the run waits for capacity now.
         """
         with self._console.guarded():
             self._show(newest, phase, waits)
 
     def _show(self, newest: StepRecord | None, phase: str, waits: bool) -> None:
-        self._look_at_record(newest, waits)
+        self._read_record(newest, waits)
         if newest is None or waits:
             self._show_phase(phase)
         elif self._live:
@@ -289,7 +287,7 @@ class RunConsole:
             self._console.print(self._line(newest))
 
     def show_last(self) -> None:
-        """Shows the last step, as it was recorded: what rank 0 told of before may be older."""
+        """Shows the last step from the record: the newest step that rank 0 has reported may be older."""
         with self._console.guarded():
             try:
                 self._show_printed()
@@ -301,45 +299,46 @@ class RunConsole:
                 self._show(newest, "", waits=False)
 
     def _show_printed(self) -> None:
-        """Shows what workers and evaluator have printed."""
-        for line in self._printed.look():
+        """Shows the new output of workers and evaluator."""
+        for line in self._worker_output.poll():
             self._console.print(line)
 
     def _is_line_due(self) -> bool:
-        if time.monotonic() - self._line_s < _PLAIN_EVERY_S:
+        if time.monotonic() - self._last_line_s < _PLAIN_LINE_INTERVAL_S:
             return False
-        self._line_s = time.monotonic()
+        self._last_line_s = time.monotonic()
         return True
 
-    def _look_at_record(self, newest: StepRecord | None, waits: bool) -> None:
-        if time.monotonic() - self._looked_s < max(1.0, poll_s(self._job.paths.root)):
+    def _read_record(self, newest: StepRecord | None, waits: bool) -> None:
+        if time.monotonic() - self._last_read_s < max(1.0, poll_interval_s(self._job.paths.root)):
             return
-        self._looked_s = time.monotonic()
+        self._last_read_s = time.monotonic()
         if self._metrics is not None and newest is not None:
             self._measure(self._metrics, newest, waits)
         try:
             self._show_printed()
             evaluations = read_scores(self._job.paths)
-            events = disturbing(self._job.paths)
-            self._spent = disturbances(events, self._job.config.failure)
-            waiting = self._waiting()
-        except OSError as error:  # a passing outage of the storage
+            events = failure_events(self._job.paths)
+            self._disturbances_text = disturbances(events, self._job.config.failure)
+            pending = self._list_pending()
+        except OSError as error:
+            # An outage of the storage may pass.
             logger.warning("The record could not be read, will try again: %s", error)
             return
         if self._metrics is not None:
             for cause, times in restarts(events).items():
                 self._metrics.set("restarts", times, cause=cause)
-            self._metrics.set("replay_mismatches", count(events, "lied"))
+            self._metrics.set("replay_mismatches", count(events, "sdc_detected"))
         if evaluations:
             metric = self._job.best_metric
-            behind = (
-                f", {len(waiting)} checkpoints, {time.time() - waiting[0].time_s:.0f} s behind"
-                if len(waiting) > 1
+            backlog = (
+                f", {len(pending)} checkpoints, {time.time() - pending[0].time_s:.0f} s behind"
+                if len(pending) > 1
                 else ""
             )
-            self._evaluated = (
+            self._evaluation_text = (
                 f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step"
-                f" {evaluations[-1].step}{behind})"
+                f" {evaluations[-1].step}{backlog})"
             )
 
     def _measure(self, metrics: RunMetrics, newest: StepRecord, waits: bool) -> None:
@@ -350,11 +349,11 @@ class RunConsole:
         metrics.set("goodput", self._speed.goodput)
 
     def _line(self, newest: StepRecord) -> str:
-        (epoch, done), epochs = self._place(newest), self._job.config.train.epochs
-        return f"epoch {epoch + 1}/{epochs} step {done}/{self._job.steps_per_epoch} {self._text(newest)}"
+        (epoch, epoch_step), epochs = self._position(newest), self._job.config.train.epochs
+        return f"epoch {epoch + 1}/{epochs} step {epoch_step}/{self._job.steps_per_epoch} {self._text(newest)}"
 
-    def _place(self, newest: StepRecord) -> tuple[int, int]:
-        """The epoch of a step, from 0, and which of its steps it is, from 1."""
+    def _position(self, newest: StepRecord) -> tuple[int, int]:
+        """Returns the epoch of a step, from 0, and the number of the step in it, from 1."""
         epoch, step = divmod(newest.step - 1, self._job.steps_per_epoch)
         return epoch, step + 1
 
@@ -363,16 +362,18 @@ class RunConsole:
         speed = f"{rate:,.0f} rows/s" if rate else "- rows/s"
         named = [f"{name} {value:.4f}" for name, value in newest.metrics.items()]
         parts = [f"loss {newest.loss:.4f}", *named, speed, f"{newest.workers} of {self._max_workers} workers"]
-        parts += [f"rank {rank} takes {times:.1f}x as long" for rank, times in list(newest.slow.items())[:_MOST_SLOW]]
-        if self._evaluated:
-            parts.append(self._evaluated)
-        if self._spent:
-            parts.append(self._spent)
+        parts += [
+            f"rank {rank} takes {times:.1f}x as long" for rank, times in list(newest.slow.items())[:_MAX_STRAGGLERS]
+        ]
+        if self._evaluation_text:
+            parts.append(self._evaluation_text)
+        if self._disturbances_text:
+            parts.append(self._disturbances_text)
         return "  ".join(parts)
 
     def _update_bar(self, newest: StepRecord) -> None:
-        """Moves the bar of the epoch, or ends it and begins the next."""
-        per_epoch, text, (epoch, done) = self._job.steps_per_epoch, self._text(newest), self._place(newest)
+        """Updates the bar of the epoch; in a new epoch ends it and adds the next one."""
+        per_epoch, text, (epoch, epoch_step) = self._job.steps_per_epoch, self._text(newest), self._position(newest)
         if self._bar is None or epoch != self._epoch:
             if self._bar is not None:
                 if epoch > self._epoch:
@@ -380,77 +381,77 @@ class RunConsole:
                 self._progress.stop_task(self._bar)
             self._epoch, epochs = epoch, self._job.config.train.epochs
             self._bar = self._progress.add_task("", total=per_epoch, epoch=epoch + 1, epochs=epochs, text=text)
-        self._progress.update(self._bar, completed=done, text=text)
+        self._progress.update(self._bar, completed=epoch_step, text=text)
 
     def _show_phase(self, phase: str) -> None:
         if self._cell is not None:
             self._cell.show(phase)
-        elif phase != self._told_phase:
-            self._told_phase = phase
+        elif phase != self._printed_phase:
+            self._printed_phase = phase
             self._console.print(phase)
 
 
-def best_line(summary: dict[str, Any], metric: str) -> str | None:
-    """Which checkpoint of a run is best, or why none is; None if nothing was evaluated."""
-    best, done = summary["best"], summary["evaluation"]["done"]
+def describe_best(summary: dict[str, Any], metric: str) -> str | None:
+    """Returns a message with the best checkpoint of a run, or why there is none; None if nothing was evaluated."""
+    best, evaluations = summary["best"], summary["evaluation"]["done"]
     if best and best["value"] is not None:
         return f"{best['metric']} {best['value']:.4f} at step {best['step']}"
-    if not done:
+    if not evaluations:
         return None
-    taken = (
+    consequence = (
         f"step {best['step']}, the first evaluated, is kept as the result"
         if best
         else "the newest checkpoint is taken where one is asked for"
     )
     return (
-        f"unknown: {metric} is not a number in any of {done} evaluations; {taken}. Let evaluate.metric name another"
-        f" metric."
+        f"unknown: {metric} is not a number in any of {evaluations} evaluations; {consequence}. Let evaluate.metric"
+        " name another metric."
     )
 
 
 def print_end(
     console: SafeConsole, job: Job, summary: dict[str, Any], facts: Facts | None, tracking_uri: str | None
 ) -> None:
-    """Says what came of the run and where to look.
+    """Prints the result of a run and the places of its report and its pages.
 
     Args:
-        console: Where to print.
+        console: The console.
         job: The run.
-        summary: Its `summary.json`.
-        facts: What its report tells; None if that could not be made.
-        tracking_uri: Where MLflow has it, if it does.
+        summary: The content of `summary.json`.
+        facts: The facts of the run's report; None if the report could not be written.
+        tracking_uri: Tracking URI of MLflow, if the run is tracked.
     """
     rows = [("status", summary["status"])]
     rows += [
         (f"evaluation {name}", "not a number" if value is None else f"{value:.4f}")
         for name, value in summary["metrics"].items()
     ]
-    if (best := best_line(summary, job.best_metric)) is not None:
+    if (best := describe_best(summary, job.best_metric)) is not None:
         rows.append(("best", best))
     rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
-    if took := summary["start_s"]:
+    if phases_s := summary["start_s"]:
         rows.append(
             (
                 "start",
-                f"{sum(took.values()):.1f} s: "
-                + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in took.items()),
+                f"{sum(phases_s.values()):.1f} s: "
+                + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases_s.items()),
             )
         )
     if facts is not None:
-        rows += [("loss", curve) for curve in [loss_curve(facts, console.console.encoding)] if curve]
+        rows += [("loss", curve) for curve in [format_loss_curve(facts, console.console.encoding)] if curve]
         rows.append(("cluster", facts.story))
     else:
-        rows.append(("cluster", spent(job.paths, job.config.failure) or "nothing went wrong"))
+        rows.append(("cluster", failure_summary(job.paths, job.config.failure) or "nothing went wrong"))
     rows.append(("parameters", f"sha256 {summary['params_digest']}"))
     if summary.get("model"):
-        rows.append(("model", model_line(summary["model"])))
+        rows.append(("model", describe_model(summary["model"])))
     rows.append(("run directory", str(job.paths.root)))
     if facts is not None:
         rows.append(("report", str(job.paths.report)))
     if tracking_uri:
-        rows.append(("MLflow page", _mlflow_page(tracking_uri)))
+        rows.append(("MLflow page", _find_mlflow_page(tracking_uri)))
     if job.config.tracking.tensorboard:
         rows.append(("TensorBoard", shlex.join(["tensorboard", "--logdir", str(job.paths.tensorboard)])))
     width = max(len(name) for name, _ in rows)
@@ -460,14 +461,14 @@ def print_end(
     console.print(text)
 
 
-def model_line(model: dict[str, Any]) -> str:
-    """A registered version in a line, from the field `model` of a summary."""
+def describe_model(model: dict[str, Any]) -> str:
+    """Returns a registered version in one line, from the field `model` of a summary."""
     return f"{model['name']} version {model['version']}" + "".join(f" @{alias}" for alias in model["aliases"])
 
 
-def loss_curve(facts: Facts, encoding: str) -> str:
-    """The losses of all steps in one line, between the first and the last; in plain ASCII where the console does not
-    show more.
+def format_loss_curve(facts: Facts, encoding: str) -> str:
+    """Returns the first loss, a sparkline of the losses of all steps, and the last loss; in ASCII if the console has no
+    UTF-8.
     """
     losses = [record.loss for record in facts.records]
     marks = _BLOCKS if _is_utf8(encoding) else _ASCII
@@ -478,10 +479,10 @@ def _is_utf8(encoding: str) -> bool:
     return encoding.lower().replace("-", "") == "utf8"
 
 
-def _mlflow_page(uri: str) -> str:
-    """Where the MLflow page is, or the command that opens it for a database."""
+def _find_mlflow_page(uri: str) -> str:
+    """Returns the address of the MLflow page, or the command that serves it from a database."""
     if uri.startswith("http"):
         return uri
     command = Path(sys.executable).parent / "mlflow"
-    shown = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else str(command)
-    return shlex.join([shown, "ui", "--backend-store-uri", uri])
+    path = os.path.relpath(command) if command.is_relative_to(Path.cwd()) else str(command)
+    return shlex.join([path, "ui", "--backend-store-uri", uri])

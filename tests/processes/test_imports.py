@@ -32,7 +32,7 @@ print(json.dumps(list(sys.modules)))
 _OPTIMIZER = """
 import json, sys, torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from ray_app.train.state.state import without_compiler
+from ray_app.train.state.state import remove_compiler_hooks
 from ray_app.task.device import use_deterministic_algorithms
 
 def trained(kind, hooks="none", steps=3):
@@ -56,7 +56,7 @@ use_deterministic_algorithms(True)
 kinds, found = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad), {}
 changed = [type(kind.__name__, (kind,), {}) for kind in kinds]
 for kind in changed:
-    without_compiler(kind)
+    remove_compiler_hooks(kind)
 ways = "none", "own", "of all"
 found["changed"] = [trained(kind, hooks) for kind in changed for hooks in ways]
 found["compiler"] = "torch._dynamo" in sys.modules

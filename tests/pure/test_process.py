@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ray_app.process import variables
+from ray_app.process import set_variables
 
 NAME = "RAY_APP_TEST_VARIABLE"
 
@@ -23,7 +23,7 @@ def test_a_variable_is_what_it_was_in_whatever_order_those_end_who_set_it(
     monkeypatch.delenv(NAME, raising=False) if value is None else monkeypatch.setenv(NAME, value)
     times = [ExitStack() for _ in range(3)]
     for number, each in enumerate(times):
-        each.enter_context(variables(**{NAME: str(number)}))
+        each.enter_context(set_variables(**{NAME: str(number)}))
     assert os.environ[NAME] == "2"
     for ended, number in enumerate(order, 1):
         times[number].close()
@@ -34,8 +34,8 @@ def test_a_variable_is_what_it_was_in_whatever_order_those_end_who_set_it(
 
 def test_the_inner_one_gives_back_what_the_outer_one_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NAME, raising=False)
-    with variables(**{NAME: "outer"}):
-        with variables(**{NAME: None}):
+    with set_variables(**{NAME: "outer"}):
+        with set_variables(**{NAME: None}):
             os.environ[NAME] = "somebody's"
         assert os.environ[NAME] == "outer"
     assert NAME not in os.environ

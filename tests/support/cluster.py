@@ -13,7 +13,7 @@ import ray
 from ray_app import load_config, run_training
 from ray_app.config.config import Config
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.process import variables
+from ray_app.process import set_variables
 from ray_app.runlog.journal import MetricsReader
 from ray_app.runlog.paths import RunPaths
 from tests.support.mlflow_server import database
@@ -27,7 +27,7 @@ CANARY = {"CANARY_API_KEY": "canary-of-the-environment"}
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
-    with variables(PYTHONPATH=str(ROOT), **CREDENTIALS, **CANARY):
+    with set_variables(PYTHONPATH=str(ROOT), **CREDENTIALS, **CANARY):
         for last in (False, False, True):
             try:
                 ray.init(

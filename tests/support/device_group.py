@@ -91,8 +91,8 @@ class DeviceGroup(dist.ProcessGroup):
             self.waited_for.set()
             self.aborted.wait()
 
-    def settle(self) -> None:
-        """What `ProcessGroup.settle` is, with a rendezvous that knows at once."""
+    def check_device_errors(self) -> None:
+        """What `ProcessGroup.check_device_errors` is, with a rendezvous that knows at once."""
         if self.failed is not None:
             self.abort()
             raise PeerLostError(self.failed)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ray_app.data.disk_cache import DiskCache, open_cache
 from ray_app.data.prefetch import StreamedWindows
-from ray_app.data.reader import Reader, ReadSpec, fetch_here
+from ray_app.data.reader import Reader, ReadSpec, fetch_in_process
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
 from ray_app.task.base import Batch
@@ -72,7 +72,7 @@ def epoch_of(job: Job, epoch: int, fetch: Any, played: range = range(4)) -> list
 
 def assert_as_read(job: Job, epoch: int, batches: list[MicroBatch], played: range = range(4)) -> None:
     """They are what is read without a cache, to the bit."""
-    expected = epoch_of(job, epoch, fetch_here, played)
+    expected = epoch_of(job, epoch, fetch_in_process, played)
     assert len(batches) == len(expected)
     for batch, other in zip(batches, expected, strict=True):
         assert batch.positions.tolist() == other.positions.tolist()

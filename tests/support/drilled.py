@@ -14,7 +14,7 @@ from ray_app import load_config
 from ray_app.drill.faults import Evidence
 from ray_app.drill.scenario import ScenarioContext, ScenarioResult
 from ray_app.runlog.journal import MetricsWriter, StepRecord
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
 from tests.support.places import ROOT
 
@@ -63,7 +63,7 @@ def _runs_nothing(*_: Any) -> Any:
 def ended_process() -> dict[str, Any]:
     """What a proof says of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        held = asdict(Holder.of(process.pid))
+        held = asdict(LeaseHolder.of(process.pid))
         process.kill()
     return held
 

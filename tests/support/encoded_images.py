@@ -144,10 +144,10 @@ def _damaged_png(name: str, encoded: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 if __name__ == "__main__":
-    from ray_app.task.images import mask_of, pixels_of
+    from ray_app.task.images import decode_image, decode_mask
 
     for damage, content in damaged_files(per_kind=8):
-        for decode in (pixels_of, mask_of):
+        for decode in (decode_image, decode_mask):
             # The file is named before it is decoded: the last line says which one ended the process.
             print(f"{damage}: {decode.__name__}: ", end="", flush=True)
             try:

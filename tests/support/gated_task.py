@@ -44,7 +44,7 @@ class Gated(ImageClassification):
 class GatedPrediction(Gated):
     """Digits, stopped before the given batch of predictions of each process instead."""
 
-    def predictions(self, outputs: Tensor) -> dict[str, npt.NDArray]:
+    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """See `ImageClassification`."""
         global _predictions
         _predictions += 1
@@ -52,4 +52,4 @@ class GatedPrediction(Gated):
             Path(self.gate, "reached").touch()
             while not Path(self.gate, "open").exists():
                 time.sleep(_LOOK_S)
-        return super().predictions(outputs)
+        return super().predictions(outputs, batch)

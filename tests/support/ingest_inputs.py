@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ray_app.data.arrays import from_column, spec_of
+from ray_app.data.arrays import from_column, spec_of_field
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
 
@@ -48,7 +48,7 @@ def read(folder: Path | str, *, as_stored: bool = False) -> dict[str, Any]:
         table = table.take(
             sorted(range(table.num_rows), key=[in_source(row_id) for row_id in table["row_id"].to_pylist()].__getitem__)
         )
-    specs = {field.name: spec_of(field) for field in table.schema}
+    specs = {field.name: spec_of_field(field) for field in table.schema}
     return {name: from_column(table[name], spec) if spec else table[name].to_pylist() for name, spec in specs.items()}
 
 

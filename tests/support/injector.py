@@ -19,7 +19,7 @@ from ray_app.errors import NonFiniteError
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.lease import newest_fence
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 from tests.support.waiting import until
 
 
@@ -114,7 +114,7 @@ class Late:
     step: int
 
     def __call__(self, commit: Commit) -> None:
-        store = CheckpointStore(RunPaths(location(self.run)))
+        store = CheckpointStore(RunPaths(to_location(self.run)))
         deadline_s = time.monotonic() + 60
         while time.monotonic() < deadline_s and all(c.step < self.step for c in store.commits()):
             time.sleep(0.05)
@@ -204,7 +204,7 @@ class Linger:
             time.sleep(0.02)
 
     def _is_there(self) -> bool:
-        events = read_events(RunPaths(location(self.run)), self.kind)
+        events = read_events(RunPaths(to_location(self.run)), self.kind)
         return any(self.details.items() <= event.details.items() for event in events)
 
 
@@ -222,13 +222,13 @@ class AwaitNewcomer:
 
     def __call__(self, rank: int, step: int) -> None:
         if step == self.step:
-            paths = RunPaths(location(self.run))
+            paths = RunPaths(to_location(self.run))
             rendezvous = ray.get_actor(f"rendezvous-{paths.unique_name}-{newest_fence(paths)}")
             until(lambda: ray.get(rendezvous.__ray_call__.remote(_has_newcomer)), "no new worker came")
 
 
 def _has_newcomer(rendezvous: Any) -> bool:
-    return any(member.joined_s is not None and not member.beat.generation for member in rendezvous._members)
+    return any(member.waiting_since_s is not None and not member.heartbeat.generation for member in rendezvous._members)
 
 
 @dataclass(frozen=True)

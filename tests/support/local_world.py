@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import MODEL, Snapshot, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import Config, digest
 from ray_app.data.arrays import to_column
 from ray_app.data.dataset import open_dataset
@@ -35,10 +35,10 @@ from ray_app.data.feed import Feed
 from ray_app.data.local_readers import load_all
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.plan.order import Cursor, Plan
-from ray_app.preflight.prepare import classes_of, make_plan
+from ray_app.preflight.prepare import make_plan, read_classes
 from ray_app.reduction import group_state
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord
@@ -47,7 +47,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags, GenerationInfo, Phase
-from ray_app.train.process_group import _shut_down, _sockets, open_groups
+from ray_app.train.process_group import _list_sockets, _shut_down, open_stage_groups
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -149,11 +149,11 @@ def make_job(
         data__global_batch_size=batch,
         **(defaults | fields),
     )
-    check(config)
+    check_config(config)
     dataset = open_dataset(str(data))
     task = task or ImageClassification(model_args={"channels": 4, "dropout": 0.3}, flip=True, crop_padding=1)
     prepared = task.prepare(dataset.facts)
-    plan = make_plan(config, dataset.manifest, classes_of(config, dataset))
+    plan = make_plan(config, dataset.manifest, read_classes(config, dataset))
     return Job(
         config=config,
         config_digest=digest(config, plan.manifest.digest),
@@ -172,26 +172,26 @@ def make_job(
 def streamed(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process, in read tasks of a few rows."""
     return StreamedWindows(
-        job.plan, cursor, played, job.passes, fetch_here, dataclasses.replace(job.source, task_rows=7)
+        job.plan, cursor, played, job.passes, fetch_in_process, dataclasses.replace(job.source, task_rows=7)
     )
 
 
 def cached(job: Job, cursor: Cursor, played: range) -> Windows:
     """Gathers from memory."""
     del cursor, played
-    return CachedWindows(load_all(fetch_here, job.source))
+    return CachedWindows(load_all(fetch_in_process, job.source))
 
 
 def disk_cached(job: Job, cursor: Cursor, played: range) -> Windows:
     """Reads ahead in this process through the disk cache in `data.cache_dir`."""
-    fetch = job.through_cache(fetch_here)
+    fetch = job.through_cache(fetch_in_process)
     return StreamedWindows(job.plan, cursor, played, job.passes, fetch, dataclasses.replace(job.source, task_rows=7))
 
 
 def feed_of(plan: Plan, cursor: Cursor, played: range, windows: Windows) -> Feed:
     """A feed that plays windows which are open already."""
     feed = Feed(plan, lambda _cursor, _played: windows, CPU)
-    feed.play(cursor, played)
+    feed.seek(cursor, played)
     return feed
 
 
@@ -228,7 +228,7 @@ class LocalMembership:
         if self._world.size == 1:
             yield self._world, formed
             return
-        before = set(_sockets())
+        before = set(_list_sockets())
         with collective():
             store = dist.FileStore(str(self._store), self._world.size)  # type: ignore[attr-defined]
             timeout = timedelta(seconds=_EXCHANGE_S)
@@ -236,21 +236,23 @@ class LocalMembership:
             dist.init_process_group(
                 self._backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=timeout
             )
-            groups = open_groups(self._world.rank, self._hosts, timeout, self._backend != "gloo")
+            groups = open_stage_groups(self._world.rank, self._hosts, timeout, self._backend != "gloo")
             dist.barrier()  # nobody leaves while another still connects
-        mine = set(_sockets()) - before
+        mine = set(_list_sockets()) - before
         state = _DeviceState(dist.group.WORLD)
         try:
-            settle = getattr(dist.group.WORLD, "settle", None)  # of a group with a device's manners
-            group_state.watch(state)
-            yield dataclasses.replace(self._world, hosts=self._hosts, groups=groups, settle=settle), formed
+            # Only a group that behaves like one of a device has this method.
+            check = getattr(dist.group.WORLD, "check_device_errors", None)
+            group_state.set_group(state)
+            world = dataclasses.replace(self._world, hosts=self._hosts, groups=groups, check_device_errors=check)
+            yield world, formed
         except BaseException:
             dist.group.WORLD.abort()  # type: ignore[union-attr]
             for each in mine:
                 _shut_down(*each)  # the error's frames may hold the group, for whose connections' end the others wait
             raise
         finally:
-            group_state.unwatch(state)
+            group_state.clear_group(state)
             dist.destroy_process_group()
 
     def flags(self) -> Flags:
@@ -435,7 +437,9 @@ def _train(
 ) -> None:
     world, evaluation = World(rank, size, job.plan.logical_workers), job.evaluation
     load = (
-        (lambda: load_all(fetch_here, evaluation).arrays) if job.workers_evaluate and evaluation is not None else None
+        (lambda: load_all(fetch_in_process, evaluation).arrays)
+        if job.workers_evaluate and evaluation is not None
+        else None
     )
     train(job, LocalMembership(world, store, **membership), windows, CPU, hooks, load_evaluation=load)
 

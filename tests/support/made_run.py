@@ -15,7 +15,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
 from ray_app.runlog.evaluations import Evaluation, put_evaluation
 from ray_app.runlog.journal import StepRecord
-from ray_app.runlog.lease import Holder, Record
+from ray_app.runlog.lease import LeaseHolder, LeaseRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json
 
@@ -111,7 +111,7 @@ class MadeRun:
 
     def end(self, at_s: float, status: str = "finished", value: float | None = None, reason: str | None = None) -> None:
         """The end of a start, and the summary."""
-        self.event("gave_up" if status == "failed" else status, at_s, reason=reason)
+        self.event("run_failed" if status == "failed" else status, at_s, reason=reason)
         best = {"step": 300, "metric": "accuracy", "value": value} if value is not None else None
         timing = {"wall_s": at_s}
         summary = {
@@ -127,7 +127,7 @@ class MadeRun:
     def hold(self) -> None:
         """The lease of a driver that lives."""
         now_s = self.began_s
-        put_json(self.paths.fence(1), asdict(Record(Holder.here(), now_s, now_s, 1e9)))
+        put_json(self.paths.fence(1), asdict(LeaseRecord(LeaseHolder.here(), now_s, now_s, 1e9)))
 
 
 def png(shade: int = 128) -> str:

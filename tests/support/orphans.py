@@ -15,7 +15,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, from_yaml
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
-from ray_app.runlog.lease import Holder, Lease, Record, acquire
+from ray_app.runlog.lease import Lease, LeaseHolder, LeaseRecord, acquire_lease
 from ray_app.storage.files import put_json
 from ray_app.track.tracker import Tracker
 from tests.support.checkpoints import commit_of, snapshot_of
@@ -31,7 +31,7 @@ def drive(config: Config, last: int, end: str = "") -> tuple[Lease, Tracker]:
         end: Event with which it says how it ended; empty: it does not.
     """
     prepared = prepare(config)
-    lease = acquire(prepared.job.paths)
+    lease = acquire_lease(prepared.job.paths)
     job = claim(prepared, lease.fence).job
     put_event(job.paths, "started", job.fence, max_workers=1)
     tracker = Tracker(job.paths, config, {}, 1)
@@ -55,8 +55,8 @@ def orphan(config: Config, last: int, end: str = "") -> None:
     lease, tracker = drive(config, last, end)
     tracker.abandon()
     lease.release()
-    gone = replace(Holder.here(), pid_ticks=-1)
-    put_json(prepare(config).job.paths.fence(lease.fence), asdict(Record(gone, time.time(), time.time(), 30.0)))
+    gone = replace(LeaseHolder.here(), pid_ticks=-1)
+    put_json(prepare(config).job.paths.fence(lease.fence), asdict(LeaseRecord(gone, time.time(), time.time(), 30.0)))
 
 
 if __name__ == "__main__":

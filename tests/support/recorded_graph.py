@@ -21,7 +21,7 @@ _GARBAGE = 0.125
 
 
 class RecordedGraphs:
-    """See the module and `Graphs`.
+    """See the module and `GraphBackend`.
 
     Attributes:
         captures, replays: How many there were.
@@ -31,11 +31,11 @@ class RecordedGraphs:
         self.captures = self.replays = 0
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """See `Graphs.warm_up`."""
+        """See `GraphBackend.warm_up`."""
         work()
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """See `Graphs.capture`."""
+        """See `GraphBackend.capture`."""
         self.captures += 1
         recorded = _Recorded()
         with recorded:

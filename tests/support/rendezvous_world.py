@@ -18,7 +18,7 @@ from typing import Any
 
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.train.loop import saves_at_leave
+from ray_app.train.loop import has_to_save_on_exit
 from ray_app.train.membership import Flags, Heartbeat, HeartbeatReply
 
 TICK_S, SILENCE_S, FORM_S, CONTROL_TICKS = 0.25, 2.0, 5.0, 2
@@ -53,7 +53,7 @@ class Worker:
     step: int = -1
     _generation: int = 0
     rank: int = 0
-    _orders: HeartbeatReply = HeartbeatReply()
+    _reply: HeartbeatReply = HeartbeatReply()
     waits: int = 0
     tickets: int = 0
     lost: bool = False
@@ -119,7 +119,7 @@ class World:
     def _new_actor(self) -> Rendezvous:
         self.actors += 1
         made = Rendezvous(SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.beats_per_s, self.least)
-        made.call = lambda: self._call(made)
+        made.on_change = lambda: self._call(made)
         return made
 
     def _call(self, actor: Rendezvous) -> None:
@@ -131,7 +131,7 @@ class World:
                 and actor._members.get(w.name)
                 and self.calls
             ):
-                self._obey(w, actor.orders(w.name))
+                self._obey(w, actor.reply_for(w.name))
 
     def _say(self, text: str) -> None:
         self.story.append(f"{self.now - 100:7.2f} s  {text}")
@@ -184,7 +184,7 @@ class World:
         if worker.group:
             worker.group.broken = True
         if self.actor and self.random.random() < 0.9:  # its connection tells at once
-            self.actor.lose(worker.name)
+            self.actor.on_disconnect(worker.name)
 
     # What workers do.
 
@@ -193,11 +193,11 @@ class World:
             return None
         if self.actor and self.now >= max(w.cut_until_s, w.beat_s):
             w.beat_sent_s = self.now
-            self._obey(w, self.actor.answer(w.beat))
-            if w._orders.exit:
+            self._obey(w, self.actor.handle_heartbeat(w.beat))
+            if w._reply.exit:
                 self._say(f"{w.name} is told to end")
                 return self._die(w)
-        if w.group and w._orders.abort and w._orders.generation == w._generation:
+        if w.group and w._reply.abort and w._reply.generation == w._generation:
             w.group.broken = True
         if w.state == "saving":
             if self.now >= max(w.saved_at_s, self.storage_s):
@@ -211,12 +211,12 @@ class World:
         if not w.waits:
             w.tickets += 1
             w.waits, w.beat_s = w.tickets, 0.0
-        elif w._orders.leave and w._orders.waits:
-            self._leave(w, saves_at_leave(Flags(0), RendezvousClient.flags(w), w.rank))  # type: ignore[arg-type]
+        elif w._reply.leave and w._reply.waits:
+            self._leave(w, has_to_save_on_exit(Flags(0), RendezvousClient.flags(w), w.rank))  # type: ignore[arg-type]
         return None
 
     def _obey(self, w: Worker, orders: HeartbeatReply) -> None:
-        w._orders, w.beat_s, formed = orders, w.beat_sent_s + orders.period_s, orders.formed
+        w._reply, w.beat_s, formed = orders, w.beat_sent_s + orders.period_s, orders.formed
         if formed is None or not w.waits or formed.number <= w._generation:
             return
         w._generation, w.rank, w.lost, w.waits = formed.number, formed.rank, False, 0
@@ -305,11 +305,11 @@ class World:
 
     def _end(self, m: Worker, over: bool, flags: Flags) -> None:
         m.group = None
-        if m._orders.leave:
-            self._leave(m, not over and saves_at_leave(flags, RendezvousClient.flags(m), m.rank))  # type: ignore[arg-type]
+        if m._reply.leave:
+            self._leave(m, not over and has_to_save_on_exit(flags, RendezvousClient.flags(m), m.rank))  # type: ignore[arg-type]
         elif over:
             m.over, m.state = True, "left"
-        m.over = over and not m._orders.leave
+        m.over = over and not m._reply.leave
 
     def _share(self, group: Generation, members: list[Worker]) -> None:
         newest = max(m.step for m in members)
@@ -324,7 +324,7 @@ class World:
             heard = self.now >= max(other.until_s, other.cut_until_s) + 3 * SILENCE_S or not max(
                 other.until_s, other.cut_until_s
             )
-            reachable = heard and not other._orders.exit and other in self.controlled
+            reachable = heard and not other._reply.exit and other in self.controlled
             if other.step > newest and other.group is not group and reachable:
                 self._fail(
                     f"generation {group.number} begins with step {newest}, {other.name} has {other.step}"
@@ -349,14 +349,14 @@ class World:
         ]
         for w in gone + late:
             self.controlled.remove(w)
-            _now(self.actor.dismiss({w.name}))
+            _now(self.actor.evict({w.name}))
             if w in late:
                 self._die(w)
         if len(self.controlled) < self.least and self.made < self.steps:
             for _ in range(self.random.randint(1, 2) if not self.controlled else 1):
                 self._add()
         _now(self.actor.drain(self.draining))
-        _now(self.actor.expect(len(self.controlled)))
+        _now(self.actor.set_expected(len(self.controlled)))
 
     def run(self) -> None:
         """Lets it happen until the run is over.
@@ -382,7 +382,7 @@ class World:
                 n: g for n, g in self.groups.items() if not g.broken or any(m.group is g for m in g.members.values())
             }
             if self.actor:
-                self.actor.look(self.now)
+                self.actor.check_liveness(self.now)
             if ticks % CONTROL_TICKS == 0:
                 self._control()
             if ticks > 40 * self.steps + 400:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 from ray_app.storage.object_stores import S3Path
 from tests.support.places import ROOT
 
@@ -56,7 +56,7 @@ class S3Server:
 
     def path(self, prefix: str) -> S3Path:
         """A place on the server, which carries the server's address."""
-        place = location(f"s3://{BUCKET}/{prefix}?endpoint_override={self.address}&scheme=http")
+        place = to_location(f"s3://{BUCKET}/{prefix}?endpoint_override={self.address}&scheme=http")
         assert isinstance(place, S3Path)
         return place
 

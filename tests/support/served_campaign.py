@@ -14,7 +14,7 @@ from typing import Any
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
-from ray_app.train.strategies.parameter_server.protocol import Answer
+from ray_app.train.strategies.parameter_server.protocol import CoordinatorReply
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
 from tests.support.local_world import CPU
 from tests.support.server_world import Here, World
@@ -81,7 +81,7 @@ class ServedCampaign(World):
         membership = SingleProcessMembership(self.job.plan.logical_workers, lambda: False)
         return ParameterWorker(self.job, name, self._ask, self.servers, membership, self.windows, CPU, hooks)
 
-    def _ask(self, *arguments: Any) -> Answer:
+    def _ask(self, *arguments: Any) -> CoordinatorReply:
         """Asks again whoever comes in the place of a coordinator that is lost, as Ray does."""
         while True:
             try:
@@ -89,7 +89,7 @@ class ServedCampaign(World):
                 answer = self.coordinator.ask(*arguments)
                 break
             except _LostError:
-                self.coordinator._recorder.close()
+                self.coordinator._step_log.close()
                 self.coordinator = Coordinator(self.job, self.servers)
         if answer.unit is not None:
             self._met("answered")

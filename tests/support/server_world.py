@@ -64,9 +64,9 @@ class World:
 
     def kill(self, name: str) -> None:
         """A worker is gone, with what it has not told yet."""
-        self.coordinator.keep(set(self.workers), False, False)
+        self.coordinator.update_workers(set(self.workers), False, False)
         del self.workers[name]
-        self.coordinator.keep(set(self.workers), False, False)
+        self.coordinator.update_workers(set(self.workers), False, False)
 
     def add(self) -> str:
         name = str(next(self._number))

@@ -1,20 +1,20 @@
-"""Workers that come and go one by one: Ray Train's controller (Ray 2.60), changed where it restarts everybody.
+"""Ray Train's controller (Ray 2.60), changed so that workers come and go one by one.
 
-Stock Ray Train knows one reaction to every change: end all workers and start all again. Here a worker that is lost is
-dropped, one whose node goes away leaves, and new ones, which have prepared themselves beside
-(`cluster.control.newcomers`), join while the others train on. What that needs of Ray's internals:
+Stock Ray Train reacts to every change in one way: it ends all workers and starts all again. Here a lost worker is
+dropped, a worker on a node that goes away leaves, and new workers, which have prepared themselves before
+(`cluster/controller/pending_workers.py`), join while the others train. This depends on internals of Ray:
 
-- `WorkerGroup`: see `cluster.control.group`.
-- `TrainController`: where it would restart the group it drops the failed workers; where it would resize it lets
-  newcomers join.
-- `ElasticScalingPolicy`: see `cluster.control.sizes`.
-- `DataParallelTrainer._initialize_and_run_controller`: the only place where a controller of one's own can be put in.
-  Ray runs its own as an actor; ours runs here, in the driver's process, in the thread that calls `fit`: a process less
-  to wait for, two seconds of every start. It ended with the driver as an actor, too. What it says goes to a file beside
+- `WorkerGroup`: see `cluster/controller/worker_group.py`.
+- `TrainController`: where it would restart the group it drops the failed workers; where it would resize the group it
+  lets pending workers join.
+- `ElasticScalingPolicy`: see `cluster/controller/scaling_policy.py`.
+- `DataParallelTrainer._initialize_and_run_controller`: the only place where another controller can be put in. Ray runs
+  its controller as an actor. This one runs in the driver's process, in the thread that calls `fit`, which saves a
+  process and two seconds of every start; as an actor it ended with the driver, too. Its log goes to a file next to
   Ray's logs, as before.
 
-Another Ray version may lack any of it; then importing this module fails, and `cluster.trainer` falls back to restarting
-all workers.
+Another Ray version may lack any of these. Then importing this module fails, and `cluster/trainer.py` falls back to
+restarting all workers.
 """
 
 from __future__ import annotations
@@ -37,24 +37,28 @@ from ray.train.v2._internal.execution.controller.state import AbortedState, Runn
 from ray.train.v2._internal.logging.logging import SessionFileHandler
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, OwnGroupBackend, answer
-from ray_app.cluster.controller.pending_workers import NO_ROOM, PendingWorkers
+from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, NoProcessGroupBackend, reply
+from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy, StragglerEvictor
-from ray_app.cluster.controller.worker_group import ElasticGroup, id_of
-from ray_app.process import put_back, variables
+from ray_app.cluster.controller.worker_group import ElasticGroup, actor_id_of
+from ray_app.process import restore_setting, set_variables
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 2.0  # Ray itself says more about how a worker was lost, and usually sooner
-_RETRY_S, _MOST_DOUBLED = 5.0, 4
-_OWN_LOGS = ENABLE_CONTROLLER_STRUCTURED_LOGGING_ENV_VAR
+_GRACE_S = 2.0
+"""Seconds without a heartbeat after which a worker is dropped: Ray usually notices a lost worker sooner, and says more
+about the cause.
+"""
+_RETRY_S, _MAX_DOUBLINGS = 5.0, 4
+"""Seconds before workers are started again after a failed start, and how often the time doubles."""
+_RAY_LOGGING_VARIABLE = ENABLE_CONTROLLER_STRUCTURED_LOGGING_ENV_VAR
 
 
-class _Backend(OwnGroupBackend):
+class _Backend(NoProcessGroupBackend):
     has_replica_groups = True
     share_cuda_visible_devices = False
-    """Each sees its own GPUs, also those that come later; since CUDA 10.1 NCCL copies between GPUs that do not see each
-    other, too.
+    """Each worker sees only its own GPUs, also a worker that joins later. Since CUDA 10.1 NCCL copies between GPUs that
+    do not see each other, too.
     """
 
 
@@ -65,38 +69,53 @@ class _BackendConfig(BackendConfig):
 
 
 class _Controller(TrainController):
-    """A controller that changes its workers one by one."""
+    """A controller that changes its workers one by one.
+
+    Args:
+        context: The run.
+        abandoned: Set when the driver does not wait for the run any more.
+        callbacks: Ray Train's callbacks.
+        scaling_policy: The policy, which has the pending workers.
+        arguments: The other arguments of `TrainController`.
+    """
 
     worker_group_cls = ElasticGroup
-    _owed = 0
+    _unreplaced = 0
     """Workers that were lost and not replaced yet."""
-    _ready = 0
-    """Newcomers that were ready when it was last told."""
-    _over = False
-    """Whether a worker has ended as it should."""
+    _recorded_ready = 0
+    """Ready pending workers in the newest event `standbys`."""
+    _is_run_over = False
+    """Whether a worker has ended in order."""
 
     def __init__(
-        self, given_up: threading.Event, callbacks: list[Any], scaling_policy: ElasticPolicy, **arguments: Any
+        self,
+        context: ControllerContext,
+        abandoned: threading.Event,
+        callbacks: list[Any],
+        scaling_policy: ElasticPolicy,
+        **arguments: Any,
     ) -> None:
-        self._given_up = given_up
-        config = scaling_policy._control.config
-        scaling = config.scaling
-        self._newcomers = scaling_policy.newcomers
-        self._retiring = StragglerEvictor(
-            scaling.evict_straggler_after_s, config.logical_workers, scaling.min_workers, scaling.most_workers
+        self._context, self._abandoned = context, abandoned
+        self._pending_workers = scaling_policy.pending_workers
+        scaling = context.config.scaling
+        self._evictor = StragglerEvictor(
+            scaling.evict_straggler_after_s,
+            context.config.logical_workers,
+            scaling.min_workers,
+            scaling.worker_limit,
         )
-        with variables(
-            **{_OWN_LOGS: "0"}
-        ):  # Ray's own way takes over the logging of this process, and closes all other log files
-            super().__init__(callbacks=[*callbacks, self._newcomers], scaling_policy=scaling_policy, **arguments)
+        # Ray's structured logging would take over the logging of this process and close all other log files.
+        with set_variables(**{_RAY_LOGGING_VARIABLE: "0"}):
+            super().__init__(callbacks=[*callbacks, self._pending_workers], scaling_policy=scaling_policy, **arguments)
 
     async def _run_control_loop_iteration(self) -> None:
-        if not self._given_up.is_set():
+        if not self._abandoned.is_set():
             await super()._run_control_loop_iteration()
             return
-        if ray.is_initialized():  # otherwise Ray would start anew to be asked
+        # Calls of Ray would start a new Ray if this process were not connected any more.
+        if ray.is_initialized():
             with suppress(ray.exceptions.RayError):
-                self._newcomers.keep(0)
+                self._pending_workers.limit_to(0)
                 if self._worker_group is not None:
                     self._worker_group.abort()
         self._set_state(AbortedState())
@@ -107,38 +126,41 @@ class _Controller(TrainController):
 
     @property
     def _rendezvous(self) -> Any:
-        return self._scaling_policy._control.rendezvous
+        return self._context.rendezvous
+
+    @property
+    def _resize_interval_s(self) -> float:
+        return self._context.config.scaling.resize_interval_s
 
     def _make_and_handle_scaling_decision_for_non_running_worker_group(self, controller_state: Any) -> Any:
-        """After a failure: drops those who failed, or have left by now, and goes on with the others, if there
-        are any.
-        """
+        """After a failure drops the workers that failed or have left, and goes on with the others if there are any."""
         group = self._worker_group
         status = group.get_latest_poll_status() if group is not None and group.has_started() else None
         failed = set(status.errors) if status is not None else set()
-        left, retired = self._left(status) if failed else (set(), set())
-        gone = failed | left | retired
-        if group is None or not 0 < len(gone) < len(group):
+        drained, evicted = self._ended_workers(status) if failed else (set(), set())
+        ended = failed | drained | evicted
+        if group is None or not 0 < len(ended) < len(group):
             if group is not None:
-                self._owed = 0
+                self._unreplaced = 0
                 self._scaling_policy.suspect({w.metadata.node_id for w in group.get_workers()})
                 self._shutdown_worker_group()
             return super()._make_and_handle_scaling_decision_for_non_running_worker_group(controller_state)
-        if left:
-            self._budget.budget.preempted(
-                len(left), answer(self._rendezvous.status.remote()).step, len(group) - len(gone)
-            )
-        self._drop(gone)
+        if drained:
+            step = reply(self._rendezvous.status.remote()).step
+            self._budget.budget.charge_preemption(len(drained), step, len(group) - len(ended))
+        self._drop(ended, "it failed, or it left while others failed")
         return self._running()
 
-    def _left(self, status: Any) -> tuple[set[int], set[int]]:
-        """Places of those who left as they had to: their node goes away, or they were too slow. Alone they would look
-        like the end.
+    def _ended_workers(self, status: Any) -> tuple[set[int], set[int]]:
+        """Returns the indices of workers that ended because they had to: on draining nodes, and evicted stragglers.
+
+        To Ray a worker that ends without an error looks like the end of the run.
         """
-        workers, draining = self._worker_group.get_workers(), self._scaling_policy.draining
-        ended = {place for place, one in status.worker_statuses.items() if not one.running and one.error is None}
-        left = {place for place in ended if workers[place].metadata.node_id in draining}
-        return left, {place for place in ended - left if id_of(workers[place].actor) in self._retiring.retired}
+        workers, draining_nodes = self._worker_group.get_workers(), self._scaling_policy.draining_nodes
+        ended = {index for index, s in status.worker_statuses.items() if not s.running and s.error is None}
+        drained = {index for index in ended if workers[index].metadata.node_id in draining_nodes}
+        evicted = {index for index in ended - drained if actor_id_of(workers[index].actor) in self._evictor.evicted}
+        return drained, evicted
 
     def _execute_resize_decision(self, decision: Any) -> Any:
         group = self._worker_group
@@ -148,169 +170,187 @@ class _Controller(TrainController):
         try:
             joined = group.join(decision.num_workers - before)
         except ray.exceptions.RayError as error:
-            self._note_lost([str(error)])
+            self._record_failed_starts([str(error)])
             return self._running()
         if not joined:
             return self._running()
-        if before + joined == policy.wanted:
-            policy.changed_s = time.monotonic()
-        self._expect()
-        replaced = min(joined, self._owed)
-        self._owed -= replaced
-        step = answer(self._rendezvous.status.remote()).step
+        if before + joined == policy.target_workers:
+            policy.last_change_s = time.monotonic()
+        self._send_expected()
+        replaced = min(joined, self._unreplaced)
+        self._unreplaced -= replaced
+        step = reply(self._rendezvous.status.remote()).step
         kind = "resized" if joined > replaced else "replaced"
-        self._budget.budget.note(kind, before=before, after=before + joined, step=step, reason=policy.reason)
+        self._budget.budget.record(kind, before=before, after=before + joined, step=step, reason=policy.reason)
+        logger.info(
+            "The run is resized from %d to %d workers at step %d: %s.", before, before + joined, step, policy.reason
+        )
         return self._running()
 
-    def _welcome(self) -> None:
-        """Looks after newcomers: as many as the policy wants are to be on their way."""
-        newcomers, policy = self._newcomers, self._scaling_policy
-        self._note_lost(newcomers.look(policy.draining))
-        newcomers.keep(policy.coming)
-        if policy.has_spares and (ready := newcomers.ready()) != self._ready:
-            self._ready = ready
-            self._budget.budget.note("spares", ready=ready)
-        if time.monotonic() >= policy.full_until_s:
-            newcomers.begin(policy.coming - len(newcomers), self._worker_group.slot(policy.shunned))
+    def _manage_pending_workers(self) -> None:
+        """Polls the pending workers, and starts or cancels some until there are as many as the policy wants."""
+        pending_workers, policy = self._pending_workers, self._scaling_policy
+        self._record_failed_starts(pending_workers.poll(policy.draining_nodes))
+        pending_workers.limit_to(policy.target_pending)
+        if policy.has_standbys and (ready := pending_workers.count_ready()) != self._recorded_ready:
+            self._recorded_ready = ready
+            self._budget.budget.record("standbys", ready=ready)
+        if time.monotonic() >= policy.no_starts_until_s:
+            missing = policy.target_pending - len(pending_workers)
+            pending_workers.start(missing, self._worker_group.slot(policy.excluded_nodes))
 
-    def _note_lost(self, reasons: list[str]) -> None:
+    def _record_failed_starts(self, reasons: list[str]) -> None:
+        """Delays the next start after failed ones, and records those that did not fail for lack of capacity."""
         if reasons:
-            self._scaling_policy.full_until_s = time.monotonic() + _RETRY_S * 2 ** min(
-                self._newcomers.in_vain, _MOST_DOUBLED
-            )
-        if told := [reason for reason in reasons if reason != NO_ROOM]:
-            self._budget.not_started(told, charged=False)
-
-    @property
-    def _dwell_s(self) -> float:
-        return self._scaling_policy._control.config.scaling.resize_interval_s
+            doublings = min(self._pending_workers.failed_rounds, _MAX_DOUBLINGS)
+            self._scaling_policy.no_starts_until_s = time.monotonic() + _RETRY_S * 2**doublings
+        if failures := [reason for reason in reasons if reason != NO_CAPACITY]:
+            self._budget.record_failed_starts(failures, is_charged=False)
 
     async def _poll_workers(self) -> Any:
         status = await super()._poll_workers()
         if not status.errors:
-            self._tend(status)
+            self._update_workers(status)
         return status
 
-    def _tend(self, status: Any) -> None:
-        """Looks after workers that are silent, or have left, or have to leave."""
+    def _update_workers(self, status: Any) -> None:
+        """Handles pending workers, and drops workers that are silent or have left, and evicts stragglers."""
         group, policy = self._worker_group, self._scaling_policy
         workers = group.get_workers()
-        self._welcome()
-        leaving = {*policy.draining, *self._retiring.retired}
-        left, retired = self._left(status)
-        self._over = self._over or any(
-            not s.running and i not in left | retired for i, s in status.worker_statuses.items()
+        self._manage_pending_workers()
+        leaving = {*policy.draining_nodes, *self._evictor.evicted}
+        drained, evicted = self._ended_workers(status)
+        self._is_run_over = self._is_run_over or any(
+            not s.running and index not in drained | evicted for index, s in status.worker_statuses.items()
         )
-        self._expect()  # again and again: the rendezvous may have been started anew
-        seen = answer([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])[1]
-        silent = {i for i, w in enumerate(workers) if seen.silent.get(id_of(w.actor), 0.0) > _GRACE_S}
-        if left and len(left) < len(workers):
-            self._budget.budget.preempted(len(left), seen.step, len(workers) - len(left))
-            self._drop(left)
-        elif retired and len(retired) < len(workers):
-            self._drop(retired)
+        # The number is sent at every poll, because the rendezvous may have been restarted and lost it.
+        self._send_expected()
+        _, rendezvous_status = reply([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])
+        step, silent_s = rendezvous_status.step, rendezvous_status.silent
+        silent = {index for index, w in enumerate(workers) if silent_s.get(actor_id_of(w.actor), 0.0) > _GRACE_S}
+        if drained and len(drained) < len(workers):
+            self._budget.budget.charge_preemption(len(drained), step, len(workers) - len(drained))
+            self._drop(drained, "its node goes away")
+        elif evicted and len(evicted) < len(workers):
+            self._drop(evicted, "it was a straggler")
         elif silent:
-            limit = policy._control.config.failure.heartbeat_timeout_s
-            error = ConnectionError(f"no sign of life for {limit:g} s")
-            self._budget.budget.failed(dict.fromkeys(silent, error), seen.step, len(workers) - len(silent))
-            self._drop(silent)
-        elif self._retiring.is_on and seen.record is not None:
-            self._retire(seen.record.slow, seen.step)
+            limit_s = self._context.config.failure.heartbeat_timeout_s
+            error = ConnectionError(f"no heartbeat for {limit_s:g} s")
+            self._budget.budget.charge_failure(dict.fromkeys(silent, error), step, len(workers) - len(silent))
+            self._drop(silent, str(error))
+        elif self._evictor.is_enabled and rendezvous_status.record is not None:
+            self._evict_straggler(rendezvous_status.record.slow, step)
 
-    def _retire(self, slow: Mapping[str, float], step: int) -> None:
-        """Has a worker leave that stays slow, if that helps.
+    def _evict_straggler(self, slow: Mapping[str, float], step: int) -> None:
+        """Has a worker leave that stays slow, if that makes the others faster.
 
         Args:
             slow: How many times as long as the others the slow workers take, by rank.
             step: Finished steps.
         """
         group, policy = self._worker_group, self._scaling_policy
-        by_rank = answer(self._rendezvous.workers.remote()) if slow else []
+        by_rank = reply(self._rendezvous.workers.remote()) if slow else []
         times = {by_rank[int(rank)].worker: slow[rank] for rank in slow if int(rank) < len(by_rank)}
-        nodes = {id_of(worker.actor): worker.metadata.node_id for worker in group.get_workers()}
-        ready = self._newcomers.ready()
-        decision = self._retiring.decide(
-            times, len(group), ready, lambda worker: policy.room_beside(nodes.get(worker, ""), len(group))
+        nodes = {actor_id_of(worker.actor): worker.metadata.node_id for worker in group.get_workers()}
+        eviction = self._evictor.decide(
+            times,
+            len(group),
+            self._pending_workers.count_ready(),
+            lambda worker: policy.capacity_without(nodes.get(worker, ""), len(group)),
         )
-        if decision is not None:
-            policy.shun(nodes.get(decision.worker, ""))
-            worker = next(beat for beat in by_rank if beat.worker == decision.worker)
-            self._budget.budget.note(
-                "retired", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=decision.reason
-            )
+        if eviction is None:
+            return
+        policy.exclude_node(nodes.get(eviction.worker, ""))
+        worker = next(heartbeat for heartbeat in by_rank if heartbeat.worker == eviction.worker)
+        self._budget.budget.record(
+            "retired", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=eviction.reason
+        )
+        logger.info("Rank %d on %s is evicted at step %d: %s.", worker.rank, worker.host, step, eviction.reason)
 
-    def _drop(self, places: set[int]) -> None:
+    def _drop(self, indices: set[int], reason: str) -> None:
         group = self._worker_group
-        lost = [w for i, w in enumerate(group.get_workers()) if i in places]
-        self._scaling_policy.suspect({w.metadata.node_id for w in lost})
-        gone = {id_of(w.actor) for w in lost}
-        answer(self._rendezvous.dismiss.remote(gone))
-        group.drop(places)
-        self._owed += len(places)
-        self._expect()
-        self._scaling_policy.changed_s = time.monotonic() - self._dwell_s  # replacing them is urgent
-        self._scaling_policy.full_until_s = 0.0  # their slots are free
+        dropped = [w for index, w in enumerate(group.get_workers()) if index in indices]
+        self._scaling_policy.suspect({w.metadata.node_id for w in dropped})
+        actor_ids = {actor_id_of(w.actor) for w in dropped}
+        for actor_id in sorted(actor_ids):
+            logger.info("Worker %s is dropped: %s.", actor_id, reason)
+        reply(self._rendezvous.evict.remote(actor_ids))
+        group.drop(indices)
+        self._unreplaced += len(indices)
+        self._send_expected()
+        # Lost workers are replaced at once: without the minimal time between changes, and in the slots that are free
+        # now.
+        self._scaling_policy.last_change_s = time.monotonic() - self._resize_interval_s
+        self._scaling_policy.no_starts_until_s = 0.0
 
-    def _expect(self) -> None:
-        answer(self._rendezvous.expect.remote(len(self._worker_group), self._scaling_policy._waiting, self._over))
+    def _send_expected(self) -> None:
+        workers, reason = len(self._worker_group), self._scaling_policy.waiting_reason
+        reply(self._rendezvous.set_expected.remote(workers, reason, self._is_run_over))
 
     def _running(self) -> Any:
         return TrainControllerLoopIterationResult(self._get_run_attempt_id(), self._state, RunningState())
 
 
 class ElasticTrainer(DataParallelTrainer):
-    """Ray Train's trainer with a controller and a scaling policy of our own.
+    """Ray Train's trainer with the controller and the scaling policy of this package.
 
     Args:
-        control: The run.
-        prepare: Reference of a function without arguments that each worker calls before it joins; what it raises is not
-            looked at.
-        given_up: Set when nobody waits for the run any more; then the controller ends its workers and itself.
-        arguments: Of `DataParallelTrainer`.
-        options: Likewise.
+        context: The run.
+        prepare: Reference of a function without arguments that each worker calls before it joins; its errors are
+            ignored.
+        abandoned: Set when the driver does not wait for the run any more; then the controller ends its workers and
+            itself.
+        arguments: Positional arguments of `DataParallelTrainer`.
+        options: Keyword arguments of `DataParallelTrainer`.
     """
 
     def __init__(
-        self, control: ControllerContext, prepare: Any, given_up: threading.Event, *arguments: Any, **options: Any
+        self, context: ControllerContext, prepare: Any, abandoned: threading.Event, *arguments: Any, **options: Any
     ) -> None:
         super().__init__(*arguments, backend_config=_BackendConfig(), **options)
-        self._control, self._prepare, self._given_up = control, prepare, given_up
+        self._context, self._abandoned = context, abandoned
+        self._prepare = prepare
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        # Ray's cleaner knows one placement group per run, and waits for a dashboard that may not be there; ours go with
-        # the job. For data sets it starts a process each time, and we give it none.
+        # Ray's placement group cleaner knows one placement group per run and waits for a dashboard, which may not run;
+        # the placement groups here go with the job. Its callback for data sets starts a process, and no data set of Ray
+        # Data is passed.
         unused = (PlacementGroupCleanerCallback, DatasetsCallback)
         arguments["callbacks"] = [c for c in arguments["callbacks"] if not isinstance(c, unused)]
-        control, given_up = self._control, self._given_up
-        policy = arguments["scaling_policy"] = ElasticPolicy(self.scaling_config, control)
-        stops = lambda: given_up.is_set() or policy.is_stopping()  # noqa: E731
-        policy.newcomers = PendingWorkers(self._prepare, control.config.scaling.min_workers, stops)
-        policy.newcomers.begin(
-            policy.free(), policy.slot()
-        )  # while the controller waits for others whom it asks before it decides
+        context, abandoned = self._context, self._abandoned
+        policy = arguments["scaling_policy"] = ElasticPolicy(self.scaling_config, context)
+        pending_workers = PendingWorkers(
+            self._prepare, context.config.scaling.min_workers, lambda: abandoned.is_set() or policy.is_stopping()
+        )
+        policy.pending_workers = pending_workers
+        # The workers start before the controller's first decision, for which it waits for answers of others.
+        pending_workers.start(policy.free_slots(), policy.slot())
         try:
             with _logged(f"ray-train-controller-{self.train_run_context.run_id}.log"):
-                controller = _Controller(given_up, **arguments)
+                controller = _Controller(context, abandoned, **arguments)
                 asyncio.run(controller.run())
                 return controller.get_result()
         finally:
-            policy.newcomers.keep(0)
+            pending_workers.limit_to(0)
 
 
 @contextmanager
 def _logged(name: str) -> Iterator[None]:
-    """What the controller says meanwhile goes to a file of the Ray session, and not to the terminal."""
-    said, handler = logging.getLogger("ray.train.v2"), SessionFileHandler(name)
+    """Sends the log of Ray Train in this process to a file of the Ray session, and not to the terminal."""
+    ray_train_logger, handler = logging.getLogger("ray.train.v2"), SessionFileHandler(name)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
-    def put(level: int, propagates: bool) -> None:
-        said.setLevel(level)
-        said.propagate = propagates
+    def configure(level: int, propagates: bool) -> None:
+        ray_train_logger.setLevel(level)
+        ray_train_logger.propagate = propagates
 
-    with put_back(said.name, lambda: (said.level, said.propagate), lambda before: put(*before)):
-        put(logging.INFO, False)
-        said.addHandler(handler)
+    def configuration() -> tuple[int, bool]:
+        return ray_train_logger.level, ray_train_logger.propagate
+
+    with restore_setting(ray_train_logger.name, configuration, lambda before: configure(*before)):
+        configure(logging.INFO, False)
+        ray_train_logger.addHandler(handler)
         try:
             yield
         finally:
-            said.removeHandler(handler)
+            ray_train_logger.removeHandler(handler)

@@ -1,6 +1,4 @@
-"""What went wrong so far, against what may: budgets for failures and preemptions, and a stop for what repeats
-itself.
-"""
+"""The budgets for failures and preemptions, and the stop for a failure that repeats itself."""
 
 from __future__ import annotations
 
@@ -14,22 +12,21 @@ from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, Repeat
 from ray_app.runlog.history import disturbances
 from ray_app.runlog.journal import Event, put_event, read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard_run, redact
-from ray_app.storage.files import location
+from ray_app.runlog.redaction import redact, register_run_secrets
+from ray_app.storage.files import to_location
 
-_DIED = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
-_MOST_CHARS = 8000
-_SAME = 3
-"""Times that the same error may follow one another at the same step before the run gives up; where others go on, as
-often as all are lost one after the other, and once more, if the budget allows so many.
+_DEATH = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
+_MAX_TASK_ERROR_CHARS, _MAX_ERROR_CHARS = 8000, 2000
+_MAX_REPETITIONS = 3
+"""Times that the same error may occur in a row at the same step before the run fails. If other workers go on, all of
+them may be lost one after the other, and one once more, if the budget allows so many failures.
 """
-_STORAGE_SAME = 20
-"""Times that workers may find the storage failing at the same step, each after trying for about half a minute."""
+_MAX_STORAGE_REPETITIONS = 20
+"""Times that the storage may fail at the same step. Each time workers have retried for about half a minute."""
 
 
 class Budget:
-    """Counts what fails, records it in the run's events, and raises when a budget is spent or trying again is
-    pointless.
+    """Counts failures, records them as events of the run, and raises when a budget is spent or a retry is pointless.
 
     Args:
         run_root: The run's directory.
@@ -38,34 +35,36 @@ class Budget:
     """
 
     def __init__(self, run_root: str, fence: int, limits: FailureSection) -> None:
-        self._run_root, self._fence, self._limits = run_root, fence, limits
+        self._run_root, self._fence = run_root, fence
+        self._limits = limits
         self._failures = self._preemptions = 0
-        self._last: tuple[int, str] | None = None
-        self._repeated = self._most_repeated = 0
-        self._without = 0, -1
+        self._last_failure: tuple[int, str] | None = None
+        self._repetitions = self._max_repetitions = 0
+        self._storage_failures = 0
+        self._storage_failed_step = -1
 
     @property
     def paths(self) -> RunPaths:
         """The run directory."""
-        return RunPaths(location(self._run_root))
+        return RunPaths(to_location(self._run_root))
 
-    def failed(self, errors: dict[Any, BaseException], step: int, left: int) -> None:
+    def charge_failure(self, errors: dict[Any, BaseException], step: int, left: int) -> None:
         """Charges a failure of workers.
 
         Args:
-            errors: What each worker failed with.
+            errors: The error of each failed worker, by rank.
             step: Finished steps of the run.
-            left: Workers that go on.
+            left: Number of workers that go on.
 
         Raises:
             RayAppError: The run has to end.
         """
-        guard_run(self.paths.config)
-        reasons = {str(rank): _brief(e) for rank, e in errors.items()}
+        register_run_secrets(self.paths.config)
+        reasons = {str(rank): _summary(e) for rank, e in errors.items()}
         if all(isinstance(e, PreemptedError) for e in errors.values()):
-            return self.preempted(len(errors), step, left)
+            return self.charge_preemption(len(errors), step, left)
         if all(isinstance(e, StorageError) for e in errors.values()):
-            return self._without_storage(reasons, step, left)
+            return self._record_storage_failure(reasons, step, left)
         self._failures += 1
         final = next((e for e in errors.values() if isinstance(e, RayAppError) and not e.retryable), None)
         put_event(
@@ -80,36 +79,35 @@ class Budget:
         )
         if final is not None:
             raise final
-        self._note_repetition(step, next(iter(sorted(reasons.values()))), len(errors) + left if left else 0)
+        self._check_repetition(step, min(reasons.values()), len(errors) + left if left else 0)
         allowed = self._limits.max_failures
         if 0 <= allowed < self._failures:
             raise BudgetSpentError(
                 f"The workers failed {self._failures} times; failure.max_failures allows {allowed}. Start the same run"
-                f" again to continue"
-                f" it, or raise failure.max_failures. The last time, by rank:\n{_listed(reasons)}"
+                f" again to continue it, or raise failure.max_failures. The last time, by rank:\n{_listed(reasons)}"
             )
         return None
 
-    def _without_storage(self, reasons: dict[str, str], step: int, left: int) -> None:
-        """Goes on, without a charge, where only the storage failed; whoever read it has tried for a while.
+    def _record_storage_failure(self, reasons: dict[str, str], step: int, left: int) -> None:
+        """Records a failure of the storage alone, which is not charged: the workers have retried for a while.
 
         Raises:
-            RepeatedFailureError: It has failed too often at the same step.
+            RepeatedFailureError: The storage has failed too often at the same step.
         """
         put_event(self.paths, "storage_failed", self._fence, errors=reasons, step=step, left=left)
-        self._without = self._without[0] + 1 if step == self._without[1] else 1, step
-        if self._without[0] >= _STORAGE_SAME:
+        self._storage_failures = self._storage_failures + 1 if step == self._storage_failed_step else 1
+        self._storage_failed_step = step
+        if self._storage_failures >= _MAX_STORAGE_REPETITIONS:
             raise RepeatedFailureError(
-                f"The storage failed {self._without[0]} times in a row after step {step}. The same run continues from"
-                f" its newest checkpoint"
-                f" once it is there again. The last time, by rank:\n{_listed(reasons)}"
+                f"The storage failed {self._storage_failures} times in a row after step {step}. The same run continues"
+                f" from its newest checkpoint once it is there again. The last time, by rank:\n{_listed(reasons)}"
             )
 
-    def preempted(self, workers: int, step: int, left: int) -> None:
-        """Charges a preemption.
+    def charge_preemption(self, workers: int, step: int, left: int) -> None:
+        """Charges a preemption of some workers.
 
         Raises:
-            BudgetSpentError: There were more than `failure.max_preemptions`.
+            BudgetSpentError: There were more preemptions than `failure.max_preemptions`.
         """
         self._preemptions += 1
         put_event(self.paths, "preempted", self._fence, number=self._preemptions, workers=workers, step=step, left=left)
@@ -117,54 +115,73 @@ class Budget:
         if 0 <= allowed < self._preemptions:
             raise BudgetSpentError(
                 f"Nodes were taken away {self._preemptions} times; failure.max_preemptions allows {allowed}. Start the"
-                f" same run again to"
-                " continue it, or raise failure.max_preemptions."
+                " same run again to continue it, or raise failure.max_preemptions."
             )
 
-    def note(self, kind: str, **details: Any) -> None:
-        """Records something else."""
+    def record(self, kind: str, **details: Any) -> None:
+        """Records an event that is not charged."""
         put_event(self.paths, kind, self._fence, **details)
 
-    def _note_repetition(self, step: int, reason: str, workers: int) -> None:
-        found = step, reason.splitlines()[0]
-        if found != self._last:
-            self._last, self._repeated, self._most_repeated = found, 0, _SAME
+    def _check_repetition(self, step: int, reason: str, workers: int) -> None:
+        """Counts how often the same failure has occurred in a row.
+
+        Args:
+            step: Finished steps of the run.
+            reason: The reason of the failure; its first line is compared.
+            workers: Number of workers before the failure if some go on; otherwise 0.
+
+        Raises:
+            RepeatedFailureError: It has occurred too often.
+        """
+        failure = step, reason.splitlines()[0]
+        if failure != self._last_failure:
+            self._last_failure = failure
+            self._repetitions, self._max_repetitions = 0, _MAX_REPETITIONS
         allowed = self._limits.max_failures
-        most = workers + 1 if allowed < 0 else min(workers + 1, allowed + 1)
-        self._repeated, self._most_repeated = self._repeated + 1, max(self._most_repeated, most)
-        if self._repeated == self._most_repeated:
+        max_repetitions = workers + 1 if allowed < 0 else min(workers + 1, allowed + 1)
+        self._repetitions += 1
+        self._max_repetitions = max(self._max_repetitions, max_repetitions)
+        if self._repetitions == self._max_repetitions:
             raise RepeatedFailureError(
-                f"The same failure {self._repeated} times in a row after step {step}, so starting again is pointless."
-                f" The same run"
-                f" continues from its newest checkpoint once the cause is gone: {reason}"
+                f"The same failure {self._repetitions} times in a row after step {step}, so starting again is"
+                f" pointless. The same run continues from its newest checkpoint once the cause is gone: {reason}"
             )
 
 
-def _brief(error: BaseException) -> str:
-    """What to say of an error: for a process that died how it did, otherwise what the error says of itself."""
-    text = redact(str(error))  # before it is cut, so that no part of a secret is left
-    died = _DIED.search(text)
-    if died is not None:
-        return f"the worker process died: {died[1].strip()}"
-    return text[:_MOST_CHARS] if isinstance(error, TaskError) else f"{type(error).__name__}: {text}"[:2000]
+def failure_summary(paths: RunPaths, limits: FailureSection) -> str:
+    """Returns what went wrong so far in all starts as one sentence, see `disturbances`."""
+    return disturbances(failure_events(paths), limits)
+
+
+def failure_events(paths: RunPaths) -> list[Event]:
+    """Returns the events of all starts from which `disturbances` counts what went wrong."""
+    return read_events(
+        paths,
+        "failed",
+        "preempted",
+        "storage_failed",
+        "resized",
+        "started",
+        "finished",
+        "stopped_early",
+        "sdc_detected",
+    )
+
+
+def _summary(error: BaseException) -> str:
+    """Returns how a process died if the error says so, otherwise the error's message."""
+    # The message is redacted before it is cut, so that no part of a secret remains.
+    text = redact(str(error))
+    death = _DEATH.search(text)
+    if death is not None:
+        return f"the worker process died: {death[1].strip()}"
+    if isinstance(error, TaskError):
+        return text[:_MAX_TASK_ERROR_CHARS]
+    return f"{type(error).__name__}: {text}"[:_MAX_ERROR_CHARS]
 
 
 def _listed(reasons: dict[str, str]) -> str:
-    """The reasons by rank; what several ranks failed with alike is told once."""
-    alike = [
-        list(group)
-        for _, group in groupby(sorted(reasons.items(), key=itemgetter(1)), lambda item: item[1].splitlines()[0])
-    ]
-    return "\n".join(f"{', '.join(rank for rank, _ in group)}: {group[0][1]}" for group in alike)
-
-
-def spent(paths: RunPaths, limits: FailureSection) -> str:
-    """What went wrong so far in all starts, in words, see `disturbances`."""
-    return disturbances(disturbing(paths), limits)
-
-
-def disturbing(paths: RunPaths) -> list[Event]:
-    """The events that tell what went wrong so far in all starts."""
-    return read_events(
-        paths, "failed", "preempted", "storage_failed", "resized", "started", "finished", "stopped_early", "lied"
-    )
+    """Returns the reasons by rank, one line for the ranks with the same first line."""
+    by_reason = sorted(reasons.items(), key=itemgetter(1))
+    groups = [list(group) for _, group in groupby(by_reason, lambda item: item[1].splitlines()[0])]
+    return "\n".join(f"{', '.join(rank for rank, _ in group)}: {group[0][1]}" for group in groups)

@@ -1,10 +1,10 @@
-"""Workers on their way: they begin while the others train on, so that nobody waits for their processes, their imports
-and their device.
+"""Pending workers: worker actors that start and prepare themselves while the others train.
 
-Every worker is a newcomer first: those that a run starts with, those that replace a lost one or use new room, and the
-spares of `scaling.standby_workers`, which have prepared themselves and wait for somebody to be lost or for room. Each
-has a placement group of its own, so that the slot of a lost worker is free again at once and one for a new one can be
-anywhere.
+Every worker is pending first: the workers that a run starts with, those that replace a lost worker or use new capacity,
+and the standby workers of `scaling.standby_workers`, which are prepared and wait until a worker is lost or capacity
+appears. So a training step never waits for the start of a process, its imports and its device. Each pending worker has
+a placement group of its own: the slot of a lost worker is free again at once, and the slot of a new one can be on any
+node.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_app.process import without_gc
 
-_PLACE_S, _PLACE_EACH_S = 5.0, 0.01  # Ray makes some hundred slots a second
-_READY_S, _PATIENCE_S = 600.0, 10.0
-_MOST_DEATHS = 3
-NO_ROOM = "there is no room"
-"""Why a newcomer was given up that found no slot."""
+_PLACEMENT_TIMEOUT_S = 5.0
+_PLACEMENT_PER_WORKER_S = 0.01
+"""Seconds by which each worker that starts extends the timeout: Ray creates some hundred placement groups a second."""
+_READY_TIMEOUT_S = 600.0
+_MIN_PATIENCE_S = 10.0
+"""Seconds for which a start that has enough workers waits at least for the others."""
+_MAX_DEATHS = 3
+NO_CAPACITY = "there is no capacity"
+"""The reason for which a pending worker that got no slot was cancelled."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What each worker reserves, and where.
+    """The resources that each worker reserves, and where.
 
     Args:
         resources: By Ray's names.
-        strategy: How Ray places it.
-        labels: Labels of the node, see `scaling.label_selector`, and Ray's own.
+        strategy: Ray's placement strategy.
+        labels: Labels of the node: those of `scaling.label_selector`, and Ray's.
     """
 
     resources: dict[str, float]
@@ -49,190 +53,210 @@ class Slot:
 
 @dataclass(eq=False)
 class PendingWorker:
-    """A worker that is not one yet.
+    """A worker that has not joined the worker group yet.
 
     Args:
         actor: Handle of its actor.
         group: The placement group that it runs in.
-        prepared: Reference of its preparation, which returns nothing.
-        answer: Reference of its next sign of life, which is where it is (Ray's `ActorMetadata`).
-        place_until_s: When it is given up if there is no room for it, by the monotonic clock.
-        ready_until_s: When it is given up if it has not prepared itself.
-        placed: Whether it was seen to have its slot.
-        ready_s: When it was seen to be ready.
-        metadata: Where it is, once it is ready.
-        began_s: When it began.
+        preparation_ref: Reference of its preparation, which returns nothing.
+        metadata_ref: Reference of its newest answer, which says where it runs (Ray's `ActorMetadata`).
+        placement_deadline_s: When it is cancelled if it has no slot by then, by the monotonic clock.
+        ready_deadline_s: When it is cancelled if it is not prepared by then.
+        is_placed: Whether it is known to have its slot.
+        ready_s: When it was found to be ready; None before.
+        metadata: Where it runs, once it is ready.
+        started_s: When it was started.
     """
 
     actor: Any
     group: PlacementGroup
-    prepared: Any
-    answer: Any
-    place_until_s: float
-    ready_until_s: float
-    placed: bool = False
+    preparation_ref: Any
+    metadata_ref: Any
+    placement_deadline_s: float
+    ready_deadline_s: float
+    is_placed: bool = False
     ready_s: float | None = None
     metadata: Any = None
-    began_s: float = field(default_factory=time.monotonic)
+    started_s: float = field(default_factory=time.monotonic)
 
-    def hear(self) -> None:
-        """Takes its answer, and asks again.
+    def update(self) -> None:
+        """Takes the worker's answer, and asks again.
 
         Raises:
-            RayError: It died, or its preparation failed.
+            RayError: The worker died, or its preparation failed.
         """
-        ray.get(self.prepared)
-        self.metadata, self.answer = ray.get(self.answer), self.actor.get_metadata.remote()
+        ray.get(self.preparation_ref)
+        self.metadata, self.metadata_ref = ray.get(self.metadata_ref), self.actor.get_metadata.remote()
         self.ready_s = self.ready_s or time.monotonic()
 
-    def give_up(self) -> None:
-        """Ends it and gives its slot back."""
+    def cancel(self) -> None:
+        """Ends the worker and gives its slot back."""
         ray.kill(self.actor)
         remove_placement_group(self.group)
 
 
 class PendingWorkers(ControllerCallback, WorkerGroupCallback):
-    """All that are on their way; lives in the controller's process, longer than its groups of workers.
+    """All pending workers of a run. They live in the controller's process, longer than its worker groups.
 
-    Where one after the other dies while it prepares itself, the next do not: what kills them does so when they train,
-    where it is counted. Some die all the same (`in_vain`): at a start that is a failure of its own, while others train
-    it is tried less and less often.
+    When several in a row have died while they prepared themselves, the next ones skip the preparation: what kills them
+    then does so when they train, where it is charged as a failure. Some die all the same (`failed_rounds`). At the
+    start of a run that is charged as a failure, too; while others train, the starts become rarer and rarer.
 
     Args:
-        prepare: Reference of a function without arguments that each calls first.
-        least: With so many a run may start.
-        stopping: Whether the run is to stop.
+        prepare: Reference of a function without arguments that each worker calls first.
+        min_workers: With so many workers a run may start.
+        is_stopping: Returns whether the run is to stop.
     """
 
-    def __init__(self, prepare: Any, least: int, stopping: Callable[[], bool]) -> None:
-        self._prepare, self._least, self._stopping = prepare, least, stopping
-        self._all: list[PendingWorker] = []
-        self._deaths = self._rounds = 0
+    def __init__(self, prepare: Any, min_workers: int, is_stopping: Callable[[], bool]) -> None:
+        self._prepare = prepare
+        self._min_workers = min_workers
+        self._is_stopping = is_stopping
+        self._pending: list[PendingWorker] = []
+        self._deaths = self._failed_polls = 0
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._pending)
 
     @property
-    def in_vain(self) -> int:
-        """How often in a row some died and nobody became ready, beyond the tries after which they need not prepare
-        themselves.
+    def failed_rounds(self) -> int:
+        """The number of polls in a row in which workers died and none became ready, without those before workers skip
+        the preparation.
         """
-        return max(0, self._rounds - _MOST_DEATHS)
+        return max(0, self._failed_polls - _MAX_DEATHS)
 
-    def begin(self, count: int, slot: Slot) -> None:
-        """Has `count` more of them prepare themselves, each as soon as there is room for it."""
+    def start(self, count: int, slot: Slot) -> None:
+        """Starts `count` more workers, which prepare themselves as soon as there is capacity for them."""
         if count <= 0:
             return
-        made = ray.remote(**bundle_to_remote_args(slot.resources))(
-            RayTrainWorker
-        )  # no `runtime_env`: processes that are there can be used
+        # Without a `runtime_env` Ray can use worker processes that exist already.
+        actor_class = ray.remote(**bundle_to_remote_args(slot.resources))(RayTrainWorker)
         env, now = get_env_vars_to_propagate(), time.monotonic()
+        placement_deadline_s = now + _PLACEMENT_TIMEOUT_S + count * _PLACEMENT_PER_WORKER_S
         for _ in range(count):
             group = placement_group(
                 [slot.resources], strategy=slot.strategy, bundle_label_selector=[slot.labels] if slot.labels else None
             )
-            actor = made.options(
+            actor = actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
             ).remote()
-            prepare = self._prepare if self._deaths < _MOST_DEATHS else None
-            prepared, answer = actor.execute.remote(_prepare, env, [prepare]), actor.get_metadata.remote()
-            self._all.append(
-                PendingWorker(actor, group, prepared, answer, now + _PLACE_S + count * _PLACE_EACH_S, now + _READY_S)
+            prepare = self._prepare if self._deaths < _MAX_DEATHS else None
+            preparation_ref = actor.execute.remote(_prepare, env, [prepare])
+            metadata_ref = actor.get_metadata.remote()
+            self._pending.append(
+                PendingWorker(actor, group, preparation_ref, metadata_ref, placement_deadline_s, now + _READY_TIMEOUT_S)
             )
 
-    def look(self, draining: Collection[str] = ()) -> list[str]:
-        """Finds out who is ready, and gives up those for whom there is no room, who failed, who take too long, or whose
-        node goes away.
+    def poll(self, draining_nodes: Collection[str] = ()) -> list[str]:
+        """Updates which workers are ready, and cancels those that cannot become ready.
+
+        These are the workers for which there is no capacity, that failed, that take too long, or that run on a node
+        that is about to go away.
 
         Args:
-            draining: Ids of nodes that go away.
+            draining_nodes: Ids of nodes that are about to go away.
 
         Returns:
-            Why each was given up, but for nodes that go away.
+            The reason for each cancelled worker, without those on draining nodes.
         """
-        reasons, deaths, ready = list[str](), 0, False
-        for newcomer in self._answering(0):
-            was_ready = newcomer.ready_s is not None
+        reasons = list[str]()
+        deaths = 0
+        any_became_ready = False
+        for pending in self._answered(0):
+            was_ready = pending.ready_s is not None
             try:
-                newcomer.hear()
-                ready |= not was_ready
+                pending.update()
+                any_became_ready |= not was_ready
             except ray.exceptions.RayError as error:
                 deaths += not was_ready
                 reasons.append(str(error))
-                self._give_up(newcomer)
+                self._cancel(pending)
         now = time.monotonic()
-        for newcomer in [n for n in self._all if n.ready_s is None and now > n.place_until_s]:
-            newcomer.placed = newcomer.placed or placement_group_table(newcomer.group)["state"] == "CREATED"
-            if not newcomer.placed:
-                reasons.append(NO_ROOM)
-                self._give_up(newcomer)
-            elif now > newcomer.ready_until_s:
-                reasons.append(f"it was not ready after {_READY_S:g} s")
+        for pending in [p for p in self._pending if p.ready_s is None and now > p.placement_deadline_s]:
+            pending.is_placed = pending.is_placed or placement_group_table(pending.group)["state"] == "CREATED"
+            if not pending.is_placed:
+                reasons.append(NO_CAPACITY)
+                self._cancel(pending)
+            elif now > pending.ready_deadline_s:
+                reasons.append(f"it was not ready after {_READY_TIMEOUT_S:g} s")
                 deaths += 1
-                self._give_up(newcomer)
-        self._deaths, self._rounds = (0, 0) if ready else (self._deaths + deaths, self._rounds + (deaths > 0))
-        for newcomer in [n for n in self._all if n.ready_s is not None and n.metadata.node_id in draining]:
-            self._give_up(newcomer)
+                self._cancel(pending)
+        if any_became_ready:
+            self._deaths = self._failed_polls = 0
+        else:
+            self._deaths += deaths
+            self._failed_polls += deaths > 0
+        for pending in [p for p in self._pending if p.ready_s is not None and p.metadata.node_id in draining_nodes]:
+            self._cancel(pending)
         return reasons
 
-    def wait(self, count: int) -> list[str]:
-        """Waits until so many are ready, or as many as are left; not for those who take long, if a run may start
-        without them.
+    def wait_until_ready(self, count: int) -> list[str]:
+        """Waits until `count` workers are ready, or all that have not been cancelled.
+
+        Slow workers are not waited for if a run may start without them, see `_is_enough`.
 
         Returns:
-            Why others were given up, see `look`.
+            The reasons for which others were cancelled, see `poll`.
         """
-        reasons = self.look()
-        while self.ready() < min(count, len(self)) and not self._is_enough() and not self._stopping():
-            self._answering(_PLACE_S / 10)
-            reasons += self.look()
+        reasons = self.poll()
+        while self.count_ready() < min(count, len(self)) and not self._is_enough() and not self._is_stopping():
+            self._answered(_PLACEMENT_TIMEOUT_S / 10)
+            reasons += self.poll()
         return reasons
 
     def _is_enough(self) -> bool:
-        """Whether a run may start with those who are ready, and they have waited for the others for as long as they
-        took themselves.
+        """Returns whether a run may start with the ready workers, which have waited for the others for at least as long
+        as they took to become ready.
         """
-        ready = sorted((n.ready_s, n.began_s) for n in self._all if n.ready_s is not None)
-        if len(ready) < self._least:
+        ready = sorted((p.ready_s, p.started_s) for p in self._pending if p.ready_s is not None)
+        if len(ready) < self._min_workers:
             return False
-        ready_s, began_s = ready[self._least - 1]
-        return time.monotonic() - ready_s >= max(_PATIENCE_S, ready_s - began_s)
+        ready_s, started_s = ready[self._min_workers - 1]
+        return time.monotonic() - ready_s >= max(_MIN_PATIENCE_S, ready_s - started_s)
 
-    def _answering(self, timeout_s: float) -> list[PendingWorker]:
-        asked = {newcomer.answer: newcomer for newcomer in self._all}
-        return (
-            [asked[ref] for ref in ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)[0]] if asked else []
-        )
+    def _answered(self, timeout_s: float) -> list[PendingWorker]:
+        """Returns the workers that have answered, after waiting for all for at most `timeout_s`."""
+        by_ref = {pending.metadata_ref: pending for pending in self._pending}
+        if not by_ref:
+            return []
+        answered_refs, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=timeout_s)
+        return [by_ref[ref] for ref in answered_refs]
 
-    def ready(self, since_s: float = 0.0) -> int:
-        """How many are ready, since so many seconds at least."""
-        return sum(n.ready_s is not None and time.monotonic() - n.ready_s >= since_s for n in self._all)
+    def count_ready(self, since_s: float = 0.0) -> int:
+        """Returns the number of workers that have been ready for at least so many seconds."""
+        return sum(p.ready_s is not None and time.monotonic() - p.ready_s >= since_s for p in self._pending)
 
-    def take(self, count: int) -> list[PendingWorker]:
-        """Those who join now: ready ones, as many as there are of `count`, who have waited longest first."""
-        taken = sorted((n for n in self._all if n.ready_s is not None), key=lambda n: n.ready_s or 0.0)[:count]
-        self._all = [n for n in self._all if n not in taken]
+    def take_ready(self, count: int) -> list[PendingWorker]:
+        """Removes and returns at most `count` ready workers, the longest-waiting first."""
+        ready = [p for p in self._pending if p.ready_s is not None]
+        taken = sorted(ready, key=lambda p: p.ready_s or 0.0)[:count]
+        self._pending = [p for p in self._pending if p not in taken]
         return taken
 
-    def keep(self, most: int) -> None:
-        """Gives up those who are too many, who began last first."""
-        for newcomer in self._all[most:]:
-            self._give_up(newcomer)
+    def limit_to(self, max_pending: int) -> None:
+        """Cancels the workers that were started last, so that at most `max_pending` remain."""
+        for pending in self._pending[max_pending:]:
+            self._cancel(pending)
 
-    def _give_up(self, newcomer: PendingWorker) -> None:
-        newcomer.give_up()
-        self._all.remove(newcomer)
+    def _cancel(self, pending: PendingWorker) -> None:
+        pending.cancel()
+        self._pending.remove(pending)
 
     async def before_controller_shutdown(self) -> None:
-        """None of them is needed any more."""
-        self.keep(0)
+        """Cancels all pending workers."""
+        self.limit_to(0)
 
 
 def _prepare(env: dict[str, str], prepare: list[Any]) -> None:
+    """Sets the environment of a worker's process and calls its preparation.
+
+    Args:
+        env: Variables that Ray Train passes to its workers.
+        prepare: A list with the reference of the function, which Ray does not resolve inside of a list; or with None.
+    """
     os.environ |= env
     if prepare[0] is not None:
         with without_gc():
-            function: Callable[[], None] = ray.get(
-                prepare[0]
-            )  # not earlier: imports come with it, which look at the environment
+            # The function is fetched only now: its imports look at the environment.
+            function: Callable[[], None] = ray.get(prepare[0])
             function()

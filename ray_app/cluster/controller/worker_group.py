@@ -1,8 +1,8 @@
-"""Ray Train's worker group (Ray 2.60), so that it can lose and gain single workers.
+"""Ray Train's worker group (Ray 2.60), changed so that it can lose and gain single workers.
 
-Its workers share one placement group, which is made and given back as a whole, and are made when the group starts. Here
-each brings its own and has prepared itself before, see `cluster.control.newcomers`. `WorkerGroup`, `ReplicaGroup`,
-`Worker` and `PlacementGroupHandle` are private to Ray Train.
+Ray's workers share one placement group, which is created and removed as a whole, and start with the group. Here each
+worker brings its own placement group and was pending before, see `cluster/controller/pending_workers.py`.
+`WorkerGroup`, `ReplicaGroup`, `Worker` and `PlacementGroupHandle` are private to Ray Train.
 """
 
 from __future__ import annotations
@@ -20,37 +20,39 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from ray_app.cluster.controller.backend import FailureBudget
-from ray_app.cluster.controller.pending_workers import NO_ROOM, PendingWorker, PendingWorkers, Slot
+from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorker, PendingWorkers, Slot
 
-_ANSWER_S = 120.0
-"""Seconds that a worker which has prepared itself has to answer."""
+_REPLY_TIMEOUT_S = 120.0
+"""Seconds that a worker has to answer once it has been ready."""
 
 
 class _Slots(PlacementGroupHandle):
-    """The placement groups of the workers of a group, one each."""
+    """The placement groups of the workers of a group, one for each worker."""
 
     def __init__(self) -> None:
-        self._used: dict[str, PlacementGroup] = {}
+        self._in_use: dict[str, PlacementGroup] = {}
 
     def use(self, actor_id: str, slot: PlacementGroup) -> None:
-        self._used[actor_id] = slot
+        self._in_use[actor_id] = slot
 
     def release(self, actor_id: str) -> None:
-        remove_placement_group(self._used.pop(actor_id))
+        remove_placement_group(self._in_use.pop(actor_id))
 
     @property
     def placement_group(self) -> Any:
-        return None  # for `_create_workers`, which needs none
+        # It is for `_create_workers`, which takes pending workers here.
+        return None
 
     def ready(self) -> Any:
         raise NotImplementedError
 
     def wait(self, timeout_seconds: float = 30) -> bool:
+        # The pending workers wait for their placement groups.
         del timeout_seconds
-        return True  # the newcomers wait for theirs
+        return True
 
     def shutdown(self) -> None:
-        for actor_id in list(self._used):
+        for actor_id in list(self._in_use):
             self.release(actor_id)
 
 
@@ -63,40 +65,41 @@ class ElasticGroup(WorkerGroup):
     _builder: Any = None
 
     @property
-    def _newcomers(self) -> PendingWorkers:
+    def _pending_workers(self) -> PendingWorkers:
         return next(c for c in self._callbacks if isinstance(c, PendingWorkers))
 
     @property
     def _budget(self) -> FailureBudget:
         return next(c for c in self._callbacks if isinstance(c, FailureBudget))
 
-    def slot(self, shunned: Collection[str] = ()) -> Slot:
-        """What each of its workers reserves, the same for all, also for those of later; not on the nodes of the
-        `shunned` ids.
+    def slot(self, excluded_nodes: Collection[str] = ()) -> Slot:
+        """Returns the resources that each of its workers reserves, which are the same for workers that join later.
+
+        Args:
+            excluded_nodes: Ids of nodes on which the slot may not be.
         """
         context = self._worker_group_context
         labels = dict((context.label_selector or [{}])[0])
-        if shunned:
-            labels[ray._raylet.RAY_NODE_ID_KEY] = f"!in({','.join(sorted(shunned))})"
+        if excluded_nodes:
+            labels[ray._raylet.RAY_NODE_ID_KEY] = f"!in({','.join(sorted(excluded_nodes))})"
         return Slot(context.resources_per_worker, context.placement_strategy, labels)
 
     def _start(self) -> None:
-        """Starts it. If a worker is lost meanwhile that is a failure, and nobody of it is left behind: Ray would end
-        the run.
+        """Starts the group. The loss of a worker meanwhile is charged as a failure, where Ray would end the run.
 
         Raises:
-            WorkerGroupStartupFailedError: It did not start.
+            WorkerGroupStartupFailedError: The group did not start; none of its workers remains.
         """
         try:
             super()._start()
         except Exception as error:
             if self.has_started():
                 self.shutdown()
-            lost = error.__cause__ if isinstance(error, WorkerGroupStartupFailedError) else error
-            if not isinstance(lost, ray.exceptions.RayActorError):
+            cause = error.__cause__ if isinstance(error, WorkerGroupStartupFailedError) else error
+            if not isinstance(cause, ray.exceptions.RayActorError):
                 raise
-            self._budget.not_started([str(lost)], charged=True)
-            raise WorkerGroupStartupFailedError(str(lost)) from lost
+            self._budget.record_failed_starts([str(cause)], is_charged=True)
+            raise WorkerGroupStartupFailedError(str(cause)) from cause
 
     def _start_impl(self, builder: Any) -> None:
         self._builder = builder
@@ -105,110 +108,109 @@ class ElasticGroup(WorkerGroup):
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> _Slots:
         del scaling_config
         self._slots = _Slots()
-        self._newcomers.begin(worker_group_context.num_workers - len(self._newcomers), self.slot())
+        self._pending_workers.start(worker_group_context.num_workers - len(self._pending_workers), self.slot())
         return self._slots
 
     def _create_workers(self, num_workers: int, *unused: Any, **also_unused: Any) -> list:
-        """Waits for newcomers instead.
+        """Waits for pending workers instead of creating workers.
 
         Raises:
-            WorkerGroupStartupFailedError: There are not so many.
+            WorkerGroupStartupFailedError: Fewer than `num_workers` became ready.
         """
         del unused, also_unused
-        if (
-            self._builder is not None
-        ):  # the actor for `ray.train.report` and collectives, which nobody calls, would import for a second
+        if self._builder is not None:
+            # No worker calls the actor for `ray.train.report` and collectives, and its imports would take a second.
             ray.kill(self._builder.sync_actor)
-        reasons = self._newcomers.wait(num_workers)
-        if self._newcomers.ready() < num_workers:
-            if died := [reason for reason in reasons if reason != NO_ROOM]:
-                self._budget.not_started(died, charged=self._newcomers.in_vain > 0)
-            told = [f"{self._newcomers.ready()} of {num_workers} workers are ready", *dict.fromkeys(reasons)]
-            raise WorkerGroupStartupFailedError("\n".join(told))
-        return self._workers_of(self._newcomers.take(num_workers))
+        reasons = self._pending_workers.wait_until_ready(num_workers)
+        if self._pending_workers.count_ready() < num_workers:
+            if failures := [reason for reason in reasons if reason != NO_CAPACITY]:
+                self._budget.record_failed_starts(failures, is_charged=self._pending_workers.failed_rounds > 0)
+            summary = f"{self._pending_workers.count_ready()} of {num_workers} workers are ready"
+            raise WorkerGroupStartupFailedError("\n".join([summary, *dict.fromkeys(reasons)]))
+        return self._workers_of(self._pending_workers.take_ready(num_workers))
 
-    def _workers_of(self, newcomers: list[PendingWorker]) -> list:
-        for newcomer in newcomers:
-            self._slots.use(id_of(newcomer.actor), newcomer.group)
-        workers = [
-            Worker(n.actor, n.metadata, self._worker_group_context.resources_per_worker, placement_group_bundle_index=0)
-            for n in newcomers
-        ]
+    def _workers_of(self, ready: list[PendingWorker]) -> list:
+        """Returns Ray's workers for ready pending workers, with ranks that no other worker of the group has had."""
+        for pending in ready:
+            self._slots.use(actor_id_of(pending.actor), pending.group)
+        resources = self._worker_group_context.resources_per_worker
+        workers = [Worker(p.actor, p.metadata, resources, placement_group_bundle_index=0) for p in ready]
         first, self._next_rank = self._next_rank, self._next_rank + len(workers)
         return self._assign_worker_ranks(workers, first, first + len(workers), replica_group_size=1)
 
     def _init_train_context_on_workers(
         self, workers: list, sync_actor: Any, train_context_args: dict[str, list]
     ) -> None:
-        """As Ray's, but for the controller's handle, which only `ray.train.report` needs: ours is no actor.
+        """Initializes the workers as Ray does, but for the controller's handle.
+
+        Only `ray.train.report` needs the handle, and the controller here is not an actor.
 
         Raises:
             ActorUnavailableError: A worker does not answer; Ray and this group treat it like a worker that died.
         """
-        common = {
+        common_args = {
             "train_run_context": self._train_run_context,
             "synchronization_actor": sync_actor,
             "storage_context": self._storage_context,
             "worker_callbacks": self._worker_callbacks_to_propagate,
             "controller_actor": None,
         }
-        asked = []
-        for place, worker in enumerate(workers):
-            own = {name: values[place] for name, values in train_context_args.items()}
-            asked.append(
-                worker.actor.init_train_context.remote(distributed_context=worker.distributed_context, **common, **own)
-            )
-        _, silent = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
+        refs = []
+        for index, worker in enumerate(workers):
+            worker_args = {name: values[index] for name, values in train_context_args.items()}
+            init = worker.actor.init_train_context
+            refs.append(init.remote(distributed_context=worker.distributed_context, **common_args, **worker_args))
+        _, silent = ray.wait(refs, num_returns=len(refs), timeout=_REPLY_TIMEOUT_S)
         if silent:
-            actor_id = workers[asked.index(silent[0])].actor._actor_id.binary()
+            actor_id = workers[refs.index(silent[0])].actor._actor_id.binary()
             raise ray.exceptions.ActorUnavailableError(
-                f"a worker that was ready has not answered for {_ANSWER_S:g} s", actor_id
+                f"a worker that was ready has not answered for {_REPLY_TIMEOUT_S:g} s", actor_id
             )
-        ray.get(asked)
+        ray.get(refs)
         self._decorate_worker_log_file_paths(workers)
 
-    def drop(self, gone: set[int]) -> None:
-        """Ends the workers at these places of the list and frees their slots."""
+    def drop(self, indices: set[int]) -> None:
+        """Ends the workers with these indices of the list and frees their slots."""
         workers = self.get_workers()
-        self._end([workers[place] for place in gone])
-        self._set([w for place, w in enumerate(workers) if place not in gone])
+        self._end([workers[index] for index in indices])
+        self._set_workers([worker for index, worker in enumerate(workers) if index not in indices])
 
     def _end(self, workers: list) -> None:
         for worker in workers:
             ray.kill(worker.actor)
-            self._slots.release(id_of(worker.actor))
+            self._slots.release(actor_id_of(worker.actor))
 
-    def join(self, most: int) -> int:
-        """Has newcomers that are ready join; the others train on. Returns how many, at most `most`.
+    def join(self, max_workers: int) -> int:
+        """Has at most `max_workers` ready pending workers join while the others train on, and returns their number.
 
         Raises:
             RayError: One of them died just now; none joins.
         """
-        newcomers = self._newcomers.take(most)
-        if not newcomers:
+        ready = self._pending_workers.take_ready(max_workers)
+        if not ready:
             return 0
-        started = self._workers_of(newcomers)
+        started = self._workers_of(ready)
         try:
             self._init_train_context(started, self._worker_group_state.sync_actor)
             for worker in started:
-                self._group_of(worker).start_training(self._worker_group_context)
+                self._replica_group_of(worker).start_training(self._worker_group_context)
         except ray.exceptions.RayError:
             self._end(started)
             raise
-        self._set([*self.get_workers(), *started])
+        self._set_workers([*self.get_workers(), *started])
         return len(started)
 
-    def _group_of(self, worker: Worker) -> ReplicaGroup:
+    def _replica_group_of(self, worker: Worker) -> ReplicaGroup:
         return ReplicaGroup([worker], self._worker_group_context.resources_per_worker, self._replica_group_callbacks)
 
-    def _set(self, workers: list) -> None:
+    def _set_workers(self, workers: list) -> None:
         self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=workers)
-        self._replica_groups = [self._group_of(worker) for worker in workers]
-        self._worker_rank_to_replica_group_rank = {place: place for place in range(len(workers))}
+        self._replica_groups = [self._replica_group_of(worker) for worker in workers]
+        self._worker_rank_to_replica_group_rank = {index: index for index in range(len(workers))}
         self._world_rank_to_ongoing_poll.clear()
         self._latest_poll_status = None
 
 
-def id_of(actor: Any) -> str:
-    """The id of a worker's actor, by which the rendezvous knows it."""
+def actor_id_of(actor: Any) -> str:
+    """Returns the id of a worker's actor, by which the rendezvous knows the worker."""
     return actor._actor_id.hex()

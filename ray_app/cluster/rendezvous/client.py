@@ -1,7 +1,7 @@
-"""Who steps together, as a worker sees it: a process group of our own, formed again whenever the set of workers
-changes.
+"""A worker's client of the rendezvous: its heartbeats, and its process group, which is formed anew in each generation.
 
-Ray Train starts and ends the worker processes; which of them form a group, and when, is decided by the rendezvous.
+Ray Train starts and ends the worker processes. Which of them form a process group, and when, is decided by the
+rendezvous, because Ray Train's own process group lives as long as all of its workers.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ import ray
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ray_app.cluster.rendezvous.server import orders_of, packed
+from ray_app.cluster.rendezvous.server import decode_reply, encode
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.runlog.paths import RunPaths
-from ray_app.train.membership import BEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply, LeavingError, Phase
-from ray_app.train.process_group import ProcessGroup, use_interface_of
+from ray_app.train.membership import HEARTBEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply, LeavingError, Phase
+from ray_app.train.process_group import ProcessGroup, use_interface_of_host
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S, _STACKS_S = 5.0, 2.0
-_UNHEARD_MS = 20_000
-"""After which a connection is made anew: what was cut off is sent again more and more rarely."""
-_EARLIEST = 0.75
-"""The least part of the time until the next sign of life is due: all that were called at once do not come at once ever
-after.
+_ANSWER_S = 5.0
+_STACKS_S = 2.0
+"""Seconds for which a heartbeat waits for the storage to take the stacks of this process."""
+_UNACKNOWLEDGED_MS = 20_000
+"""Milliseconds without an acknowledgement after which TCP gives a connection up and the client connects anew: TCP
+itself resends more and more rarely what was cut off.
 """
+_MIN_PERIOD_FRACTION = 0.75
+"""Jitter: a heartbeat is sent after 75-100 % of the period, so that workers do not stay synchronized."""
 
 
 class RendezvousClient:
-    """The membership of a Ray Train worker.
+    """The membership of a Ray Train worker. A thread sends heartbeats and acts on the replies.
 
     Args:
         rendezvous: Handle of the rendezvous actor.
         logical_workers: L.
-        device: Where it computes.
+        device: The device on which the worker computes.
         backend: See `train.backend`.
-        paths: The run, for the stacks of a standstill.
+        paths: The run, to which the stacks of a stalled worker are written.
         fence: Number of the driver's start.
         recovers: See `Membership`.
     """
@@ -66,32 +68,38 @@ class RendezvousClient:
         recovers: bool,
     ) -> None:
         self.recovers = recovers
-        self._rendezvous, self._logical_workers, self._device, self._backend = (
-            rendezvous,
-            logical_workers,
-            device,
-            backend,
-        )
-        self._paths, self._fence = paths, fence
+        self._rendezvous = rendezvous
+        self._logical_workers = logical_workers
+        self._device = device
+        self._backend = backend
+        self._paths = paths
+        self._fence = fence
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        use_interface_of(host)
+        use_interface_of_host(host)
         self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._me = Heartbeat(str(context.get_actor_id()), context.get_node_id(), host, self._server.port, os.getpid())
+        self._identity = Heartbeat(
+            str(context.get_actor_id()), context.get_node_id(), host, self._server.port, os.getpid()
+        )
+        # These fields are the next heartbeat.
         self._generation = self._rank = self._recorded = self._moves = 0
         self._step = -1
         self._record: StepRecord | None = None
         self._phase: Phase = "starting"
-        self._orders = HeartbeatReply()
+        self._waits = 0
+        self._lost = False
+        self._reply = HeartbeatReply()
         self._group: ProcessGroup | None = None
-        self._waits, self._lost, self._formed = 0, False, GenerationInfo(0, 0, 0, "", 0)
+        self._formed = GenerationInfo(0, 0, 0, "", 0)
         self._tickets = 0
-        self._line: socket.socket | None = None
-        self._rest = b""
-        self._heard, self._closed = threading.Condition(), threading.Event()
-        self._bell, self._ringer = socket.socketpair()
+        self._connection: socket.socket | None = None
+        self._incomplete_line = b""
+        self._has_reply = threading.Condition()
+        self._closed = threading.Event()
+        # A byte through this pair ends the wait of the heartbeat thread, which polls it beside the connection.
+        self._wake_receiver, self._wake_sender = socket.socketpair()
         self._random = random.Random()
-        self._beats = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._beats.start()
+        self._heartbeats = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._heartbeats.start()
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
@@ -99,7 +107,7 @@ class RendezvousClient:
 
         Raises:
             LeavingError: This worker has to leave.
-            PeerLostError: Another one left meanwhile.
+            PeerLostError: Another worker was lost meanwhile.
         """
         self._step, self._phase = step, "waiting"
         formed = self._join(lost)
@@ -108,46 +116,57 @@ class RendezvousClient:
             yield world, formed
             return
         group = self._group = ProcessGroup()
-        broken = True
+        is_broken = True
         try:
-            self._break()  # it may have been said before there was a group
+            # A reply may have asked to abort this generation before there was a group to abort.
+            self._abort_if_told()
             with collective():
                 group.open(formed, self._device, self._backend)
-            yield replace(world, hosts=formed.hosts, groups=group.groups, settle=group.settle), formed
-            broken = False
+            world = replace(
+                world, hosts=formed.hosts, groups=group.groups, check_device_errors=group.check_device_errors
+            )
+            yield world, formed
+            is_broken = False
         finally:
-            group.close(broken)
-            self._group = None  # until now the heartbeat may have to break what it waits for
+            # The heartbeat thread may have to abort the group while it closes, so the attribute goes last.
+            group.close(is_broken)
+            self._group = None
 
     def need_no_group(self) -> None:
-        """This worker works on its own, without generations; it is known from now on, and whether it gets on is
-        watched.
+        """Announces a worker that works without generations, and waits until the rendezvous knows it.
+
+        The step watchdog covers it from then on.
         """
         self._generation = 1
-        with self._heard:
-            self._ring()
-            self._heard.wait_for(lambda: self._orders.generation == 1)
+        with self._has_reply:
+            self._wake()
+            self._has_reply.wait_for(lambda: self._reply.generation == 1)
 
     def _join(self, lost: bool) -> GenerationInfo:
-        with self._heard:
+        """Waits for the next generation and returns it.
+
+        Raises:
+            LeavingError: This worker has to leave.
+        """
+        with self._has_reply:
             self._tickets += 1
             self._waits, self._lost = self._tickets, lost
-            self._ring()
+            self._wake()
             while self._waits:
-                self._heard.wait()
-                if self._orders.leave and self._orders.waits:
+                self._has_reply.wait()
+                if self._reply.leave and self._reply.waits:
                     self._waits = 0
                     raise LeavingError
             return self._formed
 
-    def _ring(self) -> None:
-        """Has the next sign of life given now."""
-        self._ringer.send(b"!")
+    def _wake(self) -> None:
+        """Has the next heartbeat sent now."""
+        self._wake_sender.send(b"!")
 
-    def _beat(self) -> Heartbeat:
-        with self._heard:
+    def _heartbeat(self) -> Heartbeat:
+        with self._has_reply:
             return replace(
-                self._me,
+                self._identity,
                 generation=self._generation,
                 rank=self._rank,
                 step=self._step,
@@ -161,14 +180,14 @@ class RendezvousClient:
 
     def flags(self) -> Flags:
         """See `Membership.flags`."""
-        orders = self._orders
-        if orders.generation != self._generation:
-            return orders.flags & ~Flags.REFORM
-        return orders.flags | (Flags.REFORM if orders.abort else Flags(0))
+        reply = self._reply
+        if reply.generation != self._generation:
+            return reply.flags & ~Flags.REFORM
+        return reply.flags | (Flags.REFORM if reply.abort else Flags(0))
 
     def is_leaving(self) -> bool:
         """See `Membership.is_leaving`."""
-        return self._orders.leave
+        return self._reply.leave
 
     def enter(self, phase: Phase) -> None:
         """See `Membership.enter`."""
@@ -183,110 +202,111 @@ class RendezvousClient:
         self._step, self._record, self._recorded = step, record, recorded
 
     @property
-    def place(self) -> str:
-        """Who this is and how far, in words."""
+    def progress(self) -> str:
+        """The rank and the finished steps of this worker, for messages."""
         return f"rank {self._rank}, step {max(0, self._step)}"
 
     @property
-    def who(self) -> str:
-        """This process, in the name of a file."""
-        return f"worker-{self._me.host.replace(':', '-')}-{os.getpid()}"
+    def process_name(self) -> str:
+        """The name of this process in names of files."""
+        return f"worker-{self._identity.host.replace(':', '-')}-{os.getpid()}"
 
     def recorded(self) -> int:
         """See `Membership.recorded`."""
-        return self._orders.recorded
+        return self._reply.recorded
 
     def close(self, over: bool = False) -> None:
-        """Takes leave.
+        """Ends the heartbeats and tells the rendezvous that this worker ends in order.
 
         Args:
             over: Whether the run has ended with this worker.
         """
         self._closed.set()
-        self._ring()
-        self._beats.join()
+        self._wake()
+        self._heartbeats.join()
         with suppress(ray.exceptions.RayError):
-            ray.get(self._rendezvous.leave.remote(self._beat(), over), timeout=_ANSWER_S)
+            ray.get(self._rendezvous.leave.remote(self._heartbeat(), over), timeout=_ANSWER_S)
 
     def _run(self) -> None:
+        """Sends heartbeats until the membership is closed."""
         while not self._closed.is_set():
             try:
-                line = self._line or self._connect()
-                line.sendall(packed(self._beat()))
-                self._listen(line)
-            except Exception as error:  # without signs of life this worker would be given up
-                logger.warning("No sign of life went through, will try again: %s: %s", type(error).__name__, error)
-                self._hang_up()
-                self._closed.wait(BEAT_S)
+                connection = self._connection or self._connect()
+                connection.sendall(encode(self._heartbeat()))
+                self._receive(connection)
+            # Any error is retried: without heartbeats this worker would be declared lost.
+            except Exception as error:
+                logger.warning("The heartbeat was not sent, will try again: %s: %s", type(error).__name__, error)
+                self._disconnect()
+                self._closed.wait(HEARTBEAT_S)
 
     def _connect(self) -> socket.socket:
-        """A connection to the rendezvous, whose end says that this process has ended."""
+        """Opens a connection to the rendezvous. The end of the connection tells it that this process has ended."""
         address, secret = ray.get(self._rendezvous.lifeline.remote())
-        line = socket.create_connection(address, timeout=_ANSWER_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
-        line.sendall(f"{secret}\n".encode())
-        self._line, self._rest = line, b""
-        return line
+        connection = socket.create_connection(address, timeout=_ANSWER_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        connection.sendall(f"{secret}\n".encode())
+        self._connection, self._incomplete_line = connection, b""
+        return connection
 
-    def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
-    def _listen(self, line: socket.socket) -> None:
-        """Obeys what comes until the next sign of life is due or asked for; returns at the end of the
-        connection, too.
-        """
-        came = select.poll()
-        for heard in (line, self._bell):
-            came.register(heard, select.POLLIN)
+    def _receive(self, connection: socket.socket) -> None:
+        """Applies replies until the next heartbeat is due or asked for, or the connection ends."""
+        poll = select.poll()
+        for readable in (connection, self._wake_receiver):
+            poll.register(readable, select.POLLIN)
         sent_s = time.monotonic()
-        part = self._random.uniform(_EARLIEST, 1.0)
-        while (left_s := sent_s + part * self._orders.period_s - time.monotonic()) > 0:
-            ready = [number for number, _ in came.poll(1e3 * left_s)]
-            if line.fileno() in ready:
-                data = line.recv(1 << 16)
+        fraction = self._random.uniform(_MIN_PERIOD_FRACTION, 1.0)
+        while (left_s := sent_s + fraction * self._reply.period_s - time.monotonic()) > 0:
+            ready = [descriptor for descriptor, _ in poll.poll(1e3 * left_s)]
+            if connection.fileno() in ready:
+                data = connection.recv(1 << 16)
                 if not data:
-                    return self._hang_up()
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                for each in lines:
-                    self._obey(orders_of(each))
-            if self._bell.fileno() in ready:
-                self._bell.recv(64)
+                    return self._disconnect()
+                *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
+                for line in lines:
+                    self._apply(decode_reply(line))
+            if self._wake_receiver.fileno() in ready:
+                self._wake_receiver.recv(64)
                 return None
         return None
 
-    def _obey(self, orders: HeartbeatReply) -> None:
-        with self._heard:
-            self._orders = orders
-            if orders.formed is not None and self._waits and orders.formed.number > self._generation:
-                self._formed, self._waits = orders.formed, 0
-                self._generation, self._rank = orders.formed.number, orders.formed.rank
-            self._heard.notify_all()
-        if orders.dump:
+    def _apply(self, reply: HeartbeatReply) -> None:
+        with self._has_reply:
+            self._reply = reply
+            if reply.formed is not None and self._waits and reply.formed.number > self._generation:
+                self._formed, self._waits = reply.formed, 0
+                self._generation, self._rank = reply.formed.number, reply.formed.rank
+            self._has_reply.notify_all()
+        if reply.dump:
             details = {"rank": self._rank, "step": self._step, "doing": self._phase, "stacks": _stacks()}
             writer = threading.Thread(
                 target=put_event, args=(self._paths, "stacks", self._fence), kwargs=details, daemon=True
             )
             writer.start()
-            writer.join(_STACKS_S)  # a slow storage must not keep this thread from its next sign of life
-        if orders.exit:
-            logger.error("The rendezvous ends this process: it holds the others up, or was given up")
+            # A slow storage must not keep this thread from its next heartbeat.
+            writer.join(_STACKS_S)
+        if reply.exit:
+            logger.error("Exiting: evicted by the rendezvous (stalled the group, or declared lost)")
             os._exit(1)
-        self._break()
+        self._abort_if_told()
 
-    def _break(self) -> None:
-        """Breaks the generation if the newest orders say so."""
-        group, orders = self._group, self._orders
-        if orders.abort and group is not None and orders.generation == self._generation:
+    def _abort_if_told(self) -> None:
+        """Aborts the process group if the newest reply asks for it."""
+        group, reply = self._group, self._reply
+        if reply.abort and group is not None and reply.generation == self._generation:
             group.abort()
             if group.is_stuck:
-                logger.error("This process ends: it waits in NCCL for a peer that was lost before it had connected")
+                logger.error("Exiting: this process waits in NCCL for a peer that was lost before it had connected")
                 os._exit(1)
 
 
 def _stacks() -> str:
-    """The stacks of all threads of this process."""
+    """Returns the stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

@@ -1,10 +1,8 @@
-"""The connections between workers and the rendezvous: signs of life come in, orders go out, and an end says that a
-process has ended.
+"""The rendezvous as a Ray actor, and the TCP connections between it and the workers.
 
-A call of a Ray actor takes it some hundred microseconds, a line of JSON some ten. Who connects shows a secret first,
-which only Ray's own calls tell; nothing that comes is unpickled.
-
-The rendezvous as an actor of Ray: where workers connect to, its looks, and its own restart.
+Heartbeats come in on a connection, replies go out, and the end of a connection says that a process has ended. A
+connection costs a line of JSON per message, some ten microseconds, where a call of a Ray actor costs it some hundred.
+A client sends a secret first, which it gets through a Ray call. Nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
@@ -30,160 +28,174 @@ from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, Heartbeat
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
-_NAMES = {
+_CHECK_S = 0.2
+"""Seconds between two checks for silent workers."""
+_FIELD_NAMES = {
     kind: [part.name for part in fields(kind)] for kind in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)
 }
 
 
-def packed(message: Heartbeat | HeartbeatReply) -> bytes:
-    """A message as a line."""
+def encode(message: Heartbeat | HeartbeatReply) -> bytes:
+    """Returns a message as a line of JSON."""
     return json.dumps(_values(message), default=_values).encode() + b"\n"
 
 
 def _values(message: Any) -> list[Any]:
-    return [getattr(message, name) for name in _NAMES[type(message)]]
+    return [getattr(message, name) for name in _FIELD_NAMES[type(message)]]
 
 
-def beat_of(line: bytes) -> Heartbeat:
-    """The sign of life in a line."""
-    beat = Heartbeat(*json.loads(line))
-    return beat if beat.record is None else replace(beat, record=StepRecord(*beat.record))  # type: ignore[misc]
+def decode_heartbeat(line: bytes) -> Heartbeat:
+    """Returns the heartbeat in a line."""
+    heartbeat = Heartbeat(*json.loads(line))
+    if heartbeat.record is None:
+        return heartbeat
+    return replace(heartbeat, record=StepRecord(*heartbeat.record))  # type: ignore[misc]
 
 
-def orders_of(line: bytes) -> HeartbeatReply:
-    """The orders in a line."""
-    orders = HeartbeatReply(*json.loads(line))
-    formed = None if orders.formed is None else GenerationInfo(*orders.formed)  # type: ignore[misc]
-    return replace(orders, flags=Flags(orders.flags), formed=formed and replace(formed, hosts=tuple(formed.hosts)))
+def decode_reply(line: bytes) -> HeartbeatReply:
+    """Returns the reply in a line."""
+    reply = HeartbeatReply(*json.loads(line))
+    formed = None if reply.formed is None else GenerationInfo(*reply.formed)  # type: ignore[misc]
+    return replace(reply, flags=Flags(reply.flags), formed=formed and replace(formed, hosts=tuple(formed.hosts)))
 
 
-class Lines:
-    """The rendezvous' end of all connections.
+class ConnectionServer:
+    """The rendezvous' end of the connections to all workers.
 
     Args:
-        rendezvous: What hears and decides.
+        rendezvous: Handles the heartbeats and makes the replies.
 
     Attributes:
-        secret: What who connects has to show.
+        secret: The line that a client has to send first.
+        connections: The open connections by the id of their worker.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous, self.secret = rendezvous, secrets.token_hex(16)
-        self.open: dict[str, _Line] = {}
-        self._calling = False
+        self.rendezvous = rendezvous
+        self.secret = secrets.token_hex(16)
+        self.connections: dict[str, _WorkerConnection] = {}
+        self._is_broadcast_scheduled = False
         self._server: asyncio.Server | None = None
-        rendezvous.call = self._call
+        rendezvous.on_change = self._schedule_broadcast
 
     async def listen(self, host: str) -> tuple[str, int]:
-        """Begins to listen and returns where."""
-        with suppress(OSError, ValueError):  # a descriptor for each worker
+        """Starts to listen and returns the address."""
+        # Each worker needs a file descriptor, and the default limit may be lower than the number of workers.
+        with suppress(OSError, ValueError):
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-        self._server = await asyncio.get_running_loop().create_server(lambda: _Line(self), host, 0, backlog=_BACKLOG)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _WorkerConnection(self), host, 0, backlog=_BACKLOG)
         return self._server.sockets[0].getsockname()[:2]
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         if self._server is not None:
             self._server.close()
 
-    def _call(self) -> None:
-        if not self._calling and self._server is not None:
-            self._calling = True
-            self._server.get_loop().call_soon(self._tell_all)
+    def _schedule_broadcast(self) -> None:
+        """Has one broadcast follow all the changes of one message."""
+        if not self._is_broadcast_scheduled and self._server is not None:
+            self._is_broadcast_scheduled = True
+            self._server.get_loop().call_soon(self._broadcast)
 
-    def _tell_all(self) -> None:
-        self._calling = False
-        for worker, line in self.open.items():
-            line.tell(self.rendezvous.orders(worker))
+    def _broadcast(self) -> None:
+        self._is_broadcast_scheduled = False
+        for worker, connection in self.connections.items():
+            connection.send_if_changed(self.rendezvous.reply_for(worker))
 
 
-class _Line(asyncio.Protocol):
-    """A connection."""
+class _WorkerConnection(asyncio.Protocol):
+    """The connection of one worker."""
 
-    def __init__(self, lines: Lines) -> None:
-        self._lines, self._worker, self._is_trusted, self._rest = lines, "", False, b""
-        self._told: HeartbeatReply | None = None
+    def __init__(self, server: ConnectionServer) -> None:
+        self._server = server
+        self._worker = ""
+        self._is_authenticated = False
+        self._incomplete_line = b""
+        self._last_reply: HeartbeatReply | None = None
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
         for line in lines:
-            if self._is_trusted:
-                self._hear(beat_of(line))
-            elif hmac.compare_digest(line, self._lines.secret.encode()):
-                self._is_trusted = True
+            if self._is_authenticated:
+                self._handle(decode_heartbeat(line))
+            elif hmac.compare_digest(line, self._server.secret.encode()):
+                self._is_authenticated = True
             else:
                 return self._transport.abort()
         return None
 
-    def _hear(self, beat: Heartbeat) -> None:
+    def _handle(self, heartbeat: Heartbeat) -> None:
         if not self._worker:
-            self._worker = beat.worker
-            self._lines.open[beat.worker] = self
-        self._told = None
-        self.tell(self._lines.rendezvous.answer(beat))
+            self._worker = heartbeat.worker
+            self._server.connections[heartbeat.worker] = self
+        # A heartbeat is always answered, also with the reply that was sent last.
+        self._last_reply = None
+        self.send_if_changed(self._server.rendezvous.handle_heartbeat(heartbeat))
 
-    def tell(self, orders: HeartbeatReply) -> None:
-        """Passes on orders that are not those that it had."""
-        if orders != self._told and not self._transport.is_closing():
-            self._told = orders
-            self._transport.write(packed(orders))
+    def send_if_changed(self, reply: HeartbeatReply) -> None:
+        """Sends a reply unless it is equal to the one that was sent last."""
+        if reply != self._last_reply and not self._transport.is_closing():
+            self._last_reply = reply
+            self._transport.write(encode(reply))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._lines.open.get(self._worker) is self:
-            del self._lines.open[self._worker]
-            self._lines.rendezvous.lose(self._worker)
+        if self._server.connections.get(self._worker) is self:
+            del self._server.connections[self._worker]
+            self._server.rendezvous.on_disconnect(self._worker)
 
 
-_LOOK_S = 0.2
+class _RendezvousActor(Rendezvous):
+    """A rendezvous in an actor, which Ray restarts when it dies; its members and the numbers it used are lost then."""
 
-
-class _Actor(Rendezvous):
-    """A rendezvous that Ray starts again when it dies; what it knew is gone then, the numbers that it gave as well."""
-
-    def __init__(self, silence_s: float, step_timeout_s: float | None, least: int) -> None:
+    def __init__(self, silence_s: float, step_timeout_s: float | None, min_workers: int) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's property asks another one of Ray's that is deprecated
-            again = ray.get_runtime_context().was_current_actor_reconstructed
-        super().__init__(silence_s, step_timeout_s, first=time.time_ns() // 10**6 if again else 1, least=least)
-        self._lines = Lines(self)
+            # Ray's property uses a property of Ray that is deprecated.
+            warnings.simplefilter("ignore")
+            is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        # Milliseconds since 1970 are higher than any number that an earlier instance has reached by counting.
+        first_generation = time.time_ns() // 10**6 if is_restarted else 1
+        super().__init__(silence_s, step_timeout_s, first_generation=first_generation, min_workers=min_workers)
+        self._connections = ConnectionServer(self)
         self._listening: asyncio.Task[tuple[str, int]] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def lifeline(self) -> tuple[tuple[str, int], str]:
-        """Where workers connect to, and what they show there, see `cluster.rendezvous.lines`."""
+        """Returns the address for workers' connections and the secret that they send first."""
         if self._listening is None:
-            self._listening = asyncio.create_task(self._lines.listen(ray.util.get_node_ip_address()))
+            self._listening = asyncio.create_task(self._connections.listen(ray.util.get_node_ip_address()))
             self._watching = asyncio.create_task(self._watch())
-        return await self._listening, self._lines.secret
+        return await self._listening, self._connections.secret
 
     async def close(self) -> None:
-        """Stops watching and listening, before the actor is ended: asyncio complains of what it finds going on then."""
-        self._lines.close()
+        """Stops watching and listening. asyncio would complain about tasks that run when the actor is killed."""
+        self._connections.close()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
-            self.look(self._clock())
+            await asyncio.sleep(_CHECK_S)
+            self.check_liveness(self._clock())
 
 
-def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None, least: int = 1) -> Any:
+def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None, min_workers: int = 1) -> Any:
     """Starts the rendezvous actor on this node, so that it lives as long as the driver, and returns its handle."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {
         "num_cpus": 0,
         "max_restarts": -1,
         "max_task_retries": -1,
         "max_concurrency": 1000,
-        "scheduling_strategy": here,
+        "scheduling_strategy": this_node,
     }
-    return ray.remote(_Actor).options(name=name, **options).remote(silence_s, step_timeout_s, least)
+    actor = ray.remote(_RendezvousActor).options(name=name, **options)
+    return actor.remote(silence_s, step_timeout_s, min_workers)

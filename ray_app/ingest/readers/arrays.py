@@ -1,6 +1,6 @@
-"""Readers of raw data that is arrays already: NumPy files, MNIST-format files, scikit-learn's digits.
+"""Readers of raw data that consists of arrays: NumPy files, MNIST-format files, scikit-learn's digits.
 
-Arrays in files are streamed from front to back, also out of archives; nothing is ever unpickled.
+They stream the arrays in files from front to back, also from archives, and never unpickle anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray_app.config.import_paths import require
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.storage.data_files import File, Place, files_in, find, is_folder, parsing
+from ray_app.storage.data_files import DataLocation, File, files_in, find_file, is_folder, parser_errors
 
 Header = tuple[np.dtype, tuple[int, ...]]
 
@@ -36,11 +36,11 @@ class _Stored:
     """One array in a file; pickled to tasks.
 
     Args:
-        where: What it is called in messages.
+        where: Name of the array in messages.
         file: The file.
         read_header: Reads dtype and shape (rows, ...) and leaves the opened file at the first row.
-        member: Name in the file where that is a zip archive.
-        is_vector: Whether an array of shape (rows, 1), as Keras has labels, is one of shape (rows,).
+        member: Name of the array in a zip archive; None for any other file.
+        is_vector: Whether an array of shape (rows, 1), as Keras stores labels, is read with the shape (rows,).
     """
 
     where: str
@@ -51,20 +51,22 @@ class _Stored:
 
     @property
     def name(self) -> str:
-        """What the array is called."""
+        """The name of the array."""
         return self.member or self.file.name
 
     @property
     def is_packed(self) -> bool:
         """Whether reading can only begin at the first row."""
-        return self.member is not None or self.file.place.name.endswith(".gz")
+        return self.member is not None or self.file.location.name.endswith(".gz")
 
     def as_vector(self) -> _Stored:
-        """The same array, of shape (rows,) where it is stored with the shape (rows, 1)."""
+        """Returns the array with the shape (rows,) where it is stored with the shape (rows, 1)."""
         return replace(self, is_vector=True)
 
     def layout(self) -> Header:
-        """Dtype and shape (rows, ...) of the array; the file is as long as they say, unless it is packed."""
+        """Returns dtype and shape (rows, ...) of the array; checks the size of the file against them, unless it is
+        compressed.
+        """
         with self._opened() as file:
             dtype, shape = self.read_header(file)
             row_bytes = dtype.itemsize * math.prod(shape[1:])
@@ -76,8 +78,8 @@ class _Stored:
             return dtype, self._row_shape(shape)
 
     def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
-        """Rows [first, last) in blocks of `rows`, in the machine's byte order; the file must end with the array's last
-        row.
+        """Yields the rows [first, last) in blocks of `rows`, in the machine's byte order; the file must end with the
+        last row of the array.
         """
         with self._opened() as file:
             dtype, shape = self.read_header(file)
@@ -102,7 +104,10 @@ class _Stored:
 
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:
-        with parsing(self.where, "The file is damaged or of another format; make it again."), self._open() as file:
+        with (
+            parser_errors(self.where, "The file is damaged or of another format; make it again."),
+            self._open() as file,
+        ):
             yield file
 
     @contextmanager
@@ -116,15 +121,15 @@ class _Stored:
 
 
 def _in_file(file: File, header: Callable[[IO[bytes]], Header]) -> _Stored:
-    """The array of a whole file, gzipped or not."""
+    """Returns the array of a whole file, gzipped or not."""
     return _Stored(str(file), file, header)
 
 
-def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefix: str = "") -> base.Part:
-    """One part of arrays that have one row each per row, read side by side.
+def _array_part(name: str, arrays: dict[str, _Stored], split_rows: int, id_prefix: str = "") -> base.Part:
+    """Returns a part with a column for each array.
 
     Raises:
-        DataError: They differ in rows, or one holds no numbers.
+        DataError: The arrays differ in rows, or an array does not hold numbers.
     """
     layouts = {column: array.layout() for column, array in arrays.items()}
     counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
@@ -136,12 +141,15 @@ def _array_part(name: str, arrays: dict[str, _Stored], piece_rows: int, id_prefi
         )
     rows = next(iter(counts.values()))
     if any(array.is_packed for array in arrays.values()):
-        piece_rows = max(rows, 1)
-    starts = range(0, rows, piece_rows)
-    pieces = [(start, min(start + piece_rows, rows)) for start in starts]
+        split_rows = max(rows, 1)
+    starts = range(0, rows, split_rows)
+    bounds = [(start, min(start + split_rows, rows)) for start in starts]
     return base.Part(
         name,
-        [base.Piece(last - first, partial(_tables, arrays, layouts, first, last, id_prefix)) for first, last in pieces],
+        [
+            base.InputSplit(last - first, partial(_tables, arrays, layouts, first, last, id_prefix))
+            for first, last in bounds
+        ],
     )
 
 
@@ -153,7 +161,7 @@ def _tables(
     step = max(1, base.BLOCK_BYTES // max(1, row_bytes))
     for blocks in zip(*(array.blocks(first, last, step) for array in arrays.values()), strict=True):
         ids = [f"{id_prefix}{i}" for i in range(first, first + len(blocks[0]))]
-        yield base.table(ids, dict(zip(arrays, blocks, strict=True)))
+        yield base.make_table(ids, dict(zip(arrays, blocks, strict=True)))
         first += len(ids)
 
 
@@ -163,31 +171,31 @@ class Numpy:
 
     Args:
         path: The file or folder.
-        piece_rows: Rows that one task reads; an archive is read by one.
+        split_rows: Rows that one task reads; an archive is read by one.
     """
 
-    path: Place
-    piece_rows: int
+    path: DataLocation
+    split_rows: int
 
     def files(self) -> list[File]:
-        """The files, sorted by name."""
-        one = find(self.path)
-        if not one and not is_folder(self.path):
+        """Returns the files, sorted by name."""
+        single = find_file(self.path)
+        if not single and not is_folder(self.path):
             raise DataError(
                 f"{self.path}: no such file or folder; expected one .npz file or a folder with x.npy and y.npy."
             )
-        allowed = (".npy", ".npz") if one else (".npy",)
-        found = [file for file in ([one] if one else files_in(self.path)) if file.name.endswith(allowed)]
-        if not found:
+        allowed = (".npy", ".npz") if single else (".npy",)
+        files = [file for file in ([single] if single else files_in(self.path)) if file.name.endswith(allowed)]
+        if not files:
             raise DataError(f"{self.path}: no array; expected one .npz file or a folder with x.npy and y.npy.")
-        return found
+        return files
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """x becomes `image` or `features`, y `label` or `target`, other arrays keep their names. Labels may have the
-        shape (rows, 1).
+        """Returns the parts `train` and `test` where all names end in `_train` or `_test`, as in Keras' `mnist.npz`;
+        otherwise one part.
 
-        Where all names end in `_train` or `_test`, as in Keras' `mnist.npz`, these are two parts, otherwise there is
-        one.
+        x becomes `image` or `features`, y `label` or `target`, other arrays keep their names. Labels may have the shape
+        (rows, 1).
         """
         del run
         arrays = {name: array for file in self.files() for name, array in _arrays_in(file).items()}
@@ -204,15 +212,15 @@ class Numpy:
             )
         columns = {end: self._columns(side) for end, side in sides.items()}
         if columns["train"].keys() != columns["test"].keys():
-            said = "; ".join(f"{array.where}: {array.layout()}" for side in columns.values() for array in side.values())
+            layouts = "; ".join(f"{array.where}: {array.layout()}" for s in columns.values() for array in s.values())
             raise DataError(
-                f"{self.path}: the arrays to train on and to test on differ in type or in axes: {said}. Save both"
+                f"{self.path}: the arrays to train on and to test on differ in type or in axes: {layouts}. Save both"
                 f" alike."
             )
         return [self._part(end, side, f"{end}:") for end, side in columns.items()]
 
     def _columns(self, arrays: dict[str, _Stored]) -> dict[str, _Stored]:
-        """The arrays by the names of their columns."""
+        """Returns the arrays by the names of their columns."""
         stored = {name: array.as_vector() if name in _VECTORS else array for name, array in arrays.items()}
         columns = {_column_name(name, *array.layout()): array for name, array in stored.items()}
         if len(columns) < len(arrays):
@@ -225,7 +233,7 @@ class Numpy:
         # An array that is called `target` is meant as one, an array `y` may hold classes.
         y = columns.get("target")
         note = _note_on_classes(y) if y and y.name.startswith("y") else None
-        return replace(_array_part(name, columns, self.piece_rows, id_prefix), notes=(note,) if note else ())
+        return replace(_array_part(name, columns, self.split_rows, id_prefix), notes=(note,) if note else ())
 
 
 def _arrays_in(file: File) -> dict[str, _Stored]:
@@ -233,7 +241,7 @@ def _arrays_in(file: File) -> dict[str, _Stored]:
     if file.name.endswith(".npy"):
         return {file.name[:-4]: _in_file(file, _npy_header)}
     advice = "Expected an .npz file as numpy.savez writes it. Make it again."
-    with parsing(file, advice), file.open() as packed, zipfile.ZipFile(packed) as archive:
+    with parser_errors(file, advice), file.open() as packed, zipfile.ZipFile(packed) as archive:
         members = [name for name in archive.namelist() if name.endswith(".npy")]
     if not members:
         raise DataError(
@@ -317,11 +325,11 @@ class Idx:
 
     Args:
         root: The folder.
-        piece_rows: Rows that one task reads; a gzipped file is read by one.
+        split_rows: Rows that one task reads; a gzipped file is read by one.
     """
 
-    root: Place
-    piece_rows: int
+    root: DataLocation
+    split_rows: int
 
     def files(self) -> Iterator[File]:
         """The files of each pair: images, labels."""
@@ -329,7 +337,7 @@ class Idx:
             yield from pair
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part a pair."""
+        """Returns one part for each pair of files."""
         del run
         parts = []
         for prefix, (images, labels) in self._pairs().items():
@@ -337,24 +345,28 @@ class Idx:
                 "image": _in_file(images, partial(_idx_header, 3)),
                 "label": _in_file(labels, partial(_idx_header, 1)),
             }
-            parts.append(_array_part("train" if prefix == "train" else "test", arrays, self.piece_rows, f"{prefix}:"))
+            parts.append(_array_part("train" if prefix == "train" else "test", arrays, self.split_rows, f"{prefix}:"))
         return parts
 
     def _pairs(self) -> dict[str, list[File]]:
-        """Prefix -> [images, labels].
+        """Returns the pairs [images, labels] by their prefix.
 
         Raises:
-            DataError: No pair, or half a pair.
+            DataError: There is no pair, or half a pair.
         """
         pairs = {}
         for prefix in ("train", "t10k"):
             names = [f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"]
-            found = {name: file for name in names if (file := find(self.root / name) or find(self.root / f"{name}.gz"))}
-            if len(found) == 1:
-                missing = next(name for name in names if name not in found)
+            files = {
+                name: file
+                for name in names
+                if (file := find_file(self.root / name) or find_file(self.root / f"{name}.gz"))
+            }
+            if len(files) == 1:
+                missing = next(name for name in names if name not in files)
                 raise DataError(f"{self.root}: half a pair of IDX files: {missing}[.gz] is missing. Add it.")
-            if found:
-                pairs[prefix] = list(found.values())
+            if files:
+                pairs[prefix] = list(files.values())
         if not pairs:
             raise DataError(
                 f"{self.root}: no IDX files; expected a folder with train-images-idx3-ubyte[.gz] and "
@@ -372,19 +384,19 @@ def _idx_header(axes: int, file: IO[bytes]) -> Header:
 
 @dataclass(frozen=True)
 class Digits:
-    """scikit-learn's bundled 1,797 images of handwritten digits, 8x8, values 0..16; the same fraction of each class in
-    `eval`.
+    """scikit-learn's bundled 1,797 images of handwritten digits, 8x8, values 0..16; each class has the same fraction
+    of its images in `eval`.
     """
 
     seed: int
     eval_fraction: float
 
     def files(self) -> list[File]:
-        """None: the images come with scikit-learn."""
+        """Returns no files: the images come with scikit-learn."""
         return []
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """`train` and `eval`, by a keyed hash of (seed, index) inside each class."""
+        """Returns `train` and `eval`, divided by a keyed hash of (seed, index) within each class."""
         del run
         require("sklearn", "--source digits")
         from sklearn.datasets import load_digits
@@ -400,7 +412,10 @@ class Digits:
         def tables(rows: list[int], refuse: base.Refuse) -> Iterator[pa.Table]:
             del refuse
             columns = {"image": data.images[rows].astype(np.uint8), "label": data.target[rows].astype(np.int64)}
-            yield base.table([str(i) for i in rows], columns)
+            yield base.make_table([str(i) for i in rows], columns)
 
-        pieces = {side: [base.Piece(len(rows), partial(tables, rows))] for side, rows in sides.items()}
-        return [base.Part(side, made, tuple("0123456789"), keeps_order=True) for side, made in pieces.items()]
+        classes = tuple("0123456789")
+        return [
+            base.Part(side, [base.InputSplit(len(rows), partial(tables, rows))], classes, keeps_order=True)
+            for side, rows in sides.items()
+        ]

@@ -1,13 +1,8 @@
-"""What the readers of raw data share: the shape of a reader, how its input is cut for tasks, how its tables are made.
+"""The base of the readers of raw data: their interface, input splits and tables, and what several of them need.
 
-Every table has a column `row_id` (string): where the row came from. No reader holds more than about `BLOCK_BYTES` of
-rows.
-
-Names of many files at once: a folder, a pattern with braces or `*`, or a single file.
-
-Class names out of the values of a label column.
-
-Files of text lines that readers share: which files are read, and the refusal of encodings that are not UTF-8.
+Every table has a column `row_id` (string), which says where the row comes from. No reader holds more than about
+`BLOCK_BYTES` of rows in memory. Readers share the listing of files by a folder, a pattern with braces or `*`, or a
+single name; the class names of a label column; and the opening of text files, which must be UTF-8.
 """
 
 from __future__ import annotations
@@ -24,8 +19,17 @@ import pyarrow as pa
 
 from ray_app.data.arrays import Array, to_column
 from ray_app.errors import DataError
-from ray_app.storage.data_files import HEAD_BYTES, File, Place, files_in, find, is_folder, name_foreign_file, place_of
-from ray_app.task.images import pixels_of
+from ray_app.storage.data_files import (
+    HEAD_BYTES,
+    DataLocation,
+    File,
+    files_in,
+    find_file,
+    is_folder,
+    locate_data,
+    name_foreign_file,
+)
+from ray_app.task.images import decode_image
 
 BLOCK_BYTES = 16 << 20
 T = TypeVar("T")
@@ -38,13 +42,14 @@ Run = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one task reads. How a source is cut into pieces depends on the source and the options only, so the result
-    does, too.
+class InputSplit:
+    """A part of a source that one task reads.
+
+    The cut of a source into input splits depends on the source and the options only, and so does the result.
 
     Args:
-        rows: How many rows it has, refused ones counted; None where only reading tells.
-        tables: Starts reading: tables of one schema, in the source's order. Pickled to the task.
+        rows: Number of rows, including refused ones; None where only reading tells.
+        tables: Yields tables of one schema in the source's order; pickled to the task.
     """
 
     rows: int | None
@@ -57,16 +62,16 @@ class Part:
 
     Args:
         name: Sub-folder of the output, or "" for the output folder itself.
-        pieces: Its rows, in order.
+        input_splits: The input splits, in order.
         classes: Name of each class by its index in `label`; None where labels have no names.
-        skipped_files: Files of the input that are not data of this format and are left out: each by its name, and why.
-        keeps_order: Whether the rows are mixed as they come, and so stay.
-        notes: What the user should know of how the source was understood, a sentence or two each.
+        skipped_files: Files of the input that are not data of this format and are left out: the name and the reason.
+        keeps_order: Whether the rows are mixed in the source already, and keep their order.
+        notes: Notes for the user on how the source was interpreted, a sentence or two each.
         index_columns: Columns that number the rows, by their names in the source.
     """
 
     name: str
-    pieces: list[Piece]
+    input_splits: list[InputSplit]
     classes: tuple[str, ...] | None = None
     skipped_files: tuple[tuple[str, str], ...] = ()
     keeps_order: bool = False
@@ -76,11 +81,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Limits:
-    """How big a piece may be; a single file may be bigger.
+    """Limits of an input split; a single file may exceed them.
 
     Args:
-        rows: Most rows.
-        bytes: Most bytes of input.
+        rows: Maximum rows.
+        bytes: Maximum bytes of input.
     """
 
     rows: int
@@ -88,42 +93,42 @@ class Limits:
 
 
 class Reader(Protocol):
-    """One raw format."""
+    """The reader of one raw format."""
 
     def files(self) -> Iterable[File]:
-        """Every file that is read, in a fixed order; raises DataError where the input is missing or empty."""
+        """Returns every file that is read, in a fixed order; raises DataError where the input is missing or empty."""
 
     def parts(self, run: Run) -> list[Part]:
-        """The data sets of the source; may read the input once, by `run`, to learn its types and classes."""
+        """Returns the data sets of the source; may read the input once, by `run`, to learn its types and classes."""
 
 
-def groups(items: Iterable[T], size: Callable[[T], int], most: Limits) -> list[list[T]]:
-    """Cuts items into runs within the limits, each of at least one item."""
-    found: list[list[T]] = []
+def group_items(items: Iterable[T], size: Callable[[T], int], limits: Limits) -> list[list[T]]:
+    """Groups successive items within the limits, at least one item in each group."""
+    groups: list[list[T]] = []
     num_bytes = 0
     for item in items:
-        if not found or len(found[-1]) >= most.rows or num_bytes + size(item) > most.bytes:
-            found.append([])
+        if not groups or len(groups[-1]) >= limits.rows or num_bytes + size(item) > limits.bytes:
+            groups.append([])
             num_bytes = 0
-        found[-1].append(item)
+        groups[-1].append(item)
         num_bytes += size(item)
-    return found
+    return groups
 
 
-def listed(items: Sequence[object], most: int = 10) -> str:
-    """Items for a message: the first ones, and how many there are where that is not all."""
-    if len(items) <= most:
+def format_items(items: Sequence[object], max_items: int = 10) -> str:
+    """Returns items for a message: the first ones, and the number of all where there are more."""
+    if len(items) <= max_items:
         return str(list(items))
-    return f"{str(list(items[:most]))[:-1]}, ...] ({len(items)} in all)"
+    return f"{str(list(items[:max_items]))[:-1]}, ...] ({len(items)} in all)"
 
 
-def file_groups(files: Iterable[File], most_bytes: int) -> list[list[File]]:
-    """Cuts files into runs of at most so many bytes, each of at least one file."""
-    return groups(files, lambda file: file.size, Limits(1 << 62, most_bytes))
+def group_files(files: Iterable[File], max_bytes: int) -> list[list[File]]:
+    """Groups successive files of at most `max_bytes` bytes together, at least one file in each group."""
+    return group_items(files, lambda file: file.size, Limits(1 << 62, max_bytes))
 
 
-def table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> pa.Table:
-    """Arrays of more than one dimension become fixed-shape array columns, the rest plain ones."""
+def make_table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> pa.Table:
+    """Returns a table of columns, in which arrays of more than one dimension become fixed-shape array columns."""
     fields, arrays = [pa.field("row_id", pa.string(), nullable=False)], [pa.array(row_ids, pa.string())]
     for name, values in columns.items():
         if isinstance(values, np.ndarray) and values.ndim > 1:
@@ -136,14 +141,14 @@ def table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> pa.Ta
     return pa.table(arrays, pa.schema(fields))
 
 
-def image_table(rows: list[tuple[str, bytes, int | None]]) -> pa.Table:
-    """Rows of (id, encoded image, label) with the columns `image` and `label`."""
+def make_image_table(rows: list[tuple[str, bytes, int | None]]) -> pa.Table:
+    """Returns rows of (id, encoded image, label) as a table with the columns `image` and `label`."""
     ids, images, labels = zip(*rows, strict=True)
-    return table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
+    return make_table(ids, {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())})
 
 
-def in_blocks(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Rows in lists of about `BLOCK_BYTES` bytes."""
+def batch_rows(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields rows in lists of about `BLOCK_BYTES` bytes."""
     block: list[T] = []
     num_bytes = 0
     for row in rows:
@@ -156,12 +161,12 @@ def in_blocks(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         yield block
 
 
-def undecodable(encoded: bytes) -> str | None:
-    """Why training could not decode this as one still image; None where it can."""
+def explain_undecodable(encoded: bytes) -> str | None:
+    """Returns the reason why training could not decode this as one still image; None where it can."""
     if not encoded:
         return "the file is empty"
     try:
-        image = pixels_of(encoded)
+        image = decode_image(encoded)
     except ValueError as error:
         return str(error)
     return None if image.ndim == 3 else f"it has {len(image)} frames"
@@ -169,60 +174,58 @@ def undecodable(encoded: bytes) -> str | None:
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 MAX_NAMES = 1_000_000
-"""Names that a pattern may stand for; more are a slip, and would fill the memory."""
+"""Maximum number of names that a pattern may stand for; more are a mistake, and would fill the memory."""
 
 
-def expanded(pattern: str) -> list[str]:
-    """A pattern with braces as the names that it stands for: `x{08..11}` and `x{a,b}`, also several of them.
+def expand_braces(pattern: str) -> list[str]:
+    """Returns the names that a pattern with one or more braces stands for: `x{08..11}` and `x{a,b}`.
 
     Raises:
-        DataError: They are more than `MAX_NAMES`.
+        DataError: There are more than `MAX_NAMES`.
     """
-    found = _BRACES.search(pattern)
-    if found is None:
+    braces = _BRACES.search(pattern)
+    if braces is None:
         return [pattern]
-    span = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", found[1])
-    choices = found[1].split(",")
+    span = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", braces[1])
+    choices = braces[1].split(",")
     if span and int(span[2]) - int(span[1]) >= MAX_NAMES:
         raise DataError(
-            f"{pattern}: {found[0]} stands for more than {MAX_NAMES} names, which are allowed. Correct the pattern."
+            f"{pattern}: {braces[0]} stands for more than {MAX_NAMES} names, which are allowed. Correct the pattern."
         )
     if span:
         choices = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
-    return [name for choice in choices for name in expanded(pattern[: found.start()] + choice + pattern[found.end() :])]
+    before, after = pattern[: braces.start()], pattern[braces.end() :]
+    return [name for choice in choices for name in expand_braces(before + choice + after)]
 
 
-def matching(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
-    """The files of a folder or of a pattern, sorted by name, or in the order of its braces; or the one file.
+def match_files(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
+    """Returns the files of a folder or a pattern, sorted by name or in the order of the braces; or the one file.
 
     Args:
         pattern: A folder, a file, or either with `*` in its last part, or with `{000..012}` or `{a,b}`.
-        is_one: Whether a file of a folder is one of them, by its name.
-        kind: What they are, for messages.
+        is_one: Returns whether a file of a folder belongs to the source, by its name.
+        kind: Name of the kind of file, for messages.
 
     Raises:
-        DataError: There is none, or a name that is spelled out is neither file nor folder.
+        DataError: There is no such file, or a name without `*` is neither file nor folder.
     """
-    found = [file for name in expanded(pattern) for file in _of_name(name, is_one, kind)]
-    if not found:
+    files = [file for name in expand_braces(pattern) for file in _match_name(name, is_one, kind)]
+    if not files:
         raise DataError(
             f"{pattern}: no {kind}; expected a folder with such files, one of them, or a pattern such as"
-            f" DIR/train-{{000..012}} or"
-            " DIR/train-* (in quotes)."
+            f" DIR/train-{{000..012}} or DIR/train-* (in quotes)."
         )
-    return found
+    return files
 
 
-def _of_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
-    place = place_of(name)
-    if "*" in place.name:
-        folder = place.parent
-        return (
-            [file for file in files_in(folder) if fnmatchcase(file.place.name, place.name)] if is_folder(folder) else []
-        )
-    if is_folder(place):
-        return [file for file in files_in(place) if is_one(file.place.name)]
-    if file := find(place):
+def _match_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
+    path = locate_data(name)
+    if "*" in path.name:
+        folder = path.parent
+        return [f for f in files_in(folder) if fnmatchcase(f.location.name, path.name)] if is_folder(folder) else []
+    if is_folder(path):
+        return [file for file in files_in(path) if is_one(file.location.name)]
+    if file := find_file(path):
         return [file]
     raise DataError(f"{name}: no such file or folder; expected {kind}s. Correct the name or the pattern.")
 
@@ -230,40 +233,40 @@ def _of_name(name: str, is_one: Callable[[str], bool], kind: str) -> list[File]:
 MAX_CLASSES = 100_000
 
 
-def sorted_classes(where: str, found: set[str], skip: bool) -> tuple[str, ...]:
-    """The class names in sorted order.
+def sort_classes(where: str, values: set[str], skip: bool) -> tuple[str, ...]:
+    """Returns the class names in sorted order.
 
     Args:
         where: The column, for messages.
-        found: The values; "" stands for a row without one.
+        values: The values of the column; "" stands for a row without a value.
         skip: Whether rows without a value may be left out.
 
     Raises:
-        DataError: Rows have no value, or there are too many different ones.
+        DataError: Rows have no value, or there are too many different values.
     """
-    if ("" in found and not skip) or len(found) > MAX_CLASSES:
-        wrong = f"more than {MAX_CLASSES} different strings" if len(found) > MAX_CLASSES else "rows without a value"
+    if ("" in values and not skip) or len(values) > MAX_CLASSES:
+        wrong = f"more than {MAX_CLASSES} different strings" if len(values) > MAX_CLASSES else "rows without a value"
         raise DataError(f"{where} has {wrong}. Name another column or correct these rows.")
-    return tuple(sorted(found - {""}))
+    return tuple(sorted(values - {""}))
 
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
-def text_files(path: Place, suffixes: tuple[str, ...], kind: str) -> list[File]:
-    """One text file, or those in a folder, sorted by name.
+def list_text_files(path: DataLocation, suffixes: tuple[str, ...], kind: str) -> list[File]:
+    """Returns one text file, or those in a folder, sorted by name.
 
     Raises:
         DataError: There is none.
     """
     allowed = " and ".join(suffixes)
-    if file := find(path):
+    if file := find_file(path):
         files = [file]
     elif is_folder(path):
         files = files_in(path)
     else:
         raise DataError(f"{path}: no such file or folder; expected one {kind} file ({allowed}) or a folder of them.")
-    files = [file for file in files if file.place.name.endswith(suffixes)]
+    files = [file for file in files if file.location.name.endswith(suffixes)]
     if not files:
         raise DataError(f"{path}: no {kind} file; allowed are {allowed}. Rename the file or give another input.")
     return files
@@ -271,10 +274,10 @@ def text_files(path: Place, suffixes: tuple[str, ...], kind: str) -> list[File]:
 
 @contextmanager
 def open_text(file: File) -> Iterator[IO[bytes]]:
-    """Opens a file, unpacked, for reading UTF-8 from it.
+    """Opens a text file, uncompressed where it is compressed.
 
     Raises:
-        DataError: Its first bytes say that it is of another encoding.
+        DataError: Its first bytes show another encoding than UTF-8.
     """
     with file.open_unpacked() as stream:
         head: bytes = cast(Any, stream).peek(HEAD_BYTES)[:HEAD_BYTES]

@@ -1,12 +1,8 @@
-"""Reader of CIFAR-10 and CIFAR-100 as they are published: the binary version and the python version (which is not
-unpickled).
+"""Reader of CIFAR-10 and CIFAR-100 as they are published: the binary version, and the python version (pickles).
 
-Reads plain data out of a pickle without executing it: opcodes are interpreted here, and nothing is ever imported or
-called.
-
-Understood are dictionaries, lists, tuples, numbers, text, bytes and NumPy arrays of numbers, as Python 2 and 3 write
-them in protocols 1 to
-4. Anything else is refused, so that a pickle that would run code is an error message.
+`unpickle` reads plain data from a pickle without executing it: it interprets the opcodes itself, and never imports or
+calls anything. It accepts dictionaries, lists, tuples, numbers, text, bytes and NumPy arrays of numbers, as Python 2
+and 3 write them in protocols 1 to 4. It refuses anything else, so that a pickle that would run code is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import pyarrow as pa
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.storage.data_files import File, Place, files_in, find, is_folder
+from ray_app.storage.data_files import DataLocation, File, files_in, find_file, is_folder
 
 _MARK, _EMPTY = object(), object()
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -33,7 +29,7 @@ _NAMES = {
     "numpy dtype": "dtype",
     "_codecs encode": "encode",
 }
-"""Names that may stand in a pickle, and what they mean here; they are never imported."""
+"""Names that are allowed in a pickle, and their meaning here; they are never imported."""
 _PUSHED = {
     *("BININT", "BININT1", "BININT2", "LONG1", "INT", "LONG", "BINFLOAT"),
     *("BINSTRING", "SHORT_BINSTRING", "STRING", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"),
@@ -54,7 +50,7 @@ _IGNORED = ("PROTO", "FRAME", "STOP")
 
 @dataclass
 class _Array:
-    """An array whose content comes later in the pickle."""
+    """An array; its content comes later in the pickle."""
 
     values: np.ndarray | None = None
 
@@ -67,18 +63,14 @@ class _Name:
 
 
 class _Bounded:
-    """A file of which a damaged length takes no more memory than there is to read.
-
-    Args:
-        file: To read from.
-    """
+    """A file from which a damaged length reads no more bytes into memory than the file has."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.readline, self.tell = file.readline, file.tell
 
     def read(self, size: int) -> bytes:
-        """The next bytes, fewer at the end of the file."""
+        """Returns the next bytes, fewer at the end of the file."""
         parts = []
         while size > 0 and (part := self._file.read(min(size, _PART_BYTES))):
             parts.append(part)
@@ -86,11 +78,11 @@ class _Bounded:
         return b"".join(parts)
 
 
-def unpickled(file: IO[bytes]) -> Any:
-    """The data in a pickle; text of Python 2 is returned as `str`, byte for byte (latin-1).
+def unpickle(file: IO[bytes]) -> Any:
+    """Returns the data in a pickle, with text of Python 2 as `str`, byte for byte (latin-1).
 
     Raises:
-        ValueError: It holds something else than plain data and arrays, or is no pickle.
+        ValueError: The pickle is damaged, or holds something else than plain data and arrays.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -111,10 +103,10 @@ def unpickled(file: IO[bytes]) -> Any:
 
 
 def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
-    """Does what one opcode says.
+    """Executes one opcode on the stack and the memo.
 
     Raises:
-        ValueError: It is one that plain data has no need of.
+        ValueError: Plain data has no need of the opcode.
     """
     if name in _PUSHED:
         stack.append(argument)
@@ -125,14 +117,14 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> 
     elif name in ("BINGET", "LONG_BINGET", "GET"):
         stack.append(memo[argument])
     elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
-        stack.append(tuple(_popped(stack, int(name[5:]) if name[5:] else None)))
+        stack.append(tuple(_pop(stack, int(name[5:]) if name[5:] else None)))
     elif name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS"):
-        _fill(stack, _popped(stack, {"APPEND": 1, "SETITEM": 2}.get(name)), dict if name.startswith("SET") else list)
+        _fill(stack, _pop(stack, {"APPEND": 1, "SETITEM": 2}.get(name)), dict if name.startswith("SET") else list)
     elif name in ("GLOBAL", "STACK_GLOBAL"):
-        stack.append(_named(argument if name == "GLOBAL" else " ".join(_popped(stack, 2))))
+        stack.append(_look_up_name(argument if name == "GLOBAL" else " ".join(_pop(stack, 2))))
     elif name == "REDUCE":
         arguments = stack.pop()
-        stack.append(_made(stack.pop(), arguments))
+        stack.append(_call(stack.pop(), arguments))
     elif name == "BUILD":
         _build(stack, memo, stack.pop())
     elif name not in _IGNORED:
@@ -147,17 +139,16 @@ def _fill(stack: list[Any], values: list[Any], kind: type) -> None:
     if isinstance(target, list):
         target.extend(values)
     elif isinstance(target, dict):
-        if wrong := [
-            key for key in values[::2] if not isinstance(key, (str, bytes, int))
-        ]:  # others may take for ever to hash, or crash
+        # Keys of other types may take forever to hash, or crash.
+        if wrong := [key for key in values[::2] if not isinstance(key, (str, bytes, int))]:
             raise ValueError(
                 f"a {type(wrong[0]).__name__} as a key of a dictionary; allowed are text, bytes and integers"
             )
         target.update(zip(values[::2], values[1::2], strict=True))
 
 
-def _popped(stack: list[Any], count: int | None) -> list[Any]:
-    """The last `count` values, or those since the last mark, taken off the stack."""
+def _pop(stack: list[Any], count: int | None) -> list[Any]:
+    """Takes the last `count` values off the stack, or those since the last mark, and returns them."""
     if count is None:
         count = next(i for i in range(len(stack)) if stack[-1 - i] is _MARK)
         values = stack[len(stack) - count :]
@@ -170,7 +161,7 @@ def _popped(stack: list[Any], count: int | None) -> list[Any]:
     return values
 
 
-def _named(name: str) -> _Name:
+def _look_up_name(name: str) -> _Name:
     if name not in _NAMES:
         raise ValueError(
             f"it names {name.replace(' ', '.')}, which plain data has no need of; it was neither imported nor called"
@@ -178,8 +169,8 @@ def _named(name: str) -> _Name:
     return _Name(_NAMES[name])
 
 
-def _made(name: Any, arguments: tuple[Any, ...]) -> Any:
-    """What a call of a known name would give."""
+def _call(name: Any, arguments: tuple[Any, ...]) -> Any:
+    """Returns the result that a call of an allowed name would have."""
     if not isinstance(name, _Name):
         raise TypeError
     if name.meaning == "array":
@@ -218,11 +209,12 @@ def _build(stack: list[Any], memo: dict[int, Any], state: tuple[Any, ...]) -> No
 
 
 def _plain(value: Any, done: dict[int, Any]) -> Any:
-    """The value with its arrays in place, and nothing that only a pickle needs.
+    """Returns the value with its arrays in place, and without the objects that only a pickle needs.
 
     Args:
-        value: What was read.
-        done: What was made of lists and dictionaries, so that one that is referred to many times is made once.
+        value: The value that was read.
+        done: The results for lists and dictionaries by their identity, so that one with many references is converted
+            once.
     """
     if isinstance(value, _Array):
         if value.values is None:
@@ -230,7 +222,8 @@ def _plain(value: Any, done: dict[int, Any]) -> Any:
         return value.values
     if isinstance(value, (dict, list, tuple)):
         if id(value) not in done:
-            done[id(value)] = _EMPTY  # while it is being made
+            # Marks the value as in progress, to detect one that contains itself.
+            done[id(value)] = _EMPTY
             if isinstance(value, dict):
                 done[id(value)] = {key: _plain(item, done) for key, item in value.items()}
             else:
@@ -292,18 +285,18 @@ class Cifar:
         root: The folder.
     """
 
-    root: Place
+    root: DataLocation
 
     def files(self) -> list[File]:
-        """The files with images, the training data first, and that with the names of the classes."""
-        version, found = self._found()
+        """Returns the files with images, the training data first, and the file with the names of the classes."""
+        version, files_by_side = self._identify()
         names = self._names(version)
-        return [*(file for files in found.values() for file in files), *([names] if names else [])]
+        return [*(file for files in files_by_side.values() for file in files), *([names] if names else [])]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """`train` and `test`, a piece a file."""
+        """Returns `train` and `test`, with an input split for each file."""
         del run
-        version, found = self._found()
+        version, files_by_side = self._identify()
         read = (
             partial(_binary, list(version.labels.values())) if version in _BINARY else partial(_python, version.labels)
         )
@@ -311,41 +304,44 @@ class Cifar:
         return [
             base.Part(
                 side,
-                [base.Piece(None, partial(_tables, read, len(classes) if classes else None, file)) for file in files],
+                [
+                    base.InputSplit(None, partial(_tables, read, len(classes) if classes else None, file))
+                    for file in files
+                ],
                 classes,
             )
-            for side, files in found.items()
+            for side, files in files_by_side.items()
         ]
 
-    def _found(self) -> tuple[_Version, dict[str, list[File]]]:
-        """The version that is there, and its files.
+    def _identify(self) -> tuple[_Version, dict[str, list[File]]]:
+        """Returns the version that the folder holds, and its files.
 
         Raises:
-            DataError: None is, or one is not complete.
+            DataError: The folder holds no version, or an incomplete one.
         """
-        there = {file.name: file for file in files_in(self.root)} if is_folder(self.root) else {}
+        available = {file.name: file for file in files_in(self.root)} if is_folder(self.root) else {}
         for version in (*_BINARY, *_PYTHON):
-            wanted = [name for names in version.files.values() for name in names]
-            missing = [name for name in wanted if name not in there]
-            if len(missing) < len(wanted):
+            required = [name for names in version.files.values() for name in names]
+            missing = [name for name in required if name not in available]
+            if len(missing) < len(required):
                 if missing:
                     raise DataError(
                         f"{self.root}: {', '.join(missing)} of CIFAR is missing. Unpack the whole archive again."
                     )
-                return version, {side: [there[name] for name in names] for side, names in version.files.items()}
+                return version, {side: [available[name] for name in names] for side, names in version.files.items()}
         raise DataError(
             f"{self.root}: no CIFAR files; expected the unpacked folder of one archive, such as cifar-10-batches-py"
-            f" with data_batch_1 to 5"
-            " and test_batch, or cifar-100-binary with train.bin and test.bin. Give that folder as input."
+            " with data_batch_1 to 5 and test_batch, or cifar-100-binary with train.bin and test.bin. Give that folder"
+            " as input."
         )
 
     def _names(self, version: _Version) -> File | None:
-        """The file with the names of the classes, if it is there."""
+        """Returns the file with the names of the classes, or None where it is missing."""
         [(first, second)] = version.meta.items()
-        return find(self.root / (second if version in _BINARY else first))
+        return find_file(self.root / (second if version in _BINARY else first))
 
     def _classes(self, version: _Version) -> tuple[str, ...] | None:
-        """Names of the classes, if the file with them is there."""
+        """Returns the names of the classes, or None where their file is missing."""
         file = self._names(version)
         if file is None:
             return None
@@ -356,7 +352,7 @@ class Cifar:
                 raise DataError(f"{file}: no list `{key}` of the names of the classes. Download it again.")
             return tuple(_text(name) for name in names)
         try:
-            return tuple(file.place.read_text().split())
+            return tuple(file.location.read_text().split())
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{file}: {error}; expected the names of the classes, one a line. Download it again."
@@ -372,14 +368,14 @@ def _tables(read: Any, classes: int | None, file: File, refuse: base.Refuse) -> 
             f"{file.name}:{row}", f"label {labels['label'][row]}; the {classes} classes allow 0 to {(classes or 0) - 1}"
         )
     rows = np.flatnonzero(usable)
-    yield base.table(
+    yield base.make_table(
         [f"{file.name}:{row}" for row in rows],
         {"image": images[rows], **{name: values[rows] for name, values in labels.items()}},
     )
 
 
 def _binary(columns: list[str], file: File) -> tuple[Array, dict[str, Array]]:
-    """Pixels (rows, 3072) and labels (rows,) of a file of records: labels of a byte each, then the pixels."""
+    """Returns pixels (rows, 3072) and labels (rows,) of a file of records: labels of a byte each, then the pixels."""
     record = len(columns) + _PIXELS
     with file.open() as opened:
         if not file.size or file.size % record:
@@ -391,19 +387,20 @@ def _binary(columns: list[str], file: File) -> tuple[Array, dict[str, Array]]:
 
 
 def _python(columns: dict[str, str], file: File) -> tuple[Array, dict[str, Array]]:
-    """The same from a file of the python version."""
-    found = _dictionary(file)
-    pixels = found.get("data")
+    """Returns pixels (rows, 3072) and labels (rows,) of a file of the python version."""
+    content = _dictionary(file)
+    pixels = content.get("data")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != _PIXELS:
         raise DataError(f"{file}: no array `data` of {_PIXELS} bytes a row; it is no file of CIFAR. Download it again.")
-    return pixels, {column: _integers(file, key, found.get(key), len(pixels)) for key, column in columns.items()}
+    return pixels, {column: _integers(file, key, content.get(key), len(pixels)) for key, column in columns.items()}
 
 
 def _integers(file: File, key: str, values: Any, rows: int) -> Array:
-    """The labels in a list of a pickle, int64 of shape (rows,)."""
+    """Returns the labels in a list of a pickle, int64 of shape (rows,)."""
     try:
         array = np.array(values)
-    except ValueError:  # lists of different lengths in it
+    except ValueError:
+        # The list holds lists of different lengths.
         array = np.array(None)
     if array.shape != (rows,) or not np.can_cast(array.dtype, np.int64):
         raise DataError(f"{file}: `{key}` are not {rows} integers, one for each image. Download it again.")
@@ -411,17 +408,17 @@ def _integers(file: File, key: str, values: Any, rows: int) -> Array:
 
 
 def _dictionary(file: File) -> dict[str, Any]:
-    """The dictionary in a file of the python version, by text keys."""
+    """Returns the dictionary in a file of the python version, with text as keys."""
     try:
-        with file.open() as opened:
-            found = unpickled(opened)
+        with file.open() as stream:
+            content = unpickle(stream)
     except ValueError as error:
         raise DataError(
             f"{file}: not a file of CIFAR's python version: {error}. Download it again from where it is published."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{file}: it holds no dictionary, so it is no file of CIFAR. Download it again.")
-    return {_text(key): value for key, value in found.items()}
+    return {_text(key): value for key, value in content.items()}
 
 
 def _text(value: Any) -> str:

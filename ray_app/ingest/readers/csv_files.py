@@ -1,6 +1,7 @@
-"""Reader of CSV files, with a header line or with names that are given.
+"""Reader of CSV files, with a header line or with the names of the option `column_names`.
 
-How a CSV file is laid out: its delimiter, its header line, and quotes that are not closed.
+`CsvFormat` and the functions after it recognize and check the layout of a file: its delimiter, its header line, and
+quotes that are not closed.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from pyarrow import csv as arrow_csv
 
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import open_text, sorted_classes, text_files
-from ray_app.storage.data_files import File, Place, parsing
+from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
+from ray_app.storage.data_files import DataLocation, File, parser_errors
 
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
-"""What may stand between values without being named, and what it is called."""
+"""Delimiters that are recognized without the option `delimiter`, and their names for messages."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?\s*")
 _HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20
 _MAX_FIELD = 1 << 30
-_MAX_SAID = 5
-"""Names that a message repeats."""
+_MAX_LISTED = 5
+"""Maximum number of names in a message."""
 
 
 @dataclass(frozen=True)
@@ -47,59 +48,60 @@ class CsvFormat:
     column_names: tuple[str, ...] | None = None
 
     def has_header(self, file: File) -> bool:
-        """Whether the first line of a file holds the names: without names always, with them where it holds just
-        these.
+        """Returns whether the first line of a file is a header line: always without `column_names`, otherwise where it
+        holds exactly these names.
         """
-        return self.column_names is None or first_rows(read_head(file), self.delimiter)[:1] == [list(self.column_names)]
+        return self.column_names is None or parse_first_rows(read_head(file), self.delimiter)[:1] == [
+            list(self.column_names)
+        ]
 
     def advice(self, has_header: bool) -> str:
-        """What a file of this format has, and what to do with one that has something else."""
+        """Returns what a file of this format has, and what to do about another one, for a message."""
         first = "one header line (row 1)" if has_header else "no header line"
         delimiter = DELIMITERS.get(self.delimiter, repr(self.delimiter))
         return (
             f"Expected UTF-8 text with {first} and the same number of values, separated by {delimiter}, in every row."
-            f" Correct the file, or"
-            " name another delimiter."
+            " Correct the file, or name another delimiter."
         )
 
 
-def named_delimiter(delimiter: str) -> str:
-    r"""The delimiter that an option names: `\t`, as a command line passes it on, is a tab."""
+def name_delimiter(delimiter: str) -> str:
+    r"""Returns the delimiter that an option names; `\t`, as a command line passes it, is a tab."""
     return "\t" if delimiter == r"\t" else delimiter
 
 
 def read_head(file: File) -> str:
-    """The first MiB of a file.
+    """Returns the first MiB of a file.
 
     Raises:
         DataError: The file is damaged or in another encoding.
     """
-    with parsing(file, "The file is damaged; make it again."), open_text(file) as stream:
+    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
 
 
-def first_rows(head: str, delimiter: str) -> list[list[str]]:
-    """The first rows in the beginning of a file, at most 20; none where quotes or the length of a value let none be
-    read.
+def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
+    """Returns the first rows in the beginning of a file, at most 20; none where quotes or the length of a value prevent
+    the reading.
     """
-    rows = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter)
+    reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter)
     try:
-        found = [row for row in itertools.islice(rows, _HEAD_ROWS + 1) if row]
+        rows = [row for row in itertools.islice(reader, _HEAD_ROWS + 1) if row]
     except csv.Error:
         return []
-    # The last row may be cut off where there is more of the file.
-    return found[:-1] if len(head) > _HEAD_BYTES // 4 or len(found) > _HEAD_ROWS else found
+    # The last row may be incomplete where the file goes on.
+    return rows[:-1] if len(head) > _HEAD_BYTES // 4 or len(rows) > _HEAD_ROWS else rows
 
 
 def recognise_delimiter(file: File, column_names: list[str] | None) -> str:
-    """The delimiter of a file: a comma unless its first rows have more than one value only with another one.
+    """Returns the delimiter of a file: a comma, unless its first rows have several values only with another delimiter.
 
     Args:
         file: The file.
         column_names: Names of its columns, where it has no header line.
     """
     head = read_head(file)
-    widths = {delimiter: [len(row) for row in first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
+    widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
     if (
         column_names
         and len(column_names) > 1
@@ -109,49 +111,49 @@ def recognise_delimiter(file: File, column_names: list[str] | None) -> str:
     even = {delimiter: width[0] for delimiter, width in widths.items() if len(set(width)) == 1 and width[0] > 1}
     if "," in even or (not even and widths[","][0] > 1):
         return ","
-    # Without a delimiter that gives all rows as many values, what separates the names of the header line.
+    # Where no delimiter gives all rows the same number of values, the one that gives the header line the most counts.
     candidates = even or {delimiter: width[0] for delimiter, width in widths.items()}
     return max(candidates, key=candidates.__getitem__)
 
 
 def check_header(file: str, names: list[str]) -> str | None:
-    """Refuses a header line of values or with a name twice; returns a note where it may be one of values.
+    """Checks the names in a header line; returns a note if they may be the values of a row.
 
     Args:
-        file: Its file, for messages.
-        names: What it holds.
+        file: The file, for messages.
+        names: The names.
 
     Raises:
-        DataError: With the names that are at fault.
+        DataError: The line holds values, or a name twice.
     """
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
         raise DataError(
-            f"{file}: the first line holds numbers ({base.listed(numbers)}) where the names of the columns are"
-            f" expected. If the file has no"
-            f" header line, give its {len(names)} names by column_names; if these are the names, give just them."
+            f"{file}: the first line holds numbers ({base.format_items(numbers)}) where the names of the columns are"
+            f" expected. If the file has no header line, give its {len(names)} names by column_names; if these are the"
+            " names, give just them."
         )
-    twice = {name: count for name, count in Counter(names).items() if count > 1}
-    if twice:
-        places = {name: [i for i, other in enumerate(names, 1) if other == name] for name in twice}
-        said = ", ".join(
-            f"{name!r} (columns {base.listed(at)})" for name, at in itertools.islice(places.items(), _MAX_SAID)
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        columns_of = {name: [i for i, other in enumerate(names, 1) if other == name] for name in repeated}
+        listed = ", ".join(
+            f"{name!r} (columns {base.format_items(columns)})"
+            for name, columns in itertools.islice(columns_of.items(), _MAX_LISTED)
         )
-        more = f" and {len(twice) - _MAX_SAID} more names" if len(twice) > _MAX_SAID else ""
+        more = f" and {len(repeated) - _MAX_LISTED} more names" if len(repeated) > _MAX_LISTED else ""
         raise DataError(
-            f"{file}: two columns of one name: {said}{more}. Give each column its own name in the header line."
+            f"{file}: two columns of one name: {listed}{more}. Give each column its own name in the header line."
         )
     if numbers:
         return (
-            f"the names of columns in {file} are numbers ({base.listed(numbers)}). If they are values of a first row,"
-            f" since the file has no"
-            " header line, give column_names."
+            f"the names of columns in {file} are numbers ({base.format_items(numbers)}). If they are values of a first"
+            " row, since the file has no header line, give column_names."
         )
     return None
 
 
 def _is_numbering(numbers: list[str]) -> bool:
-    """Whether three or more numbers count on by one step, as years or the numbers of columns do."""
+    """Returns whether three or more numbers ascend by a constant step, as years or the numbers of columns do."""
     if len(numbers) < 3 or not all(number.strip().isdecimal() for number in numbers):
         return False
     values = [int(number) for number in numbers]
@@ -159,34 +161,32 @@ def _is_numbering(numbers: list[str]) -> bool:
 
 
 def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]) -> None:
-    """Refuses a file whose header line differs from that of the first file.
+    """Checks that a file has the same header line as the first file; both are pairs of path and names.
 
     Raises:
-        DataError: With what differs.
+        DataError: The names differ.
     """
     (path, names), (other_path, other_names) = first, other
     if names == other_names:
         return
-    missing, more = (
-        [name for name in names if name not in other_names],
-        [name for name in other_names if name not in names],
-    )
-    differs = [f"lacks {base.listed(missing)}"] * bool(missing) + [f"has also {base.listed(more)}"] * bool(more)
-    said = " and ".join(differs) or "has the columns in another order"
+    missing = [name for name in names if name not in other_names]
+    extra = [name for name in other_names if name not in names]
+    differences = [f"lacks {base.format_items(missing)}"] if missing else []
+    differences += [f"has also {base.format_items(extra)}"] if extra else []
+    difference = " and ".join(differences) or "has the columns in another order"
     raise DataError(
-        f"{other_path}: columns {base.listed(other_names)}, but the first file, {path}, has {base.listed(names)}: it"
-        f" {said}. Give all files"
-        " one header."
+        f"{other_path}: columns {base.format_items(other_names)}, but the first file, {path}, has"
+        f" {base.format_items(names)}: it {difference}. Give all files one header."
     )
 
 
-def open_quote(file: File, delimiter: str) -> str | None:
-    """What is wrong with the quotes of a file; None where each that opens a value closes it.
+def find_open_quote(file: File, delimiter: str) -> str | None:
+    """Returns the fault in the quotes of a file; None where every quote that opens a value is closed.
 
-    pyarrow takes all that follows a quote which is not closed, line ends and delimiters too, for one value.
+    pyarrow takes everything that follows an unclosed quote, line ends and delimiters too, for one value.
     """
     csv.field_size_limit(_MAX_FIELD)
-    with parsing(file, "The file is damaged; make it again."), open_text(file) as stream:
+    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         begins = 1
@@ -194,8 +194,10 @@ def open_quote(file: File, delimiter: str) -> str | None:
             for _ in rows:
                 begins = rows.line_num + 1
         except csv.Error as error:
-            known = "end of data" in str(error) or "expected after" in str(error)
-            return f"in line {begins} a quote opens a value and is not closed before the end of it" if known else None
+            is_quote = "end of data" in str(error) or "expected after" in str(error)
+            return (
+                f"in line {begins} a quote opens a value and is not closed before the end of it" if is_quote else None
+            )
     return None
 
 
@@ -212,53 +214,54 @@ class Csv:
     Args:
         path: The file or folder.
         label: Column that becomes `label`.
-        skip: Whether rows of a wrong number of values may be left out.
-        piece_bytes: Most bytes of files that one task reads.
-        delimiter: Character between values; None: recognised by the first rows of the first file.
+        skip: Whether rows with a wrong number of values may be left out.
+        split_bytes: Maximum bytes of files that one task reads.
+        delimiter: Character between values; None: recognized by the first rows of the first file.
         column_names: Names of the columns of files without a header line.
     """
 
-    path: Place
+    path: DataLocation
     label: str | None
     skip: bool
-    piece_bytes: int
+    split_bytes: int
     delimiter: str | None = None
     column_names: list[str] | None = None
 
     def files(self) -> list[File]:
-        """The files, sorted by name."""
-        return text_files(self.path, SUFFIXES, "CSV")
+        """Returns the files, sorted by name."""
+        return list_text_files(self.path, SUFFIXES, "CSV")
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part; a first pass over the files finds the narrowest type that holds each column, and the classes."""
-        groups = base.file_groups(self.files(), self.piece_bytes)
+        """Returns one part; a first pass over the files finds the classes and the narrowest type of each column."""
+        groups = base.group_files(self.files(), self.split_bytes)
         facts = list(run(partial(_learn, self._format, self.label, self.skip), groups))
         names, notes = self._check_headers(facts)
         if not any(f.rows for f in facts):
             raise DataError(
-                f"{self.path}: no rows, only a header line with the names {base.listed(names)}. Give a file with rows."
+                f"{self.path}: no rows, only a header line with the names {base.format_items(names)}. Give a file with"
+                " rows."
             )
         kinds = {
             name: next(kind for kind in KINDS if all(kind in f.kinds.get(name, KINDS) for f in facts)) for name in names
         }
         classes = None
         if self.label and not (pa.types.is_integer(kinds[self.label]) or pa.types.is_floating(kinds[self.label])):
-            found = set().union(*(f.labels for f in facts))
-            classes = sorted_classes(f"{self.path}: label column {self.label!r}", found, self.skip)
+            labels = set().union(*(f.labels for f in facts))
+            classes = sort_classes(f"{self.path}: label column {self.label!r}", labels, self.skip)
             kinds[self.label] = pa.string()
         tables = partial(_tables, self._format, self.label, self.skip, kinds, classes)
-        pieces = [base.Piece(f.rows, partial(tables, some)) for f, some in zip(facts, groups, strict=True)]
-        return [base.Part("", pieces, classes, notes=tuple(notes))]
+        splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
+        return [base.Part("", splits, classes, notes=tuple(notes))]
 
     @cached_property
     def _format(self) -> CsvFormat:
         names = tuple(self.column_names) if self.column_names else None
         if self.delimiter:
-            return CsvFormat(named_delimiter(self.delimiter), names)
+            return CsvFormat(name_delimiter(self.delimiter), names)
         return CsvFormat(recognise_delimiter(self.files()[0], self.column_names), names)
 
     def _check_headers(self, facts: list[_Facts]) -> tuple[list[str], list[str]]:
-        """The columns, which all files have, and notes about how they were understood."""
+        """Returns the columns, which all files have, and notes on how the files were interpreted."""
         path, names = facts[0].headers[0]
         notes = []
         if self._format.delimiter != "," and not self.delimiter:
@@ -273,20 +276,21 @@ class Csv:
                 check_same_header((path, names), header)
         if self.label and self.label not in names:
             raise DataError(
-                f"{path}: no label column {self.label!r}; the columns are {base.listed(names, 50)}. Name one of them."
+                f"{path}: no label column {self.label!r}; the columns are {base.format_items(names, 50)}. Name one of"
+                " them."
             )
         if self.label and self.label != "label" and "label" in names:
             raise DataError(
-                f"{path}: {self.label!r} is to become 'label', but {base.listed(names, 50)} has another column 'label'."
-                f" Rename that one."
+                f"{path}: {self.label!r} is to become 'label', but {base.format_items(names, 50)} has another column"
+                " 'label'. Rename that one."
             )
         return names, notes
 
 
 @dataclass
 class _Facts:
-    """What the first pass learned of a piece: rows, each file's header, the types that hold a column, the label's
-    values.
+    """The facts of an input split from the first pass: rows, the header of each file, the types that fit each column,
+    and the values of the label.
     """
 
     rows: int = 0
@@ -305,24 +309,25 @@ def _learn(form: CsvFormat, label: str | None, skip: bool, files: list[File]) ->
             if not facts.headers or facts.headers[-1][0] != str(file):
                 facts.headers.append((str(file), list(names)))
             facts.rows += block.num_rows
+            # `_check_headers` refuses repeated names once all headers are known.
             if len(set(names)) < len(names):
-                continue  # refused when all headers are known
+                continue
             for name in names:
                 facts.kinds[name] = [kind for kind in facts.kinds.get(name, KINDS) if _fits(block[name], kind)]
                 if pa.types.is_string(facts.kinds[name][0]):
-                    _refuse_zero_bytes(file, name, block[name], numbers)
+                    _check_zero_bytes(file, name, block[name], numbers)
                     has_line_ends |= bool(pc.any(pc.match_substring(block[name], "\n")).as_py())
             if label in names:
                 facts.labels.update(pc.unique(block[label]).to_pylist())
-        if (has_line_ends or any("\n" in row.text for row in bad)) and (fault := open_quote(file, form.delimiter)):
+        if (has_line_ends or any("\n" in row.text for row in bad)) and (fault := find_open_quote(file, form.delimiter)):
             raise DataError(f"{file}: {fault}. Close it, or write a quote that is part of a value twice.")
         facts.rows += len(bad)
     return facts
 
 
-def _refuse_zero_bytes(file: File, name: str, values: pa.Array, numbers: list[int]) -> None:
-    if pc.any(found := pc.match_substring(values, "\0")).as_py():
-        row = numbers[pc.index(found, True).as_py()]
+def _check_zero_bytes(file: File, name: str, values: pa.Array, numbers: list[int]) -> None:
+    if pc.any(has_zero := pc.match_substring(values, "\0")).as_py():
+        row = numbers[pc.index(has_zero, True).as_py()]
         raise DataError(
             f"{file}: row {row} has a zero byte in the column {name!r}. Text has none: correct the row, or save the"
             f" file as UTF-8."
@@ -341,8 +346,8 @@ def _tables(
     for file in files:
         bad: list[Any] = []
         for numbers, block in _numbered_blocks(file, form, bad if skip else None):
-            yield base.table(
-                [f"{file.name}:{number}" for number in numbers], _converted_block(file, block, label, kinds, classes)
+            yield base.make_table(
+                [f"{file.name}:{number}" for number in numbers], _convert_block(file, block, label, kinds, classes)
             )
         for invalid in bad:
             refuse(
@@ -351,11 +356,11 @@ def _tables(
             )
 
 
-def _converted_block(
+def _convert_block(
     file: File, block: pa.RecordBatch, label: str | None, kinds: dict[str, pa.DataType], classes: tuple[str, ...] | None
 ) -> dict[str, pa.Array]:
     try:
-        columns = {name: _converted(block[name], kind) for name, kind in kinds.items()}
+        columns = {name: _convert(block[name], kind) for name, kind in kinds.items()}
     except (pa.ArrowInvalid, KeyError) as error:
         raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
     columns = {"label" if name == label else name: values for name, values in columns.items()}
@@ -365,7 +370,7 @@ def _converted_block(
 
 
 def _numbered_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterator[tuple[list[int], pa.RecordBatch]]:
-    """The blocks of `_string_blocks`, each with the numbers of its rows; the first line that is not empty has the
+    """Yields the blocks of `_string_blocks` with the numbers of their rows; the first line that is not empty has the
     number 1.
     """
     row = 1 + form.has_header(file)
@@ -380,13 +385,15 @@ def _numbered_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iter
 
 
 def _string_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterator[pa.RecordBatch]:
-    """The file in blocks of about `BLOCK_BYTES`, the first without rows, every column as a string; errors name the row,
-    by one thread.
+    """Yields a file in blocks of about `BLOCK_BYTES`, the first without rows, with every column as strings.
+
+    It reads with one thread, so that errors name the row.
 
     Args:
-        file: What to read.
+        file: The file.
         form: Its layout.
-        bad: Takes rows of a wrong number of values, before the block that follows them; None: they are refused.
+        bad: List that gets the rows with a wrong number of values, before the block that follows them; None: such a
+            row is an error.
     """
 
     def keep(row: Any) -> str:
@@ -403,20 +410,21 @@ def _string_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterat
         delimiter=form.delimiter, newlines_in_values=True, invalid_row_handler=None if bad is None else keep
     )
     try:
-        with parsing(file, form.advice(has_header)), open_text(file) as stream:
+        with parser_errors(file, form.advice(has_header)), open_text(file) as stream:
             reader = arrow_csv.open_csv(stream, read, parse, convert)
-            names = reader.schema.names  # decoded here, where it is known of which file they are
+            # The names are decoded inside `parser_errors`, which names the file in an error.
+            names = reader.schema.names
             yield pa.RecordBatch.from_arrays([pa.array([], pa.string()) for _ in names], schema=reader.schema)
             yield from reader
     except DataError as error:
-        if isinstance(error.__cause__, pa.ArrowInvalid) and (fault := open_quote(file, form.delimiter)):
+        if isinstance(error.__cause__, pa.ArrowInvalid) and (fault := find_open_quote(file, form.delimiter)):
             raise DataError(f"{file}: {fault}. Close it, or write a quote that is part of a value twice.") from error
         raise
 
 
-def _converted(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """CSV strings as `kind`; outside string columns, space around a value goes and a spelling of "missing" becomes
-    null.
+def _convert(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Returns CSV strings as `kind`; except in string columns, spaces around a value are removed and a spelling of
+    "missing" becomes null.
     """
     if pa.types.is_string(kind):
         return values
@@ -426,14 +434,16 @@ def _converted(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 def _fits(values: pa.Array, kind: pa.DataType) -> bool:
     try:
-        _converted(values, kind)
+        _convert(values, kind)
     except pa.ArrowInvalid:
         return False
     return not pa.types.is_floating(kind) or _are_exact(values)
 
 
 def _are_exact(values: pa.Array) -> bool:
-    """Whether whole numbers that may not fit into 64 bits, such as long identifiers, are the same as float64."""
+    """Returns whether float64 represents exactly the whole numbers that may not fit into 64 bits, such as long
+    identifiers.
+    """
     candidates = pc.and_not(pc.greater_equal(pc.binary_length(values), 19), pc.match_substring(values, "."))
     long = values.filter(candidates)
     whole = long.filter(pc.match_substring_regex(long, r"^\s*[+-]?\d+\s*$")).to_pylist()

@@ -1,8 +1,8 @@
-"""Reader of what Hugging Face `datasets` keeps on disk, without that library: `save_to_disk` folders, and its .arrow
+"""Reader of data sets that Hugging Face `datasets` has stored, without that library: `save_to_disk` folders, and .arrow
 and .parquet files.
 
-Rows of Hugging Face `datasets` as ours: which of their columns can be kept, and how each value is checked and
-converted.
+`Form` and the functions after it decide which columns can be kept, and check and convert each value. `HuggingFace` and
+the functions after it locate the files and their splits, and read them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ray_app.data.arrays import is_bytes, is_number, is_text
 from ray_app.data.dataset import index_columns
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
-from ray_app.ingest.readers.base import sorted_classes
+from ray_app.ingest.readers.base import sort_classes
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.storage.data_files import File, Place, files_in, find, is_folder, parquet, parsing
+from ray_app.storage.data_files import DataLocation, File, files_in, find_file, is_folder, open_parquet, parser_errors
 from ray_app.storage.files import read_json
 
 _UNWRAPPED = (pa.UuidType, pa.JsonType)
-"""Extension types whose values are those of their storage: bytes and text."""
+"""Extension types that are stored as bytes or text and are read as such."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What every row of a split is converted to.
+    """The form that every row of a split is converted to.
 
     Args:
-        schema: Columns to keep, in the first file's types.
-        shapes: Of the columns of lists.
-        label: The label's column.
-        classes: Names of the classes, which are the values themselves where the label's column holds text.
-        check: Whether images are decoded.
+        schema: Columns to keep, with the types of the first file.
+        shapes: Shapes of the columns of lists.
+        label: Name of the label's column.
+        classes: Names of the classes; where the label's column holds text, its values.
+        check: Whether images are decoded as a check.
     """
 
     schema: pa.Schema
@@ -53,26 +53,24 @@ class Form:
 
     @property
     def has_text_label(self) -> bool:
-        """Whether the label's column holds text, or categories that are text."""
+        """Whether the label's column holds text, or categories of text."""
         return self.label is not None and is_text(value_type(self.schema.field(self.label).type))
 
 
 def _is_image(kind: pa.DataType) -> bool:
-    """Whether this is how `datasets` stores images (and sounds): bytes and the path that they came from."""
+    """Returns whether `datasets` stores images (and sounds) as this type: bytes and their source path."""
     return bool(pa.types.is_struct(kind)) and {field.name for field in kind} == {"bytes", "path"}
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the values of a column, which a dictionary (pandas' categories) or an extension type may stand
-    around.
-    """
+    """Returns the type of the values of a column, inside a dictionary (pandas' categories) or an extension type."""
     if pa.types.is_dictionary(kind):
         return value_type(kind.value_type)
     return value_type(kind.storage_type) if isinstance(kind, _UNWRAPPED) else kind
 
 
-def unusable(kind: pa.DataType, is_label: bool) -> str | None:
-    """Why a column of this type cannot be kept."""
+def explain_unusable(kind: pa.DataType, is_label: bool) -> str | None:
+    """Returns the reason why a column of this type cannot be kept; None if it can."""
     value = value_type(kind)
     if is_label and not (is_number(value) or is_text(value)):
         return f"is to be the label, but holds {kind}; a label is a ClassLabel, an integer, text or a truth value"
@@ -90,33 +88,34 @@ def unusable(kind: pa.DataType, is_label: bool) -> str | None:
 
 
 def check_unique(file: File, names: list[str]) -> None:
-    """Refuses a file with two columns of one name.
+    """Checks that a file has no two columns of one name.
 
     Raises:
-        DataError: With these names.
+        DataError: It has; the message lists the names.
     """
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
-            f"{file}: two columns of one name: {base.listed(twice)}. Give each column its own name and save the file"
-            f" again."
+            f"{file}: two columns of one name: {base.format_items(repeated)}. Give each column its own name and save"
+            " the file again."
         )
 
 
 def label_values(label: str, table: pa.Table) -> set[str]:
-    """The different values of a label's column of text; "" for rows without one."""
-    values = nested.plain(table[label].combine_chunks())
+    """Returns the distinct values of a label's column of text, with "" for rows without a value."""
+    values = nested.to_plain(table[label].combine_chunks())
     return {value or "" for value in values.unique().to_pylist()} if is_text(values.type) else set()
 
 
-def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
-    """A table with the columns as ours, without the rows that cannot be used."""
+def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
+    """Returns a table converted to a form, without the rows that cannot be used."""
     if missing := [name for name in form.schema.names if name not in table.column_names]:
         raise DataError(
             f"{file}: no column {missing[0]!r} as in the first file; the columns are {table.column_names}. Save it"
             f" again."
         )
     columns = {
-        column.name: nested.plain(_typed(table[column.name].combine_chunks(), column.type)) for column in form.schema
+        column.name: nested.to_plain(_cast_empty(table[column.name].combine_chunks(), column.type))
+        for column in form.schema
     }
     for name in form.shapes:
         if not nested.is_list(kind := columns[name].type) or nested.number_type(kind) is None:
@@ -129,8 +128,8 @@ def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Re
             columns[name] = pc.struct_field(column, "bytes")
             faults |= _bad_images(name, columns[name], form.check, faults)
         elif name in form.shapes:
-            fits = nested.of_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
-            reason = nested.misfit(name, form.shapes[name])
+            fits = nested.has_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
+            reason = nested.explain_misfit(name, form.shapes[name])
             faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
         elif form.has_text_label and name == form.label:
             if not is_text(column.type):
@@ -143,26 +142,24 @@ def converted(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Re
                 raise DataError(
                     f"{file}: column {name!r} holds {column.type}, but its classes have names. Save it again."
                 )
-            columns[name] = pc.if_else(
-                pc.less(column, 0), None, column
-            )  # -1 is how `datasets` writes that there is none
-            faults |= {
-                i: reason for i, reason in _beyond(columns[name], len(form.classes or ())).items() if i not in faults
-            }
+            # `datasets` writes a missing label as -1.
+            columns[name] = pc.if_else(pc.less(column, 0), None, column)
+            out_of_range = _labels_out_of_range(columns[name], len(form.classes or ()))
+            faults |= {i: reason for i, reason in out_of_range.items() if i not in faults}
     for i, reason in sorted(faults.items()):
         refuse(str(ids[i]), reason)
     good = np.ones(len(ids), np.bool_)
     good[list(faults)] = False
-    chosen = {
-        "label" if name == form.label else name: _filtered(column, good, form.shapes.get(name))
+    kept = {
+        "label" if name == form.label else name: _filter(column, good, form.shapes.get(name))
         for name, column in columns.items()
     }
-    return base.table(ids[good].tolist(), chosen)
+    return base.make_table(ids[good].tolist(), kept)
 
 
-def _typed(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """A column without any value, which has no type, or lists without one, as those of the first file; another column
-    as it is.
+def _cast_empty(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Returns a column without any value, or of lists without any value, with the type of the first file, as it has no
+    type itself; any other column unchanged.
     """
     inner = column.type
     while nested.is_list(inner):
@@ -172,31 +169,33 @@ def _typed(column: pa.Array, kind: pa.DataType) -> pa.Array:
     return column.cast(kind) if pa.types.is_null(inner) and nested.is_list(kind) else column
 
 
-def _beyond(labels: pa.Array, classes: int) -> dict[int, str]:
-    """Which labels are none of the classes, by row; 0 classes: any number is one."""
-    beyond = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
+def _labels_out_of_range(labels: pa.Array, classes: int) -> dict[int, str]:
+    """Returns the reason for each row with a label that is not below the number of classes; with 0 classes every number
+    is allowed.
+    """
+    too_large = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
     return {
         int(i): f"label {labels[int(i)]}; the {classes} classes allow 0 to {classes - 1}"
-        for i in np.flatnonzero(beyond)
+        for i in np.flatnonzero(too_large)
     }
 
 
-def _bad_images(name: str, images: pa.Array, check: bool, known: dict[int, str]) -> dict[int, str]:
-    """Why images cannot be used, by row."""
-    found = {}
+def _bad_images(name: str, images: pa.Array, check: bool, skipped: dict[int, str]) -> dict[int, str]:
+    """Returns the reason for each row with an image that cannot be used, without the rows in `skipped`."""
+    reasons = {}
     for i, image in enumerate(images):
-        if i in known:
+        if i in skipped:
             continue
         if not image.is_valid:
-            found[i] = f"{name!r} has no bytes, only a path; load the data set and save it with embedded files"
-        elif check and (reason := base.undecodable(image.as_py())):
-            found[i] = NOT_AN_IMAGE.format(reason)
-    return found
+            reasons[i] = f"{name!r} has no bytes, only a path; load the data set and save it with embedded files"
+        elif check and (reason := base.explain_undecodable(image.as_py())):
+            reasons[i] = NOT_AN_IMAGE.format(reason)
+    return reasons
 
 
-def _filtered(column: pa.Array, good: np.ndarray, shape: nested.Shape | None) -> Any:
+def _filter(column: pa.Array, good: np.ndarray, shape: nested.Shape | None) -> Any:
     rows = column.filter(pa.array(good))
-    return rows if shape is None else nested.of_numbers(rows, shape)
+    return rows if shape is None else nested.to_numbers(rows, shape)
 
 
 SUFFIXES = (".arrow", ".parquet")
@@ -207,7 +206,7 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|testing|validation|valid|v
 _BATCH_ROWS, _LABEL_ROWS = 1000, 100_000
 _NO_SPLITS = ("", "part", "data", "file", "shard", "chunk")
 _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
-"""What ends an Arrow stream; the second one until Arrow 0.15."""
+"""Marks at the end of an Arrow stream; the second one was written until Arrow 0.15."""
 
 
 @dataclass(frozen=True)
@@ -216,69 +215,70 @@ class HuggingFace:
 
     Args:
         root: The folder or file.
-        label: Column that becomes `label`; None: the one of that name.
+        label: Column that becomes `label`; None: the column `label`, if there is one.
         columns: Columns to keep; None: all.
-        ragged: Those of lists of any length.
+        ragged: Columns of lists of any length.
         check: Whether to decode every image.
         skip: Whether rows without a label may be left out.
-        piece_bytes: Most bytes of files that one task reads.
+        split_bytes: Maximum bytes of files that one task reads.
     """
 
-    root: Place
+    root: DataLocation
     label: str | None
     columns: list[str] | None
     ragged: list[str]
     check: bool
     skip: bool
-    piece_bytes: int
+    split_bytes: int
 
     def files(self) -> list[File]:
-        """The files, split by split, and what is said about them beside them."""
+        """Returns the files, split by split, and the files that describe them."""
         rows = [file for files in self._splits.values() for file in files]
-        folders = dict.fromkeys(file.place.parent for file in rows)
-        about = [find(folder / name) for folder in folders for name in ("state.json", "dataset_info.json")]
-        return rows + [file for file in about if file]
+        folders = dict.fromkeys(file.location.parent for file in rows)
+        descriptions = [find_file(folder / name) for folder in folders for name in ("state.json", "dataset_info.json")]
+        return rows + [file for file in descriptions if file]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part a split, by the split's name; a single one has no name. Labels of text are classes, the same in all
-        splits.
+        """Returns one part for each split, with the split's name; a single one has no name. Labels of text become
+        classes, the same in all splits.
         """
         parts = []
         for split, form in self._forms(run).items():
             files = self._splits[split]
-            pieces = [
-                base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)
+            input_splits = [
+                base.InputSplit(None, partial(_tables, form, group))
+                for group in base.group_files(files, self.split_bytes)
             ]
             name = split if len(self._splits) > 1 else ""
-            parts.append(base.Part(name, pieces, form.classes, index_columns=index_columns(form.schema)))
+            parts.append(base.Part(name, input_splits, form.classes, index_columns=index_columns(form.schema)))
         return parts
 
     @cached_property
     def _splits(self) -> dict[str, list[File]]:
-        with parsing(self.root / "dataset_dict.json", _SAVE_AGAIN):
+        with parser_errors(self.root / "dataset_dict.json", _SAVE_AGAIN):
             saved = read_json(self.root / "dataset_dict.json") if is_folder(self.root) else None
             if saved is not None:
-                return {split: _saved(self.root / split) for split in saved["splits"]}
-        if find(self.root / "state.json"):
-            return {"": _saved(self.root)}
-        one = find(self.root)
-        there = [one] if one else files_in(self.root) if is_folder(self.root) else []
-        splits = _by_split(self.root, [file for file in there if file.place.name.endswith(SUFFIXES)])
+                return {split: _list_saved_files(self.root / split) for split in saved["splits"]}
+        if find_file(self.root / "state.json"):
+            return {"": _list_saved_files(self.root)}
+        single = find_file(self.root)
+        files = [single] if single else files_in(self.root) if is_folder(self.root) else []
+        splits = _group_by_split(self.root, [file for file in files if file.location.name.endswith(SUFFIXES)])
         if not splits:
             raise DataError(
                 f"{self.root}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or"
-                f" dataset_dict.json),"
-                " or a folder with .arrow or .parquet files, or one of them. Save it with dataset.save_to_disk(DIR)."
+                " dataset_dict.json), or a folder with .arrow or .parquet files, or one of them. Save it with"
+                " dataset.save_to_disk(DIR)."
             )
-        if not one:
-            need_all_numbers(self.root, there)
+        if not single:
+            need_all_numbers(self.root, files)
         return splits
 
     def _forms(self, run: base.Run) -> dict[str, Form]:
-        """How the columns of each split become ours; where the label is text a pass over it finds the classes.
+        """Returns the form of each split; a label of text takes a pass over its column to find the classes.
 
         Raises:
-            DataError: A column cannot be kept, or a named one is not there, or the label is text in some splits only.
+            DataError: A column cannot be kept or is missing, or the label is text in some splits only.
         """
         forms = {split: self._form(files) for split, files in self._splits.items()}
         label = next(iter(forms.values())).label
@@ -290,17 +290,17 @@ class HuggingFace:
             raise DataError(
                 f"{self.root}: the label {label!r} is text in {with_text}, but not in {others}. Save it in one type."
             )
-        groups = [some for files in self._splits.values() for some in base.file_groups(files, self.piece_bytes)]
-        found = set[str]().union(*run(partial(_label_values, label), groups))
-        classes = sorted_classes(f"{self.root}: label column {label!r}", found, self.skip)
+        groups = [group for files in self._splits.values() for group in base.group_files(files, self.split_bytes)]
+        labels = set[str]().union(*run(partial(_label_values, label), groups))
+        classes = sort_classes(f"{self.root}: label column {label!r}", labels, self.skip)
         return {split: replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:
-        """How the columns of a split become ours, by its first file; the shapes of lists by the first that are not
+        """Returns the form of a split by its first file; the shapes of lists are those of the first lists that are not
         empty.
 
         Raises:
-            DataError: A column cannot be kept, or a named one is not there.
+            DataError: A column cannot be kept or is missing.
         """
         file = files[0]
         schema = _schema(file)
@@ -311,14 +311,15 @@ class HuggingFace:
             name for name in [*(self.columns or []), *([label] if label else [])] if name not in schema.names
         ]:
             raise DataError(
-                f"{file}: no column {missing[0]!r}; the columns are {base.listed(schema.names, 50)}. Name one of them."
+                f"{file}: no column {missing[0]!r}; the columns are {base.format_items(schema.names, 50)}. Name one of"
+                " them."
             )
         if label != "label" and "label" in keep:
             raise DataError(
                 f"{file}: {label!r} is to become 'label', but there is another column 'label'. Leave it out by columns."
             )
         for name in keep:
-            if reason := unusable(schema.field(name).type, name == label):
+            if reason := explain_unusable(schema.field(name).type, name == label):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
         kept = pa.schema([schema.field(name) for name in keep], schema.metadata)
         nested.check_ragged(file, self.ragged, kept)
@@ -327,9 +328,9 @@ class HuggingFace:
         return Form(kept, shapes, label, tuple(names) if names else None, self.check)
 
 
-def _saved(folder: Place) -> list[File]:
-    """The files of a folder that `Dataset.save_to_disk` made, in their order."""
-    with parsing(folder / "state.json", _SAVE_AGAIN):
+def _list_saved_files(folder: DataLocation) -> list[File]:
+    """Returns the files of a folder of `Dataset.save_to_disk`, in their order."""
+    with parser_errors(folder / "state.json", _SAVE_AGAIN):
         state = read_json(folder / "state.json")
         if state is None:
             raise DataError(f"{folder}: no state.json; the folder of save_to_disk is not complete. Save it again.")
@@ -339,21 +340,24 @@ def _saved(folder: Place) -> list[File]:
                 f" again."
             )
         names = [entry["filename"] for entry in state["_data_files"]]
-        found = [find(folder / name) if PurePosixPath(name).name == name else None for name in names]
-        if missing := [name for name, file in zip(names, found, strict=True) if file is None]:
+        files = [find_file(folder / name) if PurePosixPath(name).name == name else None for name in names]
+        if missing := [name for name, file in zip(names, files, strict=True) if file is None]:
             raise DataError(f"{folder}: state.json names {missing[0]!r}, which is not in this folder. Save it again.")
-        return [file for file in found if file]
+        return [file for file in files if file]
 
 
-def need_all_numbers(folder: Place | str, files: list[File]) -> None:
-    """Raises `DataError` where files that are numbered as parts of one are not there just once."""
-    found: dict[str, dict[int, list[int]]] = {}
+def need_all_numbers(folder: DataLocation | str, files: list[File]) -> None:
+    """Checks that files numbered as `NAME-00000-of-00003` are complete, each of them once.
+
+    Raises:
+        DataError: A file is missing or there twice.
+    """
+    numbers_of: dict[str, dict[int, list[int]]] = {}
     for file in files:
-        if numbered := _NUMBERED.search(file.name):
-            found.setdefault(file.name[: numbered.start()], {}).setdefault(int(numbered[2]), []).append(
-                int(numbered[1])
-            )
-    for name, totals in found.items():
+        if match := _NUMBERED.search(file.name):
+            totals = numbers_of.setdefault(file.name[: match.start()], {})
+            totals.setdefault(int(match[2]), []).append(int(match[1]))
+    for name, totals in numbers_of.items():
         if len(totals) > 1 or any(len(set(numbers)) < len(numbers) for numbers in totals.values()):
             raise DataError(
                 f"{folder}: the files {name}-... are numbered more than once, so rows would be doubled. Remove the"
@@ -365,11 +369,11 @@ def need_all_numbers(folder: Place | str, files: list[File]) -> None:
             raise DataError(f"{folder}: {lost} is missing, {len(numbers)} of {total} are there. Copy it again.")
 
 
-def _by_split(root: Place, files: list[File]) -> dict[str, list[File]]:
-    """The files by the splits that their names tell; all under "" where no name tells one that is usual.
+def _group_by_split(root: DataLocation, files: list[File]) -> dict[str, list[File]]:
+    """Returns the files by the splits in their names; all under "" where no name has a usual split.
 
     Raises:
-        DataError: Some names tell a split and others nothing but a number.
+        DataError: Some names have a split, and others only a number.
     """
     stems = {file: _NUMBER.sub("", _NUMBERED.sub("", file.name.rpartition(".")[0])) for file in files}
     if not any(_SPLIT.search(stem) for stem in stems.values()):
@@ -380,15 +384,14 @@ def _by_split(root: Place, files: list[File]) -> dict[str, list[File]]:
         if split.isdecimal() or split.lower() in _NO_SPLITS:
             raise DataError(
                 f"{root}: {file.name} does not say of which split it is, as the others do (train, test or the like in"
-                f" their names). Rename"
-                " it, or move it elsewhere."
+                " their names). Rename it, or move it elsewhere."
             )
         splits.setdefault(split, []).append(file)
     return splits
 
 
 def _split_of(stem: str) -> str:
-    """The split that a file name tells: `train` of `mnist-train`, `train_sft` of `chat-train_sft`, `other` of
+    """Returns the split in a file name: `train` for `mnist-train`, `train_sft` for `chat-train_sft`, `other` for
     `mnist-other`.
     """
     usual = list(_SPLIT.finditer(stem))
@@ -396,74 +399,80 @@ def _split_of(stem: str) -> str:
 
 
 def _schema(file: File) -> pa.Schema:
-    with _opened(file) as (schema, _):
+    with _open_batches(file) as (schema, _):
         return schema
 
 
 @contextmanager
-def _opened(
+def _open_batches(
     file: File, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS
 ) -> Iterator[tuple[pa.Schema, Iterator[Any]]]:
-    """The schema and the record batches of a file.
+    """Opens a file and gives its schema and record batches.
 
     Args:
-        file: What to read.
-        columns: Those of its columns that are read, where it has them; None: all.
+        file: The file.
+        columns: Columns to read, where the file has them; None: all.
         batch_rows: Rows of a batch of Parquet.
 
     Raises:
-        DataError: It is damaged or of another format, or has two columns of one name.
+        DataError: The file is damaged or of another format, or has two columns of one name.
     """
-    with parsing(file, "The file is damaged or not of Arrow's stream format; save it again."):
-        if file.place.name.endswith(".parquet"):
-            opened = parquet(file.place)
-            schema, names = _chosen(file, opened.schema_arrow, columns)
-            yield schema, opened.iter_batches(batch_rows, columns=names, use_threads=False)
+    with parser_errors(file, "The file is damaged or not of Arrow's stream format; save it again."):
+        if file.location.name.endswith(".parquet"):
+            parquet_file = open_parquet(file.location)
+            schema, names = _select_columns(file, parquet_file.schema_arrow, columns)
+            yield schema, parquet_file.iter_batches(batch_rows, columns=names, use_threads=False)
         else:
-            source = pa.memory_map(str(file.place)) if isinstance(file.place, Path) else pa.PythonFile(file.open(), "r")
+            source = (
+                pa.memory_map(str(file.location))
+                if isinstance(file.location, Path)
+                else pa.PythonFile(file.open(), "r")
+            )
             reader = pa.ipc.open_stream(source)
-            schema, names = _chosen(file, reader.schema, columns)
-            yield schema, (batch.select(names) for batch in _to_the_end(reader, source))
+            schema, names = _select_columns(file, reader.schema, columns)
+            yield schema, (batch.select(names) for batch in _read_to_end(reader, source))
 
 
-def _chosen(file: File, schema: pa.Schema, columns: list[str] | None) -> tuple[pa.Schema, list[str]]:
-    """The part of a file's schema with some columns, and their names."""
+def _select_columns(file: File, schema: pa.Schema, columns: list[str] | None) -> tuple[pa.Schema, list[str]]:
+    """Returns the schema of a file with only some columns, and their names."""
     check_unique(file, schema.names)
     names = [name for name in schema.names if columns is None or name in columns]
     return pa.schema([schema.field(name) for name in names], schema.metadata), names
 
 
 def _read(file: File, columns: list[str]) -> Iterator[pa.Table]:
-    """Some columns of the file, where it has them, in tables of about `BLOCK_BYTES`; the first has no rows.
+    """Yields some columns of a file, where it has them, in tables of about `BLOCK_BYTES`; the first has no rows.
 
     Raises:
-        DataError: It is damaged or of another format.
+        DataError: The file is damaged or of another format.
     """
-    with _opened(file, columns) as (schema, batches):
+    with _open_batches(file, columns) as (schema, batches):
         yield schema.empty_table()
         for batch in batches:
-            batch.validate(full=True)  # unchecked, a damaged batch can refer to memory outside itself
+            # Without the check a damaged batch can refer to memory outside itself.
+            batch.validate(full=True)
             step = max(1, base.BLOCK_BYTES * len(batch) // max(1, batch.nbytes))
             for start in range(0, len(batch), step):
                 yield pa.Table.from_batches([batch.slice(start, step)])
 
 
 def _label_values(label: str, files: list[File]) -> set[str]:
-    """The different labels of files, of which they are text."""
-    found: set[str] = set()
+    """Returns the distinct labels of text in files."""
+    values: set[str] = set()
     for file in files:
-        with _opened(file, [label], _LABEL_ROWS) as (schema, batches):
+        with _open_batches(file, [label], _LABEL_ROWS) as (schema, batches):
+            # A file without the column is refused when its rows are read.
             if label not in schema.names:
-                continue  # refused when the rows are read
+                continue
             for batch in batches:
                 batch.validate(full=True)
-                found |= label_values(label, pa.Table.from_batches([batch]))
-    return found
+                values |= label_values(label, pa.Table.from_batches([batch]))
+    return values
 
 
-def _to_the_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """The batches of a stream, which must have the mark of its end; the reader itself takes the end of the file for it,
-    too.
+def _read_to_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """Yields the batches of a stream and checks for the mark at its end, because the reader accepts a stream that was
+    cut off.
     """
     end = source.tell()
     for batch in reader:
@@ -475,13 +484,15 @@ def _to_the_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> It
 
 
 def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
-    """What `datasets` says of the columns, by name: in the file, or in `dataset_info.json` beside it."""
-    inside = (schema.metadata or {}).get(b"huggingface")
-    beside = file.place.parent / "dataset_info.json"
-    with parsing(file if inside else beside, "What it says about the columns is damaged; save it again."):
-        about = json.loads(inside)["info"] if inside else read_json(beside) or {}
+    """Returns the features that `datasets` has stored for the columns, by name: in the metadata of the file, or in
+    `dataset_info.json` beside it.
+    """
+    metadata = (schema.metadata or {}).get(b"huggingface")
+    info_file = file.location.parent / "dataset_info.json"
+    with parser_errors(file if metadata else info_file, "What it says about the columns is damaged; save it again."):
+        info = json.loads(metadata)["info"] if metadata else read_json(info_file) or {}
         features = {
-            name: feature for name, feature in (about.get("features") or {}).items() if isinstance(feature, dict)
+            name: feature for name, feature in (info.get("features") or {}).items() if isinstance(feature, dict)
         }
         for feature in features.values():
             if not all(isinstance(name, str) for name in feature.get("names") or ()):
@@ -490,7 +501,7 @@ def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
 
 
 def _shapes(files: list[File], lists: list[str], ragged: list[str]) -> dict[str, nested.Shape]:
-    """Shape of the first value in each column of lists that is not empty."""
+    """Returns the shape of the first value that is not empty in each column of lists."""
     shapes: dict[str, nested.Shape] = {}
     for table in (table for file in files for table in _read(file, lists)):
         for name in lists:
@@ -510,4 +521,4 @@ def _tables(form: Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.T
             ids = np.array([f"{file.name}:{i}" for i in range(row, row + len(table))], dtype=object)
             row += len(table)
             if len(table):
-                yield converted(form, file, table, ids, refuse)
+                yield convert_table(form, file, table, ids, refuse)

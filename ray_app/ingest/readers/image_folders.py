@@ -1,5 +1,5 @@
-"""Reader of folders of images, one folder a class; the encoded files go unchanged into the column `image`, the classes
-mixed.
+"""Reader of folders of images, one folder a class; the encoded files go unchanged into the column `image`, with the
+classes mixed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ray_app.ingest.readers import base
 from ray_app.storage.data_files import (
     CONNECTIONS,
     HEAD_BYTES,
+    DataLocation,
     File,
-    Place,
     entries_in,
     files_in,
     folders_in,
@@ -27,17 +27,16 @@ from ray_app.storage.data_files import (
     is_folder,
     name_other_format,
     open_data_file,
-    parsing,
-    relative,
-    text,
+    parser_errors,
+    printable_name,
+    relative_path,
 )
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp")
-"""A file with such a name is a row, which is refused if it cannot be decoded."""
+"""Suffixes by which a file is a row, even if it cannot be decoded and is refused."""
 NOT_AN_IMAGE = (
     "not an image that can be decoded ({}). Allowed is one intact still image as png, jpeg, webp or gif. Convert it, or"
-    " give check=False to"
-    " store it unread"
+    " give check=False to store it unread"
 )
 
 
@@ -48,82 +47,84 @@ class Images:
     Args:
         root: The folder.
         check: Whether to decode every image.
-        limits: Of a piece.
+        limits: Limits of an input split.
     """
 
-    root: Place
+    root: DataLocation
     check: bool
     limits: base.Limits
 
     def files(self) -> Iterator[File]:
-        """The images, class after class."""
+        """Yields the images, class after class."""
         for images in self._classes.values():
             yield from images
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part, which names every file that is no row; its classes are the sub-folders' names, sorted.
+        """Returns one part, which lists every skipped file; its classes are the sorted names of the sub-folders.
 
-        The order is that of a hash of the names: training mixes rows within windows of neighbours, which class after
-        class would be of one class each.
+        The rows are in the order of a hash of their names: training shuffles rows within windows, and a window of rows
+        in the order of the classes would have one class.
         """
         del run
         rows = [(file, label) for label, images in enumerate(self._classes.values()) for file in images]
         rows.sort(
-            key=lambda row: hashlib.blake2b(os.fsencode(relative(row[0].place, self.root)), key=b"order").digest()
+            key=lambda row: hashlib.blake2b(
+                os.fsencode(relative_path(row[0].location, self.root)), key=b"order"
+            ).digest()
         )
-        pieces = [
-            base.Piece(len(some), partial(_tables, self.root, self.check, some))
-            for some in base.groups(rows, lambda row: row[0].size, self.limits)
+        splits = [
+            base.InputSplit(len(group), partial(_tables, self.root, self.check, group))
+            for group in base.group_items(rows, lambda row: row[0].size, self.limits)
         ]
-        classes = tuple(text(folder.name) for folder in self._classes)
-        return [base.Part("", pieces, classes, self._left_out(), keeps_order=True)]
+        classes = tuple(printable_name(folder.name) for folder in self._classes)
+        return [base.Part("", splits, classes, self._skipped_files(), keeps_order=True)]
 
-    def _left_out(self) -> tuple[tuple[str, str], ...]:
-        """Each file that is no row, by its path below the folder, and why."""
-        rows = {file.place for files in self._classes.values() for file in files}
-        entries = (place for folder in [self.root, *self._classes] for place in entries_in(folder))
-        left_out = [place for place in entries if place not in rows and place not in self._classes]
-        return tuple((text(relative(place, self.root)), self._why_left_out(place)) for place in left_out)
+    def _skipped_files(self) -> tuple[tuple[str, str], ...]:
+        """Returns each file that is not an image in a class folder by its path below the folder, with the reason."""
+        rows = {file.location for files in self._classes.values() for file in files}
+        entries = (path for folder in [self.root, *self._classes] for path in entries_in(folder))
+        skipped = [path for path in entries if path not in rows and path not in self._classes]
+        return tuple((printable_name(relative_path(path, self.root)), self._explain_skip(path)) for path in skipped)
 
     @cached_property
-    def _files(self) -> dict[Place, list[File]]:
+    def _files(self) -> dict[DataLocation, list[File]]:
         """The visible files of the folder itself and of each folder in it."""
         return {folder: files_in(folder) for folder in [self.root, *folders_in(self.root)]}
 
     @cached_property
-    def _heads(self) -> dict[Place, bytes]:
-        """The first bytes of each file that is not called an image; in a bucket each is a request, many of which are
-        under way.
+    def _heads(self) -> dict[DataLocation, bytes]:
+        """The first bytes of each file without the suffix of an image; in a bucket each takes a request, and many run
+        concurrently.
         """
-        files = [file for some in self._files.values() for file in some if not _is_called_image(file)]
+        files = [file for group in self._files.values() for file in group if not _has_image_suffix(file)]
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            return dict(zip((file.place for file in files), pool.map(_head, files), strict=True))
+            return dict(zip((file.location for file in files), pool.map(_head, files), strict=True))
 
     @cached_property
-    def _visible(self) -> dict[Place, File]:
-        return {file.place: file for some in self._files.values() for file in some}
+    def _visible(self) -> dict[DataLocation, File]:
+        return {file.location: file for group in self._files.values() for file in group}
 
     def _is_row(self, file: File) -> bool:
-        """Whether a file is an image by its name or, whatever it is called, by its first bytes."""
-        return _is_called_image(file) or has_image_signature(self._heads[file.place])
+        """Returns whether a file is an image by its suffix or by its first bytes."""
+        return _has_image_suffix(file) or has_image_signature(self._heads[file.location])
 
-    def _why_left_out(self, place: Place) -> str:
-        """Why a file or folder is no row, as a text that is the same each time."""
-        if place.name.startswith("."):
+    def _explain_skip(self, path: DataLocation) -> str:
+        """Returns the reason why a file or folder does not become a row, the same text every time."""
+        if path.name.startswith("."):
             return "left out: hidden, since its name begins with a dot"
-        file = self._visible.get(place)
+        file = self._visible.get(path)
         if file is None:
             return "left out: no plain file, or a link that leads nowhere"
         if self._is_row(file):
             return "left out: an image outside of the class folders, so it has no class; move it into one"
         return (
-            f"left out: it is {name_other_format(self._heads[place]) or 'no image'}; images are png, jpeg, webp and gif"
+            f"left out: it is {name_other_format(self._heads[path]) or 'no image'}; images are png, jpeg, webp and gif"
             f" files"
         )
 
     @cached_property
-    def _classes(self) -> dict[Place, list[File]]:
-        """Folder of each class, and the images in it."""
+    def _classes(self) -> dict[DataLocation, list[File]]:
+        """The folder of each class, and the images in it."""
         expected = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
         if not is_folder(self.root):
             raise DataError(f"{self.root}: not a folder; {expected}. Give that folder as input.")
@@ -141,7 +142,7 @@ class Images:
             if not images:
                 others = self._files[folder]
                 first = (
-                    f" (of {len(others)} files the first is {others[0].name}: {self._why_left_out(others[0].place)})"
+                    f" (of {len(others)} files the first is {others[0].name}: {self._explain_skip(others[0].location)})"
                     if others
                     else ""
                 )
@@ -152,27 +153,27 @@ class Images:
         return classes
 
 
-def _is_called_image(file: File) -> bool:
-    return file.place.name.lower().endswith(IMAGE_SUFFIXES)
+def _has_image_suffix(file: File) -> bool:
+    return file.location.name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _head(file: File) -> bytes:
-    with parsing(file, ""), open_data_file(file.place) as stream:
+    with parser_errors(file, ""), open_data_file(file.location) as stream:
         return stream.read(HEAD_BYTES)
 
 
-def _tables(root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
-    for block in base.in_blocks(_read(root, check, rows, refuse), lambda row: len(row[1])):
-        yield base.image_table(block)
+def _tables(root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse) -> Iterator[pa.Table]:
+    for block in base.batch_rows(_read(root, check, rows, refuse), lambda row: len(row[1])):
+        yield base.make_image_table(block)
 
 
 def _read(
-    root: Place, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
+    root: DataLocation, check: bool, rows: list[tuple[File, int]], refuse: base.Refuse
 ) -> Iterator[tuple[str, bytes, int | None]]:
     for file, label in rows:
-        row_id = text(relative(file.place, root))
-        encoded = file.place.read_bytes()
-        if check and (reason := base.undecodable(encoded)):
+        row_id = printable_name(relative_path(file.location, root))
+        encoded = file.location.read_bytes()
+        if check and (reason := base.explain_undecodable(encoded)):
             refuse(row_id, NOT_AN_IMAGE.format(reason))
         else:
             yield row_id, encoded, label

@@ -20,13 +20,13 @@ import pyarrow.json as pj
 
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
-from ray_app.ingest.readers.base import open_text, sorted_classes, text_files
-from ray_app.storage.data_files import File, Place, parsing
+from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
+from ray_app.storage.data_files import DataLocation, File, parser_errors
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32
-"""Of lists and objects in each other, the line's own object counted; more dimensions no array has, and thousands end
-pyarrow's process.
+"""Maximum depth of nested lists and objects, including the object of the line; an array has no more dimensions, and
+thousands of levels end pyarrow's process.
 """
 _ONE_TYPE = (
     "Each key needs values of one type; correct them (null where a value is missing), or leave the key out by columns."
@@ -47,47 +47,49 @@ class JsonLines:
         path: The file or folder.
         label: Key that becomes `label`.
         columns: Keys to keep; None: all.
-        ragged: Those of lists of any length.
-        skip: Whether lines that are no JSON object, have lists of another shape or no label may be left out. A value of
-            another type than in other lines is refused in any case: nothing says which of them is the wrong one.
-        piece_bytes: Most bytes of files that one task reads.
+        ragged: Keys with lists of any length.
+        skip: Whether lines without a JSON object, with lists of another shape or without a label may be left out. A
+            value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
+        split_bytes: Maximum bytes of files that one task reads.
     """
 
-    path: Place
+    path: DataLocation
     label: str | None
     columns: list[str] | None
     ragged: list[str]
     skip: bool
-    piece_bytes: int
+    split_bytes: int
 
     def files(self) -> list[File]:
-        """The files, sorted by name."""
-        return text_files(self.path, (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), "JSON lines")
+        """Returns the files, sorted by name."""
+        return list_text_files(self.path, (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), "JSON lines")
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part; a first pass over the files learns the types, the shapes of lists, and the classes."""
-        groups = base.file_groups(self.files(), self.piece_bytes)
+        """Returns one part; a first pass over the files finds the types, the shapes of lists, and the classes."""
+        groups = base.group_files(self.files(), self.split_bytes)
         facts = list(run(partial(_learn, self.label, self.columns, self.ragged), groups))
         form = self._form(facts)
-        pieces = [base.Piece(f.rows, partial(_tables, form, some)) for f, some in zip(facts, groups, strict=True)]
-        return [base.Part("", pieces, form.classes)]
+        splits = [
+            base.InputSplit(f.rows, partial(_tables, form, files)) for f, files in zip(facts, groups, strict=True)
+        ]
+        return [base.Part("", splits, form.classes)]
 
     def _form(self, facts: list[_Facts]) -> _Form:
-        """What every row is held against.
+        """Returns the form that every row must have.
 
         Raises:
-            DataError: Columns hold what cannot be trained on, or a named one is not there.
+            DataError: A column cannot be trained on, or a named one is missing.
         """
         try:
             schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise _mixed(self.path, [f.places for f in facts], error) from error
+            raise _mixed_types_error(self.path, [f.first_values for f in facts], error) from error
         if missing := [
             name for name in [*(self.columns or []), *([self.label] if self.label else [])] if name not in schema.names
         ]:
             raise DataError(
-                f"{self.path}: no {missing[0]!r} in any line; the keys are {base.listed(schema.names, 50)}. Name one of"
-                f" them."
+                f"{self.path}: no {missing[0]!r} in any line; the keys are {base.format_items(schema.names, 50)}. Name"
+                " one of them."
             )
         if self.label and self.label != "label" and "label" in schema.names:
             raise DataError(
@@ -97,37 +99,37 @@ class JsonLines:
         nested.check_ragged(self.path, self.ragged, schema)
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
         for column in schema:
-            if reason := _unusable(column.type, column.name in shapes):
+            if reason := _explain_unusable(column.type, column.name in shapes):
                 raise DataError(
                     f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep."
                 )
         classes = None
         if self.label and pa.types.is_string(schema.field(self.label).type):
-            classes = sorted_classes(
+            classes = sort_classes(
                 f"{self.path}: label key {self.label!r}", set().union(*(f.labels for f in facts)), self.skip
             )
         return _Form(schema, shapes, self.label, classes)
 
 
-_Place = tuple[str, pa.DataType]
+_FirstValue = tuple[str, pa.DataType]
 """File and line of the first value of a key, and its type."""
 
 
 @dataclass
 class _Facts:
-    """What the first pass learned of a piece."""
+    """The facts of an input split from the first pass."""
 
     rows: int = 0
     schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     shapes: dict[str, nested.Shape] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
-    places: dict[str, _Place] = field(default_factory=dict)
-    """Of each key: file and line of the first value that is not null, and its type."""
+    first_values: dict[str, _FirstValue] = field(default_factory=dict)
+    """For each key the file and line of its first value that is not null, and its type."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Types of the keys, shapes of those with lists, the label's key, and its classes."""
+    """The form of a row: types of the keys, shapes of those with lists, the label's key, and its classes."""
 
     schema: pa.Schema
     shapes: dict[str, nested.Shape]
@@ -135,8 +137,8 @@ class _Form:
     classes: tuple[str, ...] | None
 
 
-def _unusable(kind: pa.DataType, has_shape: bool) -> str | None:
-    """Why a column of this type cannot be kept."""
+def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
+    """Returns the reason why a column of this type cannot be kept; None if it can."""
     if pa.types.is_struct(kind):
         return "objects; allowed are numbers, text, truth values and lists of numbers"
     if pa.types.is_null(kind):
@@ -150,14 +152,14 @@ def _learn(label: str | None, columns: list[str] | None, ragged: list[str], file
     facts = _Facts()
     for block in _blocks(files):
         facts.rows += len(block.lines)
-        table, bad = _parsed(block, None, None if columns is None else {*columns, *([label] if label else [])})
+        table, bad = _parse_block(block, None, None if columns is None else {*columns, *([label] if label else [])})
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
-        places = _first_places(block, table, {index for index, _ in bad})
+        first_values = _first_values(block, table, {index for index, _ in bad})
         try:
             facts.schema = pa.unify_schemas([facts.schema, schema], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise _mixed(block.file, [facts.places, places], error) from error
-        facts.places = places | facts.places
+            raise _mixed_types_error(block.file, [facts.first_values, first_values], error) from error
+        facts.first_values = first_values | facts.first_values
         for name in table.column_names:
             shape_of = nested.ragged_shape if name in ragged else nested.first_shape
             if (
@@ -167,44 +169,47 @@ def _learn(label: str | None, columns: list[str] | None, ragged: list[str], file
             ):
                 facts.shapes[name] = shape
         if label in table.column_names and pa.types.is_string(schema.field(label).type):
+            # Parsed again as text, so that each label is as it was written and not a time.
             if pa.types.is_temporal(table.schema.field(label).type):
-                table, _ = _parsed(block, pa.schema([schema.field(label)]), None)  # each as it was written
+                table, _ = _parse_block(block, pa.schema([schema.field(label)]), None)
             values = pc.unique(table[label]).to_pylist()
             facts.labels.update("" if value is None else value for value in values)
     return facts
 
 
-def _first_places(block: _Block, table: pa.Table, wrong: set[int]) -> dict[str, _Place]:
-    """Of each key with a value: file and line of its first value that is not null, and its type."""
+def _first_values(block: _Block, table: pa.Table, wrong: set[int]) -> dict[str, _FirstValue]:
+    """Returns for each key with a value the file and line of its first value that is not null, and its type."""
     lines = [number for index, number in enumerate(block.numbers) if index not in wrong]
-    places = {}
+    first_values = {}
     for column in table.schema:
         row = pc.index(pc.is_valid(table[column.name]), True).as_py()
         if row >= 0:
-            places[column.name] = (f"{block.file}, line {lines[row]}", _as_text(column.type))
-    return places
+            first_values[column.name] = (f"{block.file}, line {lines[row]}", _as_text(column.type))
+    return first_values
 
 
-def _mixed(where: object, places: list[dict[str, _Place]], error: Exception) -> DataError:
-    """What to raise where blocks or files give a key values of different types; says where each type first is."""
-    for name in dict.fromkeys(name for some in places for name in some):
-        kinds = {some[name][1]: some[name][0] for some in reversed(places) if name in some}
+def _mixed_types_error(where: object, first_values: list[dict[str, _FirstValue]], error: Exception) -> DataError:
+    """Returns the error for a key with values of different types in blocks or files, with the first line of each
+    type.
+    """
+    for name in dict.fromkeys(name for values in first_values for name in values):
+        kinds = {values[name][1]: values[name][0] for values in reversed(first_values) if name in values}
         try:
             pa.unify_schemas([pa.schema({name: kind}) for kind in kinds], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError):
-            said = "; ".join(f"{kind} in {place}" for kind, place in kinds.items())
-            return DataError(f"{where}: the values of {name!r} have several types: {said}. {_ONE_TYPE}")
+            listed = "; ".join(f"{kind} in {line}" for kind, line in kinds.items())
+            return DataError(f"{where}: the values of {name!r} have several types: {listed}. {_ONE_TYPE}")
     return DataError(f"{where}: {error}. {_ONE_TYPE}")
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """JSON has no times: what pyarrow takes for one is the text that it was."""
+    """Returns text for the type of a time, which pyarrow infers although JSON has none; other types unchanged."""
     return pa.string() if pa.types.is_temporal(kind) else kind
 
 
 def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     for block in _blocks(files):
-        table, bad = _parsed(block, form.schema, None)
+        table, bad = _parse_block(block, form.schema, None)
         for number, reason in bad:
             refuse(block.row_id(number), reason)
         wrong = {number for number, _ in bad}
@@ -213,55 +218,53 @@ def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.
         ids = pa.array([block.row_id(number) for number in numbers], pa.string())
         good = np.ones(len(ids), np.bool_)
         for name, shape in form.shapes.items():
-            fits = nested.of_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
+            fits = nested.has_shape(table[name].combine_chunks(), shape).to_numpy(zero_copy_only=False)
             for row in np.flatnonzero(good & ~fits):
-                refuse(ids[row].as_py(), nested.misfit(name, shape))
+                refuse(ids[row].as_py(), nested.explain_misfit(name, shape))
             good &= fits
         table, ids = table.filter(pa.array(good)), ids.filter(pa.array(good))
-        yield base.table(
+        yield base.make_table(
             ids.to_pylist(),
             {"label" if name == form.label else name: _values(table, name, form) for name in form.schema.names},
         )
 
 
 def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
-    """Holds integers that became float64 against the lines that they are from, where they are so large that they may
-    not be the same.
+    """Compares integers that became float64 with their lines, where they are so large that they may have been rounded.
 
     Raises:
-        DataError: One is not.
+        DataError: An integer was rounded.
     """
     large = [name for name in table.column_names if _is_large(table[name].combine_chunks())]
     for number in numbers if large else []:
-        written = json.loads(block.lines[number].decode("utf-8-sig", "replace"), parse_int=Decimal)
+        line = json.loads(block.lines[number].decode("utf-8-sig", "replace"), parse_int=Decimal)
         for name in large:
-            if (lost := _rounded(written.get(name))) is not None:
+            if (rounded := _find_rounded(line.get(name))) is not None:
                 raise DataError(
-                    f"{block.file}: line {block.numbers[number]}: key {name!r} holds {str(lost)[:40]}, which float64"
-                    f" would round (integers"
-                    f" are kept within int64, where all values of the key are integers). Write them as text, or leave"
-                    f" {name!r} out."
+                    f"{block.file}: line {block.numbers[number]}: key {name!r} holds {str(rounded)[:40]}, which float64"
+                    f" would round (integers are kept within int64, where all values of the key are integers). Write"
+                    f" them as text, or leave {name!r} out."
                 )
 
 
 def _is_large(values: pa.Array) -> bool:
-    """Whether these are (lists of) floats among which not every integer has one of its own."""
+    """Returns whether these are (lists of) floats so large that not every integer has an exact float."""
     while nested.is_list(values.type):
         values = pc.list_flatten(values)
     return pa.types.is_floating(values.type) and (pc.max(pc.abs(values)).as_py() or 0) >= 2**53
 
 
-def _rounded(value: Any) -> Decimal | None:
-    """An integer in a value, or in lists of them, that float64 would change."""
+def _find_rounded(value: Any) -> Decimal | None:
+    """Returns the first integer in a value, or in nested lists, that float64 would change; None if there is none."""
     if isinstance(value, list):
-        return next((found for item in value if (found := _rounded(item)) is not None), None)
+        return next((rounded for item in value if (rounded := _find_rounded(item)) is not None), None)
     return value if isinstance(value, Decimal) and Decimal(float(value)) != value else None
 
 
 def _values(table: pa.Table, name: str, form: _Form) -> Any:
     column = table[name].combine_chunks()
     if name in form.shapes:
-        return nested.of_numbers(column, form.shapes[name])
+        return nested.to_numbers(column, form.shapes[name])
     if name == form.label and form.classes is not None:
         return pc.index_in(column, pa.array(form.classes)).cast(pa.int64())
     return column
@@ -269,7 +272,7 @@ def _values(table: pa.Table, name: str, form: _Form) -> Any:
 
 @dataclass(frozen=True)
 class _Block:
-    """Some lines of a file that are not empty, and the number of each (the first of a file is 1)."""
+    """Successive lines of a file without the empty ones, and the number of each (the first of a file is 1)."""
 
     file: File
     lines: list[bytes]
@@ -281,12 +284,12 @@ class _Block:
 
 def _blocks(files: list[File]) -> Iterator[_Block]:
     for file in files:
-        for block in base.in_blocks(_lines(file), lambda line: len(line[1])):
+        for block in base.batch_rows(_lines(file), lambda line: len(line[1])):
             yield _Block(file, [line for _, line in block], [number for number, _ in block])
 
 
 def _lines(file: File) -> Iterator[tuple[int, bytes]]:
-    with parsing(file, "The file is damaged; make it again."), open_text(file) as stream:
+    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         buffered = io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
         is_first = True
         for number, line in enumerate(iter(lambda: buffered.readline(MAX_LINE_BYTES + 1), b""), 1):
@@ -295,15 +298,15 @@ def _lines(file: File) -> Iterator[tuple[int, bytes]]:
                     f"{file}: line {number} has more than {MAX_LINE_BYTES} bytes, which are allowed. Is it JSON lines?"
                 )
             if bare := line.removeprefix(codecs.BOM_UTF8).strip():
-                if is_first and (form := _other_json(bare)):
+                if is_first and (form := _name_other_json(bare)):
                     advice = _MAKE_LINES.format(".[]" if "list" in form else ".", file.name)
                     raise DataError(f"{file}: it is {form}, and not JSON lines: one object a line. {advice}")
                 is_first = False
                 yield number, line
 
 
-def _other_json(first: bytes) -> str | None:
-    """What a file is that begins with this line and is JSON, but not JSON lines."""
+def _name_other_json(first: bytes) -> str | None:
+    """Returns the form of a file that begins with this line and is JSON, but not JSON lines; otherwise None."""
     if first == b"{":
         return "one object over several lines"
     if not first.startswith(b"["):
@@ -316,53 +319,58 @@ def _other_json(first: bytes) -> str | None:
     return "one list" if value and isinstance(value[0], dict) else None
 
 
-def _parsed(block: _Block, schema: pa.Schema | None, keep: set[str] | None) -> tuple[pa.Table, list[tuple[int, str]]]:
-    """The lines as a table, and the index and fault of those that are not in it.
+def _parse_block(
+    block: _Block, schema: pa.Schema | None, keep: set[str] | None
+) -> tuple[pa.Table, list[tuple[int, str]]]:
+    """Returns the lines as a table, and the index and fault of each line that is not in it.
 
     Args:
         block: The lines.
-        schema: Types to hold them to; None: to be found out, line by line only for what is no JSON object.
+        schema: Required types; None: the types are inferred, and only lines without a JSON object are at fault.
         keep: Without a schema the keys to keep; None: all.
     """
     try:
         return _read(block.lines, schema, keep), []
     except (pa.ArrowException, UnicodeDecodeError):
-        bad = [(i, reason) for i, line in enumerate(block.lines) if (reason := _fault(line, schema, keep))]
+        bad = [(i, reason) for i, line in enumerate(block.lines) if (reason := _find_fault(line, schema, keep))]
     wrong = {i for i, _ in bad}
     good = [i for i in range(len(block.lines)) if i not in wrong]
     lines = [block.lines[i] for i in good]
     try:
-        # Without the keys that are not kept, since values of several types in one of these are no fault.
-        return _read(lines if keep is None else [_narrowed(line, keep) for line in lines], schema, keep), bad
+        # Only the kept keys, because values of several types in other keys are no fault.
+        return _read(lines if keep is None else [_select_keys(line, keep) for line in lines], schema, keep), bad
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        said = _IN_ROW.sub(lambda row: f"in line {block.numbers[good[int(row[1])]]}", str(error))
-        raise DataError(f"{block.file}: {_several_types(block, good, keep) or f'{said}. {_ONE_TYPE}'}") from error
+        message = _IN_ROW.sub(lambda row: f"in line {block.numbers[good[int(row[1])]]}", str(error))
+        raise DataError(f"{block.file}: {_several_types(block, good, keep) or f'{message}. {_ONE_TYPE}'}") from error
 
 
-def _narrowed(line: bytes, keep: set[str]) -> bytes:
-    """A line with the keys to keep alone."""
+def _select_keys(line: bytes, keep: set[str]) -> bytes:
+    """Returns a line with only the keys to keep."""
     value = json.loads(line.decode("utf-8-sig"))
     return json.dumps({name: item for name, item in value.items() if name in keep}).encode()
 
 
 def _several_types(block: _Block, good: list[int], keep: set[str] | None) -> str | None:
-    """Which key has values of several types in these lines, and where the first value of each type is."""
-    places: dict[str, dict[str, str]] = {}
+    """Returns a sentence about a key with values of several types in these lines and the first value of each type; None
+    if there is no such key.
+    """
+    examples: dict[str, dict[str, str]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for index in good:
         for name, value in json.loads(block.lines[index].decode("utf-8-sig")).items():
             if (keep is None or name in keep) and (kind := _kind_of(value)) is not None:
                 counts[name, kind] += 1
-                places.setdefault(name, {}).setdefault(kind, f"{json.dumps(value)[:40]} in line {block.numbers[index]}")
-    for name, kinds in places.items():
+                example = f"{json.dumps(value)[:40]} in line {block.numbers[index]}"
+                examples.setdefault(name, {}).setdefault(kind, example)
+    for name, kinds in examples.items():
         if len(kinds) > 1:
-            said = "; ".join(f"{kind} {counts[name, kind]} times, first {place}" for kind, place in kinds.items())
-            return f"the values of {name!r} have several types: {said}. {_ONE_TYPE}"
+            listed = "; ".join(f"{kind} {counts[name, kind]} times, first {example}" for kind, example in kinds.items())
+            return f"the values of {name!r} have several types: {listed}. {_ONE_TYPE}"
     return None
 
 
 def _kind_of(value: Any) -> str | None:
-    """The type of a JSON value in words; None for null and for lists without values."""
+    """Returns the type of a JSON value for a message; None for null and for lists without values."""
     if isinstance(value, list):
         kinds = sorted({kind for item in value if (kind := _kind_of(item))})
         return f"lists of {' and '.join(kinds)}" if kinds else None
@@ -375,49 +383,51 @@ def _read(lines: list[bytes], schema: pa.Schema | None, keep: set[str] | None) -
     if not all(map(_is_safe, lines)):
         raise pa.ArrowInvalid("a line is no JSON object or nested too deeply")
     data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
-    data.decode()  # pyarrow does not look whether values are UTF-8
+    # pyarrow does not check that values are UTF-8.
+    data.decode()
     options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer")
     table = pj.read_json(io.BytesIO(data), pj.ReadOptions(use_threads=False, block_size=len(data) + 1), options)
-    names = table.column_names  # a key that is no text is found here, where the lines are known
+    # A key that is not UTF-8 raises here, inside the caller's `try`, which knows the lines.
+    names = table.column_names
     if len(table) != len(lines):
         raise pa.ArrowInvalid("a line holds more than one value")
     table = table.select(schema.names if schema else [name for name in names if keep is None or name in keep])
-    # Integers that are too large for float64 are infinite, too; these are named by `_check_exact`.
+    # Integers that are too large for float64 become infinite, too; `_check_exact` reports these.
     if (b"NaN" in data or b"Inf" in data) and not all(map(_is_finite, table.columns)):
         raise pa.ArrowInvalid("a line has NaN or Infinity, which JSON has not, but pyarrow takes for numbers")
     return table
 
 
 def _is_finite(values: pa.ChunkedArray) -> bool:
-    """Whether no value, also none in lists, is NaN or infinite."""
+    """Returns whether no value, also in lists, is NaN or infinite."""
     while nested.is_list(values.type):
         values = pc.list_flatten(values)
     return not pa.types.is_floating(values.type) or pc.all(pc.is_finite(values)).as_py() is not False
 
 
 def _is_safe(line: bytes) -> bool:
-    """Whether pyarrow may parse a line: others can end the process. What begins and ends as an object cannot go on in
-    the next line.
+    """Returns whether pyarrow may parse a line, as other lines can end the process; a line that begins and ends as an
+    object cannot continue in the next line.
     """
     bare = line.removeprefix(codecs.BOM_UTF8).strip()
     return bare.startswith(b"{") and bare.endswith(b"}") and not _is_deep(line)
 
 
 def _is_deep(line: bytes) -> bool:
-    """Whether a line is nested more than `MAX_DEPTH` deep."""
+    """Returns whether a line is nested more than `MAX_DEPTH` deep."""
     if line.count(b"[") + line.count(b"{") <= MAX_DEPTH:
         return False
     steps = np.frombuffer(_TEXT.sub(b"", line).translate(_STEPS, _NO_BRACKETS), np.int8)
     return bool(steps.cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH)
 
 
-def _fault(line: bytes, schema: pa.Schema | None, keep: set[str] | None) -> str | None:
-    """What is wrong with a line."""
+def _find_fault(line: bytes, schema: pa.Schema | None, keep: set[str] | None) -> str | None:
+    """Returns the fault of a line; None if it has none."""
     try:
-        value = _object(line)
+        value = _parse_object(line)
         for name, item in value.items():
             if (schema is None or name in schema.names) and (keep is None or name in keep):
-                if constant := _not_finite(item):
+                if constant := _find_constant(item):
                     return f"not JSON: {name!r} holds {constant}; write null where a value is missing"
                 if " and " in (kind := _kind_of(item) or ""):
                     return f"{name!r} holds {kind}; the values of a list need one type"
@@ -427,16 +437,16 @@ def _fault(line: bytes, schema: pa.Schema | None, keep: set[str] | None) -> str 
     return None
 
 
-def _object(line: bytes) -> dict[str, Any]:
-    """The object in a line.
+def _parse_object(line: bytes) -> dict[str, Any]:
+    """Returns the object in a line.
 
     Raises:
-        _LineError: There is none.
+        _LineError: The line has none.
     """
     if _is_deep(line):
         raise _LineError(f"nested more than {MAX_DEPTH} deep")
     try:
-        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_doubles, parse_constant=_Constant)
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_build_unique, parse_constant=_Constant)
     except UnicodeDecodeError as error:
         raise _LineError(
             f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}; save the file as UTF-8"
@@ -451,30 +461,30 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 class _LineError(ValueError):
-    """A line is no JSON object."""
+    """A line does not hold a JSON object."""
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, which must have each key once.
+def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the object of key-value pairs.
 
     Raises:
-        _LineError: One is there twice.
+        _LineError: A key occurs twice.
     """
     value = dict(pairs)
     if len(value) < len(pairs):
-        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise _LineError(f"the key {twice!r} is there twice; write each key once")
+        repeated = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise _LineError(f"the key {repeated!r} is there twice; write each key once")
     return value
 
 
 class _Constant(str):
-    """NaN, Infinity or -Infinity, which Python writes and reads, but JSON has not."""
+    """NaN, Infinity or -Infinity, which Python writes and reads although JSON does not have them."""
 
     __slots__ = ()
 
 
-def _not_finite(value: Any) -> str | None:
-    """The first such constant in a value or in lists of them; None where there is none."""
+def _find_constant(value: Any) -> str | None:
+    """Returns the first NaN or infinity in a value or in nested lists; None where there is none."""
     if isinstance(value, list):
-        return next((word for item in value if (word := _not_finite(item))), None)
+        return next((word for item in value if (word := _find_constant(item))), None)
     return str(value) if isinstance(value, _Constant) else None

@@ -1,5 +1,5 @@
-"""Arrow columns of other programs as ours: lists of numbers of one shape become array columns, those of any length,
-where they may have that, lists; the rest plain ones.
+"""Arrow columns of other programs in the application's types: lists of numbers of one shape become array columns, lists
+of any length stay lists where the user allows them, and all else becomes plain columns.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import Array, lists_of
+from ray_app.data.arrays import Array, to_list_array
 from ray_app.errors import DataError
 from ray_app.task.ragged import Ragged
 
 ANY = -1
-"""The length of a list that may have any."""
+"""Stands for the length of lists that may have any length."""
 
 Shape = tuple[int, ...]
-"""Of the lists in a column; the first length may be `ANY`."""
+"""Shape of the lists in a column; the first length may be `ANY`."""
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether values are lists of any sort."""
+    """Returns whether values are lists of any sort."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def number_type(kind: pa.DataType) -> pa.DataType | None:
-    """The type of the numbers in (nested) lists; None where they hold something else."""
+    """Returns the type of the numbers in (nested) lists; None where the lists hold something else."""
     while is_list(kind):
         kind = kind.value_type
-    fits = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return kind if fits else None
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return kind if is_number else None
 
 
 def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Shape of the first list in a column that is not missing, empty or begun by an empty one; None where there is
-    none.
+    """Returns the shape of the first list in a column that is not missing and neither is empty nor begins with an empty
+    list; None where there is no such list.
     """
     for value in column:
         if value.is_valid:
@@ -51,8 +51,8 @@ def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
 
 
 def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """`ANY`, and the shape of the first list in the lists of a column that is not empty; None where there is none, or
-    no number at all.
+    """Returns `ANY` and the shape of the first inner list of a column that is not empty; None where the column has no
+    such list, or does not hold numbers.
     """
     if not is_list(column.type) or number_type(column.type) is None:
         return None
@@ -61,32 +61,31 @@ def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
     return None if shape is None else (ANY, *shape)
 
 
-def misfit(name: str, shape: Shape) -> str:
-    """What is wrong with a row of a column that is not of this shape."""
+def explain_misfit(name: str, shape: Shape) -> str:
+    """Returns the reason to refuse a row with a value that is not of this shape."""
     if shape == (ANY,):
         return f"{name!r} is no list of numbers, or lacks one"
     if shape[0] == ANY:
         return (
             f"{name!r} is no list of lists of shape {list(shape[1:])}, as the first that is not empty, or lacks a"
-            f" number"
+            " number"
         )
     return (
         f"{name!r} is no list of shape {list(shape)}, as the first that is not empty; where lists may have any length,"
-        f" name the column in"
-        " ragged"
+        " name the column in ragged"
     )
 
 
 def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
-    """Refuses columns that are to be lists of any length and are none.
+    """Checks that the columns of the option `ragged` are kept and hold lists.
 
     Args:
         where: The input.
-        ragged: Their names.
+        ragged: Names of the columns.
         schema: The columns that are kept.
 
     Raises:
-        DataError: With what there is.
+        DataError: A column is not kept or does not hold lists.
     """
     lists = [column.name for column in schema if is_list(column.type)]
     allowed = (
@@ -101,8 +100,8 @@ def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
             raise DataError(f"{where}: ragged names {name!r}, which holds {schema.field(name).type}; {allowed}")
 
 
-def of_shape(column: pa.Array, shape: Shape) -> pa.Array:
-    """Whether each row of a list column has this shape, with no number missing: booleans (rows,)."""
+def has_shape(column: pa.Array, shape: Shape) -> pa.Array:
+    """Returns for each row of a list column whether it has this shape, with no number missing: booleans (rows,)."""
     rows = len(column)
     good = np.ones(rows, np.bool_)
     owner, values = np.arange(rows), column
@@ -118,9 +117,9 @@ def of_shape(column: pa.Array, shape: Shape) -> pa.Array:
     return pa.array(good)
 
 
-def of_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
-    """A list column in which every row has this shape as one array (rows, *shape), or as lists where they may have any
-    length.
+def to_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
+    """Returns a list column in which every row has this shape as one array (rows, *shape), or as lists where they may
+    have any length.
     """
     kind, values = number_type(column.type), column
     assert kind is not None
@@ -130,18 +129,18 @@ def of_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
     if shape[0] != ANY:
         return numbers.reshape(len(column), *shape)
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    return lists_of(
+    return to_list_array(
         Ragged(numbers.reshape(shape), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]))
     )
 
 
-def plain(column: pa.Array) -> pa.Array:
-    """A column without dictionaries and extension types, with text and bytes in their usual types."""
+def to_plain(column: pa.Array) -> pa.Array:
+    """Returns a column without dictionaries and extension types, with text and bytes in their usual types."""
     kind = column.type
     if isinstance(kind, pa.BaseExtensionType):
-        return plain(column.storage)
+        return to_plain(column.storage)
     if pa.types.is_dictionary(kind):
-        return plain(column.dictionary_decode())
+        return to_plain(column.dictionary_decode())
     if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return column.cast(pa.string())
     if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind):

@@ -21,10 +21,10 @@ import pyarrow as pa
 from ray_app.config.import_paths import require
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import matching
+from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.hugging_face import need_all_numbers
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.storage.data_files import File, parsing
+from ray_app.storage.data_files import File, parser_errors
 
 MAX_RECORD_BYTES = 512 << 20
 _IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP", re.DOTALL)
@@ -41,70 +41,71 @@ class TFRecord:
     """TFRecord files.
 
     Args:
-        pattern: A folder with them, one of them, or a pattern as of `matching`.
-        label: Feature of one integer that becomes `label`; None: the one of this name, if there is one.
+        pattern: A folder with such files, one of them, or a pattern, see `match_files`.
+        label: Feature of one integer that becomes `label`; None: the feature `label`, if there is one.
         columns: Features to keep; None: all.
         check: Whether to decode every image: values of features that hold one in the first row.
-        piece_bytes: Most bytes of files that one task reads.
+        split_bytes: Maximum bytes of files that one task reads.
     """
 
     pattern: str
     label: str | None
     columns: list[str] | None
     check: bool
-    piece_bytes: int
+    split_bytes: int
 
     def files(self) -> list[File]:
-        """The files of every split."""
+        """Returns the files of every split."""
         return [file for files in self._splits.values() for file in files]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part, or one for each split that the names of the files tell; its columns are the features of its first
-        row.
+        """Returns one part, or one for each split in the names of the files; the columns of a part are the features of
+        its first row.
         """
         del run
         require("google_crc32c", "--source tfrecord")
         parts = []
         for split, files in self._splits.items():
             form = self._form(files)
-            pieces = [
-                base.Piece(None, partial(_tables, form, some)) for some in base.file_groups(files, self.piece_bytes)
+            input_splits = [
+                base.InputSplit(None, partial(_tables, form, group))
+                for group in base.group_files(files, self.split_bytes)
             ]
-            parts.append(base.Part(split, pieces))
+            parts.append(base.Part(split, input_splits))
         return parts
 
     @cached_property
     def _splits(self) -> dict[str, list[File]]:
-        """The files by split; all under "" where their names tell none, or the same.
+        """The files by split; all under "" where their names have no split, or the same one.
 
         Raises:
-            DataError: Some names tell a split and some do not, or one of several numbered files is missing.
+            DataError: Only some names have a split, or one of several numbered files is missing.
         """
-        found = matching(self.pattern, lambda name: bool(_FILE.search(name)), "TFRecord file")
-        need_all_numbers(self.pattern, found)
+        files = match_files(self.pattern, lambda name: bool(_FILE.search(name)), "TFRecord file")
+        need_all_numbers(self.pattern, files)
         splits: dict[str, list[File]] = {}
-        for file in found:
-            told = _SPLIT.search(file.name)
-            splits.setdefault(told[1] if told else "", []).append(file)
+        for file in files:
+            match = _SPLIT.search(file.name)
+            splits.setdefault(match[1] if match else "", []).append(file)
         if len(splits) > 1 and "" in splits:
             raise DataError(
                 f"{self.pattern}: {splits[''][0].name} does not say whether it is of"
-                f" {' or '.join(sorted(splits.keys() - {''}))}, as the"
-                " others do. Give the files of one split at a time, by a pattern."
+                f" {' or '.join(sorted(splits.keys() - {''}))}, as the others do. Give the files of one split at a"
+                " time, by a pattern."
             )
-        return splits if len(splits) > 1 else {"": found}
+        return splits if len(splits) > 1 else {"": files}
 
     def _form(self, files: list[File]) -> _Form:
-        """What every row is held against, by the first one.
+        """Returns the form that every row must have: that of the first one.
 
         Raises:
-            DataError: There is no row, or a feature cannot be kept.
+            DataError: The files have no row, or a feature cannot be kept.
         """
         first = next(((file, data) for file in files for _, data in _records(file)), None)
         if first is None:
             raise DataError(f"{self.pattern}: no record in these files. Give files with records.")
         file, data = first
-        with parsing(file, "Its first record is no tf.train.Example; allowed are TFRecord files of these."):
+        with parser_errors(file, "Its first record is no tf.train.Example; allowed are TFRecord files of these."):
             values = _features(data)
         names = sorted(values)
         label = self.label or ("label" if "label" in values else None)
@@ -118,17 +119,17 @@ class TFRecord:
                 f"{file}: {label!r} is to become 'label', but there is another feature 'label'. Leave it out by"
                 f" columns."
             )
-        if label and (given := (values[label][0], len(values[label][1]))) != ("int64_list", 1):
+        if label and (label_kind := (values[label][0], len(values[label][1]))) != ("int64_list", 1):
             raise DataError(
-                f"{file}: label {label!r} is a {given[0]} of {given[1]} in the first row; allowed is one integer."
+                f"{file}: label {label!r} is a {label_kind[0]} of {label_kind[1]} in the first row; allowed is one"
+                " integer."
             )
-        kinds = {name: (kind, len(found)) for name, (kind, found) in values.items() if name in keep}
+        kinds = {name: (kind, len(items)) for name, (kind, items) in values.items() if name in keep}
         for name, (kind, count) in kinds.items():
             if not count or (kind == "bytes_list" and count > 1):
                 raise DataError(
                     f"{file}: the feature {name!r} has {count} values ({kind}) in the first row; allowed are one or"
-                    f" more numbers, or one"
-                    " string of bytes. Leave it out by naming the columns to keep."
+                    " more numbers, or one string of bytes. Leave it out by naming the columns to keep."
                 )
         images = {
             name for name, (kind, _) in kinds.items() if kind == "bytes_list" and _IMAGE.match(values[name][1][0])
@@ -138,8 +139,8 @@ class TFRecord:
 
 @dataclass(frozen=True)
 class _Form:
-    """Kind of each feature that is kept, the one that becomes `label`, and those whose images are decoded to check
-    them.
+    """The form of a row: the kind of each feature that is kept, the feature that becomes `label`, and the features with
+    images that are decoded as a check.
     """
 
     kinds: dict[str, Kind]
@@ -149,21 +150,21 @@ class _Form:
 
 def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     rows = (row for file in files for row in _usable(form, file, refuse))
-    for block in base.in_blocks(rows, lambda row: row[2]):
+    for block in base.batch_rows(rows, lambda row: row[2]):
         columns: dict[str, Any] = {}
         for name, (kind, count) in form.kinds.items():
-            found = [row[1][name] for row in block]
+            values = [row[1][name] for row in block]
             column = "label" if name == form.label else name
             if kind == "bytes_list":
-                columns[column] = pa.array([values[0] for values in found], pa.binary())
+                columns[column] = pa.array([items[0] for items in values], pa.binary())
             else:
-                array = np.array(found, _DTYPES[kind])
+                array = np.array(values, _DTYPES[kind])
                 columns[column] = array if count > 1 else array[:, 0]
-        yield base.table([row[0] for row in block], columns)
+        yield base.make_table([row[0] for row in block], columns)
 
 
 def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Id, values by feature, and bytes of every row that can be used."""
+    """Yields id, values by feature, and bytes of every row that can be used."""
     for number, (_, data) in enumerate(_records(file)):
         row_id = f"{file.name}:{number}"
         try:
@@ -173,29 +174,29 @@ def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str,
 
 
 def _values(form: _Form, data: bytes) -> dict[str, Any]:
-    """The values of a row by feature.
+    """Returns the values of a row by feature.
 
     Raises:
-        ValueError: It cannot be used.
+        ValueError: The row cannot be used.
     """
-    found, values = _features(data), {}
+    features, values = _features(data), {}
     for name, expected in form.kinds.items():
-        kind, values[name] = found.get(name, ("nothing", ()))
+        kind, values[name] = features.get(name, ("nothing", ()))
         if (kind, len(values[name])) != expected:
             raise ValueError(
                 f"feature {name!r} has {len(values[name])} values ({kind}), in the first row {expected[1]}"
                 f" ({expected[0]})"
             )
-        if name in form.images and (reason := base.undecodable(values[name][0])):
+        if name in form.images and (reason := base.explain_undecodable(values[name][0])):
             raise ValueError(f"{name}: {NOT_AN_IMAGE.format(reason)}")
     return values
 
 
 def _features(data: bytes) -> dict[str, tuple[str, Any]]:
-    """Kind and values of each feature of a `tf.train.Example`.
+    """Returns kind and values of each feature of a `tf.train.Example`.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The bytes are not a `tf.train.Example`.
     """
     from google.protobuf.message import DecodeError
 
@@ -216,9 +217,9 @@ def _features(data: bytes) -> dict[str, tuple[str, Any]]:
 
 @cache
 def _example() -> Any:
-    """The class of `tf.train.Example`, of a pool of its own, beside whatever TensorFlow brings where it is installed.
+    """Returns the class of `tf.train.Example`, in a descriptor pool that cannot conflict with an installed TensorFlow.
 
-    `feature_lists` is what a `tf.train.SequenceExample` has besides.
+    `feature_lists` is the field that only a `tf.train.SequenceExample` has.
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
@@ -256,28 +257,28 @@ def _example() -> Any:
 
 
 def _records(file: File) -> Iterator[tuple[int, bytes]]:
-    """Where each record of a file begins (unpacked), and its data.
+    """Yields the offset of each record of a file (uncompressed) and its data.
 
     Raises:
-        DataError: The file is damaged, with the byte where the record begins.
+        DataError: The file is damaged; the message has the byte at which the record begins.
     """
-    at = 0
+    offset = 0
     with (
-        parsing(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."),
-        _opened(file) as stream,
+        parser_errors(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."),
+        _open_records(file) as stream,
     ):
         while head := stream.read(12):
-            length = _checked(head, 8, f"the length at byte {at}")
+            length = _verify_checksum(head, 8, f"the length at byte {offset}")
             (size,) = struct.unpack("<Q", length)
             if size > MAX_RECORD_BYTES:
-                raise ValueError(f"the record at byte {at} has {size} bytes; allowed are {MAX_RECORD_BYTES}")
-            yield at, _checked(stream.read(size + 4), size, f"the record at byte {at}")
-            at += size + 16
+                raise ValueError(f"the record at byte {offset} has {size} bytes; allowed are {MAX_RECORD_BYTES}")
+            yield offset, _verify_checksum(stream.read(size + 4), size, f"the record at byte {offset}")
+            offset += size + 16
 
 
-def _opened(file: File) -> IO[bytes]:
-    """Opens a file; it is gzipped if it looks so, whatever it is called, and does not begin with a length and its
-    checksum.
+def _open_records(file: File) -> IO[bytes]:
+    """Opens a file, and uncompresses it if it begins with the mark of gzip and not with a length and its checksum,
+    whatever its name is.
     """
     stream = file.open()
     head = stream.read(12)
@@ -287,21 +288,23 @@ def _opened(file: File) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(stream))
 
 
-def _checked(read: bytes, size: int, what: str) -> bytes:
-    """The first `size` bytes of what was read, which their checksum follows.
+def _verify_checksum(raw: bytes, size: int, section: str) -> bytes:
+    """Returns the first `size` bytes of `raw` after a check of the checksum that follows them.
 
     Raises:
-        EOFError, ValueError: The file ended, or the checksum is of other bytes.
+        EOFError: The file ends within the section.
+        ValueError: The checksum is that of other bytes.
     """
-    if len(read) < size + 4:
-        raise EOFError(f"the file ends in {what}")
-    data = read[:size]
-    if struct.unpack("<I", read[size:])[0] != _masked(data):
-        raise ValueError(f"{what} does not have its checksum")
+    if len(raw) < size + 4:
+        raise EOFError(f"the file ends in {section}")
+    data = raw[:size]
+    if struct.unpack("<I", raw[size:])[0] != _masked(data):
+        raise ValueError(f"{section} does not have its checksum")
     return data
 
 
 def _masked(data: bytes) -> int:
+    """Returns the masked CRC-32C of the TFRecord format."""
     import google_crc32c
 
     crc = google_crc32c.value(data)

@@ -1,5 +1,6 @@
-"""Reader of WebDataset tar files: members that follow each other and share a name up to its first dot are one row.
-Nothing is extracted.
+"""Reader of WebDataset tar files: successive members with the same name up to its first dot form one row.
+
+Members are read in place and never extracted.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ import pyarrow as pa
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import matching
+from ray_app.ingest.readers.base import match_files
 from ray_app.ingest.readers.image_folders import NOT_AN_IMAGE
-from ray_app.storage.data_files import File, parsing, text
+from ray_app.storage.data_files import File, parser_errors, printable_name
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 MAX_ROW_BYTES = 512 << 20
-"""Of all members of a row, unpacked."""
+"""Limit of the uncompressed bytes of all members of a row."""
 MAX_HEADER_BYTES = 1 << 20
-"""Of what is said about one member beside its header (pax, or a long name of GNU); `tarfile` reads it whole."""
+"""Limit of an extended header of a member (pax, or a long name of GNU), which `tarfile` reads as a whole."""
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
-_ABOUT = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_EXTENDED_HEADERS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
 _TYPES = {bytes: pa.binary(), int: pa.int64(), str: pa.string()}
 
 Members = dict[str, bytes]
@@ -42,26 +49,27 @@ class WebDataset:
     """Tar files.
 
     Args:
-        pattern: A folder with them, one of them, or a pattern with `*` in its last part, or with `{000..012}` or
+        pattern: A folder with such files, one of them, or a pattern with `*` in its last part, or with `{000..012}` or
             `{a,b}`.
-        label: Key in each row's .json of the integer that becomes `label`; None: the member .cls does, if there is one.
-        columns: Columns to keep, `label` besides; None: those of all members.
+        label: Key in each row's .json of the integer that becomes `label`; None: the member .cls becomes the label, if
+            there is one.
+        columns: Columns to keep in addition to `label`; None: those of all members.
         check: Whether to decode every image.
-        piece_bytes: Most bytes of files that one task reads.
+        split_bytes: Maximum bytes of files that one task reads.
     """
 
     pattern: str
     label: str | None
     columns: list[str] | None
     check: bool
-    piece_bytes: int
+    split_bytes: int
 
     def files(self) -> list[File]:
-        """The files, sorted, or in the order of the braces."""
+        """Returns the files, sorted, or in the order of the braces."""
         return self._files
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """One part; its columns are what the members of the first row give."""
+        """Returns one part; its columns are those of the members of the first row."""
         del run
         first = self._first(self._is_kept)
         if first is None:
@@ -69,23 +77,20 @@ class WebDataset:
                 f"{self.pattern}: no member in these tar files; expected members such as 0001.jpg and 0001.cls."
             )
         keeps_json = not self.label or self.columns is None or "json" in self.columns
-        form = _Form(self._like(first), self.columns is None, self.label, keeps_json, self.check)
-        return [
-            base.Part(
-                "",
-                [
-                    base.Piece(None, partial(_tables, form, some))
-                    for some in base.file_groups(self._files, self.piece_bytes)
-                ],
-            )
-        ]
+        form = _Form(self._expected_members(first), self.columns is None, self.label, keeps_json, self.check)
+        groups = base.group_files(self._files, self.split_bytes)
+        return [base.Part("", [base.InputSplit(None, partial(_tables, form, group)) for group in groups])]
 
-    def _like(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
-        """What each member's extension gives, by the first row: dtype and shape of a .npy."""
+    def _expected_members(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
+        """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others.
+
+        Raises:
+            DataError: The first row does not fit the options.
+        """
         where = f"{self.pattern}: the first row"
-        there = {column for name in first if (column := _column(name))}
+        available = {column for name in first if (column := _column(name))}
         if missing := [
-            name for name in self.columns or [] if name not in there and not (self.label and name == "label")
+            name for name in self.columns or [] if name not in available and not (self.label and name == "label")
         ]:
             usable = sorted({column for name in self._first(lambda _: True) or first if (column := _column(name))})
             raise DataError(
@@ -94,16 +99,15 @@ class WebDataset:
             )
         unknown = sorted(f".{name}" for name in first if _column(name) is None)
         if unknown:
-            usable = sorted(there)
+            usable = sorted(available)
             advice = (
                 f"Leave them out by naming the columns to keep: columns={usable}."
                 if usable
                 else "Make the files with some of these."
             )
             raise DataError(
-                f"{where} has the members {base.listed(unknown)}, of which no column is made; allowed are"
-                f" .{', .'.join(IMAGES)}, .cls,"
-                f" .json, .txt and .npy. {advice}"
+                f"{where} has the members {base.format_items(unknown)}, of which no column is made; allowed are"
+                f" .{', .'.join(IMAGES)}, .cls, .json, .txt and .npy. {advice}"
             )
         columns = [_column(name) for name in first]
         if len(set(columns)) < len(columns):
@@ -123,11 +127,11 @@ class WebDataset:
         return {name: (arrays[name].dtype, arrays[name].shape) if name in arrays else None for name in first}
 
     def _first(self, is_kept: Callable[[str], bool]) -> Members | None:
-        """The members of the first row; None where there is no row."""
+        """Returns the members of the first row; None if the files have none."""
         return next((row for file in self._files for _, row in _rows(file, is_kept)), None)
 
     def _is_kept(self, extension: str) -> bool:
-        """Whether a member is needed: for a column to keep, or for the label."""
+        """Returns whether a member is needed: for a column to keep, or for the label."""
         column = _column(extension)
         if self.columns is None:
             return True
@@ -137,15 +141,15 @@ class WebDataset:
 
     @cached_property
     def _files(self) -> list[File]:
-        return matching(self.pattern, lambda name: name.endswith(SUFFIXES), "tar file")
+        return match_files(self.pattern, lambda name: name.endswith(SUFFIXES), "tar file")
 
 
 @dataclass(frozen=True)
 class _Form:
-    """What every row is compared with; see `WebDataset`.
+    """The form that every row must have; see `WebDataset`.
 
     Args:
-        members: Extensions of the members that are needed, with dtype and shape of arrays.
+        members: Extensions of the needed members, with dtype and shape of arrays.
         keeps_all: Whether a row with other members is refused.
         label: Key of the label in a .json.
         keeps_json: Whether the .json itself is a column.
@@ -160,28 +164,28 @@ class _Form:
 
     @property
     def columns(self) -> set[str | None]:
-        """Names of the columns of these members."""
+        """The names of the columns of the members."""
         return {_column(name) for name in self.members}
 
     def is_kept(self, extension: str) -> bool:
-        """Whether a member is compared with those of the first row."""
+        """Returns whether a member is compared with those of the first row."""
         return self.keeps_all or _column(extension) in self.columns
 
 
 def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     rows = (row for file in files for row in _usable(form, file, refuse))
-    for block in base.in_blocks(rows, lambda row: row[2]):
+    for block in base.batch_rows(rows, lambda row: row[2]):
         columns: dict[str, Any] = {}
         for name in block[0][1]:
             values = [row[1][name] for row in block]
             columns[name] = (
                 np.stack(values) if isinstance(values[0], np.ndarray) else pa.array(values, _TYPES[type(values[0])])
             )
-        yield base.table([row[0] for row in block], columns)
+        yield base.make_table([row[0] for row in block], columns)
 
 
 def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Id, values by column, and bytes of every row that can be used."""
+    """Yields id, values by column, and bytes of every row that can be used."""
     for key, members in _rows(file, form.is_kept):
         row_id = f"{file.name}:{key}"
         try:
@@ -193,10 +197,10 @@ def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str,
 
 
 def _values(form: _Form, members: Members) -> dict[str, Any]:
-    """A row's values by column, in one order for all rows.
+    """Returns the values of a row by column, in the same order for all rows.
 
     Raises:
-        ValueError, RecursionError: It cannot be used.
+        ValueError, RecursionError: The row cannot be used.
     """
     if {_column(name) for name in members} != form.columns or len(members) > len(form.members):
         raise ValueError(
@@ -218,14 +222,14 @@ def _values(form: _Form, members: Members) -> dict[str, Any]:
 
 
 def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...]] | None, check: bool) -> Any:
-    """The value of a member; `expected` is dtype and shape of an array.
+    """Returns the value of a member; `expected` is dtype and shape of an array.
 
     Raises:
-        ValueError, RecursionError: It cannot be used.
+        ValueError, RecursionError: The member cannot be used.
     """
     kind = extension.rpartition(".")[2]
     if kind in IMAGES:
-        if check and (reason := base.undecodable(data)):
+        if check and (reason := base.explain_undecodable(data)):
             raise ValueError(NOT_AN_IMAGE.format(reason))
         return data
     if kind == "npy":
@@ -233,23 +237,24 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
         if (array.dtype, array.shape) != expected:
             raise ValueError(f".{extension} is {array.dtype} {array.shape}, in the first row {expected}")
         return array
-    written = data.decode()
+    content = data.decode()
     if kind == "cls":
-        return int(written)
-    if kind == "json" and not isinstance(json.loads(written), dict):
+        return int(content)
+    if kind == "json" and not isinstance(json.loads(content), dict):
         raise ValueError(".json is no object")
-    return written
+    return content
 
 
 def _array(data: bytes) -> Array:
-    """The array of a .npy file; objects are refused, since reading them would run code.
+    """Returns the array of a .npy file; refuses objects, because reading them would run code.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The file has no array of numbers.
     """
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
-    except Exception as error:  # of many kinds, as NumPy parses the header as Python
+    except Exception as error:
+        # NumPy parses the header as Python, so the error may be of any kind.
         raise ValueError(f".npy cannot be read: {error}") from error
     if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.kind not in "biuf":
         raise ValueError(".npy holds no array of numbers")
@@ -257,7 +262,7 @@ def _array(data: bytes) -> Array:
 
 
 def _column(extension: str) -> str | None:
-    """Name of the column that a member's extension gives; None where it is unknown."""
+    """Returns the name of the column that a member becomes, by its extension; None for an unknown extension."""
     name, _, last = extension.rpartition(".")
     if last in IMAGES:
         return name or "image"
@@ -267,8 +272,8 @@ def _column(extension: str) -> str | None:
 
 
 def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -> Iterator[tuple[str, Members]]:
-    """The rows of a file: name up to the first dot of its last part, and members; the content of those that are not
-    kept is not read.
+    """Yields the rows of a file: the name up to the first dot of its last part, and the members; it does not read the
+    content of members that are not kept.
 
     Raises:
         DataError: The file is damaged, or has members that no WebDataset has.
@@ -278,18 +283,18 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
         " tar)."
     )
     with (
-        parsing(file, advice),
+        parser_errors(file, advice),
         file.open_unpacked() as stream,
         tarfile.open(fileobj=cast(Any, stream), mode="r|", tarinfo=_Header) as archive,
     ):
         for key, group in itertools.groupby(_members(file, archive), key=lambda member: member[0]):
             row: Members = {}
-            room = MAX_ROW_BYTES
+            free_bytes = MAX_ROW_BYTES
             for _, extension, size, read in group:
                 if not is_kept(extension):
                     continue
-                room -= size
-                if room < 0:
+                free_bytes -= size
+                if free_bytes < 0:
                     raise DataError(
                         f"{file}: the row {key!r} has more than {MAX_ROW_BYTES} bytes, which are allowed. Make it"
                         f" smaller."
@@ -301,14 +306,14 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
                     )
                 row[extension] = read()
             yield key, row
-        _end(archive)
+        _read_end(archive)
 
 
-def _end(archive: tarfile.TarFile) -> None:
-    """Reads what follows the members: zeros, which are the end. Only then has gzip held all against its checksum.
+def _read_end(archive: tarfile.TarFile) -> None:
+    """Reads the zeros that end the archive; only at the end of the file gzip compares its checksum.
 
     Raises:
-        tarfile.ReadError: There is something else, such as a second archive.
+        tarfile.ReadError: Other bytes follow the members, such as a second archive.
     """
     while rest := cast(Any, archive.fileobj).read(1 << 20):
         if rest.strip(b"\0"):
@@ -316,8 +321,8 @@ def _end(archive: tarfile.TarFile) -> None:
 
 
 class _Header(tarfile.TarInfo):
-    """A member's header; `tarfile` itself takes one that is missing, cut off or damaged for the end of the archive, and
-    has no bound.
+    """The header of a member; unlike `tarfile`'s, it does not take a missing or damaged header for the end of the
+    archive, and it limits the size of extended headers.
     """
 
     @classmethod
@@ -325,16 +330,17 @@ class _Header(tarfile.TarInfo):
         try:
             header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
+            # A block of zeros is the end of the archive.
             if len(buf) == tarfile.BLOCKSIZE and not any(buf):
-                raise  # zeros: the end
+                raise
             raise tarfile.ReadError(f"{error} where the next member or the end of the archive is expected") from error
-        if header.type in _ABOUT and header.size > MAX_HEADER_BYTES:
+        if header.type in _EXTENDED_HEADERS and header.size > MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a pax or long-name header of {header.size} bytes; allowed are {MAX_HEADER_BYTES}")
         return header
 
 
 def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, int, Callable[[], bytes]]]:
-    """Row, extension and size of each member, and what reads its content."""
+    """Yields row, extension and size of each member, and a function that reads its content."""
     for member in archive:
         if member.isdir():
             continue
@@ -342,12 +348,12 @@ def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, i
         if path.is_absolute() or ".." in path.parts or not member.isfile():
             raise DataError(
                 f"{file}: the member {member.name!r} is refused: allowed are plain files below the archive's own root"
-                f" (no link, no '..', no"
-                " absolute path). Do not trust this file; make it again."
+                " (no link, no '..', no absolute path). Do not trust this file; make it again."
             )
         stem, dot, extension = path.name.partition(".")
+        # Hidden files and members without an extension belong to no row.
         if not stem or not dot:
-            continue  # hidden files, and what has no extension, belong to no row
+            continue
         content = archive.extractfile(member)
         assert content is not None
-        yield text(str(path.parent / stem)), text(extension.lower()), member.size, content.read
+        yield printable_name(str(path.parent / stem)), printable_name(extension.lower()), member.size, content.read

@@ -1,1 +1,1 @@
-"""What outlives a step: the step log, checkpoints, snapshots in memory, and restoring from them."""
+"""The data that outlives a step: the step log, checkpoints, snapshots in memory, and restoring from them."""

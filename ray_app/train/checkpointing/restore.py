@@ -1,4 +1,4 @@
-"""Where a run that is started goes on: from a snapshot in memory, an intact checkpoint, or the beginning."""
+"""Restores the state from which a started run continues: a snapshot in memory, an intact checkpoint, or no step."""
 
 from __future__ import annotations
 
@@ -10,67 +10,70 @@ import torch
 from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.errors import CheckpointError
 from ray_app.runlog.journal import put_event, read_events
-from ray_app.runlog.redaction import redacted
+from ray_app.runlog.redaction import redact_value
 from ray_app.task import device as environment
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Job
-from ray_app.train.state.state import NOTHING, TrainingState
+from ray_app.train.state.state import NO_STATE, TrainingState
 
 logger = logging.getLogger(__name__)
 
 
-def restore(job: Job, state: TrainingState, recorder: StepLog, sender: SnapshotSender, device: torch.device) -> None:
-    """Gives a state the newest that there is.
+def restore_state(
+    job: Job, state: TrainingState, step_log: StepLog, sender: SnapshotSender, device: torch.device
+) -> None:
+    """Loads the newest snapshot or checkpoint into a state, or initializes it if there is neither.
 
     Args:
         job: The run.
-        state: Takes it over.
-        recorder: Takes over the records that come with a snapshot.
-        sender: Knows the snapshots in memory.
-        device: Where it is computed.
+        state: The state to load into.
+        step_log: Gets the records that come with a snapshot.
+        sender: Fetches the newest snapshot in memory.
+        device: Device that computes.
 
     Raises:
-        CheckpointError: There are checkpoints, but not one is intact, and no snapshot.
-        ConfigError: There is nothing to go on from, and the parameters to begin with are gone.
+        CheckpointError: There are checkpoints, but none is intact, and there is no snapshot.
+        ConfigError: There is neither, and the file with the initial parameters is missing or another one.
         OSError: The storage does not answer, and there is no snapshot.
     """
-    kept = sender.newest()
+    in_memory = sender.newest()
     try:
-        found = CheckpointStore(job.paths).load_newest(
-            partial(note_fallback, job), above=kept[0].step if kept is not None else NOTHING
+        checkpoint = CheckpointStore(job.paths).load_newest(
+            partial(record_fallback, job), above=in_memory[0].step if in_memory is not None else NO_STATE
         )
     except (OSError, CheckpointError) as error:
-        if kept is None:
+        if in_memory is None:
             raise
         logger.warning("Going on from the snapshot in memory, since no checkpoint can be read: %s", error)
-        found = None
-    if kept is not None and found is None:
-        snapshot, records = kept
+        checkpoint = None
+    if in_memory is not None and checkpoint is None:
+        snapshot, records = in_memory
         state.load(snapshot)
-        recorder.restored(records)
+        step_log.add_restored(records)
         put_event(job.paths, "resumed", job.fence, step=state.step, source="snapshot")
+        logger.info("The state is restored from the snapshot in memory of step %d.", state.step)
         return
-    if found is None:
-        state.begin(job.read_initial())
+    if checkpoint is None:
+        state.initialize(job.read_initial())
         return
-    commit, snapshot = found
+    commit, snapshot = checkpoint
     state.load(snapshot)
     put_event(job.paths, "resumed", job.fence, step=state.step, source="checkpoint", checkpoint_fence=commit.fence)
+    logger.info("The state is restored from the checkpoint of step %d, fence %d.", commit.step, commit.fence)
     now = environment.describe(device)
     if now != commit.environment:
         put_event(job.paths, "environment_changed", job.fence, step=state.step, before=commit.environment, now=now)
 
 
-def note_fallback(job: Job, fallback: Fallback) -> None:
-    """Says and records that a checkpoint is passed over, once in a run, whoever found it damaged: an evaluator may have
-    looked before.
-    """
+def record_fallback(job: Job, fallback: Fallback) -> None:
+    """Logs and records that a damaged checkpoint is skipped, unless an evaluator of this run has recorded it before."""
     details = {"checkpoint": fallback.name, "reason": fallback.reason}
     try:
-        if any(event.details == redacted(details) for event in read_events(job.paths, "fallback")):
+        if any(event.details == redact_value(details) for event in read_events(job.paths, "fallback")):
             return
-    except OSError as error:  # better twice than never
+    except OSError as error:
+        # The event is then written, perhaps a second time, rather than not at all.
         logger.warning("The events could not be read: %s", error)
     logger.warning("The checkpoint %s is passed over: %s", fallback.name, fallback.reason)
     put_event(job.paths, "fallback", job.fence, **details)

@@ -1,4 +1,4 @@
-"""Snapshots in memory outside the workers, so that the loss of all workers redoes little."""
+"""Snapshots in the memory of actors outside the workers, so that after the loss of all workers few steps are redone."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ray_app.runlog.journal import StepRecord
 
 logger = logging.getLogger(__name__)
 
-COPIES = 2
-"""Most keepers of a run: one on the driver's node and one elsewhere."""
+MAX_SNAPSHOT_ACTORS = 2
+"""Snapshot actors of a run: one on the driver's node and one elsewhere."""
 _SEND_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A snapshot as a keeper holds it.
+class PackedSnapshot:
+    """A snapshot as a `SnapshotActor` stores it.
 
     Args:
         step: Finished steps.
-        files: What `checkpoint.format.pack` makes.
+        files: Files by name, as `checkpoint.format.pack` makes them.
         sha256: Digest of each file.
         records: Records of steps that may not be on storage yet.
     """
@@ -41,79 +41,76 @@ class Kept:
     records: list[StepRecord]
 
     def is_intact(self) -> bool:
-        """Whether the files are those that were sent."""
+        """Returns whether the files have the digests that were sent with them."""
         return self.sha256 == {name: hashlib.sha256(data).hexdigest() for name, data in self.files.items()}
 
 
 class SnapshotActor:
-    """Holds the newest snapshot of a run. An actor, see `start_keepers`."""
+    """Stores the newest snapshot of a run; `start_snapshot_actors` makes actors of this class."""
 
     def __init__(self) -> None:
-        self._kept: Kept | None = None
+        self._newest: PackedSnapshot | None = None
 
-    def keep(self, kept: Kept) -> None:
-        """Takes a snapshot, unless a newer one is there."""
-        if self._kept is None or kept.step >= self._kept.step:
-            self._kept = kept
+    def keep(self, snapshot: PackedSnapshot) -> None:
+        """Stores a snapshot, unless a newer one is stored."""
+        if self._newest is None or snapshot.step >= self._newest.step:
+            self._newest = snapshot
 
-    def newest(self) -> Kept | None:
-        """The newest one."""
-        return self._kept
+    def newest(self) -> PackedSnapshot | None:
+        """Returns the stored snapshot."""
+        return self._newest
 
 
-def refuse_if_too_big(model: nn.Module, free_bytes: int) -> None:
-    """Checks that a keeper's memory is there: the snapshot it holds and the one that arrives.
+def check_snapshot_memory(model: nn.Module, free_bytes: int) -> None:
+    """Checks that this node has the memory of a snapshot actor: the stored snapshot and the one that arrives.
 
     Args:
-        model: What is trained; the optimizer is taken to keep two values per parameter.
+        model: The model; the optimizer is assumed to keep two values per parameter.
         free_bytes: Free memory of this node.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The memory is too small.
     """
     needed = 2 * _state_bytes(model)
     if needed > free_bytes:
         raise ConfigError(
             f"checkpoint.snapshot_every_steps needs about {needed / 1e9:.1f} GB of memory on the driver's node, and on"
-            f" one other"
-            f" node; {free_bytes / 1e9:.1f} GB are free here. Leave it out, or start the driver where there is more"
-            f" memory."
+            f" one other node; {free_bytes / 1e9:.1f} GB are free here. Leave it out, or start the driver where there"
+            " is more memory."
         )
 
 
-def copies_doubts(model: nn.Module, train: TrainSection, workers: int, total_bytes: int) -> list[str]:
-    """What is to be said if the copies of the state that workers with GPUs keep for checkpoints, page-locked, do not
-    fit into a machine.
+def page_locked_memory_warnings(model: nn.Module, train: TrainSection, workers: int, total_bytes: int) -> list[str]:
+    """Returns a warning if the page-locked copies of the state that workers with GPUs keep do not fit into a machine.
 
     Args:
-        model: What is trained; the optimizer is taken to keep two values per parameter.
-        train: The strategy, and whether there are averages.
-        workers: How many are on the machine.
-        total_bytes: Its memory.
+        model: The model; the optimizer is assumed to keep two values per parameter.
+        train: The strategy, and whether parameters are averaged.
+        workers: Number of workers on the machine.
+        total_bytes: Memory of the machine.
     """
-    averages = sum(p.numel() * p.element_size() for p in model.parameters()) if train.ema_decay is not None else 0
-    copies = (
-        3 if train.strategy in ("fsdp", "central_storage") else 2
-    )  # those of two checkpoints, and the one that is being made
-    each = copies * (_state_bytes(model) + averages)
-    if workers * each <= total_bytes:
+    average_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) if train.ema_decay is not None else 0
+    # Copies of two checkpoints; with a partitioned state also the one that is being made.
+    copies = 3 if train.strategy in ("fsdp", "central_storage") else 2
+    worker_bytes = copies * (_state_bytes(model) + average_bytes)
+    if workers * worker_bytes <= total_bytes:
         return []
     return [
         f"Each worker keeps {copies} copies of the state for checkpoints in page-locked host memory, about"
-        f" {each / 1e9:.1f} GB, and"
-        f" {workers} of them on a machine like this {workers * each / 1e9:.1f} GB; it has {total_bytes / 1e9:.1f} GB."
-        f" Use machines with"
-        " more memory, or fewer workers on each (scaling.max_workers), or the kernel may end them."
+        f" {worker_bytes / 1e9:.1f} GB, and {workers} of them on a machine like this"
+        f" {workers * worker_bytes / 1e9:.1f} GB; it has {total_bytes / 1e9:.1f} GB. Use machines with more memory, or"
+        " fewer workers on each (scaling.max_workers), or the kernel may end them."
     ]
 
 
 def _state_bytes(model: nn.Module) -> int:
+    """Returns the bytes of parameters, buffers, and two values of an optimizer for each parameter."""
     values = [*model.parameters(), *model.parameters(), *model.parameters(), *model.buffers()]
     return sum(value.numel() * value.element_size() for value in values)
 
 
-def start_keepers() -> list[Any]:
-    """Starts the keepers: one on this node, and one on another node if there is one."""
+def start_snapshot_actors() -> list[Any]:
+    """Starts the snapshot actors, one on this node and one on another node if there is one; returns their handles."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
@@ -121,59 +118,58 @@ def start_keepers() -> list[Any]:
     actor = ray.remote(SnapshotActor)
     return [
         actor.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-        for node in [here, *sorted(others)][:COPIES]
+        for node in [here, *sorted(others)][:MAX_SNAPSHOT_ACTORS]
     ]
 
 
 class SnapshotSender:
-    """Sends snapshots to the keepers from a thread of its own, one after the other.
+    """Sends snapshots to the snapshot actors from a thread of its own, one after the other.
 
     Args:
-        keepers: Handles of the keepers; none: nothing is sent.
+        actors: Handles of the snapshot actors; without any, nothing is sent.
     """
 
-    def __init__(self, keepers: list[Any]) -> None:
-        self._keepers = keepers
+    def __init__(self, actors: list[Any]) -> None:
+        self._actors = actors
         self._thread: threading.Thread | None = None
 
     def send(self, take: Callable[[], Snapshot], records: list[StepRecord]) -> None:
-        """Copies the state now and sends it in the background; waits while the previous one is on its way."""
-        if not self._keepers:
+        """Copies the state now and sends it in the background; waits until the previous snapshot has been sent."""
+        if not self._actors:
             return
         self.wait()
         self._thread = threading.Thread(target=self._send, args=(take(), records), name="snapshots", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until nothing is on its way."""
+        """Waits until no snapshot is being sent."""
         if self._thread is not None:
             self._thread.join()
 
     def newest(self) -> tuple[Snapshot, list[StepRecord]] | None:
-        """The newest intact snapshot that a keeper has."""
-        found: list[Kept] = []
-        for keeper in self._keepers:
+        """Returns the newest intact snapshot that an actor stores, with its records; None without any."""
+        snapshots: list[PackedSnapshot] = []
+        for actor in self._actors:
             try:
-                kept = ray.get(keeper.newest.remote(), timeout=_SEND_TIMEOUT_S)
+                snapshot = ray.get(actor.newest.remote(), timeout=_SEND_TIMEOUT_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
-                logger.warning("A keeper of snapshots is gone: %s", error)
+                logger.warning("A snapshot actor does not answer: %s", error)
                 continue
-            if kept is not None and kept.is_intact():
-                found.append(kept)
-        if not found:
+            if snapshot is not None and snapshot.is_intact():
+                snapshots.append(snapshot)
+        if not snapshots:
             return None
-        newest = max(found, key=lambda kept: kept.step)
+        newest = max(snapshots, key=lambda snapshot: snapshot.step)
         return unpack(newest.files), newest.records
 
     def _send(self, snapshot: Snapshot, records: list[StepRecord]) -> None:
         files = pack(snapshot)
-        kept = Kept(
-            snapshot.step, files, {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}, records
-        )
-        sent = [keeper.keep.remote(kept) for keeper in self._keepers]
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        packed = PackedSnapshot(snapshot.step, files, digests, records)
+        sent = [actor.keep.remote(packed) for actor in self._actors]
         done, _ = ray.wait(sent, num_returns=len(sent), timeout=_SEND_TIMEOUT_S)
         for reference in done:
             try:
                 ray.get(reference)
             except ray.exceptions.RayError as error:
-                logger.warning("A snapshot could not be kept: %s", error)
+                logger.warning("A snapshot could not be stored: %s", error)

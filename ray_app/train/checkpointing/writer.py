@@ -1,4 +1,4 @@
-"""Writing checkpoints behind the training: a copy at the step boundary, everything else in a thread."""
+"""Writes checkpoints while the run trains: the state is copied at the step boundary, a thread does everything else."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ray_app.checkpoint.format import Snapshot, params_digest, writers
-from ray_app.checkpoint.store import CheckpointStore, Commit, Hold, skipped
+from ray_app.checkpoint.format import Snapshot, file_writers, params_digest
+from ray_app.checkpoint.store import CheckpointStore, Commit, Hold, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.runlog.evaluations import evaluated_steps
@@ -24,21 +24,23 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.5
-"""Doubles with each attempt: up to 16 s in all, besides what the storage takes to refuse. The next checkpoint waits as
-long.
+"""Pause after the first failed attempt; it doubles with each attempt.
+
+All pauses take up to 16 s, plus the time that the storage takes to fail. The next checkpoint waits as long.
 """
 
 
 class CheckpointWriter:
-    """Commits snapshots one after the other; a failed write is retried, reported, and never stops training.
+    """Commits snapshots one after the other.
 
-    A lost lease does: nothing is written any more, and the next call says so.
+    A failed write is retried and reported, and does not stop training. A lost lease does: nothing is written any more,
+    and the next call raises.
 
     Args:
         paths: The run.
-        section: What to keep.
-        best_steps: Says which steps are best so far.
-        before_commit: Called with the checkpoint before each commit; what it raises counts as a failed write.
+        section: Which checkpoints to keep.
+        best_steps: Returns the steps of the best checkpoints so far.
+        before_commit: Called with the checkpoint before each commit; an error of it counts as a failed write.
     """
 
     def __init__(
@@ -52,19 +54,20 @@ class CheckpointWriter:
         self._store = CheckpointStore(paths)
         self._before_commit = before_commit
         self._thread: threading.Thread | None = None
-        self._failed: str | None = None
-        self._lost: LeaseLostError | None = None
+        self._failure: str | None = None
+        self._lease_error: LeaseLostError | None = None
         self._abandoned: list[Commit] = []
-        self._untold: list[tuple[str, int, dict[str, Any]]] = []
+        self._pending_events: list[tuple[str, int, dict[str, Any]]] = []
         self._skipped: set[tuple[int, str | None]] = set()
         self.stall_s: list[float] = []
+        """Seconds that each `save` has stopped training."""
 
     def save(self, take: Callable[[], Snapshot], commit: Commit) -> None:
         """Copies the state now and commits it in the background; waits if the previous one is still being written.
 
         Args:
             take: Makes the snapshot.
-            commit: What is known of it; the parameters' digest is filled in.
+            commit: Describes the checkpoint; the parameters' digest and the time are filled in.
 
         Raises:
             LeaseLostError: A later start of the driver has taken the run over.
@@ -78,18 +81,18 @@ class CheckpointWriter:
         self.stall_s.append(time.perf_counter() - began)
 
     def wait(self) -> None:
-        """Waits until nothing is being written."""
+        """Waits until no checkpoint is being written."""
         if self._thread is not None:
             self._thread.join()
 
     def raise_if_lost(self) -> None:
-        """Looks at a variable, so it can be called after every step.
+        """Raises if the lease is lost; only looks at a variable, so it can be called after every step.
 
         Raises:
-            LeaseLostError: The last write found that a later start of the driver has taken the run over.
+            LeaseLostError: The last write saw that a later start of the driver has taken the run over.
         """
-        if self._lost is not None:
-            raise self._lost
+        if self._lease_error is not None:
+            raise self._lease_error
 
     def check(self) -> None:
         """Waits for the last commit.
@@ -100,9 +103,10 @@ class CheckpointWriter:
         """
         self.wait()
         self.raise_if_lost()
-        if self._failed is not None:
+        if self._failure is not None:
             raise CheckpointError(
-                f"The last checkpoint could not be written: {self._failed}. Free or repair the storage and start again."
+                f"The last checkpoint could not be written: {self._failure}. Free or repair the storage and start"
+                " again."
             )
 
     def _write(self, snapshot: Snapshot, commit: Commit) -> None:
@@ -114,70 +118,78 @@ class CheckpointWriter:
                     put_event(
                         self._paths, "write_retried", commit.fence, step=commit.step, attempts=attempt, reason=reason
                     )
-                self._failed = None
+                self._failure = None
                 return
             except LeaseLostError as error:
-                self._lost = error
+                self._lease_error = error
                 logger.error("Checkpoint of step %d is not written: %s", commit.step, error)
                 return
             except Exception as error:
-                self._failed = reason = f"{type(error).__name__}: {error}"
+                self._failure = reason = f"{type(error).__name__}: {error}"
                 logger.warning(
                     "Checkpoint of step %d, attempt %d of %d failed: %s", commit.step, attempt, _ATTEMPTS, reason
                 )
                 if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                    self._tidy(commit.fence)  # followers may need less by now
+                    # Evaluators may have released checkpoints since the last commit.
+                    self._remove_old(commit.fence)
             if attempt < _ATTEMPTS:
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
         self._abandoned.append(commit)
-        self._untold.append(
+        self._pending_events.append(
             ("write_failed", commit.fence, {"step": commit.step, "attempts": _ATTEMPTS, "reason": reason})
         )
-        self._tidy(commit.fence)
+        self._remove_old(commit.fence)
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
         began = time.perf_counter()
-        made = replace(commit, params_digest=params_digest(snapshot.model), time_s=time.time())
+        commit = replace(commit, params_digest=params_digest(snapshot.model), time_s=time.time())
         if self._before_commit is not None:
-            self._before_commit(made)
-        self._store.write(writers(snapshot), made)
+            self._before_commit(commit)
+        self._store.write(file_writers(snapshot), commit)
         duration_s = time.perf_counter() - began
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
-        self._tidy(commit.fence)
+        logger.info("The checkpoint of step %d is committed (%s), after %.1f s.", commit.step, commit.why, duration_s)
+        self._remove_old(commit.fence)
 
-    def tell(self) -> None:
-        """Records what could not be written or will not be evaluated, as soon as the storage takes that: early stopping
-        waits for it.
+    def put_pending_events(self) -> None:
+        """Writes the events of failed writes and skipped evaluations, as soon as the storage accepts them.
+
+        Early stopping waits for them.
         """
-        while self._untold:
-            kind, fence, details = self._untold[0]
+        while self._pending_events:
+            kind, fence, details = self._pending_events[0]
             if not put_event(self._paths, kind, fence, **details):
                 return
-            self._untold.pop(0)
+            self._pending_events.pop(0)
 
-    def _skip(self, fence: int, holds: list[Hold], gone: list[int]) -> None:
-        """Records which of the checkpoints that are about to go nobody has evaluated; once, also if they go
-        later only.
+    def _note_skipped(self, fence: int, holds: list[Hold], removed_steps: list[int]) -> None:
+        """Records which of the checkpoints that are about to be removed no evaluator has evaluated.
+
+        Each is recorded once, even if it is removed only later.
         """
-        for step, name in sorted(skipped(gone, holds, time.time()) - self._skipped, key=lambda one: one[0]):
+        for step, name in sorted(
+            skipped_evaluations(removed_steps, holds, time.time()) - self._skipped, key=lambda one: one[0]
+        ):
             if step not in evaluated_steps(self._paths, name):
                 details = {"step": step, "reason": "the evaluator lags too far behind"} | ({"by": name} if name else {})
-                self._untold.append(("evaluation_skipped", fence, details))
+                self._pending_events.append(("evaluation_skipped", fence, details))
                 self._skipped.add((step, name))
-        self.tell()
+        self.put_pending_events()
 
-    def _tidy(self, fence: int) -> None:
-        """Removes what nobody needs or what failed writes left; what goes wrong here is no failed write, and is tried
-        again later.
+    def _remove_old(self, fence: int) -> None:
+        """Removes checkpoints that are no longer needed and the remains of failed writes.
+
+        An error here is not a failed write; the next call tries again.
         """
-        self.tell()
+        self.put_pending_events()
         try:
             while self._abandoned:
                 self._store.discard(self._abandoned[-1])
                 self._abandoned.pop()
-            holds = (
-                self._store.holds()
-            )  # before the best steps: what is evaluated and let go meanwhile is in one of the two
-            self._store.retain(self._section.keep_last, self._best_steps(), holds, partial(self._skip, fence, holds))
+            # The holds are read before the best steps: a checkpoint that is evaluated and released in between is then
+            # in one of the two.
+            holds = self._store.holds()
+            note_skipped = partial(self._note_skipped, fence, holds)
+            self._store.retain(self._section.keep_last, self._best_steps(), holds, note_skipped)
         except Exception as error:
             logger.warning("Old checkpoints could not be removed, will try again: %s", error)

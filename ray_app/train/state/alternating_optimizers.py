@@ -1,6 +1,4 @@
-"""Several optimizers that take turns: which one moves its parameters in a step follows from the number of the step
-alone.
-"""
+"""Several optimizers that take turns: the number of a step alone decides which one updates its parameters in it."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.import_paths import TurnSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError
-from ray_app.train.state.parameters import load_optimizer, matching, some
+from ray_app.train.state.parameters import format_names, load_optimizer, match_names
 
 
-def turn_of(turns: Mapping[str, TurnSpec], step: int) -> str:
-    """Whose turn a step of the run is, counted from 0."""
+def turn_at(turns: Mapping[str, TurnSpec], step: int) -> str:
+    """Returns the name of the optimizer in turn at a step of the run, counted from 0."""
     at = step % sum(spec.steps for spec in turns.values())
     for name, spec in turns.items():
         if at < spec.steps:
@@ -27,23 +25,29 @@ def turn_of(turns: Mapping[str, TurnSpec], step: int) -> str:
     raise AssertionError("a turn has steps")
 
 
-def steps_of(turns: Mapping[str, TurnSpec], name: str, steps: int) -> int:
-    """How many of the first steps of a run are the turn of one."""
-    each = sum(spec.steps for spec in turns.values())
-    rest = range(steps // each * each, steps)
-    return steps // each * turns[name].steps + sum(turn_of(turns, step) == name for step in rest)
+def steps_in_turn(turns: Mapping[str, TurnSpec], name: str, steps: int) -> int:
+    """Returns how many of the first `steps` steps of a run are turns of an optimizer."""
+    round_steps = sum(spec.steps for spec in turns.values())
+    rest = range(steps // round_steps * round_steps, steps)
+    return steps // round_steps * turns[name].steps + sum(turn_at(turns, step) == name for step in rest)
 
 
 class Turns(Optimizer):
-    """The optimizers of a run as one, whose state is that of all, their parameters numbered one after the other.
+    """The optimizers of a run as one optimizer.
+
+    Its state is that of all optimizers, with their parameters numbered one after the other.
 
     Args:
-        specs: What the configuration says of each, by name.
-        named: The parameters by name; all that are trained belong to one of them each.
-        make: Makes an optimizer of a specification and its parameters by name.
+        specs: Specification of each optimizer, by name.
+        named: The parameters by name; every trained parameter belongs to one optimizer.
+        make: Makes an optimizer from a specification and its parameters by name.
+
+    Attributes:
+        parameters: The trained parameters of each optimizer, by its name.
+        optimizers: The optimizers by name.
 
     Raises:
-        ConfigError: A parameter belongs to two of them, or to none.
+        ConfigError: A parameter belongs to two optimizers, or to none.
     """
 
     def __init__(
@@ -59,34 +63,39 @@ class Turns(Optimizer):
         owners: dict[str, str] = {}
         for turn, spec in specs.items():
             field = f"optimizers.{turn}.parameters"
-            names = {name for pattern in spec.parameters for name in matching(named, pattern, field)}
-            own = {name: p for name, p in trained.items() if name in names}
-            if twice := [name for name in own if name in owners]:
+            names = {name for pattern in spec.parameters for name in match_names(named, pattern, field)}
+            members = {name: p for name, p in trained.items() if name in names}
+            if shared := [name for name in members if name in owners]:
                 raise ConfigError(
-                    f"{field} names {some(twice)}, which optimizers.{owners[twice[0]]} has, too; each belongs to one."
+                    f"{field} names {format_names(shared)}, which optimizers.{owners[shared[0]]} has, too; each belongs"
+                    " to one."
                 )
-            if not own:
+            if not members:
                 raise ConfigError(f"{field} names nothing that is trained.")
-            owners |= dict.fromkeys(own, turn)
-            self.parameters[turn], self.optimizers[turn] = list(own.values()), make(spec, own)
+            owners |= dict.fromkeys(members, turn)
+            self.parameters[turn] = list(members.values())
+            self.optimizers[turn] = make(spec, members)
         if left := [name for name in trained if name not in owners]:
-            raise ConfigError(f"No optimizer has the parameters {some(left)}; name them in one, or in train.freeze.")
-        self._note_groups()
+            raise ConfigError(
+                f"No optimizer has the parameters {format_names(left)}; name them in one, or in train.freeze."
+            )
+        self._update_groups()
 
-    def _note_groups(self) -> None:
+    def _update_groups(self) -> None:
+        """Makes `param_groups` those of all optimizers; `load_state_dict` replaces theirs."""
         self.param_groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def at(self, step: int) -> Optimizer:
-        """The optimizer of a step."""
-        return self.optimizers[turn_of(self._specs, step)]
+        """Returns the optimizer in turn at a step."""
+        return self.optimizers[turn_at(self._specs, step)]
 
     def begin(self, step: int) -> str:
-        """Lets only the parameters of a step's turn have gradients; returns its name."""
-        self.take(turn := turn_of(self._specs, step))
+        """Lets only the parameters of the optimizer in turn at a step get gradients; returns its name."""
+        self.take(turn := turn_at(self._specs, step))
         return turn
 
     def take(self, turn: str) -> None:
-        """Lets only the parameters of a turn have gradients."""
+        """Lets only the parameters of one optimizer get gradients."""
         if turn != self._turn:
             self._turn = turn
             for name, parameters in self.parameters.items():
@@ -94,38 +103,43 @@ class Turns(Optimizer):
                     p.requires_grad_(name == turn)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of all, as if they were one."""
+        """Returns the state of all optimizers as that of one."""
         state, groups, first = dict[int, Any](), list[dict[str, Any]](), 0
         for optimizer in self.optimizers.values():
-            own = optimizer.state_dict()
-            state |= {first + number: values for number, values in own["state"].items()}
+            part = optimizer.state_dict()
+            state |= {first + number: values for number, values in part["state"].items()}
             groups += [
-                {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
+                {**group, "params": [first + number for number in group["params"]]} for group in part["param_groups"]
             ]
-            first += sum(len(group["params"]) for group in own["param_groups"])
+            first += sum(len(group["params"]) for group in part["param_groups"])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Loads what `state_dict` returned."""
         groups, first = list(state_dict["param_groups"]), 0
         for optimizer in self.optimizers.values():
-            own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
-            count = sum(len(group["params"]) for group in own)
+            num_groups = len(optimizer.param_groups)
+            part, groups = groups[:num_groups], groups[num_groups:]
+            count = sum(len(group["params"]) for group in part)
             state = {n - first: values for n, values in state_dict["state"].items() if first <= n < first + count}
-            numbered = [{**group, "params": [number - first for number in group["params"]]} for group in own]
+            numbered = [{**group, "params": [number - first for number in group["params"]]} for group in part]
             load_optimizer(optimizer, {"state": state, "param_groups": numbered})
             first += count
-        self._note_groups()
+        self._update_groups()
 
 
 class TurnSchedules:
-    """The schedules of the optimizers that have one, as one; each is moved in its own turns.
+    """The schedules of the optimizers that have one, as one schedule; each advances in the turns of its optimizer.
 
     Args:
-        specs: What the configuration says of each optimizer, by name.
+        specs: Specification of each optimizer, by name.
         turns: The optimizers.
         total_steps: Steps of the run.
-        make: Makes a schedule of a specification, an optimizer, and how often it is moved in the run.
+        make: Makes a schedule from a specification, an optimizer, and the number of its steps in the run.
+
+    Attributes:
+        moves: Number of steps of each schedule in the run, by its optimizer's name.
+        schedules: The schedules by their optimizer's name.
     """
 
     def __init__(
@@ -137,7 +151,7 @@ class TurnSchedules:
     ) -> None:
         self._specs = specs
         self.moves = {
-            turn: steps_of(specs, turn, total_steps) for turn, spec in specs.items() if spec.schedule is not None
+            turn: steps_in_turn(specs, turn, total_steps) for turn, spec in specs.items() if spec.schedule is not None
         }
         self.schedules = {
             turn: make(spec.schedule, turns.optimizers[turn], self.moves[turn])
@@ -146,16 +160,16 @@ class TurnSchedules:
         }
 
     def step(self, step: int) -> None:
-        """Moves that of a step's turn, if it has one."""
-        turn = turn_of(self._specs, step)
+        """Advances the schedule of the optimizer in turn at a step, if it has one."""
+        turn = turn_at(self._specs, step)
         if turn in self.schedules:
             self.schedules[turn].step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Those of all, by name."""
+        """Returns the states of all schedules, by name."""
         return {turn: schedule.state_dict() for turn, schedule in self.schedules.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Loads what `state_dict` returned."""
         for turn, schedule in self.schedules.items():
             schedule.load_state_dict(state_dict[turn])

@@ -1,10 +1,6 @@
-"""Parameters by patterns of their names, `*` for any text.
+"""Functions for a model's parameters: names by patterns, optimizer groups, freezing, memory layout, initial values.
 
-Groups of parameters that an optimizer treats differently, by their names.
-
-Parameters that are not trained.
-
-The parameters that a run begins with where they do not come from the seed.
+A pattern of names has `*` for any text.
 """
 
 from __future__ import annotations
@@ -24,84 +20,86 @@ from torch.optim import Optimizer
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
-from ray_app.storage.files import location
+from ray_app.storage.files import to_location
 
-_MOST_NAMED, _MOST_NEAR = 12, 3
+_MAX_NAMES = 12
+_MAX_SUGGESTIONS = 3
+_MAX_DIFFERENCES = 5
 
 
-def matching(names: Iterable[str], pattern: str, field: str) -> list[str]:
-    """The names that a pattern matches.
+def match_names(names: Iterable[str], pattern: str, field: str) -> list[str]:
+    """Returns the names that a pattern matches.
 
     Args:
-        names: Of a model's parameters.
-        pattern: What a configuration says.
-        field: Where it says so.
+        names: The names of a model's parameters.
+        pattern: The pattern of the configuration.
+        field: Field of the configuration that has the pattern.
 
     Raises:
-        ConfigError: It matches none.
+        ConfigError: The pattern matches no name.
     """
-    known = list(names)
-    found = [name for name in known if fnmatchcase(name, pattern)]
-    if not found:
-        near = difflib.get_close_matches(pattern, known, _MOST_NEAR, cutoff=0.4)
+    all_names = list(names)
+    matches = [name for name in all_names if fnmatchcase(name, pattern)]
+    if not matches:
+        near = difflib.get_close_matches(pattern, all_names, _MAX_SUGGESTIONS, cutoff=0.4)
         hint = f" The nearest: {', '.join(near)}." if near else ""
-        raise ConfigError(f"{field} names {pattern!r}, which matches no parameter; the model has {some(known)}.{hint}")
-    return found
+        raise ConfigError(
+            f"{field} names {pattern!r}, which matches no parameter; the model has {format_names(all_names)}.{hint}"
+        )
+    return matches
 
 
-def some(names: list[str]) -> str:
-    """The first of them, and how many more there are."""
-    return ", ".join(names[:_MOST_NAMED]) + (
-        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    )
+def format_names(names: list[str], max_names: int = _MAX_NAMES) -> str:
+    """Returns the first names as text, and the number of further names."""
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more
 
 
 NAMES, NORMS_AND_BIASES = "names", "norms_and_biases"
 
 
-def grouped(
+def group_parameters(
     named: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]], field: str = "optimizer.groups"
 ) -> list[dict[str, Any]]:
-    """The trained parameters in the groups that an optimizer is made with: the rest, then those that are asked for.
+    """Returns the trained parameters in groups for an optimizer: first the parameters without a group, then the groups.
 
     Args:
         named: The parameters by name.
-        groups: What the configuration asks for; a parameter is in the first group that names it.
-        field: Where it says so.
+        groups: The groups of the configuration; a parameter belongs to the first group that names it.
+        field: Field of the configuration that has the groups.
 
     Returns:
         Options of the optimizer and `params` of each group that has a trained parameter.
 
     Raises:
-        ConfigError: A group names nothing, or what it names matches no parameter.
+        ConfigError: A group has no names, or one of its patterns matches no parameter.
     """
-    left = dict(named)
-    made = []
+    remaining = dict(named)
+    configured = []
     for group in groups:
         patterns = group.get(NAMES) or []
         if not isinstance(patterns, list) or not (patterns or group.get(NORMS_AND_BIASES)):
             raise ConfigError(
                 f"{field} has {group}; say whose options these are by {NAMES}, a list, or by {NORMS_AND_BIASES}: true."
             )
-        wanted = {name for pattern in patterns for name in matching(named, pattern, field)}
+        names = {name for pattern in patterns for name in match_names(named, pattern, field)}
         if group.get(NORMS_AND_BIASES):
-            wanted |= {name for name, p in named.items() if p.ndim <= 1}
-        taken = [left.pop(name) for name in list(left) if name in wanted]
-        made.append(
-            {**{key: value for key, value in group.items() if key not in (NAMES, NORMS_AND_BIASES)}, "params": taken}
-        )
-    found = [{"params": list(left.values())}, *made]
-    trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in found]
+            names |= {name for name, p in named.items() if p.ndim <= 1}
+        members = [remaining.pop(name) for name in list(remaining) if name in names]
+        options = {key: value for key, value in group.items() if key not in (NAMES, NORMS_AND_BIASES)}
+        configured.append({**options, "params": members})
+    all_groups = [{"params": list(remaining.values())}, *configured]
+    trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in all_groups]
     return [group for group in trained if group["params"]]
 
 
-def refuse_unknown_options(
+def check_group_options(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], field: str = "optimizer.groups"
 ) -> None:
-    """Refuses options of groups that the optimizer does not have, or that are no number where it has one.
+    """Checks that the optimizer has the options of all groups, with numbers where its defaults are numbers.
 
     Raises:
-        ConfigError: There are such.
+        ConfigError: An option is unknown or not a number.
     """
     for group in groups:
         for name, value in group.items():
@@ -110,7 +108,7 @@ def refuse_unknown_options(
             if name not in optimizer.defaults:
                 near = difflib.get_close_matches(name, optimizer.defaults, 1)
                 raise ConfigError(
-                    f"{field} sets {name!r}, which is no option of {type(optimizer).__name__};"
+                    f"{field} sets {name!r}, which is not an option of {type(optimizer).__name__};"
                     + (f" the nearest is {near[0]}, and" if near else "")
                     + f" there are {', '.join(optimizer.defaults)}."
                 )
@@ -118,49 +116,53 @@ def refuse_unknown_options(
                 raise ConfigError(f"{field} sets {name} to {value!r}; it must be a number.")
 
 
-def in_order(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters as the optimizer numbers them."""
+def ordered_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters in the order in which the optimizer numbers them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def numbers(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[int]:
-    """The optimizer's numbers of parameters."""
-    known = {id(p): number for number, p in enumerate(in_order(optimizer))}
-    return [known[id(p)] for p in parameters]
+def parameter_numbers(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[int]:
+    """Returns the numbers that the optimizer gives to parameters."""
+    numbers = {id(p): number for number, p in enumerate(ordered_parameters(optimizer))}
+    return [numbers[id(p)] for p in parameters]
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Takes over a state with the dtypes that it has; PyTorch alone makes them those of the parameters (NAdam, own
-    optimizers in bf16).
+    """Loads an optimizer's state with the dtypes that it was saved with.
+
+    PyTorch's `load_state_dict` would convert it to the dtypes of the parameters (NAdam, user optimizers in bf16).
     """
     optimizer.load_state_dict(saved)
     for p, number in zip(
-        in_order(optimizer), (n for group in saved["param_groups"] for n in group["params"]), strict=True
+        ordered_parameters(optimizer), (n for group in saved["param_groups"] for n in group["params"]), strict=True
     ):
         for name, value in saved["state"].get(number, {}).items():
             if isinstance(value, Tensor) and (loaded := optimizer.state[p][name]).dtype != value.dtype:
                 optimizer.state[p][name] = value.to(loaded.device, copy=True)
 
 
-def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
-    """Takes parameters out of training.
+def freeze_parameters(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
+    """Excludes parameters from training.
 
     Args:
-        model: Whose parameters.
-        patterns: Names, with `*` for any text.
+        model: The model.
+        patterns: Patterns of names, with `*` for any text.
 
     Returns:
-        The batch-norm layers that have parameters, all of them frozen: they are to keep their statistics, as in Keras.
+        The batch-norm layers with frozen parameters only: they are to keep their statistics, as in Keras.
 
     Raises:
         ConfigError: A pattern matches no parameter, or nothing is left to train.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))  # a tied one has several names
+    # A tied parameter has several names, and a pattern may match any of them.
+    named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        for name in matching(named, pattern, "train.freeze"):
+        for name in match_names(named, pattern, "train.freeze"):
             named[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):
-        raise ConfigError(f"train.freeze {patterns} leaves nothing to train; the model has {some(list(named))}.")
+        raise ConfigError(
+            f"train.freeze {patterns} leaves nothing to train; the model has {format_names(list(named))}."
+        )
     layers = (
         [(m, [p.requires_grad for p in m.parameters()]) for m in model.modules() if isinstance(m, _BatchNorm)]
         if patterns
@@ -169,15 +171,14 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     return [layer for layer, trained in layers if trained and not any(trained)]
 
 
-_MAX_SHARED_NAMED = 5
+def make_contiguous(model: nn.Module) -> nn.Module:
+    """Gives a model's parameters the contiguous memory layout of their shapes, and returns the model.
 
-
-def contiguous(model: nn.Module) -> nn.Module:
-    """A model whose parameters lie in memory as their shapes say: fused optimizers pair a parameter's values with those
-    of gradient and state by their places in memory, and what is exchanged, saved or sent lies as the shape says.
+    Fused optimizers pair the values of a parameter, its gradient and its state by their positions in memory, and
+    reduction, checkpoints and transfers use contiguous tensors.
 
     Raises:
-        ConfigError: Values of a parameter share their memory, which its copy would not do.
+        ConfigError: Values of a parameter share their memory, which a copy could not keep.
     """
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):
@@ -185,103 +186,94 @@ def contiguous(model: nn.Module) -> nn.Module:
         if any(size > 1 and not step for size, step in zip(p.shape, p.stride(), strict=True)):
             raise ConfigError(
                 f"Values of the parameter {name}, of shape {tuple(p.shape)}, share their memory (expand): an optimizer"
-                f" would move one value"
-                " several times in a step. Make it with .clone(), so that each has its own, or make the parameter small"
-                " and expand it in"
-                " forward."
+                " would move one value several times in a step. Make it with .clone(), so that each has its own, or"
+                " make the parameter small and expand it in forward."
             )
         if p.stride() != torch.empty(p.shape, device="meta").stride():
-            p.data = p.data.clone(
-                memory_format=torch.contiguous_format
-            )  # also where a size is 1, and PyTorch calls it contiguous
+            # `contiguous()` would not copy where a size is 1: PyTorch calls such a tensor contiguous with any stride.
+            p.data = p.data.clone(memory_format=torch.contiguous_format)
     return model
 
 
-def read(place: str, digest: str | None) -> dict[str, Tensor]:
-    """Reads a file of parameters.
+def read_parameters(path: str, digest: str | None) -> dict[str, Tensor]:
+    """Returns the parameters in a file, by name.
 
     Args:
-        place: A safetensors file, a path or an s3:// URI.
-        digest: `params_digest` that they must have; None: any.
+        path: Path or s3:// URI of a safetensors file.
+        digest: `params_digest` that the parameters must have; None for any.
 
     Raises:
-        ConfigError: It is not there, is no safetensors file, or holds other parameters than these.
+        ConfigError: The file is missing, is not a safetensors file, or has parameters with another digest.
         OSError: The storage does not answer.
     """
     try:
-        data = location(place).read_bytes()
+        data = to_location(path).read_bytes()
     except FileNotFoundError as error:
-        raise unreadable(place, error) from error
+        raise unreadable_parameters_error(path, error) from error
     try:
-        found = safetensors.torch.load(data)
-    except Exception as error:  # an exception of the library's own
+        parameters = safetensors.torch.load(data)
+    # The library raises an exception class of its own, which it does not export.
+    except Exception as error:
         foreign = name_foreign_file(data[:HEAD_BYTES])
         reason = f"it is {foreign}" if foreign else str(error)
         raise ConfigError(
-            f"train.init_from {place!r} is no safetensors file: {reason}. Save parameters with safetensors.torch."
+            f"train.init_from {path!r} is not a safetensors file: {reason}. Save parameters with safetensors.torch."
         ) from error
-    refuse_others(found, place, digest)
-    return found
+    check_parameters_digest(parameters, path, digest)
+    return parameters
 
 
-def unreadable(place: str, error: OSError) -> ConfigError:
-    """How a file of parameters that cannot be read is refused."""
+def unreadable_parameters_error(path: str, error: OSError) -> ConfigError:
+    """Returns the error for a file of parameters that cannot be read."""
     return ConfigError(
-        f"train.init_from {place!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or"
+        f"train.init_from {path!r} cannot be read: {error}. Name a safetensors file, the folder of an export, or"
         f" models:/NAME@ALIAS."
     )
 
 
-def refuse_others(found: dict[str, Tensor], place: str, digest: str | None) -> None:
-    """Refuses parameters that do not have the digest that they must have.
+def check_parameters_digest(parameters: dict[str, Tensor], path: str, digest: str | None) -> None:
+    """Checks that initial parameters have the digest of those that the run began with.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: They have another digest.
     """
-    if digest is not None and params_digest(found) != digest:
+    if digest is not None and params_digest(parameters) != digest:
         raise ConfigError(
-            f"train.init_from {place!r} holds parameters with the digest {params_digest(found)}, but the run begins"
-            f" with {digest}. Give"
-            " those of before, or start a new run."
+            f"train.init_from {path!r} holds parameters with the digest {params_digest(parameters)}, but the run begins"
+            f" with {digest}. Give those of before, or start a new run."
         )
 
 
-def begin_with(model: nn.Module, found: dict[str, Tensor], called: str | None) -> None:
-    """Gives a model parameters.
+def load_initial_parameters(model: nn.Module, initial: dict[str, Tensor], init_from: str | None) -> None:
+    """Loads initial parameters into a model.
 
     Args:
         model: The model as its task built it.
-        found: Its parameters and persistent buffers by name.
-        called: What the configuration calls them.
+        initial: Parameters and persistent buffers by name.
+        init_from: Value of `train.init_from`, for the error.
 
     Raises:
-        ConfigError: They are not the model's.
+        ConfigError: The parameters do not fit the model.
     """
-    problems = _differences(model.state_dict(), found)
+    problems = _differences(model.state_dict(), initial)
     if problems:
         raise ConfigError(
-            f"train.init_from {called!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same"
-            f" model, or set"
-            " task.init_args to what they were trained with."
+            f"train.init_from {init_from!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same"
+            " model, or set task.init_args to what they were trained with."
         )
-    model.load_state_dict(found)
+    model.load_state_dict(initial)
 
 
-def _differences(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
-    """Why parameters are not those of a model."""
+def _differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
+    """Returns the differences between a model's parameters and others, each as text."""
     kinds = {
-        "missing": sorted(wanted.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - wanted.keys()),
+        "missing": sorted(expected.keys() - actual.keys()),
+        "unexpected": sorted(actual.keys() - expected.keys()),
         "of another shape or type": [
-            f"{name} {found[name].dtype} {tuple(found[name].shape)}, wanted {wanted[name].dtype}"
-            f" {tuple(wanted[name].shape)}"
-            for name in sorted(wanted.keys() & found.keys())
-            if (wanted[name].dtype, wanted[name].shape) != (found[name].dtype, found[name].shape)
+            f"{name} {actual[name].dtype} {tuple(actual[name].shape)}, wanted {expected[name].dtype}"
+            f" {tuple(expected[name].shape)}"
+            for name in sorted(expected.keys() & actual.keys())
+            if (expected[name].dtype, expected[name].shape) != (actual[name].dtype, actual[name].shape)
         ],
     }
-    return [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_SHARED_NAMED} more" if len(names) > _MAX_SHARED_NAMED else ""
-    return ", ".join(names[:_MAX_SHARED_NAMED]) + more
+    return [f"{kind}: {format_names(names, _MAX_DIFFERENCES)}" for kind, names in kinds.items() if names]

@@ -1,24 +1,8 @@
-"""The training state: what a step changes, what a checkpoint holds, what a newcomer receives.
+"""The training state: model, optimizer, schedule, loss scale and the number of finished steps.
 
-The scale of the loss in half precision: found while training, the same on all workers, part of the checkpoint.
-
-Small gradients vanish in float16, so the loss is multiplied by a scale and the gradient divided by it again, see
-Micikevicius et al., "Mixed Precision Training", ICLR 2018. All scales are powers of two, so both change no bit of a
-number that neither over- nor underflows. Whether a gradient overflowed is seen in the sum over all logical workers, so
-every worker decides alike.
-
-What torch's generators are seeded with: one number for making the model, and one for each logical worker's share of
-each step.
-
-An exponential moving average of the parameters, which is the model that a run returns where `train.ema_decay` is set.
-
-Learning-rate schedules of the configuration.
-
-Optimizers without PyTorch's compiler, and without marks for a profiler that does not listen (torch 2.15).
-
-They import the compiler when they are made and at every step, only to be left out of what is compiled: two seconds of
-every process that trains. Each step tells the profiler when it begins and ends, which takes 30 us of a small one. Both
-are undone here for a run that compiles nothing. Where another version does it in another way, it is left as it is.
+`TrainingState` is what a step changes, what a checkpoint contains and what a joining worker receives. Its parts follow
+below it: the loss scale for half precision, the moving average of the parameters, the schedules of the configuration,
+the seeds of torch's generators, and the removal of compiler hooks from optimizers.
 """
 
 from __future__ import annotations
@@ -40,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ray_app.checkpoint.format import Snapshot, params_digest
 from ray_app.config.config import Config
-from ray_app.config.import_paths import OWN_OPTIMIZER, OptimizerSpec, load_class
+from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, load_class
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.plan.hashing import key
@@ -49,381 +33,170 @@ from ray_app.task.base import Task
 from ray_app.task.user_code import user_code
 from ray_app.train.state.alternating_optimizers import Turns, TurnSchedules
 from ray_app.train.state.parameters import (
-    begin_with,
-    contiguous,
-    freeze,
-    grouped,
+    check_group_options,
+    freeze_parameters,
+    group_parameters,
+    load_initial_parameters,
     load_optimizer,
-    refuse_unknown_options,
+    make_contiguous,
 )
-from ray_app.train.state.transfer import copied, lacking, odd_ones, transfer
+from ray_app.train.state.transfer import copy_to_host, divergent_ranks, ranks_without_state, transfer_snapshot
 
-FIRST, MOST = 2.0**16, 2.0**24
-_STEPS_TO_GROW = 2000
-
-
-class LossScale:
-    """Halves when a gradient overflows, and doubles after 2,000 steps in a row without."""
-
-    def __init__(self) -> None:
-        self.value = FIRST
-        self._good_steps = 0
-
-    def update(self, is_finite: bool) -> None:
-        """Moves on after a step whose gradient was finite, or not."""
-        self._good_steps = self._good_steps + 1 if is_finite else 0
-        if not is_finite:
-            self.value = self.value / 2
-        elif self._good_steps >= _STEPS_TO_GROW and self.value < MOST:
-            self.value, self._good_steps = self.value * 2, 0
-
-    @property
-    def can_fall(self) -> bool:
-        """Whether a smaller scale may still mend an overflow."""
-        return self.value > 1
-
-    def state(self) -> list[float]:
-        """What `load` reads."""
-        return [self.value, float(self._good_steps)]
-
-    def load(self, state: list[float]) -> None:
-        """Takes over what `state` returned."""
-        self.value, self._good_steps = state[0], int(state[1])
-
-
-_INIT, _STEP = 21, 22  # salts: what the generators are seeded for
-
-
-def _seed(value: int, device: torch.device) -> None:
-    torch.default_generator.manual_seed(value >> 1)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(value >> 1)
-
-
-def seed_init(seed: int, device: torch.device) -> None:
-    """Seeds torch's generators for making the model."""
-    _seed(key(_INIT, seed), device)
-
-
-def seed_step(seed: int, epoch: int, step: int, logical_worker: int, device: torch.device) -> None:
-    """Seeds torch's generators for one logical worker's share of one step."""
-    _seed(key(step, logical_worker, after=_of_epoch(seed, epoch)), device)
-
-
-@lru_cache(1)
-def _of_epoch(seed: int, epoch: int) -> int:
-    return key(_STEP, seed, epoch)
-
-
-class Average:
-    """The average of a model's parameters over the steps, one more copy of them.
-
-    The decay of step t is min(decay, (1 + t) / (10 + t)), so that the first steps do not weigh for ever, as in
-    TensorFlow's `ExponentialMovingAverage` with `num_updates`.
-
-    Args:
-        model: Whose parameters.
-        decay: Weight of the average so far, 0 to 1.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self._parameters, self._decay = list(model.parameters()), decay
-        numbers = {id(p): i for i, p in enumerate(self._parameters)}
-        self._names = {name: numbers[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-        self._values = [p.detach().clone() if _has_average(p) else p.detach() for p in self._parameters]
-        self._moving = [(v, p) for v, p in zip(self._values, self._parameters, strict=True) if _has_average(p)]
-
-    @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Takes in the parameters after `step` finished steps."""
-        decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_([v for v, _ in self._moving], [p.detach() for _, p in self._moving], 1 - decay)
-
-    def over(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A model's state with the average in place of the parameters."""
-        return {
-            name: self._values[self._names[name]] if name in self._names else value for name, value in state.items()
-        }
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The trained parameters by name."""
-        return {name: self._parameters[number].detach() for name, number in self._names.items()}
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Takes over what `over` and `parameters` returned."""
-        for name, number in self._names.items():  # either may leave out what is frozen
-            if (found := parameters.get(name)) is not None:
-                self._parameters[number].copy_(found)
-            if (average := state.get(name, found)) is not None:
-                self._values[number].copy_(average)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Lets the model have the average as its parameters."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for parameter, value in zip(self._parameters, self._values, strict=True):
-            held = parameter.clone()
-            parameter.copy_(value)
-            value.copy_(held)
-
-
-def _has_average(p: Tensor) -> bool:
-    """Whole numbers (a quantized base) have none, and stay themselves."""
-    return p.is_floating_point() or p.is_complex()
-
-
-_LENGTHS = {"total_steps", "epochs", "steps_per_epoch"}
-"""Arguments by which a schedule (`OneCycleLR`) is told how long it is; where one is given, nothing is added."""
-
-
-def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
-    """Makes a schedule, and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
-    made = load_class(spec)
-    parameters = inspect.signature(made).parameters
-
-    def given(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [given(name, part) for part in value]
-        if isinstance(value, dict) and "class_path" in value:
-            return make_schedule(ClassSpec(value["class_path"], value.get("init_args") or {}), optimizer, total_steps)
-        if isinstance(value, str) and name in parameters and "Callable" in str(parameters[name].annotation):
-            return load_class(value)
-        return value
-
-    args = {name: given(name, value) for name, value in spec.init_args.items()}
-    rates = [group["lr"] for group in optimizer.param_groups]
-    if len(set(rates)) > 1 and isinstance(args.get("max_lr"), float | int):
-        raise ConfigError(
-            f"schedule {made.__name__} has max_lr {args['max_lr']} for all {len(rates)} groups of parameters, whose own"
-            f" rates {rates} it"
-            " would replace; give max_lr as a list, one for each of these."
-        )
-    if "total_steps" in parameters and not _LENGTHS & args.keys():
-        args["total_steps"] = total_steps
-    return made(optimizer=optimizer, **args)
-
-
-def counts_total_steps(spec: ClassSpec) -> bool:
-    """Whether a schedule, or one that it is made of, is told the steps of the whole run."""
-    parts = [part for value in spec.init_args.values() for part in (value if isinstance(value, list) else [value])]
-    inner = [
-        ClassSpec(part["class_path"], part.get("init_args") or {})
-        for part in parts
-        if isinstance(part, dict) and "class_path" in part
-    ]
-    takes = "total_steps" in inspect.signature(load_class(spec)).parameters
-    return (takes and not _LENGTHS & spec.init_args.keys()) or any(map(counts_total_steps, inner))
-
-
-_of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
-
-def without_compiler(optimizer: type[Optimizer]) -> None:
-    """Changes the methods of a class of optimizers, before the first is made, so that they do not import the
-    compiler.
-    """
-    if "torch._dynamo" in sys.modules:  # nothing to save
-        return
-    for method in filter(inspect.isfunction, vars(Optimizer).values()):
-        plain: Any = getattr(method, "__wrapped__", method)
-        plain.__dynamo_disable = plain  # what `torch._disable_dynamo` keeps of its first call
-    step = optimizer.step
-    if getattr(step, "__code__", _with_grad.__code__).co_name == "_use_grad":
-        if (
-            not torch.accelerator.is_available()
-        ):  # it would be looked for at each step, to ask whether it captures a graph
-            optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
-        optimizer.step = _hooked(_with_grad(vars(step)["__wrapped__"]))  # type: ignore[method-assign]
-
-
-def _with_grad(step: Callable[..., Any]) -> Callable[..., Any]:
-    """As `torch.optim.optimizer._use_grad_for_differentiable`, without its marks for the compiler."""
-
-    @functools.wraps(step)
-    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
-            return step(self, *args, **kwargs)
-
-    return stepped
-
-
-def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """As `torch.optim.Optimizer.profile_hook_step`, which is called only where there is a hook or a profiler."""
-    told = Optimizer.profile_hook_step(step)
-
-    @functools.wraps(step)
-    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        is_told = (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _of_all[0]
-            or _of_all[1]
-            or _is_profiled()
-        )
-        return (told if is_told else step)(self, *args, **kwargs)
-
-    stepped.hooked = True  # type: ignore[attr-defined]  # or the first optimizer that is made would wrap it again
-    return stepped
-
-
-NOTHING = -1
+NO_STATE = -1
 """The step of a worker that has no state yet."""
-_ALL_IN_DOUBT = (
+_NO_TRUSTED_STATE = (
     "After a failure the workers that are left have different states of the same step, and there is neither a"
-    " checkpoint nor a snapshot to"
-    " go on from. Start again, and set checkpoint.every_steps so that there is one."
+    " checkpoint nor a snapshot to go on from. Start again, and set checkpoint.every_steps so that there is one."
 )
 
 
 class Trainable(Protocol):
-    """What a state needs of a task."""
+    """The part of a task that a training state needs."""
 
     def build_model(self) -> nn.Module:
-        """See `Task.build_model`."""
+        """Returns the model, see `Task.build_model`."""
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """See `Task.apply_gradients`."""
+        """Updates the parameters, see `Task.apply_gradients`."""
 
 
 class TrainingState:
     """Model, optimizer, schedule and the number of finished steps.
 
     Args:
-        config: Names optimizer and schedule.
-        task: Makes the model, and moves it by an optimizer.
-        device: Where it lives.
-        total_steps: Steps of the run, for schedules that want to know (an argument `total_steps` that is not given).
+        config: The run's configuration, which names optimizer and schedule.
+        task: Builds the model and applies gradients to it.
+        device: Device of the model.
+        total_steps: Steps of the run, for schedules with an argument `total_steps` that the configuration leaves out.
+
+    Attributes:
+        step: Finished steps; `NO_STATE` before a state is loaded or initialized.
+        model: The model that computes.
+        master: The model that the optimizer updates; the same one, unless a strategy keeps them apart.
     """
 
-    is_spread: ClassVar[bool] = False
-    """Whether no rank alone has all of it, so that a snapshot is a collective of all ranks."""
+    is_partitioned: ClassVar[bool] = False
+    """Whether each rank has only a part of the state, so that a snapshot is a collective of all ranks."""
 
     def __init__(self, config: Config, task: Trainable, device: torch.device, total_steps: int) -> None:
         self._config, self._task, self._device, self._total_steps = config, task, device, total_steps
-        self.step = NOTHING
-        self.model = self._made()
+        self.step = NO_STATE
+        self.model = self._build_model()
         self.model.to(device)
-        self.master: nn.Module = self._master_of(self.model)
-        self._equip()
+        self.master: nn.Module = self._make_master(self.model)
+        self._build_optimizers()
 
-    def _made(self) -> nn.Module:
-        """The model as the task makes it."""
+    def _build_model(self) -> nn.Module:
+        """Returns the model as the task builds it, from the run's seed, with frozen parameters."""
         seed_init(self._config.seed, self._device)
-        model = contiguous(self._task.build_model())
-        self._frozen = freeze(model, self._config.train.freeze or [])
+        model = make_contiguous(self._task.build_model())
+        self._frozen = freeze_parameters(model, self._config.train.freeze or [])
         return model
 
-    def _master_of(self, model: nn.Module) -> nn.Module:
-        """The model that the optimizer moves; the one that computes, unless a strategy keeps them apart."""
+    def _make_master(self, model: nn.Module) -> nn.Module:
+        """Returns the model that the optimizer updates, here the one that computes."""
         return model
 
-    def _equip(self) -> None:
-        """Makes all that goes with the model."""
+    def _build_optimizers(self) -> None:
+        """Builds everything that belongs to the model: optimizer, schedule, parameter average, loss scale."""
         config, model = self._config, self.master
         self.train()
-        self.average = Average(model, config.train.ema_decay) if config.train.ema_decay is not None else None
+        self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         self.scale = LossScale() if config.train.precision == "fp16" else None
         named, self.turns = dict(model.named_parameters()), None
         self.optimizer: Optimizer
         self.schedule: LRScheduler | TurnSchedules | None = None
         if config.optimizers is not None:
-            self.optimizer = self.turns = Turns(config.optimizers, named, self._optimizer)
+            self.optimizer = self.turns = Turns(config.optimizers, named, self._build_optimizer)
             self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, make_schedule)
             return
-        if config.optimizer.class_path == OWN_OPTIMIZER:
+        if config.optimizer.class_path == TASK_OPTIMIZER:
             assert isinstance(self._task, Task), "the strategies that train something else refuse it"
             self.optimizer, self.schedule = self._task.configure_optimizers(model)
         else:
-            self.optimizer = self._optimizer(config.optimizer, named)
+            self.optimizer = self._build_optimizer(config.optimizer, named)
         if config.schedule is not None:
             if self.schedule is not None:
                 raise ConfigError(
                     f"schedule is {config.schedule.class_path}, and the task brings a {type(self.schedule).__name__}"
-                    f" with its optimizer; a"
-                    " run has one. Leave schedule out, or let the task bring the optimizer alone."
+                    " with its optimizer; a run has one. Leave schedule out, or let the task bring the optimizer alone."
                 )
             self.schedule = make_schedule(config.schedule, self.optimizer, self._total_steps)
 
-    def _optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
-        made, args = load_class(spec), dict(spec.init_args)
+    def _build_optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
+        """Returns the optimizer of a specification for parameters by name."""
+        optimizer_class, args = load_class(spec), dict(spec.init_args)
         if not self._config.train.compile:
-            without_compiler(made)
-        if self._can_fuse(made) and not {"fused", "foreach", "differentiable"} & args.keys():
-            args["fused"] = True  # on CPU it must be asked for
-        optimizer = made(self._groups(spec, named), **args)
-        refuse_unknown_options(optimizer, spec.groups or [])
+            remove_compiler_hooks(optimizer_class)
+        # On a CPU an optimizer is fused only on request.
+        if self._can_fuse(optimizer_class) and not {"fused", "foreach", "differentiable"} & args.keys():
+            args["fused"] = True
+        optimizer = optimizer_class(self._parameter_groups(spec, named), **args)
+        check_group_options(optimizer, spec.groups or [])
         return optimizer
 
-    def _groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> list[Any]:
-        """What an optimizer is made with: the trained ones of these parameters, or groups of them."""
-        return grouped(named, spec.groups) if spec.groups else [p for p in named.values() if p.requires_grad]
+    def _parameter_groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> list[Any]:
+        """Returns the parameters for an optimizer: the trained ones of `named`, or groups of them."""
+        return group_parameters(named, spec.groups) if spec.groups else [p for p in named.values() if p.requires_grad]
 
     def _can_fuse(self, optimizer: Any) -> bool:
-        """Whether a class of optimizers moves all parameters in one kernel if it is told to."""
+        """Returns whether a class of optimizers can update all parameters in one kernel."""
         trained = (p for p in self.master.parameters() if p.requires_grad)
         return "fused" in inspect.signature(optimizer).parameters and all(p.is_floating_point() for p in trained)
 
-    def begin(self, initial: dict[str, Tensor] | None) -> None:
-        """Makes it the state of before the first step.
+    def initialize(self, initial: dict[str, Tensor] | None) -> None:
+        """Makes this the state before the first step.
 
         Args:
-            initial: The parameters to begin with; None: those that it has.
+            initial: The initial parameters; None for those that the model has drawn.
 
         Raises:
-            ConfigError: They are not the model's.
+            ConfigError: The parameters do not fit the model.
         """
         if initial is not None:
-            begin_with(self.master, initial, self._config.train.init_from)
+            load_initial_parameters(self.master, initial, self._config.train.init_from)
             if self.average is not None:
                 self.average.load(initial, initial)
         self.step = 0
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group: the one that is not asked for, unless every parameter is in
-        another.
+        """Learning rate of the first parameter group.
+
+        It has the parameters without a group in the configuration, unless every parameter has one.
         """
-        return float(self._moving.param_groups[0]["lr"])
+        return float(self._next_optimizer.param_groups[0]["lr"])
 
     @property
-    def _moving(self) -> Optimizer:
+    def _next_optimizer(self) -> Optimizer:
         """The optimizer of the next step."""
         return self.optimizer if self.turns is None else self.turns.at(self.step)
 
     def train(self) -> None:
-        """Puts the model into training mode, but for what is frozen."""
+        """Puts the model into training mode, without the frozen layers."""
         self.model.train()
         for layer in self._frozen:
             layer.eval()
 
     @contextmanager
-    def returned(self) -> Iterator[nn.Module]:
-        """The model that the run returns, in the place of the one that is trained."""
+    def eval_model(self) -> Iterator[nn.Module]:
+        """Yields the model as the run returns it: inside the block averaged parameters replace the trained ones."""
         try:
             with self.average.in_place() if self.average is not None else nullcontext():
                 yield self.model
         finally:
             self.train()
 
-    def advance(self) -> None:
-        """Moves the optimizer and the schedule by the gradients that the parameters hold."""
+    def optimizer_step(self) -> None:
+        """Updates the parameters by their gradients, and advances the schedule: the step is finished."""
         with user_code(lambda: "the update of the parameters"):
-            self._task.apply_gradients(self.master, self._moving)
+            self._task.apply_gradients(self.master, self._next_optimizer)
         if self.average is not None:
             self.average.update(self.step)
-        self.pass_over()
+        self.advance_schedule()
 
-    def pass_over(self) -> None:
-        """Moves the schedule, and nothing else: the step is over."""
+    def advance_schedule(self) -> None:
+        """Advances the schedule without an update of the parameters: the step is finished."""
         if isinstance(self.schedule, TurnSchedules):
             self.schedule.step(self.step)
         elif self.schedule is not None:
@@ -431,16 +204,16 @@ class TrainingState:
         self.step += 1
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
-        """Copies the state to memory of its own.
+        """Returns a copy of the state in host memory.
 
         Args:
-            into: A snapshot that nobody needs any more. Its memory is used again: to touch new memory costs six times
-                the copying.
+            into: A snapshot that is no longer needed. Its memory is reused: to touch new memory takes six times as long
+                as to copy.
         """
-        return Snapshot(**copied(vars(self._live()), vars(into) if into is not None else None))
+        return Snapshot(**copy_to_host(vars(self._live()), vars(into) if into is not None else None))
 
     def _live(self) -> Snapshot:
-        """The state as it stands in a checkpoint, in the memory that training goes on with."""
+        """Returns the state in the form of a checkpoint, without a copy: the memory that training changes."""
         model, more = self.master.state_dict(), dict[str, Any]()
         if self.average is not None:
             model, more["parameters"] = self.average.over(model), self.average.parameters()
@@ -450,7 +223,7 @@ class TrainingState:
         return Snapshot(self.step, model, self.optimizer.state_dict(), schedule, more)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Takes over a snapshot's state."""
+        """Loads the state of a snapshot."""
         self.master.load_state_dict(snapshot.model)
         if self.average is not None:
             self.average.load(snapshot.model, snapshot.more["parameters"])
@@ -465,66 +238,300 @@ class TrainingState:
         self.step = snapshot.step
 
     @contextmanager
-    def among(self, world: World) -> Iterator[World]:
-        """The time of a generation, from before the state is shared; yields its workers as they play in this
-        strategy.
+    def bind(self, world: World) -> Iterator[World]:
+        """Binds the state to the workers of a generation, from before the state is shared to the generation's end.
+
+        Yields the workers, with the assignment of logical workers that this strategy needs.
         """
         yield world
 
     def refresh(self) -> None:
-        """Makes the model on this rank that of the present step, if it is not; a collective of all ranks."""
+        """Brings the model of this rank to the present step, if it is older; a collective of all ranks."""
 
     def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
-        """Gives the ranks that lack it the state of the highest step; a collective of all ranks, after which all states
-        are equal.
+        """Gives all ranks the state of the highest step; a collective of all ranks, after which all states are equal.
 
         Args:
-            world: The workers of now.
-            restore: Gives rank 0 a state; called if nobody has one.
-            was_broken: Whether the generation before broke for this rank; then those who claim the highest step compare
-                what they have.
+            world: The workers of the generation.
+            restore: Gives rank 0 a state; called if no rank has one.
+            was_broken: Whether the last generation broke for this rank; then the ranks at the highest step compare
+                their parameters.
 
         Returns:
-            The ranks whose state was not that of most others of their step, and has been replaced.
+            The divergent ranks, which got another state: those with other parameters than the majority at their step.
 
         Raises:
-            CheckpointError: All states are in doubt, and there is nothing else to go on from.
+            CheckpointError: No rank has a state that a majority agrees on, nor is there one to restore.
             PeerLostError: A peer left meanwhile.
         """
-        steps, odd = self._trusted(world, was_broken)
-        if max(steps) == NOTHING and world.rank == 0:
+        steps, divergent = self._agreed_steps(world, was_broken)
+        if max(steps) == NO_STATE and world.rank == 0:
             restore()
-            if odd and self.step == 0:
-                raise CheckpointError(_ALL_IN_DOUBT)
+            # A state of step 0 was not restored but initialized, which would repeat the whole run.
+            if divergent and self.step == 0:
+                raise CheckpointError(_NO_TRUSTED_STATE)
         source = steps.index(max(steps))
-        to = lacking(steps, source)
-        received = transfer(self._live() if world.rank == source and to else None, world.rank, source, to)
+        to = ranks_without_state(steps, source)
+        received = transfer_snapshot(self._live() if world.rank == source and to else None, world.rank, source, to)
         if world.rank in to:
             assert received is not None
             self.load(received)
-        return odd
+        return divergent
 
-    def _trusted(self, world: World, was_broken: bool) -> tuple[list[int], list[int]]:
-        """Every rank's step, that of a state in doubt being NOTHING, and whose are; what is in doubt takes a digest of
-        the parameters.
+    def _agreed_steps(self, world: World, was_broken: bool) -> tuple[list[int], list[int]]:
+        """Returns the step of every rank, `NO_STATE` for divergent ranks, and the divergent ranks.
+
+        The digests of the parameters are compared only after a broken generation, because they take time.
         """
-        claims = gather((self.step, was_broken), world)
-        steps, doubted = [step for step, _ in claims], list[int]()
-        if any(broken for _, broken in claims) and steps.count(max(steps)) > 1 and max(steps) > NOTHING:
-            doubted = odd_ones(steps, gather(params_digest(self._claimed()) if self.step == max(steps) else "", world))
-        return [NOTHING if rank in doubted else step for rank, step in enumerate(steps)], doubted
-
-    def _claimed(self) -> dict[str, Tensor]:
-        """The model of the step that this rank says to have."""
-        return self.master.state_dict()
+        reports = gather((self.step, was_broken), world)
+        steps, divergent = [step for step, _ in reports], list[int]()
+        if any(broken for _, broken in reports) and steps.count(max(steps)) > 1 and max(steps) > NO_STATE:
+            divergent = divergent_ranks(
+                steps, gather(params_digest(self.master.state_dict()) if self.step == max(steps) else "", world)
+            )
+        return [NO_STATE if rank in divergent else step for rank, step in enumerate(steps)], divergent
 
 
 def _with_counters(value: Any, like: Any) -> Any:
-    """A state with a `Counter` wherever `like` has one (`MultiStepLR`); a snapshot has plain dictionaries instead."""
+    """Returns a state with a `Counter` wherever `like` has one (`MultiStepLR`), where a snapshot has dictionaries."""
     if isinstance(like, Counter):
         return Counter(value)
     if isinstance(like, dict) and isinstance(value, dict):
         return {k: _with_counters(v, like.get(k)) for k, v in value.items()}
     if isinstance(like, list) and isinstance(value, list) and len(like) == len(value):
-        return [_with_counters(v, each) for v, each in zip(value, like, strict=True)]
+        return [_with_counters(v, other) for v, other in zip(value, like, strict=True)]
     return value
+
+
+FIRST_SCALE, MAX_SCALE = 2.0**16, 2.0**24
+_STEPS_TO_GROW = 2000
+
+
+class LossScale:
+    """The scale of the loss in float16, found while training and part of the checkpoint.
+
+    Small gradients vanish in float16, so the loss is multiplied by a scale and the gradient is divided by it again, see
+    Micikevicius et al., "Mixed Precision Training", ICLR 2018. The scale halves when a gradient overflows, and doubles
+    after 2,000 steps in a row without. It is always a power of two, so it changes no bit of a number that neither over-
+    nor underflows. An overflow is detected in the sum over all logical workers, so every worker decides alike.
+    """
+
+    def __init__(self) -> None:
+        self.value = FIRST_SCALE
+        self._good_steps = 0
+
+    def update(self, is_finite: bool) -> None:
+        """Adjusts the scale after a step; `is_finite` says whether the gradient was finite."""
+        self._good_steps = self._good_steps + 1 if is_finite else 0
+        if not is_finite:
+            self.value = self.value / 2
+        elif self._good_steps >= _STEPS_TO_GROW and self.value < MAX_SCALE:
+            self.value, self._good_steps = self.value * 2, 0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether a smaller scale may still avoid an overflow."""
+        return self.value > 1
+
+    def state(self) -> list[float]:
+        """Returns the state for `load`."""
+        return [self.value, float(self._good_steps)]
+
+    def load(self, state: list[float]) -> None:
+        """Loads what `state` returned."""
+        self.value, self._good_steps = state[0], int(state[1])
+
+
+# Salts of the keys: different purposes draw different numbers.
+_INIT_SALT, _STEP_SALT = 21, 22
+
+
+def seed_init(seed: int, device: torch.device) -> None:
+    """Seeds torch's generators for building the model."""
+    _seed_generators(key(_INIT_SALT, seed), device)
+
+
+def seed_step(seed: int, epoch: int, step: int, logical_worker: int, device: torch.device) -> None:
+    """Seeds torch's generators for one logical worker's share of one step."""
+    _seed_generators(key(step, logical_worker, after=_epoch_key(seed, epoch)), device)
+
+
+def _seed_generators(value: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(value >> 1)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(value >> 1)
+
+
+@lru_cache(1)
+def _epoch_key(seed: int, epoch: int) -> int:
+    return key(_STEP_SALT, seed, epoch)
+
+
+class ParameterAverage:
+    """The exponential moving average of a model's parameters, which the run returns with `train.ema_decay`.
+
+    It is one more copy of the parameters. The decay of step t is min(decay, (1 + t) / (10 + t)), so that the first
+    steps do not weigh for ever, as in TensorFlow's `ExponentialMovingAverage` with `num_updates`.
+
+    Args:
+        model: The model.
+        decay: Weight of the average so far, 0 to 1.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._parameters, self._decay = list(model.parameters()), decay
+        numbers = {id(p): i for i, p in enumerate(self._parameters)}
+        self._names = {name: numbers[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        self._values = [p.detach().clone() if _has_average(p) else p.detach() for p in self._parameters]
+        self._moving = [(v, p) for v, p in zip(self._values, self._parameters, strict=True) if _has_average(p)]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Adds the parameters after `step` finished steps to the average."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_([v for v, _ in self._moving], [p.detach() for _, p in self._moving], 1 - decay)
+
+    def over(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a model's state with the average in place of the parameters."""
+        return {
+            name: self._values[self._names[name]] if name in self._names else value for name, value in state.items()
+        }
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Returns the trained parameters by name."""
+        return {name: self._parameters[number].detach() for name, number in self._names.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """Loads what `over` and `parameters` returned; each may lack frozen parameters."""
+        for name, number in self._names.items():
+            if (parameter := parameters.get(name)) is not None:
+                self._parameters[number].copy_(parameter)
+            if (average := state.get(name, parameter)) is not None:
+                self._values[number].copy_(average)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Gives the model the average as its parameters inside the block."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            trained_value = parameter.clone()
+            parameter.copy_(value)
+            value.copy_(trained_value)
+
+
+def _has_average(p: Tensor) -> bool:
+    """Returns whether a parameter is averaged: integers (a quantized base model) are not, and stay as they are."""
+    return p.is_floating_point() or p.is_complex()
+
+
+_LENGTHS = {"total_steps", "epochs", "steps_per_epoch"}
+"""Arguments that give a schedule (`OneCycleLR`) its length; if the configuration has one, none is added."""
+
+
+def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    """Returns the schedule of a specification, with the schedules in it (`SequentialLR`, `ChainedScheduler`).
+
+    Raises:
+        ConfigError: The schedule has one `max_lr` for groups of parameters with different learning rates.
+    """
+    schedule_class = load_class(spec)
+    parameters = inspect.signature(schedule_class).parameters
+
+    def build_argument(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [build_argument(name, part) for part in value]
+        if isinstance(value, dict) and "class_path" in value:
+            return make_schedule(ClassSpec(value["class_path"], value.get("init_args") or {}), optimizer, total_steps)
+        if isinstance(value, str) and name in parameters and "Callable" in str(parameters[name].annotation):
+            return load_class(value)
+        return value
+
+    args = {name: build_argument(name, value) for name, value in spec.init_args.items()}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if len(set(rates)) > 1 and isinstance(args.get("max_lr"), float | int):
+        raise ConfigError(
+            f"schedule {schedule_class.__name__} has max_lr {args['max_lr']} for all {len(rates)} groups of parameters,"
+            f" whose own rates {rates} it would replace; give max_lr as a list, one for each of these."
+        )
+    if "total_steps" in parameters and not _LENGTHS & args.keys():
+        args["total_steps"] = total_steps
+    return schedule_class(optimizer=optimizer, **args)
+
+
+def has_total_steps_argument(spec: ClassSpec) -> bool:
+    """Returns whether `make_schedule` gives a schedule, or one in it, the steps of the whole run."""
+    parts = [part for value in spec.init_args.values() for part in (value if isinstance(value, list) else [value])]
+    inner = [
+        ClassSpec(part["class_path"], part.get("init_args") or {})
+        for part in parts
+        if isinstance(part, dict) and "class_path" in part
+    ]
+    has_argument = "total_steps" in inspect.signature(load_class(spec)).parameters
+    return (has_argument and not _LENGTHS & spec.init_args.keys()) or any(map(has_total_steps_argument, inner))
+
+
+_global_hooks = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def remove_compiler_hooks(optimizer: type[Optimizer]) -> None:
+    """Changes the methods of a class of optimizers so that they use neither the compiler nor an idle profiler.
+
+    Optimizers (torch 2.15) import PyTorch's compiler when they are made and at every step, only to be excluded from
+    what it compiles: that takes every training process two seconds. Each step also reports its begin and end to the
+    profiler, which takes 30 us of a small step. This function undoes both for a run that compiles nothing; where
+    another version of PyTorch does it in another way, nothing changes. Call it before the first optimizer of the class
+    is made.
+    """
+    # The compiler is imported already, so nothing can be saved.
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in filter(inspect.isfunction, vars(Optimizer).values()):
+        plain: Any = getattr(method, "__wrapped__", method)
+        # `torch._disable_dynamo` keeps the result of its first call in this attribute, and reuses it.
+        plain.__dynamo_disable = plain
+    step = optimizer.step
+    if getattr(step, "__code__", _with_grad.__code__).co_name == "_use_grad":
+        # Each step would look for an accelerator, to ask whether it captures a graph.
+        if not torch.accelerator.is_available():
+            optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
+        optimizer.step = _hooked(_with_grad(vars(step)["__wrapped__"]))  # type: ignore[method-assign]
+
+
+def _with_grad(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a step like `torch.optim.optimizer._use_grad_for_differentiable`, without its marks for the compiler."""
+
+    @functools.wraps(step)
+    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return stepped
+
+
+def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a step so that `torch.optim.Optimizer.profile_hook_step` runs only if there is a hook or a profiler."""
+    profiled_step = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        has_listener = (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_hooks[0]
+            or _global_hooks[1]
+            or _is_profiled()
+        )
+        return (profiled_step if has_listener else step)(self, *args, **kwargs)
+
+    # Without this mark the first optimizer that is made would wrap the step again.
+    stepped.hooked = True  # type: ignore[attr-defined]
+    return stepped

@@ -1,25 +1,20 @@
-"""How a training state gets to those that lack it: tensor by tensor, along a tree of them, in pieces that nobody has to
-wait long for.
+"""Transfers of training states between ranks, and copies of states in host memory.
 
-Nothing big is pickled or copied while Python's lock is held, so heartbeats go on however large the state is. A tensor
-leaves from the memory that it has and arrives in the memory that it stays in; from a device it goes through the host
-piece by piece.
+`transfer_snapshot` sends a state to the ranks that lack it, tensor by tensor along a tree of ranks, in small pieces.
+Nothing big is pickled or copied while Python's lock is held, so heartbeats continue however large the state is. A
+tensor leaves from the memory that it has and arrives in the memory that it stays in; from a device it passes through
+the host piece by piece.
 
-Page-locked host memory, from and to which a device copies by itself while the host goes on.
+`copy_to_host` copies a state. All copies of device tensors are given to the device before any is waited for, and go to
+page-locked memory, into which a device copies by itself while the host continues. PyTorch's page-locked memory
+(`pin_memory=True`) rounds each tensor up to a power of two and is never freed: for each copy a snapshot of a big model
+would take up to twice the memory of the model, and more with each kind of copy. Here the memory of a copy is one block
+of exactly its size. When no tensor uses a block any more, the next copy reuses it, or frees it if it is of another
+size: to lock some gigabytes takes a second. Each tensor is the whole of its storage, because `torch.save` writes the
+whole storage of a tensor, and refuses tensors of different types in one storage.
 
-PyTorch's own (`pin_memory=True`) rounds each tensor up to a power of two and never gives memory back: what a snapshot
-of a big model takes would be up to twice the model for each copy, and grow with each kind of copy. Here a copy is one
-piece of exactly its size. When no tensor uses it any more, the next copy takes it, or gives it back if it is of another
-size: to lock memory takes a second for some gigabytes.
-
-Each tensor has a storage of its own, which is its part of the piece: `torch.save` writes the whole storage of a tensor,
-and refuses tensors of different types in one storage.
-
-Copies of a state in host memory: those of a device are all given to it, through page-locked memory, before any is
-waited for.
-
-All ranks copy like this, also those that only hold a copy: the next step waits for the slowest of them. Of this the
-CPU's part has run, not that of a GPU; tests look at the order of its calls.
+All ranks copy like this, also ranks that only keep a copy: the next step waits for the slowest of them. The CPU's part
+has run; for the GPU's part tests examine the order of its calls.
 """
 
 from __future__ import annotations
@@ -42,76 +37,90 @@ from torch import Tensor, cuda
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.reduction.base import collective
-from ray_app.reduction.transport import P2PWork, receive, sending
+from ray_app.reduction.transport import P2PWork, receive, start_send
+
+logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 16 << 20
 _SMALL_BYTES = 4096
-"""Tensors up to this size travel with what is no tensor: a message each would take longer than they do."""
-_MOST_ON_THE_WAY = 4
+"""Tensors up to this size are pickled with everything else: a message for each would take longer."""
+_MAX_SENDS_PER_CHILD = 4
+"""Pieces that may be on their way to each child at a time."""
 
 
-class _Place(NamedTuple):
-    """Where a tensor belongs that travels on its own."""
+class _TensorSpec(NamedTuple):
+    """Stands for a tensor that is sent by itself."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-def lacking(steps: Sequence[int], source: int) -> list[int]:
-    """The ranks that do not have what the source has, by every rank's step; nobody has anything at a step below 0."""
+def ranks_without_state(steps: Sequence[int], source: int) -> list[int]:
+    """Returns the ranks that do not have the state of a source.
+
+    Args:
+        steps: Every rank's step; below 0 it has no state.
+        source: The rank with the state.
+    """
     return [rank for rank, step in enumerate(steps) if rank != source and (step < 0 or step != steps[source])]
 
 
-def odd_ones(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
-    """The ranks with the highest step that are not of one mind with more than half of those that have it, by every
-    rank's digest.
+def divergent_ranks(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
+    """Returns the ranks at the highest step with another parameter digest than the majority of these ranks.
+
+    These are all of them if no digest has a majority.
+
+    Args:
+        steps: Every rank's step.
+        digests: Every rank's digest of its parameters; only those at the highest step count.
     """
     newest = [rank for rank, step in enumerate(steps) if step == max(steps)]
     digest, count = Counter(digests[rank] for rank in newest).most_common(1)[0]
     return [rank for rank in newest if digests[rank] != digest or 2 * count <= len(newest)]
 
 
-def transfer(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int]) -> Snapshot | None:
-    """Gives a state to the ranks that lack it; only they and the source take part.
+def transfer_snapshot(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int]) -> Snapshot | None:
+    """Sends the state of a source to the ranks that lack it; a collective of these ranks.
 
     Args:
-        snapshot: What the source has; it may be the memory that it trains in, on a device, too.
+        snapshot: The source's state; it may be the memory in which it trains, also on a device.
         rank: This rank.
-        source: Who has it.
-        to: Who gets it, the same on all ranks.
+        source: The rank with the state.
+        to: The ranks that get it, the same on all ranks.
 
     Returns:
-        On those who get it the state, on the CPU and in memory of its own; on all others what they gave.
+        On the ranks `to` the state, on the CPU and in memory of its own; on the others the argument.
 
     Raises:
-        PeerLostError: One of them left meanwhile.
+        PeerLostError: One of the ranks left meanwhile.
     """
     order = [source, *to]
     if rank not in order or not to:
         return snapshot
-    me = order.index(rank)
-    line = _Line(order[(me - 1) // 2] if me else None, order[2 * me + 1 : 2 * me + 3])
+    # The ranks form a binary tree in this order, with the source at its root.
+    position = order.index(rank)
+    parent = order[(position - 1) // 2] if position else None
+    node = _TreeNode(parent, order[2 * position + 1 : 2 * position + 3])
     tensors: list[Tensor] = []
     with collective():
-        if me == 0:
+        if parent is None:
             assert snapshot is not None
-            line.pass_head(
-                pickle.dumps(without_tensors([getattr(snapshot, part.name) for part in fields(Snapshot)], tensors))
-            )
+            values = [getattr(snapshot, part.name) for part in fields(Snapshot)]
+            node.pass_head(pickle.dumps(extract_tensors(values, tensors)))
         else:
-            snapshot = Snapshot(*with_tensors(pickle.loads(line.pass_head(b"")), tensors))
+            snapshot = Snapshot(*insert_tensors(pickle.loads(node.pass_head(b"")), tensors))
         for tensor in tensors:
-            line.pass_on(tensor)
-        line.settle()
+            node.pass_tensor(tensor)
+        node.wait()
     return snapshot
 
 
-class _Line:
-    """A rank's place in the tree.
+class _TreeNode:
+    """A rank in the tree along which a state travels.
 
     Args:
-        parent: Where everything comes from; None for the source.
-        children: Where it goes.
+        parent: The rank to receive from; None at the root.
+        children: The ranks to send to.
     """
 
     def __init__(self, parent: int | None, children: Sequence[int]) -> None:
@@ -119,15 +128,15 @@ class _Line:
         self._sent: deque[P2PWork] = deque()
 
     def pass_head(self, head: bytes) -> bytes:
-        """Passes on what comes before the tensors; returns it."""
+        """Passes on the pickled part, which precedes the tensors; returns it. Only the root has it before."""
         size = torch.tensor([len(head)])
         self._pass_piece(size)
         data = torch.frombuffer(bytearray(head or bytes(int(size))), dtype=torch.uint8)
-        self.pass_on(data)
+        self.pass_tensor(data)
         return data.numpy().tobytes()
 
-    def pass_on(self, tensor: Tensor) -> None:
-        """Passes on the bytes of a tensor, which those who are not the source receive into it."""
+    def pass_tensor(self, tensor: Tensor) -> None:
+        """Passes on the bytes of a tensor; ranks other than the root receive into it."""
         flat = tensor.detach().reshape(-1)
         step = max(1, _PIECE_BYTES // flat.element_size())
         for low in range(0, flat.numel(), step):
@@ -137,102 +146,168 @@ class _Line:
         if self._parent is not None:
             receive(piece, self._parent)
         for child in self._children:
-            self._sent.append(sending(piece, child))
-        while len(self._sent) > _MOST_ON_THE_WAY * len(self._children):
+            self._sent.append(start_send(piece, child))
+        while len(self._sent) > _MAX_SENDS_PER_CHILD * len(self._children):
             self._sent.popleft().wait()
 
-    def settle(self) -> None:
-        """Waits until all has left."""
+    def wait(self) -> None:
+        """Waits until everything is sent."""
         while self._sent:
             self._sent.popleft().wait()
 
 
-def without_tensors(value: Any, found: list[Tensor]) -> Any:
-    """A value with places instead of tensors, which go into `found`."""
+def extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """Returns a value with descriptions in place of its large tensors, which are appended to `tensors`."""
     if isinstance(value, Tensor):
         if value.nbytes <= _SMALL_BYTES:
-            return value.detach().cpu().clone()  # a view would take its whole storage along
-        found.append(value)
-        return _Place(value.dtype, tuple(value.shape))
+            # A clone, because pickle sends the whole storage of a view.
+            return value.detach().cpu().clone()
+        tensors.append(value)
+        return _TensorSpec(value.dtype, tuple(value.shape))
     if isinstance(value, dict):
-        return {k: without_tensors(v, found) for k, v in value.items()}
+        return {k: extract_tensors(v, tensors) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(without_tensors(v, found) for v in value)
+        return type(value)(extract_tensors(v, tensors) for v in value)
     return value
 
 
-def with_tensors(form: Any, found: list[Tensor]) -> Any:
-    """What `without_tensors` was given, with tensors that are still to be filled, which go into `found`."""
-    if isinstance(form, _Place):
-        found.append(torch.empty(form.shape, dtype=form.dtype))
-        return found[-1]
-    if isinstance(form, dict):
-        return {k: with_tensors(v, found) for k, v in form.items()}
-    if isinstance(form, list | tuple):
-        return type(form)(with_tensors(v, found) for v in form)
-    return form
+def insert_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """Returns the result of `extract_tensors` with uninitialized tensors in place of the descriptions.
+
+    The tensors are also appended to `tensors`, in the order of `extract_tensors`.
+    """
+    if isinstance(value, _TensorSpec):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+        return tensors[-1]
+    if isinstance(value, dict):
+        return {k: insert_tensors(v, tensors) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(insert_tensors(v, tensors) for v in value)
+    return value
 
 
-logger = logging.getLogger(__name__)
+def copy_to_host(
+    value: dict[str, Any], into: dict[str, Any] | None = None, whole: Callable[[Tensor], Tensor] = Tensor.detach
+) -> dict[str, Any]:
+    """Returns a deep copy of a value with its tensors on the CPU, reusing the memory of an older copy where it fits.
+
+    Args:
+        value: Tensors in dictionaries, lists and tuples.
+        into: An older copy that is no longer needed.
+        whole: Returns the tensor to copy for one in `value`, for example the whole of a shard.
+    """
+    devices: set[torch.device] = set()
+    memory = iter(page_locked_like(list(_without_memory(value, into))))
+    copy: dict[str, Any] = _start_copy(value, into, whole, devices, memory)
+    for device in devices:
+        cuda.current_stream(device).synchronize()
+    return copy
+
+
+def _without_memory(value: Any, into: Any) -> Iterator[Tensor]:
+    """Yields the tensors on a device for which the older copy has no memory, in the order of `_start_copy`."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" and not _is_alike(value, into):
+            yield value
+    elif isinstance(value, dict):
+        old_values = into if isinstance(into, dict) else {}
+        for k, v in value.items():
+            yield from _without_memory(v, old_values.get(k))
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from _without_memory(v, None)
+
+
+def _is_alike(value: Tensor, into: Any) -> bool:
+    """Returns whether `into` is a tensor of the same dtype and shape."""
+    return isinstance(into, Tensor) and (into.dtype, into.shape) == (value.dtype, value.shape)
+
+
+def _start_copy(
+    value: Any, into: Any, whole: Callable[[Tensor], Tensor], devices: set[torch.device], memory: Iterator[Tensor]
+) -> Any:
+    """Returns the copy, which must not be read before the `devices` have done their copies; adds to `devices`."""
+    if isinstance(value, Tensor):
+        target = next(memory) if value.device.type != "cpu" and not _is_alike(value, into) else into
+        value = whole(value)
+        if value.device.type == "cpu":
+            return into.copy_(value) if _is_alike(value, into) else value.to("cpu", copy=True).contiguous()
+        devices.add(value.device)
+        if not _is_alike(value, target):
+            target = torch.empty(value.shape, dtype=value.dtype)
+        return target.copy_(value, non_blocking=True)
+    if isinstance(value, dict):
+        old_values = into if isinstance(into, dict) else {}
+        return {k: _start_copy(v, old_values.get(k), whole, devices, memory) for k, v in value.items()}
+    # A checkpoint with NumPy's scalars could not be loaded.
+    if isinstance(value, np.float64 | np.integer | np.bool_):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return type(value)(_start_copy(v, None, whole, devices, memory) for v in value)
+    return value
+
 
 _ALIGNED_BYTES = 64
-_lock = threading.RLock()  # the collector may drop another piece while this thread is in here
-_spare: list[mmap.mmap] = []
+# The lock is reentrant: the garbage collector may free another block while this thread has the lock.
+_lock = threading.RLock()
+_free_blocks: list[mmap.mmap] = []
 _is_refused = False
+"""Whether the driver has refused to lock memory; then it is not asked again."""
 
 
-def bytes_of(tensor: Tensor) -> int:
-    """Returns the bytes of a piece that a tensor takes: a multiple of the alignment, and never 0, so that no two
-    tensors begin alike.
+def aligned_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a block that a tensor takes.
+
+    They are a multiple of the alignment, and never 0, so that no two tensors have the same address.
     """
     return max(1, -(-tensor.nbytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
 
 
-def views_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous tensors of the shapes and dtypes of others, in one new piece of page-locked memory; their values are
-    not set.
+def page_locked_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns contiguous uninitialized tensors of the shapes and dtypes of others, in one block of page-locked memory.
 
-    Where the driver locks no more memory it is pageable, which makes copies slower, and no others.
+    If the driver does not lock more memory, the block is pageable: copies are then slower, but the same.
     """
-    return list(_views(tensors, _piece(sum(map(bytes_of, tensors))))) if tensors else []
+    return list(_make_views(tensors, _take_block(sum(map(aligned_bytes, tensors))))) if tensors else []
 
 
-def _views(tensors: Sequence[Tensor], piece: NDArray[np.uint8]) -> Iterator[Tensor]:
+def _make_views(tensors: Sequence[Tensor], block: NDArray[np.uint8]) -> Iterator[Tensor]:
     start = 0
     for tensor in tensors:
-        part = torch.from_numpy(piece[start : start + tensor.nbytes])
+        part = torch.from_numpy(block[start : start + tensor.nbytes])
         yield part.view(tensor.dtype).view(tensor.shape)
-        start += bytes_of(tensor)
+        start += aligned_bytes(tensor)
 
 
-def _piece(size: int) -> NDArray[np.uint8]:
-    """Memory of so many bytes; another piece may have it after the last tensor that uses a part of it is gone."""
+def _take_block(size: int) -> NDArray[np.uint8]:
+    """Returns a block of `size` bytes, which can be reused when no tensor uses a part of it any more."""
     with _lock:
-        memory = next((spare for spare in _spare if len(spare) == size), None)
+        memory = next((block for block in _free_blocks if len(block) == size), None)
         if memory is not None:
-            _spare.remove(memory)
-        while _spare:
-            cuda.cudart().cudaHostUnregister(_address(_spare.pop()))
+            _free_blocks.remove(memory)
+        while _free_blocks:
+            cuda.cudart().cudaHostUnregister(_address(_free_blocks.pop()))
         if memory is None:
             memory = mmap.mmap(-1, size)
-            if not _locked(memory):
+            if not _lock_pages(memory):
                 return np.frombuffer(memory, np.uint8)
     array = np.frombuffer(memory, np.uint8)
-    weakref.finalize(array, _keep, memory).atexit = False
+    weakref.finalize(array, _release_block, memory).atexit = False
     return array
 
 
-def _keep(memory: mmap.mmap) -> None:
-    """Keeps a piece that nothing uses for the next that is asked for.
+def _release_block(memory: mmap.mmap) -> None:
+    """Keeps an unused block for the next copy.
 
-    Not unlocked here: the thread that drops a piece last may be one whose present device is another, which that would
-    open.
+    It is not unlocked here: the thread that drops a block last may have another present device, on which the unlocking
+    would create a context.
     """
     with _lock:
-        _spare.append(memory)
+        _free_blocks.append(memory)
 
 
-def _locked(memory: mmap.mmap) -> bool:
+def _lock_pages(memory: mmap.mmap) -> bool:
+    """Page-locks a block; returns whether the driver did it."""
     global _is_refused
     if not _is_refused:
         error = int(cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0))
@@ -244,70 +319,11 @@ def _locked(memory: mmap.mmap) -> bool:
             len(memory),
             error,
         )
-        with suppress(RuntimeError):  # the runtime reports the error once more, at the next kernel
+        # The runtime reports the error once more, at the next kernel.
+        with suppress(RuntimeError):
             torch.ones(1, device="cuda")
     return False
 
 
 def _address(memory: mmap.mmap) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
-
-
-def copied(
-    value: dict[str, Any], into: dict[str, Any] | None = None, whole: Callable[[Tensor], Tensor] = Tensor.detach
-) -> dict[str, Any]:
-    """A deep copy with tensors on the CPU, in the memory of those of `into` where they are alike.
-
-    Args:
-        value: Tensors in dictionaries, lists and tuples.
-        into: What nobody needs any more.
-        whole: Makes the tensor to copy of one that is found.
-    """
-    devices: set[torch.device] = set()
-    found: dict[str, Any] = _copied(value, into, whole, devices, iter(views_like(list(_without_memory(value, into)))))
-    for device in devices:
-        cuda.current_stream(device).synchronize()
-    return found
-
-
-def _without_memory(value: Any, into: Any) -> Iterator[Tensor]:
-    """The tensors on a device that have no copy which is alike, in the order of `_copied`."""
-    if isinstance(value, Tensor):
-        if value.device.type != "cpu" and not _is_alike(value, into):
-            yield value
-    elif isinstance(value, dict):
-        known = into if isinstance(into, dict) else {}
-        for k, v in value.items():
-            yield from _without_memory(v, known.get(k))
-    elif isinstance(value, list | tuple):
-        for v in value:
-            yield from _without_memory(v, None)
-
-
-def _is_alike(value: Tensor, into: Any) -> bool:
-    return isinstance(into, Tensor) and (into.dtype, into.shape) == (value.dtype, value.shape)
-
-
-def _copied(
-    value: Any, into: Any, whole: Callable[[Tensor], Tensor], devices: set[torch.device], memory: Iterator[Tensor]
-) -> Any:
-    """The copy, which is not to be read before what these devices were given is done."""
-    if isinstance(value, Tensor):
-        room = next(memory) if value.device.type != "cpu" and not _is_alike(value, into) else into
-        value = whole(value)
-        if value.device.type == "cpu":
-            return into.copy_(value) if _is_alike(value, into) else value.to("cpu", copy=True).contiguous()
-        devices.add(value.device)
-        return (room if _is_alike(value, room) else torch.empty(value.shape, dtype=value.dtype)).copy_(
-            value, non_blocking=True
-        )
-    if isinstance(value, dict):
-        known = into if isinstance(into, dict) else {}
-        return {k: _copied(v, known.get(k), whole, devices, memory) for k, v in value.items()}
-    if isinstance(
-        value, np.float64 | np.integer | np.bool_
-    ):  # as NumPy's functions make them, which no checkpoint is read with
-        return value.item()
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(v, None, whole, devices, memory) for v in value)
-    return value

@@ -1,11 +1,10 @@
-"""Forward and backward of a micro-batch as a CUDA graph: one launch in the place of hundreds, which a small step waits
-for.
+"""Forward and backward of a micro-batch as a CUDA graph: one launch instead of hundreds, for which a small step waits.
 
-A graph is captured for every kind of micro-batch: its shapes, dtypes and layouts. Each replay reads the rows and
-weights from the memory of the capture and leaves gradients and sums in the memory of the capture; seeds and the offsets
-of the generator are those of the replay, so that dropout draws what it would have drawn. The bits are those of an eager
-step, which each graph is held against before it is used, and now and then: the number of workers, which decides who
-captures what and when, is not in them.
+A graph is captured for each kind of micro-batch: its shapes, dtypes and memory layouts. Each replay reads the rows and
+weights from the memory of the capture, and leaves gradients and sums in the memory of the capture. Seeds and offsets of
+the random generator are those of the replay, so dropout draws the same numbers as without a graph. Results are
+bit-identical to an eager step, with which each graph is compared before its first use and from time to time: the number
+of workers, which decides which worker captures which graph and when, does not influence them.
 
 CUDA graphs in PyTorch: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog, 2021, and the notes on CUDA
 semantics.
@@ -23,66 +22,68 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ray_app.errors import ConfigError
-from ray_app.reduction.overlap import stream_of
+from ray_app.reduction.overlap import get_stream
 from ray_app.task.base import Batch, DeviceSums
 from ray_app.train.step.micro_batch import TensorGroup
 
 Compute = Callable[[Batch, Tensor], DeviceSums]
-"""Forward and backward of rows and their weights: leaves gradients in `.grad`, which is None before, and returns the
-sums.
+"""Runs forward and backward of rows with their weights.
+
+It leaves the gradients in `.grad`, which is None before, and returns the sums of the losses.
 """
-_MOST_KINDS = 16
-_EVERY = 1000
-"""When a graph is held against an eager step: after 0, 1, 2, 4, ... uses, and every so many. The first is with the rows
-that it was captured with, the others show what the capture has read or drawn on the host, if that changes.
+_MAX_GRAPHS = 16
+_CHECK_EVERY_USES = 1000
+"""A graph is compared with an eager step after 0, 1, 2, 4, ... uses, and after each multiple of this number.
+
+The first comparison has the rows of the capture. The others show whether the capture has read or drawn something on the
+host that changes.
 """
 _OUT_OF_MEMORY = ("out of memory", "allocate memory")
 
 
-class Graphs(Protocol):
-    """What a device captures with."""
+class GraphBackend(Protocol):
+    """Captures work of a device in graphs."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Runs it where it will be captured."""
+        """Runs work on the stream on which it will be captured."""
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Captures what it gives the device; returns what replays that."""
+        """Captures what `work` launches on the device; returns a function that replays it."""
 
 
-def graphs_of(device: torch.device) -> Graphs:
-    """What a device captures with.
+def make_graph_backend(device: torch.device) -> GraphBackend:
+    """Returns the graph backend of a device.
 
     Raises:
-        ConfigError: It is a CPU, where nothing is launched that one could wait for.
+        ConfigError: The device is a CPU, which has no launches to save.
     """
     if device.type != "cuda":
         raise ConfigError(
             f"train.capture is set, and a worker computes on its {device.type.upper()}, which has no CUDA graphs. Give"
-            f" the workers GPUs"
-            " (scaling.gpus_per_worker), or leave it out: the bits are the same without."
+            " the workers GPUs (scaling.gpus_per_worker), or leave it out: the bits are the same without."
         )
-    return CudaGraphs(device)
+    return CudaGraphBackend(device)
 
 
-class CudaGraphs:
-    """CUDA's: graphs that share one pool of memory, of which one is replayed at a time."""
+class CudaGraphBackend:
+    """CUDA graphs that share one memory pool; one of them is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        # The "nccl" of torch 2.15 registers each segment of this pool with its communicator when it is allocated, so
-        # also in a capture. Whether that matters only two GPUs show; to allocate before a capture would take private
-        # calls, and TORCH_DIST_USE_NCCL2=0 in the workers' environment chooses the older class, which registers
-        # nothing.
-        self._stream, self._pool = stream_of(device, "capture"), torch.cuda.graph_pool_handle()
+        # The "nccl" backend of torch 2.15 registers each segment of this pool with its communicator when the segment is
+        # allocated, so also during a capture. Only two GPUs could show whether that matters. To allocate before a
+        # capture would take private functions; TORCH_DIST_USE_NCCL2=0 in the workers' environment chooses the older
+        # backend class, which registers nothing.
+        self._stream, self._pool = get_stream(device, "capture"), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """See `Graphs.warm_up`."""
+        """Runs work on the capture stream, see `GraphBackend.warm_up`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
         self._stream.synchronize()
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """See `Graphs.capture`; other threads may use the device meanwhile."""
+        """Captures work, see `GraphBackend.capture`; other threads may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             work()
@@ -90,206 +91,215 @@ class CudaGraphs:
 
 
 @dataclass
-class _Kind:
-    """A graph, the memory that it reads and that it leaves its results in, what else it reads, which it keeps alive,
-    and its uses.
+class _CapturedGraph:
+    """A graph with its memory.
+
+    Args:
+        fields, weights: The memory from which it reads rows and weights.
+        run: Replays the graph.
+        gradients, sums: The memory in which it leaves its results.
+        inputs: All other tensors that it reads, to keep their memory allocated.
+        uses: How often it was used.
     """
 
     fields: Batch
     weights: Tensor
-    replay: Callable[[], None]
+    run: Callable[[], None]
     gradients: list[Tensor | None]
     sums: DeviceSums
-    alive: list[Tensor]
+    inputs: list[Tensor]
     uses: int = 0
 
 
-class Captured:
-    """See the module.
+class CapturedPasses:
+    """Runs forward and backward of micro-batches with captured graphs.
 
     Args:
-        model: What is trained.
-        device: Where it is.
-        compute: What is captured.
-        graphs: Of the device.
+        model: The model.
+        device: Device of the model.
+        compute: The forward and backward to capture.
+        backend: The graph backend of the device.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, compute: Compute, graphs: Graphs) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, compute: Compute, backend: GraphBackend) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._device, self._compute, self._graphs = device, compute, graphs
+        self._device, self._compute, self._backend = device, compute, backend
         self._buffers = TensorGroup(list(model.buffers()))
-        self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._graphs: dict[tuple[object, ...], _CapturedGraph] = {}
 
     def run(self, fields: Batch, weights: Tensor) -> DeviceSums:
-        """As `Compute`, of the values that the generators have now; waits for the device only where it captures or
-        compares.
+        """Runs forward and backward like `Compute`, from the present state of the random generators.
+
+        It waits for the device only when it captures or compares.
 
         Raises:
-            ConfigError: It cannot be captured, or a replay has other bits.
+            ConfigError: The pass cannot be captured, or a replay is not bit-identical to the eager pass.
         """
         named = sorted(fields.items())
         key = (weights.shape, *((name, v.shape, v.dtype, v.stride()) for name, v in named))
-        kind = self._kinds.get(key)
-        if kind is None:
-            if (
-                len(self._kinds) == _MOST_KINDS
-            ):  # each keeps memory of the device: what is rarer is computed, with the same bits
+        graph = self._graphs.get(key)
+        if graph is None:
+            # Each graph takes memory of the device, so further kinds of micro-batches are computed without a graph.
+            if len(self._graphs) == _MAX_GRAPHS:
                 return self._compute(fields, weights)
-            kind = self._kinds[key] = self._captured(fields, weights)
-        torch._foreach_copy_([*kind.fields.values(), kind.weights], [*(fields[name] for name in kind.fields), weights])
-        if not kind.uses & (kind.uses - 1) or not kind.uses % _EVERY:
-            self._hold_against_eager(kind, fields, weights)
+            graph = self._graphs[key] = self._capture(fields, weights)
+        inputs = [*(fields[name] for name in graph.fields), weights]
+        torch._foreach_copy_([*graph.fields.values(), graph.weights], inputs)
+        if not graph.uses & (graph.uses - 1) or not graph.uses % _CHECK_EVERY_USES:
+            self._run_and_compare(graph, fields, weights)
         else:
-            kind.replay()
-        kind.uses += 1
-        for p, gradient in zip(self._parameters, kind.gradients, strict=True):
+            graph.run()
+        graph.uses += 1
+        for p, gradient in zip(self._parameters, graph.gradients, strict=True):
             p.grad = gradient
-        return kind.sums._replace(values=kind.sums.values.clone())
+        return graph.sums._replace(values=graph.sums.values.clone())
 
-    def _captured(self, fields: Batch, weights: Tensor) -> _Kind:
-        """A graph for the kind of these; buffers and generators stay as they are."""
-        held, held_weights = {name: self._copy(name, v) for name, v in fields.items()}, weights.clone()
-        found: list[DeviceSums] = []
+    def _capture(self, fields: Batch, weights: Tensor) -> _CapturedGraph:
+        """Returns a graph for this kind of micro-batch; buffers and random generators stay as they are."""
+        graph_fields = {name: self._copy(name, v) for name, v in fields.items()}
+        graph_weights = weights.clone()
+        sums: list[DeviceSums] = []
 
         def work() -> None:
-            self._forget()
-            found[:] = [self._compute(held, held_weights)]
+            self._drop_gradients()
+            sums[:] = [self._compute(graph_fields, graph_weights)]
 
-        buffers, drawn, inputs = self._kept(), self._drawn(), _Inputs()
-        self._graphs.warm_up(work)
-        if self._device.type != "cpu" and not torch.equal(torch.default_generator.get_state(), drawn[0]):
-            raise _cannot(
+        buffers, generators, inputs = self._copy_buffers(), self._generator_states(), _InputRecorder()
+        self._backend.warm_up(work)
+        if self._device.type != "cpu" and not torch.equal(torch.default_generator.get_state(), generators[0]):
+            raise _capture_error(
                 "it draws random numbers on the host, which each replay would repeat; draw them on the device"
             )
-        self._put_back(buffers, drawn)
-        self._forget()  # what the warm-up has left is not in the memory of the graph
+        self._restore(buffers, generators)
+        # The gradients of the warm-up are not in the memory of the graph.
+        self._drop_gradients()
 
-        def watched() -> None:
+        def recorded_work() -> None:
             with inputs:
                 work()
 
         try:
-            replay = self._graphs.capture(watched)
+            run = self._backend.capture(recorded_work)
         except RuntimeError as error:
-            raise _reason(error) from None
-        self._put_back(buffers, drawn)
-        kind = _Kind(held, held_weights, replay, [p.grad for p in self._parameters], found[0], inputs.alive)
-        self._forget()
-        return kind
+            raise _explain(error) from None
+        self._restore(buffers, generators)
+        gradients = [p.grad for p in self._parameters]
+        graph = _CapturedGraph(graph_fields, graph_weights, run, gradients, sums[0], inputs.tensors)
+        self._drop_gradients()
+        return graph
 
     def _copy(self, name: str, field: Tensor) -> Tensor:
-        """Memory for a field of every replay, in its layout."""
+        """Returns a copy of a field with its memory layout, from which every replay reads."""
         if field.device.type != self._device.type:
-            raise _cannot(
+            raise _capture_error(
                 f"the field {name} is on the {field.device.type}, where each replay would find that of the capture"
             )
         if any(stride == 0 and size > 1 for size, stride in zip(field.shape, field.stride(), strict=True)):
-            raise _cannot(f"the field {name} was expanded, and has no memory of its own; let augment call contiguous()")
+            raise _capture_error(
+                f"the field {name} was expanded, and has no memory of its own; let augment call contiguous()"
+            )
         return torch.empty_strided(field.shape, field.stride(), dtype=field.dtype, device=field.device).copy_(field)
 
-    def _hold_against_eager(self, kind: _Kind, fields: Batch, weights: Tensor) -> None:
-        """Replays it, after what it has to equal was computed."""
-        buffers, drawn = self._kept(), self._drawn()
+    def _run_and_compare(self, graph: _CapturedGraph, fields: Batch, weights: Tensor) -> None:
+        """Replays a graph, and compares it with an eager pass that is computed first."""
+        buffers, generators = self._copy_buffers(), self._generator_states()
         sums = self._compute(fields, weights)
         gradients = [p.grad for p in self._parameters]
-        eager = self._kept()
-        self._forget()
-        self._put_back(buffers, drawn)
-        kind.replay()
+        eager_buffers = self._copy_buffers()
+        self._drop_gradients()
+        self._restore(buffers, generators)
+        graph.run()
         names = ["the gradient", "the loss", "a buffer"]
-        pairs = [
-            zip(gradients, kind.gradients, strict=True),
-            [(sums.values, kind.sums.values)],
-            [(eager.memory, self._kept().memory)],
+        pairs_by_name = [
+            zip(gradients, graph.gradients, strict=True),
+            [(sums.values, graph.sums.values)],
+            [(eager_buffers.memory, self._copy_buffers().memory)],
         ]
-        for name, several in zip(names, pairs, strict=True):
-            if not all(_same_bits(a, b) for a, b in several):
-                raise _cannot(
+        for name, pairs in zip(names, pairs_by_name, strict=True):
+            if not all(_is_bit_identical(a, b) for a, b in pairs):
+                raise _capture_error(
                     f"{name} of a replay is not that of the same rows computed without; it depends on what changes on"
-                    f" the host"
+                    " the host"
                 )
 
-    def _forget(self) -> None:
+    def _drop_gradients(self) -> None:
         for p in self._parameters:
             p.grad = None
 
-    def _kept(self) -> TensorGroup:
-        """A copy of the buffers."""
-        kept = self._buffers.like()
-        kept.copy(self._buffers)
-        return kept
+    def _copy_buffers(self) -> TensorGroup:
+        copy = self._buffers.like()
+        copy.copy(self._buffers)
+        return copy
 
-    def _drawn(self) -> list[Tensor]:
-        """Where the generators are, the host's first."""
+    def _generator_states(self) -> list[Tensor]:
+        """Returns the states of the random generators, that of the host first."""
         host = torch.default_generator.get_state()
         return [host] if self._device.type == "cpu" else [host, torch.cuda.get_rng_state(self._device)]
 
-    def _put_back(self, buffers: TensorGroup, drawn: list[Tensor]) -> None:
+    def _restore(self, buffers: TensorGroup, generators: list[Tensor]) -> None:
         self._buffers.copy(buffers)
-        torch.default_generator.set_state(drawn[0])
-        for state in drawn[1:]:
+        torch.default_generator.set_state(generators[0])
+        for state in generators[1:]:
             torch.cuda.set_rng_state(state, self._device)
 
 
-class _Inputs(TorchDispatchMode):
-    """What operators read that none of them made: parameters, buffers, and what a model keeps beside them (a table of
-    positions).
+class _InputRecorder(TorchDispatchMode):
+    """Records the tensors that operators read and none of them made: parameters, buffers, a model's other tensors.
 
-    A graph knows the memory alone: where a model gives itself another table, for longer rows, replays would read what
-    was there.
+    A graph reads from memory addresses. If a model replaces a tensor, such as a table of positions for longer rows, the
+    memory of the old one must stay allocated, or replays would read other values there.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._made, self._read = set[int](), dict[int, Tensor]()
+        self._output_addresses = set[int]()
+        self._inputs = dict[int, Tensor]()
 
     @property
-    def alive(self) -> list[Tensor]:
-        """They."""
-        return list(self._read.values())
+    def tensors(self) -> list[Tensor]:
+        """The recorded tensors."""
+        return list(self._inputs.values())
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
         for tensor in _tensors((args, kwargs)):
-            if (place := tensor.untyped_storage().data_ptr()) not in self._made:
-                self._read[place] = tensor.detach()
-        found = operator(*args, **(kwargs or {}))
-        self._made |= {t.untyped_storage().data_ptr() for t in _tensors(found)} - self._read.keys()
-        return found
+            if (address := tensor.untyped_storage().data_ptr()) not in self._output_addresses:
+                self._inputs[address] = tensor.detach()
+        outputs = operator(*args, **(kwargs or {}))
+        addresses = {t.untyped_storage().data_ptr() for t in _tensors(outputs)}
+        self._output_addresses |= addresses - self._inputs.keys()
+        return outputs
 
 
-def _tensors(of: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(of) if isinstance(each, Tensor) and each.layout is torch.strided]
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.layout is torch.strided]
 
 
-def _reason(error: RuntimeError) -> Exception:
-    """What was the matter: with the end of a capture that was broken off comes another error."""
+def _explain(error: RuntimeError) -> Exception:
+    """Returns the error that made a capture fail: the end of the failed capture raises another one."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
-    said = str(error)
-    if "captur" not in said.lower() or any(words in said for words in _OUT_OF_MEMORY):
+    message = str(error)
+    if "captur" not in message.lower() or any(words in message for words in _OUT_OF_MEMORY):
         return error
-    return _cannot(f"it does what a CUDA graph cannot hold ({said.partition(chr(10))[0]})")
+    return _capture_error(f"it does what a CUDA graph cannot hold ({message.partition(chr(10))[0]})")
 
 
-def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+def _is_bit_identical(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    same = a.shape == b.shape and a.dtype == b.dtype
-    return same and torch.equal(*(_bytes(each.detach()) for each in (a, b)))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a.detach()), _bytes(b.detach()))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _cannot(why: str) -> ConfigError:
+def _capture_error(reason: str) -> ConfigError:
     return ConfigError(
-        f"train.capture is set, and a micro-batch cannot be captured: {why}. What forward and loss do has to be the"
-        f" same for all rows of"
-        " one shape, without waiting for the device (.item(), boolean masks, nonzero, print). Change it, or leave"
-        " train.capture out: the"
-        " bits are the same without."
+        f"train.capture is set, and a micro-batch cannot be captured: {reason}. What forward and loss do has to be the"
+        " same for all rows of one shape, without waiting for the device (.item(), boolean masks, nonzero, print)."
+        " Change it, or leave train.capture out: the bits are the same without."
     )

@@ -1,6 +1,8 @@
-"""Playing a logical worker: its own micro-batch, and batch-norm as if it had a process of its own.
+"""The parts of running one logical worker: forward of its micro-batch, and model buffers as if it had its own process.
 
-A micro-batch's rows through the model to their losses, as the configuration has them computed.
+`Forward` takes a micro-batch's rows through the model to their losses, as the configuration demands. `ReplicaBuffers`
+gives every logical worker the same buffers to start from. `module_modes`, `restore_modes` and `allow_single_values`
+keep the training modes of a model's modules the same for every logical worker.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, bits_of
+from ray_app.reduction.base import World, checksum
 from ray_app.task import device as environment
-from ray_app.task.base import Batch, Losses, Task, of_rows
+from ray_app.task.base import Batch, Losses, Task, check_losses
 from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.train.state.state import seed_step
 
@@ -29,12 +31,14 @@ _ALIGNED_BYTES = 16
 
 
 class ReplicaBuffers:
-    """The model's buffers (batch-norm statistics) during a step: every logical worker starts from the same ones, and
-    those of logical worker 0 are kept, which is what DDP does with one process per logical worker.
+    """The model's buffers (batch-norm statistics) during a step.
+
+    Every logical worker starts the step with the same buffers, and after it all ranks have those of logical worker 0:
+    DDP does the same with one process per logical worker.
 
     Args:
-        model: Whose buffers.
-        world: The workers of now.
+        model: The model.
+        world: The workers of the generation.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -53,36 +57,36 @@ class ReplicaBuffers:
         self._is_kept = False
         self._start.copy(self._buffers)
 
-    def bits(self) -> int:
-        """Those of what they are now, see `exchange.bits`; waits for the device."""
-        return self._buffers.bits()
+    def checksum(self) -> int:
+        """Returns the checksum of the present buffers, see `reduction.base.checksum`; waits for the device."""
+        return self._buffers.checksum()
 
     @contextmanager
     def from_start(self) -> Iterator[None]:
-        """Those of the start of the step inside the block, what they are now after it."""
-        now = self._buffers.like()
-        now.copy(self._buffers)
+        """Gives the model the buffers of the start of the step inside the block, and the present ones back after it."""
+        present = self._buffers.like()
+        present.copy(self._buffers)
         self._buffers.copy(self._start)
         try:
             yield
         finally:
-            self._buffers.copy(now)
+            self._buffers.copy(present)
 
     def roll_back(self) -> None:
-        """Returns to the buffers of the start of the step, which failed."""
+        """Restores the buffers of the start of the step, after the step failed."""
         self._pending = None
         self._buffers.copy(self._start)
 
     def end_logical_worker(self, logical_worker: int) -> None:
-        """Keeps the buffers of logical worker 0 and returns to those of the start for the next.
+        """Keeps the buffers of logical worker 0 and restores those of the start of the step for the next one.
 
         Raises:
-            ConfigError: The model has another tensor for a buffer, which would not return.
+            ConfigError: The forward replaced the tensor of a buffer, which could then not be restored.
         """
         for owner, name, buffer in self._owners:
             if owner[name] is not buffer:
-                raise replaced(name)
-        if len(self._world.played) == 1:
+                raise replaced_tensor_error(name)
+        if len(self._world.assigned) == 1:
             return
         if logical_worker == 0:
             self._is_kept = True
@@ -90,55 +94,55 @@ class ReplicaBuffers:
         self._buffers.copy(self._start)
 
     def launch(self) -> None:
-        """Starts sending logical worker 0's buffers to all ranks."""
+        """Starts the broadcast of logical worker 0's buffers to all ranks."""
         if self._is_kept:
             self._buffers.copy(self._kept)
         if self._sends:
             self._sent.copy(self._buffers)
-            with self._world.launching():
+            with self._world.launch_guard():
                 self._pending = dist.broadcast(self._sent.memory, 0, async_op=True)
 
     def finish(self) -> None:
         """Waits until this rank has logical worker 0's buffers."""
         if self._pending is None:
             return
-        with self._world.launching():
+        with self._world.launch_guard():
             self._pending.wait()
         self._pending = None
         self._buffers.copy(self._sent)
 
 
-Modes = list[tuple[nn.Module, bool]]
-"""The parts of a model, and whether each is in training mode."""
+ModuleModes = list[tuple[nn.Module, bool]]
+"""The modules of a model, and whether each is in training mode."""
 
 
-def modes_of(model: nn.Module) -> Modes:
-    """Those that they are in now."""
-    return [(part, part.training) for part in model.modules()]
+def module_modes(model: nn.Module) -> ModuleModes:
+    """Returns the modes that the modules of a model are in now."""
+    return [(module, module.training) for module in model.modules()]
 
 
-def restore(modes: Modes) -> None:
-    """Puts all parts into the mode that they had: what a task has switched is no other for the next logical worker."""
-    for part, trains in modes:
-        if part.training != trains:
-            part.training = trains
+def restore_modes(modes: ModuleModes) -> None:
+    """Puts all modules back into their modes, so that a mode that a task switched does not last into the next pass."""
+    for module, trains in modes:
+        # Assigning an attribute of a module is slow, so only what differs is assigned.
+        if module.training != trains:
+            module.training = trains
 
 
-def replaced(name: str) -> ConfigError:
-    """The refusal of a model that has another tensor for a parameter or a buffer after a forward."""
+def replaced_tensor_error(name: str) -> ConfigError:
+    """Returns the error for a forward that replaced the tensor of a parameter or a buffer."""
     return ConfigError(
         f"Training gives the model another tensor for {name} (self.{name.rpartition('.')[2]} = ...), which the other"
-        f" workers, the optimizer"
-        f" and a step that is undone do not see. Write into the one that it has:"
+        " workers, the optimizer and a step that is undone do not see. Write into the one that it has:"
         f" self.{name.rpartition('.')[2]}.copy_(...)."
     )
 
 
 class TensorGroup:
-    """Tensors in lists of one dtype each, of which a device copies each in one call.
+    """Several tensors that are copied with one call for each dtype.
 
     Attributes:
-        memory: That of all, if it was made by `like`.
+        memory: The memory of all tensors as bytes, if `like` made them; otherwise empty.
     """
 
     def __init__(self, tensors: list[Tensor], memory: Tensor | None = None) -> None:
@@ -148,7 +152,7 @@ class TensorGroup:
             self._lists.setdefault(tensor.dtype, []).append(tensor)
 
     def like(self) -> TensorGroup:
-        """As many of the same shapes and dtypes, in one piece of memory."""
+        """Returns a group of zeros of the same shapes and dtypes, in one allocation."""
         ends = list(accumulate(-(-t.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for t in self._tensors))
         memory = torch.zeros(
             ends[-1] if ends else 0, dtype=torch.uint8, device=self._tensors[0].device if ends else None
@@ -159,19 +163,19 @@ class TensorGroup:
         ]
         return TensorGroup(parts, memory)
 
-    def bits(self) -> int:
-        """See `exchange.bits`."""
-        found = [bits_of(tensor.detach(), place) for place, tensor in enumerate(self._tensors)]
-        return int(torch.stack(found).sum()) if found else 0
+    def checksum(self) -> int:
+        """Returns the checksum of all tensors, see `reduction.base.checksum`; waits for the device."""
+        checksums = [checksum(tensor.detach(), index) for index, tensor in enumerate(self._tensors)]
+        return int(torch.stack(checksums).sum()) if checksums else 0
 
     def copy(self, others: TensorGroup) -> None:
-        """Takes over their values."""
+        """Copies the values of a group of the same shapes and dtypes into this one."""
         for dtype in self._lists:
             torch._foreach_copy_(self._lists[dtype], others._lists[dtype])
 
 
 @contextmanager
-def single_values(model: nn.Module) -> Iterator[None]:
+def allow_single_values(model: nn.Module) -> Iterator[None]:
     """Lets batch-norm layers that see one value per channel use their running statistics and leave them alone.
 
     In training such a layer raises, since one value has no variance. It can happen only in a micro-batch of one row,
@@ -195,17 +199,17 @@ def single_values(model: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
-_MOST_CONSTANTS = 16
+_MAX_WEIGHT_TENSORS = 16
 
 
 class Forward:
-    """See the module.
+    """Takes a micro-batch's rows through a model to their losses.
 
     Args:
-        config: Seed, precision, layout, compilation.
-        task: Whose rows.
-        device: Where it runs.
-        loss: A model and rows to what the task says of them.
+        config: The run's configuration: seed, precision, memory layout, compilation.
+        task: The task, which augments the rows.
+        device: Device to compute on.
+        loss: Computes the losses of rows with a model.
     """
 
     def __init__(
@@ -219,15 +223,18 @@ class Forward:
         if device.type == "cuda":
             use_eager_roi_align()
         self._compiled_models: dict[nn.Module, Any] = {}
-        self._constants: dict[tuple[int, float], Tensor] = {}
+        self._weights: dict[tuple[int, float], Tensor] = {}
 
     def fields(self, cursor: Cursor, batch: MicroBatch) -> Batch:
-        """The rows as the model takes them; the generators are then where its forward begins."""
+        """Returns the augmented rows of a micro-batch.
+
+        Seeds torch's generators first, so that augmentation and forward draw the same numbers on every worker.
+        """
         seed_step(self._seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
         fields = self._task.augment(batch.fields, batch.keys)
-        if (
-            self._channels_last
-        ):  # not the parameters: fused optimizers take a gradient's values for ones in their layout
+        # Only the rows get this layout, not the parameters: fused optimizers pair the values of a parameter and its
+        # gradient by their position in memory, whatever the layouts.
+        if self._channels_last:
             fields = {
                 name: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v
                 for name, v in fields.items()
@@ -235,27 +242,33 @@ class Forward:
         return fields
 
     def losses(self, model: nn.Module, fields: Batch, rows: int) -> Losses:
-        """The losses of so many rows."""
-        called = self._compiled(model) if self._compiles and rows > 1 else model
+        """Returns the losses of rows in float32; `rows` is their number."""
+        callable_model = self._compiled(model) if self._compiles and rows > 1 else model
         with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
-            found = self._loss(called, fields)
-        return of_rows(self._task, found, rows).float()
+            losses = self._loss(callable_model, fields)
+        return check_losses(self._task, losses, rows).float()
 
     def weights(self, rows: int, over: float, scale: float) -> Tensor:
-        """One over what the mean is over, scaled, for every row of a micro-batch, shape (rows,); made once for those
-        that are alike.
+        """Returns the weight of each row's loss, `scale / over`, shape (rows,); equal tensors are made once.
+
+        Args:
+            rows: Number of rows.
+            over: Divisor of the mean.
+            scale: Loss scale.
         """
         value = scale / over
-        held = self._constants.get((rows, value))
-        if held is None or held._version:  # a task's backward may have written into it
-            if len(self._constants) == _MOST_CONSTANTS:
-                self._constants.clear()
-            held = self._constants[rows, value] = torch.full((rows,), value, device=self._device)
-        return held
+        weights = self._weights.get((rows, value))
+        # The version counter shows whether a task's backward has written into the tensor.
+        if weights is None or weights._version:
+            if len(self._weights) == _MAX_WEIGHT_TENSORS:
+                self._weights.clear()
+            weights = self._weights[rows, value] = torch.full((rows,), value, device=self._device)
+        return weights
 
     def _compiled(self, model: nn.Module) -> Any:
-        """A model compiled for every shape that comes, each on its own: what a shape gives must not depend on those
-        before it.
+        """Returns the compiled model; it compiles each shape separately.
+
+        The result for a shape must not depend on the shapes that came before, which differ between workers.
         """
         if model not in self._compiled_models:
             self._compiled_models[model] = torch.compile(model, dynamic=False)

@@ -1,14 +1,12 @@
-"""Which shares of a step are computed twice, and by whom, as a pure function: all ranks know it alike.
+"""Detects silent data corruption (SDC): a second worker recomputes shares of a step, and checksums are compared.
 
-So that nobody waits for one who does more, each rank computes one share of another rank again in the same step, and
-nobody in most others.
+A share is one logical worker's part of a step. Its gradient has the same bits wherever it is computed, so two checksums
+that differ before the update show that the hardware of one of the two workers errs. Such errors occur at scale: Dixit
+et al., "Silent Data Corruptions at Scale", 2021; Hochschild et al., "Cores that don't count", 2021.
 
-Shares of a step that another worker computes again, before the update: a worker whose hardware errs is found by the
-bits that differ.
-
-Hardware that computes wrongly without saying so is met at scale: Dixit et al., "Silent Data Corruptions at Scale",
-2021; Hochschild et al., "Cores that don't count", 2021. Here a share of a step has the same bits wherever it is
-computed, so a comparison is one of numbers.
+`draw_recomputed_shares` is a pure function, so all ranks know which shares of a step are recomputed and where. In some
+steps every rank recomputes one share of another rank, and in the other steps no rank does, so that no rank waits for
+one with more work.
 """
 
 from __future__ import annotations
@@ -27,18 +25,19 @@ from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.plan.hashing import key
 from ray_app.reduction.base import GradientReducer, World, collective
 from ray_app.reduction.bucketed import BucketedReducer
-from ray_app.reduction.transport import P2PWork, receive, sending, summed
+from ray_app.reduction.transport import P2PWork, receive, start_send, sum_over_ranks
 
-_WHEN, _SHIFT, _WHOSE = 31, 32, 33  # salts: what a key is for
+# Salts of the keys: different purposes draw different numbers.
+_STEP_SALT, _SHIFT_SALT, _SHARE_SALT = 31, 32, 33
 
 
-class Again(NamedTuple):
-    """A share that is computed again.
+class RecomputedShare(NamedTuple):
+    """A share that another rank computes again.
 
     Args:
-        logical_worker: Whose.
-        owner: The rank that plays it.
-        by: The rank that computes it again.
+        logical_worker: The logical worker of the share.
+        owner: The rank that runs the logical worker.
+        by: The rank that recomputes the share.
     """
 
     logical_worker: int
@@ -46,67 +45,74 @@ class Again(NamedTuple):
     by: int
 
 
-def due(step: int, seed: int, rate: float, blocks: Sequence[range], groups: Sequence[Sequence[int]]) -> list[Again]:
-    """What is computed again in a step.
+def draw_recomputed_shares(
+    step: int, seed: int, rate: float, blocks: Sequence[range], groups: Sequence[Sequence[int]]
+) -> list[RecomputedShare]:
+    """Returns the shares that are recomputed in a step.
 
     Args:
-        step: Which, counted from 0 over the run.
-        seed: Of the run.
-        rate: The part of all shares.
+        step: Number of the step, from 0 over the run.
+        seed: Seed of the run.
+        rate: Fraction of all shares to recompute, 0 to 1.
         blocks: The logical workers of every rank.
-        groups: Ranks whose bits can be compared; of one that is alone nothing is computed again.
+        groups: Groups of ranks with comparable results; shares of a rank alone in its group are not recomputed.
     """
-    most = max(map(len, blocks))
-    found, rounds = list[Again](), rate * most
-    chance = key(_WHEN, seed, step) / 2**64  # not every n-th step, which might always be the same one of an epoch
-    for number in range(math.floor(rounds) + (chance < rounds % 1)):
+    max_block = max(map(len, blocks))
+    shares, rounds = list[RecomputedShare](), rate * max_block
+    # The step is drawn: every n-th step might always be the same step of an epoch.
+    chance = key(_STEP_SALT, seed, step) / 2**64
+    for round_number in range(math.floor(rounds) + (chance < rounds % 1)):
         for group in groups:
-            shift = 1 + key(_SHIFT, seed, step, number) % max(1, len(group) - 1)
-            for place, by in enumerate(group):
-                owner = group[(place + shift) % len(group)]
-                which = (key(_WHOSE, seed, step, owner) + number) % most
-                if owner != by and which < len(blocks[owner]):
-                    found.append(Again(blocks[owner][which], owner, by))
-    return found
+            shift = 1 + key(_SHIFT_SALT, seed, step, round_number) % max(1, len(group) - 1)
+            for position, by in enumerate(group):
+                owner = group[(position + shift) % len(group)]
+                index = (key(_SHARE_SALT, seed, step, owner) + round_number) % max_block
+                if owner != by and index < len(blocks[owner]):
+                    shares.append(RecomputedShare(blocks[owner][index], owner, by))
+    return shares
 
 
-def judges(again: Again, groups: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks that compute a share once more, of which two results differ: a third one, or, where there are only two,
-    both.
+def tie_breaking_ranks(share: RecomputedShare, groups: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the ranks that compute a share once more after two results differed.
+
+    This is a third rank of the group; if there is none, both ranks compute it again.
     """
-    [group] = [group for group in groups if again.by in group]
-    others = [rank for rank in group if rank not in (again.owner, again.by)]
-    return others[:1] or [again.owner, again.by]
+    [group] = [group for group in groups if share.by in group]
+    others = [rank for rank in group if rank not in (share.owner, share.by)]
+    return others[:1] or [share.owner, share.by]
 
 
-def guilty(again: Again, bits: tuple[int, int], judged: Sequence[tuple[int, int]]) -> int | None:
-    """The rank whose result was wrong; None if that cannot be told.
+def corrupt_rank(
+    share: RecomputedShare, checksums: tuple[int, int], tie_breakers: Sequence[tuple[int, int]]
+) -> int | None:
+    """Returns the rank with the wrong result; None if the results do not show it.
 
     Args:
-        again: The share.
-        bits: The results of its owner and of who computed it again, which differ.
-        judged: Those of `judges`, each a rank and its result.
+        share: The share.
+        checksums: The results of its owner and of the rank that recomputed it, which differ.
+        tie_breakers: Rank and result of each of the `tie_breaking_ranks`.
     """
-    by_owner, by_other = bits
-    if len(judged) == 1:
-        return {by_owner: again.by, by_other: again.owner}.get(judged[0][1])
-    [(_, owner_again), (_, other_again)] = judged
+    by_owner, by_other = checksums
+    corrupt_ranks = {by_owner: share.by, by_other: share.owner}
+    if len(tie_breakers) == 1:
+        return corrupt_ranks.get(tie_breakers[0][1])
+    [(_, owner_again), (_, other_again)] = tie_breakers
     if owner_again != other_again:
         return None
-    return {by_owner: again.by, by_other: again.owner}.get(owner_again)
+    return corrupt_ranks.get(owner_again)
 
 
-Compute = Callable[[MicroBatch], int]
+ComputeShare = Callable[[MicroBatch], int]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker computes.
+class WorkerDevice:
+    """A worker and the device on which it computes.
 
     Args:
-        name: The worker: its node and process.
-        device: What computes.
-        environment: What its bits depend on besides; only those of equal ones are compared.
+        name: Node and process of the worker.
+        device: Name of the device.
+        environment: Everything else that its results depend on; only workers with equal environments are compared.
     """
 
     name: str
@@ -116,193 +122,207 @@ class Place:
 
 @dataclass(frozen=True)
 class SdcFinding:
-    """A worker has computed wrongly.
+    """A wrong result of a worker.
 
     Args:
-        rank: Which.
-        place: Where.
-        step: In which step, counted from 0 over the run.
-        logical_worker: Whose share.
-        clean: The last step of which a share of that worker had been computed again, and was right; -1: none.
-        told_by: The rank that is to tell.
+        rank: Rank of the corrupt worker.
+        worker: The corrupt worker and its device.
+        step: Number of the step, from 0 over the run.
+        logical_worker: Logical worker of the share.
+        clean: Last step in which a recomputed share of that worker was right; -1 if there was none.
+        reporting_rank: The rank that records the finding.
     """
 
     rank: int
-    place: Place
+    worker: WorkerDevice
     step: int
     logical_worker: int
     clean: int
-    told_by: int
+    reporting_rank: int
 
 
 class SdcChecker:
-    """See the module.
+    """Lets ranks recompute shares of each other in a generation of workers, see the module.
 
     Args:
-        rate: The part of all shares.
-        seed: Of the run.
-        places: Where each rank computes.
-        clean: For each worker's name the last step that was right; goes on from generation to generation.
-        tell: Told of a wrong share on all ranks, before it is acted upon.
-    """
-
-    def __init__(
-        self, rate: float, seed: int, places: Sequence[Place], clean: dict[str, int], tell: Callable[[SdcFinding], None]
-    ) -> None:
-        self._rate, self._seed, self.places, self.clean, self.tell = rate, seed, places, clean, tell
-        by_environment: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        for rank, place in enumerate(places):
-            by_environment.setdefault(place.environment, []).append(rank)
-        self.groups = list(by_environment.values())
-
-    def begin(self, world: World) -> None:
-        """From now on the workers play these shares."""
-        self.world = world
-        self._blocks = [world.played_by(rank) for rank in range(world.size)]
-
-    def due(self, step: int, batches: Sequence[MicroBatch], exchange: GradientReducer) -> RecomputedShares | None:
-        """What is computed twice in a step; a collective of those who do it.
-
-        Args:
-            step: Which, counted from 0 over the run.
-            batches: The micro-batches of this rank.
-            exchange: How the gradients of this step meet.
-
-        Raises:
-            PeerLostError: A peer left meanwhile.
-        """
-        shares = due(step, self._seed, self._rate, self._blocks, self.groups)
-        assert isinstance(exchange, BucketedReducer), "checked with the configuration"
-        return RecomputedShares(self, step, shares, batches, exchange) if shares else None
-
-
-class RecomputedShares:
-    """The shares of one step that are computed twice.
-
-    Args:
-        replays: What goes on from step to step.
-        step: Which.
-        shares: They.
-        batches, exchange: See `SdcChecker.due`.
+        rate: Fraction of all shares to recompute, 0 to 1.
+        seed: Seed of the run.
+        workers: Worker and device of each rank.
+        last_clean_steps: Last step with a right result by the worker's name; lasts from generation to generation.
+        report: Called on all ranks with each finding, before the corrupt rank ends.
     """
 
     def __init__(
         self,
-        replays: SdcChecker,
-        step: int,
-        shares: Sequence[Again],
-        batches: Sequence[MicroBatch],
-        exchange: BucketedReducer,
+        rate: float,
+        seed: int,
+        workers: Sequence[WorkerDevice],
+        last_clean_steps: dict[str, int],
+        report: Callable[[SdcFinding], None],
     ) -> None:
-        self._replays, self._step, self.shares = replays, step, shares
-        self._world, self._exchange = replays.world, exchange
-        self._mine = {batch.logical_worker: batch for batch in batches}
-        self._exchange.watch({each.logical_worker for each in shares if each.owner == self._world.rank})
-        self._theirs = self._send(shares)
-        self._own, self._bits = dict[int, int](), dict[int, int]()
+        self._rate, self._seed, self.workers, self.report = rate, seed, workers, report
+        self.last_clean_steps = last_clean_steps
+        by_environment: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        for rank, worker in enumerate(workers):
+            by_environment.setdefault(worker.environment, []).append(rank)
+        self.groups = list(by_environment.values())
 
-    def _send(self, shares: Sequence[Again]) -> list[MicroBatch]:
-        """Gives those who compute again what they need; returns what this rank has to."""
-        rank, sent, received = self._world.rank, list[P2PWork](), list[MicroBatch]()
-        with collective():
-            for each in shares:
-                if rank == each.owner != each.by:
-                    sent += [sending(part, each.by) for part in _packed(self._mine[each.logical_worker])]
-            for each in shares:
-                if rank == each.by:
-                    received.append(self._mine[each.logical_worker] if each.owner == rank else _received(each.owner))
-            for transfer in sent:
-                transfer.wait()
-        return received
+    def begin(self, world: World) -> None:
+        """Takes over the assignment of logical workers for the following steps."""
+        self.world = world
+        self._blocks = [world.assigned_to(rank) for rank in range(world.size)]
 
-    def played(self, logical_worker: int, bits_of_buffers: Callable[[], int]) -> None:
-        """A logical worker of this rank has been played, which has changed buffers."""
-        if any(each.logical_worker == logical_worker for each in self.shares):
-            self._own[logical_worker] = bits_of_buffers()
-
-    def compute(self, compute: Compute) -> None:
-        """Computes what this rank has to compute again.
+    def due(self, step: int, batches: Sequence[MicroBatch], reducer: GradientReducer) -> RecomputedShares | None:
+        """Returns the shares to recompute in a step; None without any. A collective of the ranks that take part.
 
         Args:
-            compute: Leaves the gradient of a micro-batch in `.grad`, and no other trace; returns the bits of the
-                buffers that come of it.
-        """
-        self._compute = compute
-        self._bits = {batch.logical_worker: self._bits_of(batch) for batch in self._theirs}
-
-    def _bits_of(self, batch: MicroBatch) -> int:
-        with self._exchange.aside():
-            of_buffers = self._compute(batch)
-            return _signed(of_buffers + self._exchange.bits_of_gradients())
-
-    def compare(self) -> None:
-        """Holds all that was computed twice against each other; a collective, by which all come to the same end.
+            step: Number of the step, from 0 over the run.
+            batches: The micro-batches of this rank.
+            reducer: Reduces the gradients of this step.
 
         Raises:
-            WrongResultError: This rank is wrong.
-            PeerLostError: Another rank is wrong, and ends, or has left; nothing of the step may be kept.
-            IrreproducibleError: Who is wrong cannot be told.
+            PeerLostError: A peer left meanwhile.
         """
-        rank, gradients = self._world.rank, self._exchange.bits()
-        own = {v: _signed(bits + gradients.get(v, 0)) for v, bits in self._own.items()}
-        self._exchange.watch(set())
-        told = torch.zeros(len(self.shares), 2, dtype=torch.int64)
-        for line, each in zip(told, self.shares, strict=True):
-            line[0] = own[each.logical_worker] if each.owner == rank else 0
-            line[1] = self._bits[each.logical_worker] if each.by == rank else 0
-        for each, (first, second) in zip(self.shares, summed(told, self._world).tolist(), strict=True):
-            if first != second:
-                self._judge(each, (first, second))
-        self._replays.clean.update({self._replays.places[each.owner].name: self._step for each in self.shares})
+        shares = draw_recomputed_shares(step, self._seed, self._rate, self._blocks, self.groups)
+        assert isinstance(reducer, BucketedReducer), "checked with the configuration"
+        return RecomputedShares(self, step, shares, batches, reducer) if shares else None
 
-    def _judge(self, share: Again, bits: tuple[int, int]) -> None:
-        ranks, me = judges(share, self._replays.groups), self._world.rank
-        once_more = self._send([share._replace(by=rank) for rank in ranks])
-        told = torch.zeros(len(ranks), dtype=torch.int64)
-        if me in ranks:
-            told[ranks.index(me)] = self._bits_of(once_more[0])
-        rank = guilty(share, bits, list(zip(ranks, summed(told, self._world).tolist(), strict=True)))
+
+class RecomputedShares:
+    """The recomputed shares of one step.
+
+    Args:
+        checker: The checker that lasts from step to step.
+        step: Number of the step, from 0 over the run.
+        shares: The shares to recompute.
+        batches, reducer: See `SdcChecker.due`.
+    """
+
+    def __init__(
+        self,
+        checker: SdcChecker,
+        step: int,
+        shares: Sequence[RecomputedShare],
+        batches: Sequence[MicroBatch],
+        reducer: BucketedReducer,
+    ) -> None:
+        self._checker, self._step, self.shares = checker, step, shares
+        self._world, self._reducer = checker.world, reducer
+        self._batches = {batch.logical_worker: batch for batch in batches}
+        self._reducer.watch_checksums({share.logical_worker for share in shares if share.owner == self._world.rank})
+        self._batches_to_recompute = self._send_batches(shares)
+        self._buffer_checksums = dict[int, int]()
+        self._recomputed_checksums = dict[int, int]()
+
+    def _send_batches(self, shares: Sequence[RecomputedShare]) -> list[MicroBatch]:
+        """Sends the micro-batches of shares to the ranks that recompute them; returns those for this rank."""
+        rank, sends, batches = self._world.rank, list[P2PWork](), list[MicroBatch]()
+        with collective():
+            for share in shares:
+                if rank == share.owner != share.by:
+                    sends += [start_send(part, share.by) for part in _pack(self._batches[share.logical_worker])]
+            for share in shares:
+                if rank == share.by:
+                    is_local = share.owner == rank
+                    batches.append(self._batches[share.logical_worker] if is_local else _receive_batch(share.owner))
+            for send in sends:
+                send.wait()
+        return batches
+
+    def note_buffers(self, logical_worker: int, buffer_checksum: Callable[[], int]) -> None:
+        """Notes the checksum of the buffers after a logical worker of this rank has run."""
+        if any(share.logical_worker == logical_worker for share in self.shares):
+            self._buffer_checksums[logical_worker] = buffer_checksum()
+
+    def compute(self, compute: ComputeShare) -> None:
+        """Recomputes the shares of this rank.
+
+        Args:
+            compute: Leaves the gradient of a micro-batch in `.grad`, and nothing else; returns the checksum of the
+                buffers that the pass leaves behind.
+        """
+        self._compute = compute
+        self._recomputed_checksums = {
+            batch.logical_worker: self._checksum_of(batch) for batch in self._batches_to_recompute
+        }
+
+    def _checksum_of(self, batch: MicroBatch) -> int:
+        with self._reducer.free_grads():
+            buffer_checksum = self._compute(batch)
+            return _to_int64(buffer_checksum + self._reducer.gradient_checksum())
+
+    def compare(self) -> None:
+        """Compares the two checksums of each share; a collective, by which all ranks come to the same conclusion.
+
+        Raises:
+            WrongResultError: This rank's result is wrong.
+            PeerLostError: Another rank's result is wrong and that rank ends, or a peer left; nothing of the step may
+                be kept.
+            IrreproducibleError: The results do not show which rank is wrong.
+        """
+        rank, gradient_checksums = self._world.rank, self._reducer.checksums()
+        checksums = {v: _to_int64(bits + gradient_checksums.get(v, 0)) for v, bits in self._buffer_checksums.items()}
+        self._reducer.watch_checksums(set())
+        # Each rank fills in its own results and zeros, so the sum over ranks has the results of all.
+        results = torch.zeros(len(self.shares), 2, dtype=torch.int64)
+        for result, share in zip(results, self.shares, strict=True):
+            result[0] = checksums[share.logical_worker] if share.owner == rank else 0
+            result[1] = self._recomputed_checksums[share.logical_worker] if share.by == rank else 0
+        all_results = sum_over_ranks(results, self._world).tolist()
+        for share, (by_owner, by_other) in zip(self.shares, all_results, strict=True):
+            if by_owner != by_other:
+                self._raise_mismatch(share, (by_owner, by_other))
+        self._checker.last_clean_steps.update(
+            {self._checker.workers[share.owner].name: self._step for share in self.shares}
+        )
+
+    def _raise_mismatch(self, share: RecomputedShare, checksums: tuple[int, int]) -> None:
+        """Lets the tie-breaking ranks compute a share once more, and raises an error for the corrupt rank."""
+        ranks, this_rank = tie_breaking_ranks(share, self._checker.groups), self._world.rank
+        batches = self._send_batches([share._replace(by=rank) for rank in ranks])
+        results = torch.zeros(len(ranks), dtype=torch.int64)
+        if this_rank in ranks:
+            results[ranks.index(this_rank)] = self._checksum_of(batches[0])
+        tie_breakers = list(zip(ranks, sum_over_ranks(results, self._world).tolist(), strict=True))
+        rank = corrupt_rank(share, checksums, tie_breakers)
         if rank is None:
             raise IrreproducibleError(
                 f"Step {self._step}: ranks {sorted({share.owner, share.by, *ranks})} computed the gradient of logical"
-                f" worker"
-                f" {share.logical_worker} and do not agree. Either the task draws random numbers that the seed does not"
-                f" decide, or uses"
-                " operations that are not deterministic (ray-app check finds both), or a device errs, and there are too"
-                " few workers to tell"
-                " which."
+                f" worker {share.logical_worker} and do not agree. Either the task draws random numbers that the seed"
+                " does not decide, or uses operations that are not deterministic (ray-app check finds both), or a"
+                " device errs, and there are too few workers to tell which."
             )
-        place = self._replays.places[rank]
-        teller = next(r for r in range(self._world.size) if r != rank)
-        self._replays.tell(
-            SdcFinding(rank, place, self._step, share.logical_worker, self._replays.clean.get(place.name, -1), teller)
-        )
-        said = (
-            f"rank {rank} on {place.name} ({place.device}) computed logical worker {share.logical_worker} of step"
+        worker = self._checker.workers[rank]
+        reporting_rank = next(r for r in range(self._world.size) if r != rank)
+        clean = self._checker.last_clean_steps.get(worker.name, -1)
+        self._checker.report(SdcFinding(rank, worker, self._step, share.logical_worker, clean, reporting_rank))
+        message = (
+            f"rank {rank} on {worker.name} ({worker.device}) computed logical worker {share.logical_worker} of step"
             f" {self._step} wrongly"
         )
-        if rank == me:
+        if rank == this_rank:
             raise WrongResultError(
-                f"This worker, {said}: others agree on another result. It ends, so that nothing of it is kept."
+                f"This worker, {message}: others agree on another result. It ends, so that nothing of it is kept."
             )
-        raise PeerLostError(f"{said}, and ends")
+        raise PeerLostError(f"{message}, and ends")
 
 
-def _signed(bits: int) -> int:
-    """Modulo 2**64, as int64 has it."""
-    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
+def _to_int64(value: int) -> int:
+    """Returns an integer modulo 2**64, as a signed one."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _packed(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """How many bytes, and these; of a part of a tensor pickle would send the whole."""
-    held = batch._replace(
-        fields={name: values.cpu().clone() for name, values in batch.fields.items()}, keys=batch.keys.clone()
-    )
-    data = torch.frombuffer(bytearray(pickle.dumps(held)), dtype=torch.uint8)
+def _pack(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Returns the length of a pickled micro-batch and its bytes."""
+    # The tensors are cloned, because pickle would send the whole storage of a tensor that is a part of another.
+    fields = {name: values.cpu().clone() for name, values in batch.fields.items()}
+    copied_batch = batch._replace(fields=fields, keys=batch.keys.clone())
+    data = torch.frombuffer(bytearray(pickle.dumps(copied_batch)), dtype=torch.uint8)
     return torch.tensor([len(data)]), data
 
 
-def _received(owner: int) -> MicroBatch:
+def _receive_batch(owner: int) -> MicroBatch:
+    """Returns the micro-batch that a rank sends with `_pack`."""
     size = torch.zeros(1, dtype=torch.int64)
     receive(size, owner)
     data = torch.zeros(int(size), dtype=torch.uint8)

@@ -1,5 +1,5 @@
-"""The table of a step, a line from each logical worker: exchanged between all ranks, and added up in the order of the
-logical workers.
+"""The statistics of a step: one record per logical worker, gathered by all ranks and combined in the order of the
+logical workers, so that every rank computes the same result.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch
 
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import World, gather
-from ray_app.reduction.transport import summed
+from ray_app.reduction.transport import sum_over_ranks
 from ray_app.train.membership import Flags
-from ray_app.train.step.timing import SpentOf
+from ray_app.train.step.timing import TimeValues
 
-_LINE = "<qQdqdqddddd"
-"""All of a `ReplicaStats` but its first and its last, eight bytes each."""
+_RECORD_FORMAT = "<qQdqdqddddd"
+"""The fields of a `ReplicaStats` without the first and the last, eight bytes each."""
 _NO_METRICS: Mapping[str, float] = {}
 
 
 class ReplicaStats(NamedTuple):
-    """What one logical worker has to say about a step.
+    """The statistics of one logical worker (replica) for one step.
 
     Args:
-        logical_worker: Which.
-        rows: Its rows.
-        row_hash: The sum of their hashes.
+        logical_worker: Number of the logical worker.
+        rows: Number of its rows.
+        row_hash: Sum of the rows' hashes, modulo 2**64.
         loss: Its share of the mean loss.
-        flags: Those of its rank.
-        norm: Its share of the square of the gradient's norm, where that is not known from the sum of the gradients.
-        skipped: Its planned rows that cannot be decoded.
-        weight: The sum of its rows' weights.
-        compute_s, data_s, other_s, step_s: Those of its rank, see `Spent`.
-        metrics: The sum of each of its rows' metrics.
+        flags: The flags of its rank.
+        norm: Its share of the square of the gradient's norm, where that cannot be computed from the reduced gradient.
+        skipped: Number of its planned rows that cannot be decoded.
+        weight: Sum of its rows' weights.
+        compute_s, data_s, other_s, step_s: The time of its rank, see `TimeBreakdown`.
+        metrics: Sum of each metric over its rows, by name.
     """
 
     logical_worker: int
@@ -56,20 +56,19 @@ class ReplicaStats(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What all ranks know after a step.
+    """The result of a step, the same on all ranks.
 
     Args:
         loss: Mean loss of the global batch.
         grad_norm: L2 norm of the global gradient before clipping.
-        rows: Rows of every logical worker.
+        rows: Number of rows of every logical worker.
         row_hash: Sum of row hashes of every logical worker, modulo 2**64.
-        flags: Every flag that any rank set.
-        skipped: Planned rows of every logical worker that cannot be decoded.
-        weights: The sum of the rows' weights of every logical worker; a row's weight is 1 unless its task says
-            otherwise.
-        metrics: Mean of each metric of the task's own over the global batch.
-        spent: For every logical worker, the time of its rank, see `Spent`.
-        replayed: Shares that were computed twice, with the same bits.
+        flags: All flags that any rank set.
+        skipped: Number of planned rows of every logical worker that cannot be decoded.
+        weights: Sum of the rows' weights of every logical worker; a row's weight is 1 unless its task gives weights.
+        metrics: Mean of each metric of the task over the global batch, by name.
+        times: Time of every logical worker's rank, see `TimeBreakdown`.
+        recomputed: Number of shares that the SDC check computed twice, with the same checksum.
     """
 
     loss: float
@@ -80,100 +79,114 @@ class StepResult(NamedTuple):
     skipped: Sequence[int]
     weights: Sequence[float]
     metrics: Mapping[str, float] = _NO_METRICS
-    spent: Sequence[SpentOf] = ()
-    replayed: int = 0
+    times: Sequence[TimeValues] = ()
+    recomputed: int = 0
 
     @property
     def weight(self) -> float:
-        """What the means are over; 0: no row counts."""
+        """Total weight of the rows, by which the means are divided; 0 if no row has weight."""
         return math.fsum(self.weights)
 
     def over_weight(self, planned: int) -> StepResult:
-        """Means over the weight, of a loss and a norm that are over the planned rows and of metrics that are sums."""
+        """Returns the result with means over the rows' weight.
+
+        Before, loss and norm are means over the planned rows, and metrics are sums.
+
+        Args:
+            planned: Number of planned rows.
+        """
         weight = self.weight
         if not weight or (weight == planned and not self.metrics):
             return self._replace(metrics={}) if self.metrics else self
-        more, metrics = planned / weight, {name: value / weight for name, value in self.metrics.items()}
-        return self._replace(loss=self.loss * more, grad_norm=self.grad_norm * math.sqrt(more), metrics=metrics)
+        factor = planned / weight
+        metrics = {name: value / weight for name, value in self.metrics.items()}
+        return self._replace(loss=self.loss * factor, grad_norm=self.grad_norm * math.sqrt(factor), metrics=metrics)
 
 
 class StepStats:
-    """The tables of a generation of workers.
+    """Gathers the statistics of each step in a generation of workers.
 
     Args:
-        world: The workers of now.
+        world: The workers of the generation.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._names: tuple[str, ...] | None = None
-        self._known, self._line = set[str](), struct.Struct(_LINE)
+        self._name_set = set[str]()
+        self._record = struct.Struct(_RECORD_FORMAT)
 
-    def exchange(self, mine: list[ReplicaStats]) -> StepResult:
-        """Tells all ranks every logical worker's row; each row of the table comes from one rank, so sums are exact.
+    def gather(self, local_stats: list[ReplicaStats]) -> StepResult:
+        """Gathers the statistics of all logical workers and combines them; a collective of all ranks.
+
+        The ranks add tables of integers. Each record comes from one rank and the others add zeros, so the sum is exact.
+
+        Args:
+            local_stats: The statistics of this rank's logical workers.
 
         Raises:
             ConfigError: Logical workers have different metrics.
             PeerLostError: A peer left meanwhile.
         """
-        self._agree(mine)
+        self._agree_on_metrics(local_stats)
         if self._world.size == 1:
-            return added(mine)
+            return combine_stats(local_stats)
         names = self._names or ()
-        packed = torch.zeros(self._world.logical_workers, self._line.size // 8, dtype=torch.int64)
-        for row in mine:
-            line = self._line.pack(*row[1:-1], *(row.metrics.get(name, 0.0) for name in names))
-            packed[row.logical_worker] = torch.frombuffer(bytearray(line), dtype=torch.int64)
-        packed = summed(packed, self._world)
-        fixed = len(ReplicaStats._fields) - 2
-        lines = self._line.iter_unpack(packed.numpy().tobytes())
-        return added(
+        packed = torch.zeros(self._world.logical_workers, self._record.size // 8, dtype=torch.int64)
+        for stats in local_stats:
+            record = self._record.pack(*stats[1:-1], *(stats.metrics.get(name, 0.0) for name in names))
+            packed[stats.logical_worker] = torch.frombuffer(bytearray(record), dtype=torch.int64)
+        packed = sum_over_ranks(packed, self._world)
+        num_fields = len(ReplicaStats._fields) - 2
+        records = self._record.iter_unpack(packed.numpy().tobytes())
+        return combine_stats(
             [
-                ReplicaStats._make((v, *line[:fixed], dict(zip(names, line[fixed:], strict=True))))
-                for v, line in enumerate(lines)
+                ReplicaStats._make((v, *record[:num_fields], dict(zip(names, record[num_fields:], strict=True))))
+                for v, record in enumerate(records)
             ]
         )
 
-    def _agree(self, mine: list[ReplicaStats]) -> None:
-        """Learns the names of the metrics in the first step that has rows, then holds all later ones against them."""
+    def _agree_on_metrics(self, local_stats: list[ReplicaStats]) -> None:
+        """Gathers the names of the metrics in the first step with rows, and checks later steps against them."""
         if self._names is None:
-            given = {tuple(sorted(row.metrics)) for row in mine if row.rows}
-            found = set[tuple[str, ...]]().union(*gather(given, self._world))
-            if found:
-                self._names = min(found)
-                self._known, self._line = set(self._names), struct.Struct(f"{_LINE}{len(self._names)}d")
-            refuse_different(found)
-        elif any(row.rows and row.metrics.keys() != self._known for row in mine):
-            refuse_different({self._names, *(tuple(sorted(row.metrics)) for row in mine if row.rows)})
+            local_names = {tuple(sorted(stats.metrics)) for stats in local_stats if stats.rows}
+            all_names = set[tuple[str, ...]]().union(*gather(local_names, self._world))
+            if all_names:
+                self._names = min(all_names)
+                self._name_set = set(self._names)
+                self._record = struct.Struct(f"{_RECORD_FORMAT}{len(self._names)}d")
+            check_same_metrics(all_names)
+        elif any(stats.rows and stats.metrics.keys() != self._name_set for stats in local_stats):
+            check_same_metrics({self._names, *(tuple(sorted(stats.metrics)) for stats in local_stats if stats.rows)})
 
 
-def refuse_different(names: Iterable[tuple[str, ...]]) -> None:
-    """Refuses metrics of which not all logical workers have the same.
+def check_same_metrics(names: Iterable[tuple[str, ...]]) -> None:
+    """Checks that all logical workers have metrics of the same names.
 
     Raises:
-        ConfigError: They are not the same.
+        ConfigError: They have not.
     """
-    several = sorted(set(names))
-    if len(several) > 1:
-        said = " and ".join(", ".join(each) or "none" for each in several)
+    different = sorted(set(names))
+    if len(different) > 1:
+        lists = " and ".join(", ".join(metrics) or "none" for metrics in different)
         raise ConfigError(
-            f"The losses of some rows came with other metrics than those of others: {said}. Return the same names for"
-            f" every batch, with"
-            " zeros where there is nothing to say."
+            f"The losses of some rows came with other metrics than those of others: {lists}. Return the same names for"
+            " every batch, with zeros where there is nothing to say."
         )
 
 
-def added(table: list[ReplicaStats]) -> StepResult:
-    """What follows from a whole table, in the order of the logical workers."""
-    _, rows, row_hash, losses, flags, norms, skipped, weights, *spent, sums = zip(*table, strict=True)
-    metrics = {name: total([each.get(name, 0.0) for each in sums]) for name in next(filter(None, sums), ())}
-    said = Flags(reduce(or_, flags))
-    times = list(zip(*spent, strict=True))
-    return StepResult(
-        total(losses), math.sqrt(sum(norms)), list(rows), list(row_hash), said, skipped, weights, metrics, times
-    )
+def combine_stats(table: list[ReplicaStats]) -> StepResult:
+    """Returns the result of a step from the statistics of all logical workers, in their order."""
+    _, rows, row_hash, losses, flags, norms, skipped, weights, *durations, sums = zip(*table, strict=True)
+    metric_names = next(filter(None, sums), ())
+    metrics = {name: exact_sum([metric_sums.get(name, 0.0) for metric_sums in sums]) for name in metric_names}
+    all_flags = Flags(reduce(or_, flags))
+    times = list(zip(*durations, strict=True))
+    norm = math.sqrt(sum(norms))
+    return StepResult(exact_sum(losses), norm, list(rows), list(row_hash), all_flags, skipped, weights, metrics, times)
 
 
-def total(shares: Sequence[float]) -> float:
-    """Their exact sum; `fsum` raises for infinities of both signs."""
+def exact_sum(shares: Sequence[float]) -> float:
+    """Returns the exact sum of numbers, rounded once; if one is not finite, the plain sum."""
+    # `fsum` raises for infinities of both signs.
     return math.fsum(shares) if all(map(math.isfinite, shares)) else sum(shares)

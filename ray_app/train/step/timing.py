@@ -1,7 +1,8 @@
-"""Where the time of a worker's steps goes: by the device's clock where a device computes, which the host does not wait
-for.
+"""The time that a worker's steps take, and the profiler's trace of some steps.
 
-A trace of some steps of rank 0 by `torch.profiler`, in the run's directory.
+`StepTimer` measures where the time of each step goes, by the device's clock where a device computes, because the host
+does not wait for the device. `StepProfile` writes a trace of some steps of rank 0 by `torch.profiler` into the run's
+directory.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from ray_app.runlog.journal import put_event
 from ray_app.storage.files import put_atomic
 from ray_app.train.job import Job
 
+logger = logging.getLogger(__name__)
 
-class Spent(NamedTuple):
-    """Seconds of one worker.
+_WARM_UP_STEPS = 3
+"""Steps that a worker does before the trace begins, if the configuration gives only the number of steps."""
+
+
+class TimeBreakdown(NamedTuple):
+    """Where one worker's time goes in a step, in seconds.
 
     Args:
-        compute_s: Of forward and backward, for each logical worker that it plays.
-        data_s: That it waited for data before the step.
-        other_s: Of anything else since it had the gradient of the step before: the update, what is recorded and kept,
+        compute_s: Time of forward and backward for each logical worker that the worker runs.
+        data_s: Time that the worker waited for data before the step.
+        other_s: All other time since the gradient of the previous step was reduced: the update, records, snapshots,
             hooks.
-        step_s: From the beginning of the step before to that of this one; 0 where there was none.
+        step_s: Time from the beginning of the previous step to the beginning of this one; 0 without a previous step.
     """
 
     compute_s: float
@@ -37,70 +43,71 @@ class Spent(NamedTuple):
     step_s: float
 
 
-UNTOLD = Spent(0.0, 0.0, 0.0, 0.0)
-SpentOf = tuple[float, float, float, float]
-"""The values of a `Spent`."""
+NO_TIME = TimeBreakdown(0.0, 0.0, 0.0, 0.0)
+TimeValues = tuple[float, float, float, float]
+"""The values of a `TimeBreakdown`, in the order of its fields."""
 
 
-class Timer:
-    """See the module.
+class StepTimer:
+    """Measures the `TimeBreakdown` of each step.
 
     Args:
-        device: Which computes.
+        device: Device that computes; a CUDA device is timed by its events.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._events: Any = [cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
-        self._began_s = self._computed_s = self._met_s = self._before_s = self._since_s = 0.0
+        self._began_s = self._computed_s = self._reduced_s = 0.0
+        self._previous_began_s = self._previous_reduced_s = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
-        self._before_s, self._since_s, self._began_s = self._began_s, self._met_s, time.perf_counter()
+        """Marks the beginning of a step."""
+        self._previous_began_s = self._began_s
+        self._previous_reduced_s = self._reduced_s
+        self._began_s = time.perf_counter()
         if self._events is not None:
             self._events[0].record()
 
-    def computed(self) -> None:
-        """The last backward has been given to the device, or is done."""
+    def mark_computed(self) -> None:
+        """Marks that the last backward is done, or has been launched on the device."""
         self._computed_s = time.perf_counter()
         if self._events is not None:
             self._events[1].record()
 
-    def met(self) -> None:
-        """The others' gradients are there."""
-        self._met_s = time.perf_counter()
+    def mark_reduced(self) -> None:
+        """Marks that the gradients are reduced."""
+        self._reduced_s = time.perf_counter()
 
-    def spent(self, logical_workers: int, data_s: float) -> Spent:
-        """What the step took until now; to be asked when the host has met the device, or it waits for that.
+    def breakdown(self, logical_workers: int, data_s: float) -> TimeBreakdown:
+        """Returns where the time of the step went.
+
+        Call it after the step's device synchronization point; otherwise it waits for the device.
 
         Args:
-            logical_workers: How many were played.
-            data_s: See `Spent`.
+            logical_workers: Number of logical workers that this rank ran.
+            data_s: Seconds that this rank waited for data.
         """
         compute_s = self._computed_s - self._began_s
         if self._events is not None:
-            self._events[1].synchronize()  # nobody waited for it if no logical worker of this rank had rows
+            # If no logical worker of this rank had rows, the synchronization point did not wait for this event.
+            self._events[1].synchronize()
             compute_s = self._events[0].elapsed_time(self._events[1]) / 1e3
-        if not self._before_s:
-            return Spent(compute_s / logical_workers, data_s, 0.0, 0.0)
-        other_s = max(0.0, self._began_s - self._since_s - data_s)
-        return Spent(compute_s / logical_workers, data_s, other_s, self._began_s - self._before_s)
-
-
-logger = logging.getLogger(__name__)
-
-_WARM_UP_STEPS = 3
+        if not self._previous_began_s:
+            return TimeBreakdown(compute_s / logical_workers, data_s, 0.0, 0.0)
+        other_s = max(0.0, self._began_s - self._previous_reduced_s - data_s)
+        return TimeBreakdown(compute_s / logical_workers, data_s, other_s, self._began_s - self._previous_began_s)
 
 
 class StepProfile:
-    """Made once for a worker; a trace that cannot be made ends nothing.
+    """Traces the steps that `train.profile_steps` names; a trace that cannot be written does not end the run.
 
     Args:
         job: The run, with `train.profile_steps`.
-        device: Where it is computed.
+        device: Device that computes.
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        self._job, self._wanted = job, job.config.train.profile_steps or 0
+        self._job, self._profile_steps = job, job.config.train.profile_steps or 0
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -109,11 +116,18 @@ class StepProfile:
         self._first = self._last = 0
 
     def before(self, rank: int, step: int) -> None:
-        """Begins before the first of the steps, counted from 1, if this is rank 0."""
+        """Starts the trace before the first of the steps, if this is rank 0.
+
+        Args:
+            rank: This rank.
+            step: Number of the step that begins, from 1.
+        """
         if not self._last:
             first = step + _WARM_UP_STEPS
             self._first, self._last = (
-                self._wanted if isinstance(self._wanted, list) else (first, first + self._wanted - 1)
+                self._profile_steps
+                if isinstance(self._profile_steps, list)
+                else (first, first + self._profile_steps - 1)
             )
         if rank == 0 and self._running is None and self._first <= step <= self._last:
             self._first = step
@@ -121,12 +135,12 @@ class StepProfile:
             self._running.__enter__()
 
     def after(self, step: int) -> None:
-        """Ends after the last of the steps."""
+        """Ends the trace after the last of the steps; `step` is the number of the step that is done."""
         if step >= self._last:
             self.end(step)
 
     def end(self, step: int) -> None:
-        """Ends, and writes what there is, if it has begun."""
+        """Ends the trace and writes it, if it has started; `step` is the number of the last finished step."""
         running, self._running = self._running, None
         if running is None:
             return

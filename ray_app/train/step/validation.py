@@ -1,8 +1,7 @@
-"""Evaluation by the training workers themselves, together, at every planned checkpoint: every row once, each its share
-of the chunks.
+"""Evaluation by the training workers themselves at every planned checkpoint.
 
-A run that goes on from such a checkpoint evaluates it first, if that was not done before: whatever stopped it, no
-evaluation is lost.
+Every row is evaluated once; each rank evaluates its share of the chunks of rows. A run that resumes from a planned
+checkpoint evaluates it first, if that was not done before: whatever stopped the run, no evaluation is lost.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _ATTEMPTS, _FIRST_PAUSE_S = 6, 0.5
 
 
 class Validation:
-    """See the module.
+    """Evaluates the state of a worker together with the other workers.
 
     Args:
-        job: The run; with `job.evaluation`.
-        state: What is trained.
-        load: Returns the decoded evaluation data, each field (rows, ...).
-        device: Where to compute.
-        moved: Called after every chunk: a sign that something goes on.
+        job: The run, with `job.evaluation`.
+        state: The training state.
+        load: Returns the decoded evaluation data, each field of shape (rows, ...).
+        device: Device to compute on.
+        moved: Called after every chunk, to report progress to the step watchdog.
     """
 
     def __init__(
@@ -49,34 +48,35 @@ class Validation:
     ) -> None:
         self._job, self._state, self._load, self._device, self._moved = job, state, load, device, moved
         self._arrays: Arrays | None = None
-        self._untold: list[tuple[int, str]] = []
+        self._pending_events: list[tuple[int, str]] = []
 
     def run(self, world: World) -> None:
-        """Evaluates the state of now, unless it was done before; a collective of all ranks.
+        """Evaluates the present state, unless that was done before; a collective of all ranks.
 
         Raises:
-            PeerLostError: A peer left meanwhile; the next generation does it again.
+            PeerLostError: A peer left meanwhile; the next generation evaluates again.
         """
-        self.tell()
+        self.put_pending_events()
         job, step, began = self._job, self._state.step, time.perf_counter()
         assert job.evaluation is not None
         if gather(world.rank == 0 and self._is_done(step), world)[0]:
             return
         arrays = self._arrays = self._arrays if self._arrays is not None else self._load()
-        size, mine = job.config.evaluate.batch_size, []
-        with self._state.returned() as model:
+        size, local_chunks = job.config.evaluate.batch_size, []
+        with self._state.eval_model() as model:
             digest = params_digest(model.state_dict())
             manifest = job.evaluation.manifest
             for chunk in score(job.task, model, arrays, size, self._device, world.rank, world.size, manifest=manifest):
-                mine.append(chunk)
+                local_chunks.append(chunk)
                 self._moved()
-        if world.settle is not None:
-            world.settle()  # the parameters may have come through the device
-        shares = gather(mine, world)
+        # The parameters may have been received on the device, where a broken collective leaves garbage.
+        if world.check_device_errors is not None:
+            world.check_device_errors()
+        chunks_by_rank = gather(local_chunks, world)
         if world.rank != 0:
             return
-        scores = combine(job.task, (chunk for share in shares for chunk in share))
-        made = Evaluation(
+        scores = combine(job.task, (chunk for of_rank in chunks_by_rank for chunk in of_rank))
+        evaluation = Evaluation(
             step=step,
             epoch=Cursor.at(step, job.plan.steps_per_epoch).epoch,
             params_digest=digest,
@@ -86,45 +86,46 @@ class Validation:
             data_digest=manifest.digest,
             **scores.record(job.task.classes),
         )
-        self._put(made)
+        self._put(evaluation)
 
-    def tell(self) -> None:
-        """Records which evaluations the storage did not take, as soon as it takes that: early stopping waits for it."""
-        while self._untold:
-            step, reason = self._untold[0]
+    def put_pending_events(self) -> None:
+        """Records the evaluations that could not be written, as soon as the storage accepts that.
+
+        Early stopping waits for these events.
+        """
+        while self._pending_events:
+            step, reason = self._pending_events[0]
             if not put_event(self._job.paths, "evaluation_skipped", self._job.fence, step=step, reason=reason):
                 return
-            self._untold.pop(0)
+            self._pending_events.pop(0)
 
     def _is_done(self, step: int) -> bool:
         try:
             return step in evaluated_steps(self._job.paths)
-        except OSError as error:  # then it is done again, and the first one stays
+        except OSError as error:
+            # The state is then evaluated again; an evaluation that is on storage already stays.
             logger.warning("The evaluations could not be listed: %s", error)
             return False
 
-    def _put(self, made: Evaluation) -> None:
-        """Writes an evaluation; if the storage refuses for as long as a checkpoint is tried, training goes on without
-        it.
-        """
+    def _put(self, evaluation: Evaluation) -> None:
+        """Writes an evaluation, with as many attempts as a checkpoint; if all fail, training continues without it."""
         paths, fence, reason = self._job.paths, self._job.fence, ""
         for attempt in range(_ATTEMPTS):
             try:
-                if put_evaluation(paths, made):
-                    put_event(
-                        paths, "evaluated", fence, step=made.step, metrics=made.metrics, duration_s=made.duration_s
-                    )
+                if put_evaluation(paths, evaluation):
+                    details = {"metrics": evaluation.metrics, "duration_s": evaluation.duration_s}
+                    put_event(paths, "evaluated", fence, step=evaluation.step, **details)
                 return
             except OSError as error:
                 reason = f"{type(error).__name__}: {error}"
                 logger.warning(
                     "The evaluation of step %d, attempt %d of %d to write it failed: %s",
-                    made.step,
+                    evaluation.step,
                     attempt + 1,
                     _ATTEMPTS,
                     reason,
                 )
             self._moved()
             time.sleep(_FIRST_PAUSE_S * 2**attempt)
-        self._untold.append((made.step, reason))
-        self.tell()
+        self._pending_events.append((evaluation.step, reason))
+        self.put_pending_events()

@@ -1,1 +1,1 @@
-"""The strategies beside `ddp`, each in a module of one shape; `ray_app.train.build` chooses among them."""
+"""The strategies other than `ddp`, each a state and a step in its module; `ray_app.train.build` chooses one."""

@@ -1,10 +1,9 @@
-"""Central storage: parameters and optimizer state in the host memory of rank 0, computation on the devices of all
-ranks.
+"""Central storage: parameters and optimizer state are in the host memory of rank 0, all ranks compute on their devices.
 
-What `tf.distribute.experimental.CentralStorageStrategy` does on one machine. In each step every rank takes the
-parameters, computes, the gradients are added as with `ddp`, and rank 0 alone moves the parameters, in host memory. So a
-device holds parameters and gradients, but no optimizer state, and the bits are those of `ddp` where the optimizer runs
-on the CPU there, too.
+`tf.distribute.experimental.CentralStorageStrategy` does the same on one machine. In each step every rank receives the
+parameters and computes, the gradients are reduced as with `ddp`, and rank 0 alone updates the parameters in host
+memory. So a device has parameters and gradients, but no optimizer state, and the result is bit-identical to that of
+`ddp` if the optimizer runs on the CPU there, too.
 """
 
 from __future__ import annotations
@@ -23,57 +22,62 @@ from torch import Tensor, nn
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.task.base import Task
-from ray_app.train.state.parameters import in_order
-from ray_app.train.state.state import NOTHING, TrainingState
-from ray_app.train.state.transfer import views_like
+from ray_app.train.state.parameters import ordered_parameters
+from ray_app.train.state.state import NO_STATE, TrainingState
+from ray_app.train.state.transfer import page_locked_like
 from ray_app.train.step.micro_batch import TensorGroup
 from ray_app.train.strategies.partitioned import PartitionedState
 
 
 class CentralState(PartitionedState):
-    """See the module; `model` computes on the device, `master` is what the optimizer moves, on the host.
+    """The state of central storage: `model` computes on the device, and the optimizer updates `master` on the host.
 
-    The master of another rank than 0 is as old as the generation, and its optimizer has no state.
+    On ranks other than 0 the master is as old as the generation, and the optimizer has no state.
     """
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        self._holds = self._has_moved = False
-        self._refreshed = NOTHING
-        self._moves_buffers = type(task).apply_gradients is not Task.apply_gradients
-        """Whether an update may write buffers (averages), which all then have to have."""
+        self._has_master = False
+        """Whether this rank has the parameters and the optimizer state, which is rank 0."""
+        self._has_newer_buffers = False
+        """Whether an update has written buffers of the master that the model does not have yet."""
+        self._refreshed_step = NO_STATE
+        """The step of the parameters in the model."""
+        self._updates_buffers = type(task).apply_gradients is not Task.apply_gradients
+        """Whether an update may write buffers (averages), which all ranks then need."""
         self._gradients: dict[Tensor, Tensor] = {}
         super().__init__(config, task, device, total_steps)
 
-    def _master_of(self, model: nn.Module) -> nn.Module:
+    def _make_master(self, model: nn.Module) -> nn.Module:
         try:
             master = copy.deepcopy(model).cpu()
-        except Exception:  # it has what cannot be copied: a lock, a tensor that was computed (weight_norm, pruning)
-            frozen, master = self._frozen, self._made().cpu()
+        # Some models cannot be copied: they have a lock, or a tensor that was computed (weight_norm, pruning).
+        except Exception:
+            frozen, master = self._frozen, self._build_model().cpu()
             self._frozen = frozen
             with torch.no_grad():
-                for mine, computed in zip(_tensors(master), _tensors(model), strict=True):
-                    mine.copy_(computed)
+                for target, source in zip(_tensors(master), _tensors(model), strict=True):
+                    target.copy_(source)
+        # A copy of a parameter lacks the attributes that were set on it.
         for m, p in zip(master.parameters(), model.parameters(), strict=True):
-            vars(m).update(vars(p))  # which a copy does not have
+            vars(m).update(vars(p))
         return master
 
-    def advance(self) -> None:
-        """See `TrainingState.advance`; only rank 0 has something to move."""
-        if self._holds:
+    def optimizer_step(self) -> None:
+        """Updates the parameters on rank 0, see `TrainingState.optimizer_step`."""
+        if self._has_master:
             self._fetch_gradients()
-            if self._moves_buffers:
+            if self._updates_buffers:
                 self._take_buffers()
-                self._has_moved = True
-            super().advance()
+                self._has_newer_buffers = True
+            super().optimizer_step()
             return
+        # On the other ranks the schedule advances without the optimizer.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            self.pass_over()
+            self.advance_schedule()
 
     def _fetch_gradients(self) -> None:
-        """Gives the master the gradients of the model, or none where there is none; on a GPU through page-locked
-        memory.
-        """
+        """Gives the master the gradients of the model; from a GPU through page-locked memory."""
         on_gpu = self._device.type == "cuda"
         for m, p in zip(self.master.parameters(), self.model.parameters(), strict=True):
             if not on_gpu or p.grad is None:
@@ -84,98 +88,101 @@ class CentralState(PartitionedState):
             torch.cuda.current_stream(self._device).synchronize()
 
     def _lock_pages(self) -> None:
-        """Lets copies of parameters and gradients not wait for each other; only rank 0 makes some, so only its memory
-        is page-locked.
+        """Moves the master's parameters and gradients to page-locked memory, so that their copies run concurrently.
+
+        Only rank 0 makes such copies, so only its memory is page-locked.
         """
         parameters = list(self.master.parameters())
-        if self._device.type == "cpu" or self._gradients or not self._holds:
+        if self._device.type == "cpu" or self._gradients or not self._has_master:
             return
-        for p, memory in zip(parameters, views_like(parameters), strict=True):
+        for p, memory in zip(parameters, page_locked_like(parameters), strict=True):
             p.data = memory.copy_(p.data)
-        trained = in_order(self.optimizer)
-        self._gradients = dict(zip(trained, views_like(trained), strict=True))
+        trained = ordered_parameters(self.optimizer)
+        self._gradients = dict(zip(trained, page_locked_like(trained), strict=True))
 
     def refresh(self) -> None:
-        """See `TrainingState.refresh`.
+        """Sends the parameters of the present step to all ranks, see `TrainingState.refresh`.
 
         Raises:
-            PeerLostError: A peer left meanwhile; rank 0 has the state of before.
+            PeerLostError: A peer left meanwhile; the state of rank 0 is unchanged.
         """
-        if self._refreshed != self.step:
+        if self._refreshed_step != self.step:
             self._send_parameters()
-            self._refreshed = self.step
+            self._refreshed_step = self.step
 
     @torch.no_grad()
     def _send_parameters(self) -> None:
         parameters = [p.detach() for p in self.model.parameters()]
-        if self._holds:
+        if self._has_master:
             for p, m in zip(parameters, self.master.parameters(), strict=True):
                 p.copy_(m, non_blocking=True)
-        buffers = TensorGroup(list(self.model.buffers()) if self._moves_buffers else [])
-        if self._has_moved:
+        buffers = TensorGroup(list(self.model.buffers()) if self._updates_buffers else [])
+        if self._has_newer_buffers:
             buffers.copy(TensorGroup(list(self.master.buffers())))
-            self._has_moved = False
+            self._has_newer_buffers = False
         if self._world.size > 1:
             sent = buffers.like()
             sent.copy(buffers)
-            with self._world.launching():
+            with self._world.launch_guard():
                 for work in [dist.broadcast(p, 0, async_op=True) for p in (*parameters, sent.memory) if p.numel()]:
                     work.wait()  # type: ignore[union-attr]
             buffers.copy(sent)
 
     @contextmanager
-    def returned(self) -> Iterator[nn.Module]:
-        """See `TrainingState.returned`; a collective of all ranks."""
+    def eval_model(self) -> Iterator[nn.Module]:
+        """Yields the model with the parameters of rank 0, see `TrainingState.eval_model`; a collective of all ranks."""
         try:
             with self.average.in_place() if self.average is not None else nullcontext():
                 self._send_parameters()
                 yield self.model
         finally:
             self.train()
-            self._refreshed = NOTHING
+            self._refreshed_step = NO_STATE
 
     def _fall_back(self) -> None:
-        if self._holds:
-            self._whole = self._own()  # what it saves if it has to leave now, without a group
+        if self._has_master:
+            # If this rank has to leave now, it saves this copy without a group.
+            self._whole = self._local_copy()
         else:
             super()._fall_back()
 
-    def _own(self) -> Snapshot:
-        if not self._holds:
-            return super()._own()
+    def _local_copy(self) -> Snapshot:
+        if not self._has_master:
+            return super()._local_copy()
         self._take_buffers()
         return TrainingState.snapshot(self)
 
     @torch.no_grad()
     def _take_buffers(self) -> None:
-        if self._has_moved:  # the master's are newer
+        """Copies the buffers of the model to the master, unless those of the master are newer."""
+        if self._has_newer_buffers:
             return
-        for mine, computed in zip(self.master.buffers(), self.model.buffers(), strict=True):
-            mine.copy_(computed)
+        for target, source in zip(self.master.buffers(), self.model.buffers(), strict=True):
+            target.copy_(source)
 
     @property
-    def _owners(self) -> int:
+    def _num_owners(self) -> int:
         return 1
 
-    def _part(self) -> Any:
-        if not self._holds:
+    def _local_part(self) -> Any:
+        if not self._has_master:
             return None
         self._take_buffers()
-        return super()._part()
+        return super()._local_part()
 
-    def _collected(self) -> Snapshot:
-        if self._holds:
-            self._whole = self._own()
-        return self._sent(0, range(1, self._world.size))
+    def _collect(self) -> Snapshot:
+        if self._has_master:
+            self._whole = self._local_copy()
+        return self._send_whole(0, range(1, self._world.size))
 
-    def _take(self, whole: Snapshot) -> None:
-        self._holds, self._has_moved = self._world.rank == 0, False
+    def _load_part(self, whole: Snapshot) -> None:
+        self._has_master, self._has_newer_buffers = self._world.rank == 0, False
         self._lock_pages()
-        state = whole.optimizer["state"] if self._holds else {}
+        state = whole.optimizer["state"] if self._has_master else {}
         optimizer = copy.deepcopy({**whole.optimizer, "state": state})
         TrainingState.load(self, replace(whole, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule)))
         self.model.load_state_dict(self.master.state_dict())
-        self._refreshed = self.step
+        self._refreshed_step = self.step
         self.train()
 
 

@@ -1,12 +1,10 @@
-"""A step on sharded parameters: every pass gathers them from all ranks, so all ranks make the same number of passes.
+"""The fully sharded strategy: every rank has a shard of each parameter and of its optimizer state (FSDP2).
 
-Optimizers that move a rank's shards as plain tensors, with the bits that they give on whole ones.
-
-Fully sharded state: every rank has its share of each parameter and of its optimizer state (FSDP2,
-`torch.distributed.fsdp`).
-
-A generation builds the model anew, shards it over its ranks and fills it from a whole copy, which knows nothing of
-shards: a checkpoint is that of any other strategy, and loads on any number of workers.
+`ShardedState` builds the model anew for each generation, shards it over the ranks (`torch.distributed.fsdp`) and fills
+it from a whole copy, which does not depend on shards: a checkpoint is the same as with any other strategy, and loads on
+any number of workers. `ShardedStep` makes the same number of passes on all ranks, because every pass gathers the
+parameters from all ranks. `StateShards` and `PiecewiseKernels` let optimizers update a rank's shards as plain tensors,
+with results that are bit-identical to those on whole parameters.
 """
 
 from __future__ import annotations
@@ -31,76 +29,76 @@ from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec, load_class
 from ray_app.data.windows import MicroBatch
-from ray_app.plan.assignment import micro_batches
+from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, collective
 from ray_app.reduction.sharded import (
     DeterministicShardedReducer,
     FsdpReducer,
-    as_sharded,
+    gather_whole,
     shard_like,
     shard_model,
-    whole,
+    wrap_shard,
 )
 from ray_app.task.base import DeviceSums, Losses, LossSums, Task
 from ray_app.train.membership import Flags
-from ray_app.train.process_group import backend_of, form_group
-from ray_app.train.state.parameters import in_order
+from ray_app.train.process_group import backend_name, init_default_group
+from ray_app.train.state.parameters import ordered_parameters
 from ray_app.train.state.state import TrainingState
-from ray_app.train.state.transfer import copied
-from ray_app.train.step.step import Step, norms_of
+from ray_app.train.state.transfer import copy_to_host
+from ray_app.train.step.step import Step, gradient_norms
 from ray_app.train.step.step_stats import ReplicaStats, StepResult
 from ray_app.train.strategies.partitioned import PartitionedState
 
 
 class ShardedStep(Step):
-    """See the module.
+    """A step on sharded parameters, in which all ranks make the same number of passes.
 
-    A rank that plays fewer logical workers than another, or one without rows, makes a pass that counts for nothing: on
-    rows that it had before, with weights of zero and without a trace in the buffers.
+    A rank that runs fewer logical workers than another, or one without rows, makes idle passes: on rows that it had
+    before, with weights of zero, and without a change of the buffers.
     """
 
-    unknown_culprit = "gradients of finite losses, which are sharded, so whose is not known"
+    non_finite_source = "gradients of finite losses, which are sharded, so that the logical worker is not known"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        assert isinstance(self._exchange, FsdpReducer), "build_exchange made it"
-        self._sharded = self._exchange
-        self._missing = micro_batches(self._world.size, self._world.logical_workers) - len(self._world.played)
-        self._before: MicroBatch | None = None
-        self._bad: set[int] = set()
+        assert isinstance(self._reducer, FsdpReducer), "build_reducer made it"
+        self._sharded = self._reducer
+        self._idle_passes = count_passes(self._world.size, self._world.logical_workers) - len(self._world.assigned)
+        self._idle_batch: MicroBatch | None = None
+        self._non_finite: set[int] = set()
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
-        """See `Step.run`."""
-        self._before = next((batch for batch in batches if batch.rows), self._before) or _blank(batches[0])
+        """Does one step, see `Step.run`."""
+        self._idle_batch = next((batch for batch in batches if batch.rows), self._idle_batch) or _zero_row(batches[0])
         return super().run(cursor, batches, global_rows, flags)
 
-    def _play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
+    def _run_logical_worker(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> DeviceSums | None:
         sums = None
         if batch.rows:
-            sums = super()._play(cursor, batch, global_rows)
+            sums = super()._run_logical_worker(cursor, batch, global_rows)
         else:
-            self._pass_idly(cursor)
-        if batch.logical_worker == self._world.played[-1]:
-            for _ in range(self._missing):
-                self._pass_idly(cursor)
+            self._run_idle_pass(cursor)
+        if batch.logical_worker == self._world.assigned[-1]:
+            for _ in range(self._idle_passes):
+                self._run_idle_pass(cursor)
         return sums
 
-    def _lines(
-        self, batches: list[MicroBatch], told: list[LossSums], global_rows: int, flags: Flags
+    def _replica_stats(
+        self, batches: list[MicroBatch], sums: list[LossSums], global_rows: int, flags: Flags
     ) -> list[ReplicaStats]:
-        lines = super()._lines(batches, told, global_rows, flags)
-        self._bad = {row.logical_worker for row in lines if not math.isfinite(row.loss)}
-        return lines
+        stats = super()._replica_stats(batches, sums, global_rows, flags)
+        self._non_finite = {replica.logical_worker for replica in stats if not math.isfinite(replica.loss)}
+        return stats
 
-    def _pass_idly(self, cursor: Cursor) -> None:
-        batch, buffers = self._before, list(self._state.model.buffers())
+    def _run_idle_pass(self, cursor: Cursor) -> None:
+        batch, buffers = self._idle_batch, list(self._state.model.buffers())
         assert batch is not None
-        before = [b.clone() for b in buffers]
-        with self._blaming(batch):
+        values_before = [b.clone() for b in buffers]
+        with self._error_context(batch):
             self._sharded.idle(self._losses(cursor, batch, self._state.model).values)
         with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
+            for buffer, value in zip(buffers, values_before, strict=True):
                 buffer.copy_(value)
 
     def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Losses:
@@ -111,28 +109,28 @@ class ShardedStep(Step):
         return [p.grad.to_local() for p in self._parameters if p.grad is not None]  # type: ignore[attr-defined]
 
     def _norms(self) -> list[Tensor]:
-        """See `Step._norms`; a collective, so that all ranks know the same norm."""
+        """Returns the norm of the whole gradient, see `Step._norms`; a collective."""
         if isinstance(self._sharded, DeterministicShardedReducer):
             norms = self._sharded.norms()
         else:
-            norms = torch.stack(norms_of(self._gradients())).double().square().sum()
-            with self._world.launching():
+            norms = torch.stack(gradient_norms(self._gradients())).double().square().sum()
+            with self._world.launch_guard():
                 dist.all_reduce(norms)
             norms.sqrt_()
         return [norms.to(self._device, non_blocking=True)]
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
-        """Known from the pass itself: another one would have to be one of all ranks."""
-        return batch.logical_worker not in self._bad
+        """Returns whether the loss of the step's own pass was finite: another pass would need all ranks."""
+        return batch.logical_worker not in self._non_finite
 
-    def _rows_to_blame(self, cursor: Cursor, batch: MicroBatch) -> list[int]:
-        """All of the micro-batch: to look at each by itself would be a pass of all ranks."""
+    def _non_finite_rows(self, cursor: Cursor, batch: MicroBatch) -> list[int]:
+        """Returns all rows of the micro-batch: a pass for each row would need all ranks."""
         del cursor
         return batch.positions.tolist()
 
 
-def _blank(batch: MicroBatch) -> MicroBatch:
-    """One row of zeros in the shape of a micro-batch without rows."""
+def _zero_row(batch: MicroBatch) -> MicroBatch:
+    """Returns one row of zeros in the shape of a micro-batch without rows."""
     fields = {
         name: torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)
         for name, value in batch.fields.items()
@@ -140,7 +138,7 @@ def _blank(batch: MicroBatch) -> MicroBatch:
     return MicroBatch(batch.logical_worker, 1, fields, torch.zeros(1, dtype=torch.int64), 0, batch.positions)
 
 
-BY_VALUE = (
+ELEMENTWISE_OPTIMIZERS = (
     optim.SGD,
     optim.Adam,
     optim.AdamW,
@@ -153,17 +151,20 @@ BY_VALUE = (
     optim.ASGD,
     optim.Rprop,
 )
-"""Optimizers that treat each value of a parameter on its own, so that a shard needs to know nothing of the others."""
-_FUSED = (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_)
-_BLOCK = 64
-"""Values: a multiple of what a vector instruction takes at once."""
+"""Optimizers that update each value of a parameter independently, so that a shard can be updated by itself."""
+_FUSED_KERNELS = (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_)
+_BLOCK_VALUES = 64
+"""Values of a block: a multiple of the width of vector instructions."""
 
 
 class StateShards:
-    """This rank's shards of sharded parameters as parameters of their own, sharing their memory.
+    """This rank's shards of sharded parameters as plain parameters that share their memory.
 
     Args:
-        parameters: The sharded ones.
+        parameters: The sharded parameters.
+
+    Attributes:
+        of: The plain parameter of each sharded one.
     """
 
     def __init__(self, parameters: Sequence[DTensor]) -> None:
@@ -174,7 +175,7 @@ class StateShards:
         self._pieces = {shard: _pieces_of(p, shard.numel()) for shard, p in self._sharded.items()}
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Lets an optimizer of these move them by the gradients that the sharded parameters have then."""
+        """Makes an optimizer of the plain parameters use the gradients of the sharded ones, by hooks of its steps."""
 
         def before(*_: Any) -> None:
             for shard, p in self._sharded.items():
@@ -189,80 +190,93 @@ class StateShards:
         optimizer.register_step_post_hook(after)
 
     def in_order(self, optimizer: Optimizer) -> list[Any]:
-        """The sharded parameters as the optimizer numbers them."""
-        return [self._sharded.get(p, p) for p in in_order(optimizer)]
+        """Returns the sharded parameters in the order in which the optimizer numbers them."""
+        return [self._sharded.get(p, p) for p in ordered_parameters(optimizer)]
 
     def as_whole(self) -> TorchFunctionMode:
-        """A context in which fused kernels treat each value as they would in the whole parameter."""
-        return InPieces(self._pieces)
+        """Returns a context in which fused kernels update each value as they would in the whole parameter."""
+        return PiecewiseKernels(self._pieces)
 
 
 Piece = tuple[int, int, int, int]
-"""Values [low, high) of a shard; where they stand in their block of the whole parameter, and its size, or 0 for whole
-blocks.
+"""Values [low, high) of a shard, their offset in a block of the whole parameter, and the size of that block.
+
+Offset and size are 0 for whole blocks.
 """
 
 
-def pieces(start: int, count: int, total: int) -> list[Piece]:
-    """Cuts a shard, `count` values from `start` of `total`, where blocks of the whole parameter begin; the last of
-    these is shorter.
+def cut_shard(start: int, count: int, total: int) -> list[Piece]:
+    """Returns the pieces of a shard, cut where blocks of the whole parameter begin; the last block may be shorter.
+
+    Args:
+        start: Position of the shard's first value in the whole parameter.
+        count: Number of values of the shard.
+        total: Number of values of the whole parameter.
     """
-    found, at, stop = list[Piece](), start, start + count
+    pieces, at, stop = list[Piece](), start, start + count
     while at < stop:
-        block = at // _BLOCK * _BLOCK
-        size = min(_BLOCK, total - block)
+        block = at // _BLOCK_VALUES * _BLOCK_VALUES
+        size = min(_BLOCK_VALUES, total - block)
         if at == block and stop >= block + size:
-            end, place = stop if stop == total else stop // _BLOCK * _BLOCK, (0, 0)
+            end = stop if stop == total else stop // _BLOCK_VALUES * _BLOCK_VALUES
+            pieces.append((at - start, end - start, 0, 0))
         else:
-            end, place = min(stop, block + size), (at - block, size)
-        found.append((at - start, end - start, *place))
+            end = min(stop, block + size)
+            pieces.append((at - start, end - start, at - block, size))
         at = end
-    return found
+    return pieces
 
 
 def _pieces_of(p: DTensor, count: int) -> list[Piece]:
     rows = -(-p.shape[0] // p.device_mesh.size())
-    return pieces(p.device_mesh.get_local_rank() * rows * p.shape[1:].numel(), count, p.numel())
+    return cut_shard(p.device_mesh.get_local_rank() * rows * p.shape[1:].numel(), count, p.numel())
 
 
-class InPieces(TorchFunctionMode):
-    """See `StateShards.as_whole`.
+class PiecewiseKernels(TorchFunctionMode):
+    """Makes fused kernels update shards with the same roundings as whole parameters, see `StateShards.as_whole`.
 
-    On a CPU a fused kernel takes the values that are left behind its last vector one by one, with other roundings. A
-    piece that is no whole blocks goes through it in the place that it has in its block, in memory of its own.
+    On a CPU a fused kernel updates the values after its last full vector one by one, with other roundings. So a piece
+    that is not whole blocks goes through the kernel in a temporary block, at the position that it has in its block.
+
+    Args:
+        pieces: The pieces of each shard.
     """
 
-    def __init__(self, of: Mapping[Tensor, list[Piece]]) -> None:
+    def __init__(self, pieces: Mapping[Tensor, list[Piece]]) -> None:
         super().__init__()
-        self._pieces = of
+        self._pieces = pieces
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _FUSED or args[0][0].device.type != "cpu":
+        if func not in _FUSED_KERNELS or args[0][0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
-        cut: list[list[Tensor]] = [[] for _ in args]
-        back: list[tuple[Tensor, Tensor]] = []
+        piece_args: list[list[Tensor]] = [[] for _ in args]
+        copies_back: list[tuple[Tensor, Tensor]] = []
         for i, shard in enumerate(args[0]):
             for piece in self._pieces[shard]:
-                for into, values in zip(cut, args, strict=True):
+                for pieces, values in zip(piece_args, args, strict=True):
                     if values:
-                        into.append(_cut(values[i], piece, back))
-        if cut[0]:
-            func(*cut, **(kwargs or {}))
-        for value, moved in back:
-            value.copy_(moved)
+                        pieces.append(_cut_piece(values[i], piece, copies_back))
+        if piece_args[0]:
+            func(*piece_args, **(kwargs or {}))
+        for target, updated in copies_back:
+            target.copy_(updated)
         return None
 
 
-def _cut(value: Tensor, piece: Piece, back: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """A piece of what an optimizer has of a shard; what has to be copied back goes into `back`."""
+def _cut_piece(value: Tensor, piece: Piece, copies_back: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Returns a piece of a tensor that an optimizer has for a shard.
+
+    For a temporary block, its target and source are appended to `copies_back`.
+    """
     low, high, offset, size = piece
-    if not value.ndim:  # the number of steps
+    # The number of steps has no dimension and belongs to all pieces.
+    if not value.ndim:
         return value
     part = value.detach().view(-1)[low:high]
     if not size:
         return part
     block = part.new_zeros(size)
-    back.append((part, block[offset : offset + high - low].copy_(part)))
+    copies_back.append((part, block[offset : offset + high - low].copy_(part)))
     return block
 
 
@@ -270,116 +284,127 @@ _CPU = torch.device("cpu")
 
 
 class ShardedState(PartitionedState):
-    """See the module. Outside of a generation there is only the whole copy."""
+    """The sharded training state; outside of a generation there is only the whole copy."""
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        super().__init__(config, task, _CPU, total_steps)  # a device need not have room for all of it
+        # The whole model is built on the CPU: the memory of a device may be too small for it.
+        super().__init__(config, task, _CPU, total_steps)
         self._units, self._mesh_device = task.shard_units, device
 
-    def _optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
-        """One of plain shards if it treats each value on its own, otherwise of sharded parameters, which know what a
-        whole is.
+    def _build_optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
+        """Returns an optimizer of plain shards if it updates each value independently, otherwise of sharded parameters.
+
+        Operators on sharded parameters (`DTensor`) compute with the whole parameter.
         """
-        sharded = [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in BY_VALUE else []
+        sharded = (
+            [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in ELEMENTWISE_OPTIMIZERS else []
+        )
         self._shards = StateShards(sharded)
-        optimizer = super()._optimizer(spec, {name: self._shards.of.get(p, p) for name, p in named.items()})
+        optimizer = super()._build_optimizer(spec, {name: self._shards.of.get(p, p) for name, p in named.items()})
         self._shards.follow(optimizer)
         return optimizer
 
     def _can_fuse(self, optimizer: Any) -> bool:
-        return optimizer in BY_VALUE and super()._can_fuse(optimizer)
+        return optimizer in ELEMENTWISE_OPTIMIZERS and super()._can_fuse(optimizer)
 
-    def advance(self) -> None:
-        """See `TrainingState.advance`."""
+    def optimizer_step(self) -> None:
+        """Updates the shards, see `TrainingState.optimizer_step`."""
         with self._shards.as_whole():
-            super().advance()
+            super().optimizer_step()
 
     @contextmanager
-    def among(self, world: World) -> Iterator[World]:
-        """See `TrainingState.among`; a worker that is alone gets a process group, which shards need."""
+    def bind(self, world: World) -> Iterator[World]:
+        """Binds the state to a generation, see `TrainingState.bind`; a worker alone gets the process group it needs."""
         world = replace(world, strided=self._config.train.reduction == "exact")
         if world.size > 1:
-            with super().among(world):
+            with super().bind(world):
                 yield world
             return
-        form_group(backend_of(self._mesh_device, self._config.train.backend), self._mesh_device, HashStore(), 0, 1)
+        init_default_group(
+            backend_name(self._mesh_device, self._config.train.backend), self._mesh_device, HashStore(), 0, 1
+        )
         try:
-            with super().among(world):
+            with super().bind(world):
                 yield world
         finally:
             dist.destroy_process_group()
 
     def _live(self) -> Snapshot:
-        """See `TrainingState._live`; with sharded tensors."""
+        """Returns the state with sharded tensors, see `TrainingState._live`."""
         live = super()._live()
-        parameters = self._shards.in_order(self.optimizer)
-        live.optimizer["state"] = {i: _sharded(values, parameters[i]) for i, values in live.optimizer["state"].items()}
+        state, parameters = live.optimizer["state"], self._shards.in_order(self.optimizer)
+        live.optimizer["state"] = {i: _wrap_shards(values, parameters[i]) for i, values in state.items()}
         return live
 
-    def _collected(self) -> Snapshot:
-        return Snapshot(**copied(vars(self._live()), whole=whole))
+    def _collect(self) -> Snapshot:
+        return Snapshot(**copy_to_host(vars(self._live()), whole=gather_whole))
 
     def _drop(self) -> None:
-        """Frees the shards of the last generation and what belongs to them, before those of the next are made: a device
-        that has room for a step need not have room for both. They are in circles (`fully_shard`, optimizers), so it
-        takes the garbage collector.
+        """Frees the shards of the last generation and everything that belongs to them.
+
+        It comes before those of the next generation are made, because the memory of a device may be too small for both.
+        They form reference cycles (`fully_shard`, optimizers), so the garbage collector has to run.
         """
         self.model = self.master = nn.Module()
         for name in ("optimizer", "schedule", "turns", "average", "_shards", "_frozen"):
             vars(self).pop(name, None)
         gc.collect()
 
-    def _take(self, whole: Snapshot) -> None:
+    def _load_part(self, whole: Snapshot) -> None:
         self._drop()
-        self.model = self.master = self._made()
+        self.model = self.master = self._build_model()
         with collective():
             shard_model(self.model, self._units, self._config.train, self._mesh_device, self._world)
-        self._equip()
+        self._build_optimizers()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         trained = self._shards.in_order(self.optimizer)
-        moved = {
+        optimizer = {
             **whole.optimizer,
             "state": {
-                i: _like(values, trained[i], trained[i] in self._shards.of)
+                i: _shard_values(values, trained[i], trained[i] in self._shards.of)
                 for i, values in whole.optimizer["state"].items()
             },
         }
         more = dict(whole.more)
         if "parameters" in more:
-            more["parameters"] = _by_name(more["parameters"], parameters)
-        model = _by_name(whole.model, parameters)
+            more["parameters"] = _shard_by_name(more["parameters"], parameters)
+        model = _shard_by_name(whole.model, parameters)
         TrainingState.load(
-            self, replace(whole, model=model, optimizer=moved, schedule=copy.deepcopy(whole.schedule), more=more)
+            self, replace(whole, model=model, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule), more=more)
         )
 
 
-def _by_name(values: dict[str, Tensor], parameters: dict[str, Any]) -> dict[str, Tensor]:
-    """A model's values with those of its parameters as shards."""
+def _shard_by_name(values: dict[str, Tensor], parameters: dict[str, Any]) -> dict[str, Tensor]:
+    """Returns a model's values with those of its parameters as shards."""
     return {
         name: shard_like(value, parameters[name]) if name in parameters else value for name, value in values.items()
     }
 
 
-def _like(values: dict[str, Any], parameter: DTensor, plain: bool) -> dict[str, Any]:
-    """A parameter's optimizer state with (plain) shards of what is one value per value of the parameter, in memory of
-    its own.
+def _shard_values(values: dict[str, Any], parameter: DTensor, plain: bool) -> dict[str, Any]:
+    """Returns a parameter's optimizer state with shards of the tensors of the parameter's shape, in memory of its own.
+
+    Args:
+        values: The state for the whole parameter.
+        parameter: The sharded parameter.
+        plain: Whether the shards are plain tensors instead of `DTensor`.
     """
-    found = copy.copy(values)
+    sharded = copy.copy(values)
     for name, value in values.items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             shard = shard_like(value, parameter)
-            found[name] = shard.to_local() if plain else shard
+            sharded[name] = shard.to_local() if plain else shard
         elif isinstance(value, Tensor):
-            found[name] = value.clone()
-    return found
+            sharded[name] = value.clone()
+    return sharded
 
 
-def _sharded(values: dict[str, Any], parameter: Any) -> dict[str, Any]:
-    """A parameter's optimizer state with sharded tensors where it has plain shards."""
+def _wrap_shards(values: dict[str, Any], parameter: Any) -> dict[str, Any]:
+    """Returns a parameter's optimizer state with sharded tensors where it has plain shards."""
     if not isinstance(parameter, DTensor):
         return values
     shape = parameter.to_local().shape
     is_shard = {
         name: isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == shape for name, v in values.items()
     }
-    return {name: as_sharded(v, parameter) if is_shard[name] else v for name, v in values.items()}
+    return {name: wrap_shard(v, parameter) if is_shard[name] else v for name, v in values.items()}

@@ -1,17 +1,15 @@
-"""The states of local SGD: what all hold at an average, and the replica that each logical worker trains on its own
-until the next.
+"""Local SGD: every logical worker trains on its own for some steps, then all take the average.
 
-Local SGD: every logical worker goes some steps on its own, then all take the average.
+Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. A replica belongs to a logical worker, not to a
+worker, so the number of workers changes nothing; a worker has one replica for each logical worker that it runs. A
+replica moves by the mean over its own rows, or over their weight if the task gives rows weights. The average is
+weighted by the same, summed over the round (McMahan et al., AISTATS 2017), and includes the optimizer's state (Yu et
+al., ICML 2019), so after it there is one state for all: workers may join and leave between two averages, and a round
+that a lost worker interrupts is repeated from its beginning, with bit-identical results. An outer optimizer applies the
+change of the parameters; with Nesterov momentum that is DiLoCo (Douillard et al., 2023).
 
-Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. A replica moves by the mean over its own rows, or
-over their weight where the task gives rows weights. The average is weighted by the same, summed over the round (McMahan
-et al., AISTATS 2017), and takes in the optimizer's state (Yu et al., ICML 2019), so after it there is one state for
-all: workers may come and go between two averages, and what one loses of a round is done again from its beginning, with
-the same bits. The change of the parameters is applied by an outer optimizer; with Nesterov momentum that is DiLoCo
-(Douillard et al., 2023).
-
-A replica belongs to a logical worker, not to a worker, so the number of workers changes nothing; a worker holds one for
-each that it plays.
+`LocalState` is the common state at an average, `LocalReplica` the state of one logical worker until the next one, and
+`LocalStep` runs the steps.
 """
 
 from __future__ import annotations
@@ -30,37 +28,37 @@ from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, backward_of, gather, settled
+from ray_app.reduction.base import World, check_errors_on_all_ranks, gather, run_backward
 from ray_app.reduction.bucketed import BucketedReducer
-from ray_app.task.base import DeviceSums, Task, read, sums_of
+from ray_app.task.base import DeviceSums, Task, read_sums, sum_on_device
 from ray_app.task.user_code import user_code
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, Phase
-from ray_app.train.state.parameters import in_order, load_optimizer, numbers
-from ray_app.train.state.state import TrainingState, without_compiler
-from ray_app.train.step.micro_batch import modes_of, restore
-from ray_app.train.step.step import Step, correct, line, norm_of, norms_of
+from ray_app.train.state.parameters import load_optimizer, ordered_parameters, parameter_numbers
+from ray_app.train.state.state import TrainingState, remove_compiler_hooks
+from ray_app.train.step.micro_batch import module_modes, restore_modes
+from ray_app.train.step.step import Step, gradient_norms, make_replica_stats, scale_and_clip, total_norm
 from ray_app.train.step.step_stats import StepResult
-from ray_app.train.step.timing import UNTOLD
+from ray_app.train.step.timing import NO_TIME
 
 
 class LocalState(TrainingState):
-    """What all hold at an average, with the outer optimizer that moves it."""
+    """The common state of all logical workers at an average, with the outer optimizer that updates it."""
 
-    def _equip(self) -> None:
-        super()._equip()
+    def _build_optimizers(self) -> None:
+        super()._build_optimizers()
         train = self._config.train
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        without_compiler(torch.optim.SGD)
+        remove_compiler_hooks(torch.optim.SGD)
         self.outer = torch.optim.SGD(trained, train.outer_lr, train.outer_momentum, nesterov=train.outer_momentum > 0)
 
     def take_round(self, change: list[Tensor], optimizer: dict[str, Any], replica: TrainingState, step: int) -> None:
-        """Ends a round.
+        """Makes this the state at the end of a round.
 
         Args:
-            change: What the trained parameters lost in the round on average, one tensor each.
+            change: Average decrease of each trained parameter in the round, as one tensor each.
             optimizer: The averaged state of the optimizer.
-            replica: One that went through the round, for its schedule.
+            replica: A replica of the round, for the state of its schedule.
             step: Finished steps.
         """
         for p, value in zip((p for p in self.model.parameters() if p.requires_grad), change, strict=True):
@@ -80,18 +78,18 @@ class LocalState(TrainingState):
         return live
 
     def load(self, snapshot: Snapshot) -> None:
-        """See `TrainingState.load`."""
+        """Loads the state of a snapshot, see `TrainingState.load`."""
         super().load(snapshot)
         self.outer.load_state_dict(snapshot.more["outer"])
 
 
-class Replica(TrainingState):
-    """What one logical worker trains on its own."""
+class LocalReplica(TrainingState):
+    """The state that one logical worker trains on its own during a round."""
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         super().__init__(config.replace(train__ema_decay=None), task, device, total_steps)
         self.trained: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
-        self.modes = modes_of(self.model)
+        self.modes = module_modes(self.model)
 
     def follow(self, state: TrainingState) -> None:
         """Starts a round from the common state."""
@@ -101,167 +99,183 @@ class Replica(TrainingState):
             self.schedule.load_state_dict(copy.deepcopy(state.schedule.state_dict()))
 
     def forget(self) -> None:
-        """Leaves no gradient."""
+        """Drops the gradients."""
         for p in self.trained:
             p.grad = None
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Those of the trained parameters."""
+        """The gradients of the trained parameters."""
         return [p.grad for p in self.trained if p.grad is not None]
 
     def move(self, has_rows: bool) -> None:
-        """Makes a step of its own."""
+        """Updates the parameters if the step had rows with weight, and advances the schedule."""
         if has_rows:
             with user_code(lambda: "the update of the parameters"):
                 self._task.apply_gradients(self.model, self.optimizer)
-        self.pass_over()
+        self.advance_schedule()
 
     def averaged(self) -> list[str]:
-        """What of the optimizer's state is averaged: the values that are one per value of every parameter that has
-        them.
-        """
-        held = [(name, v, p) for p in self.trained for name, v in self.optimizer.state[p].items()]
-        others = {name for name, v, p in held if not isinstance(v, Tensor) or v.shape != p.shape}
-        return sorted({name for name, _, _ in held} - others)
+        """Returns the names of the optimizer's values that are averaged: those with the shape of their parameter."""
+        values = [(name, v, p) for p in self.trained for name, v in self.optimizer.state[p].items()]
+        others = {name for name, v, p in values if not isinstance(v, Tensor) or v.shape != p.shape}
+        return sorted({name for name, _, _ in values} - others)
 
     def values(self, name: str) -> list[Tensor]:
-        """One of them for every parameter; zeros where the optimizer has none."""
+        """Returns an averaged value of the optimizer for every parameter; zeros where the optimizer has none."""
         return [self.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in self.trained]
 
     def lost(self, starts: list[Tensor]) -> list[Tensor]:
-        """What the parameters lost since they were `starts`."""
+        """Returns the decrease of the parameters since they were `starts`."""
         return [start - p.detach() for start, p in zip(starts, self.trained, strict=True)]
 
     def numbers(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
-        """The rest of the optimizer's state, such as its number of steps, by the number of the parameter, and what its
-        groups have found, as Prodigy's step size; on the CPU, since it is sent.
+        """Returns the rest of the optimizer's state, which is not averaged, on the CPU.
+
+        This is the state by the number of the parameter, such as the number of steps, and the state that the parameter
+        groups have, such as Prodigy's step size.
         """
-        averaged, found = self.averaged(), dict[int, dict[str, Any]]()
-        for i, p in enumerate(in_order(self.optimizer)):
-            found[i] = _on_cpu(self.optimizer.state[p], averaged)
-        return found, [_on_cpu(group, ["params"]) for group in self.optimizer.param_groups]
+        averaged, state = self.averaged(), dict[int, dict[str, Any]]()
+        for i, p in enumerate(ordered_parameters(self.optimizer)):
+            state[i] = _on_cpu(self.optimizer.state[p], averaged)
+        return state, [_on_cpu(group, ["params"]) for group in self.optimizer.param_groups]
 
 
-def _on_cpu(values: Mapping[str, Any], but: list[str]) -> dict[str, Any]:
+def _on_cpu(values: Mapping[str, Any], excluded: list[str]) -> dict[str, Any]:
     return {
-        name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items() if name not in but
+        name: value.cpu() if isinstance(value, Tensor) else value
+        for name, value in values.items()
+        if name not in excluded
     }
 
 
-def beside(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that were sent, each where another of the same name is."""
+def move_to_device_of(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values with each tensor on the device of the other tensor of its name."""
 
-    def moved(value: Any, other: Any) -> Any:
+    def move(value: Any, other: Any) -> Any:
         return value.to(other.device) if isinstance(value, Tensor) and isinstance(other, Tensor) else value
 
-    return {name: moved(value, others.get(name)) for name, value in values.items()}
+    return {name: move(value, others.get(name)) for name, value in values.items()}
 
 
 class LocalStep(Step):
-    """See the module. `state` stays that of the last average until the next; flags wait for it, too.
+    """Runs the steps of local SGD in one generation of workers.
+
+    `state` stays that of the last average until the next one, and flags take effect only then.
 
     Args:
         job: The run.
-        state: What the average changes.
-        exchange: How values meet.
-        world: The workers of now.
-        device: Where it runs.
-        enter: Told what the step is doing.
+        state: The common state.
+        reducer: Sums the values of the logical workers.
+        world: The workers of the generation.
+        device: Device to compute on.
+        enter: Called with each phase that the step begins.
     """
 
     def __init__(
         self,
         job: Job,
         state: LocalState,
-        exchange: BucketedReducer,
+        reducer: BucketedReducer,
         world: World,
         device: torch.device,
         enter: Callable[[Phase], None],
     ) -> None:
-        super().__init__(job.config, job.task, state, exchange, world, device, enter)
-        self._job, self._common, self._sums = job, state, exchange
-        self._replicas = {v: Replica(job.config, job.task, device, job.total_steps) for v in world.played}
+        super().__init__(job.config, job.task, state, reducer, world, device, enter)
+        self._job, self._common, self._sums = job, state, reducer
+        self._replicas = {v: LocalReplica(job.config, job.task, device, job.total_steps) for v in world.assigned}
         self._begin_round()
 
     @property
     def lr(self) -> float:
-        """See `Step.lr`."""
+        """Learning rate of the next step, see `Step.lr`."""
         return next(iter(self._replicas.values())).lr
 
     def _begin_round(self) -> None:
         for replica in self._replicas.values():
             replica.follow(self._state)
-        self._done, self._consumed, self._flags = self._state.step, [0.0] * self._world.logical_workers, Flags(0)
+        self._finished_steps = self._state.step
+        self._round_weights = [0.0] * self._world.logical_workers
+        self._flags = Flags(0)
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
-        """See `Step.run`; a worker that is lost takes all back to the last average."""
+        """Does one step of every logical worker, see `Step.run`.
+
+        A lost worker takes all logical workers back to the last average.
+        """
         if self._timer is not None:
             self._timer.begin()
-        found, norms = list[DeviceSums | None](), list[list[Tensor]]()
+        device_sums, device_norms = list[DeviceSums | None](), list[list[Tensor]]()
         for batch in batches:
-            with self._blaming(batch):
-                sums_there, norms_there = self._go(cursor, batch)
-            found.append(sums_there)
-            norms.append(norms_there)
+            with self._error_context(batch):
+                batch_sums, batch_norms = self._run_replica(cursor, batch)
+            device_sums.append(batch_sums)
+            device_norms.append(batch_norms)
         if self._timer is not None:
-            self._timer.computed()
-        told, numbers = read(self._task, found, [norm for each in norms for norm in each])
-        mine, own, rest = [], list[float](), iter(numbers)
-        spent = self._timer.spent(len(batches), self.waited_s) if self._timer is not None else UNTOLD
-        for batch, sums, each in zip(batches, told, norms, strict=True):
-            norm, share = norm_of(islice(rest, len(each))), sums.weight / global_rows
-            own.append(norm)
+            self._timer.mark_computed()
+        all_sums, numbers = read_sums(self._task, device_sums, [norm for norms in device_norms for norm in norms])
+        stats, norms, remaining = [], list[float](), iter(numbers)
+        time_breakdown = self._timer.breakdown(len(batches), self.data_wait_s) if self._timer is not None else NO_TIME
+        for batch, sums, batch_norms in zip(batches, all_sums, device_norms, strict=True):
+            norm, share = total_norm(islice(remaining, len(batch_norms))), sums.weight / global_rows
+            norms.append(norm)
             loss, square = (sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0)
-            mine.append(line(batch, sums, loss, flags, spent, square))
+            stats.append(make_replica_stats(batch, sums, loss, flags, time_breakdown, square))
         self._enter("exchange")
-        result = self._settled(cursor, self._table.exchange(mine), global_rows)
+        result = self._check_and_rescale(cursor, self._stats.gather(stats), global_rows)
         if self._timer is not None:
-            self._timer.met()
+            self._timer.mark_reduced()
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            self._refuse(cursor, batches, global_rows, result)
-        for batch, norm in zip(batches, own, strict=True):
+            self._raise_non_finite(cursor, batches, global_rows, result)
+        for batch, norm in zip(batches, norms, strict=True):
             replica = self._replicas[batch.logical_worker]
             if has_rows := result.weights[batch.logical_worker] > 0:
-                correct(replica.gradients, 1.0, norm, self._config.train.grad_clip_norm)
+                scale_and_clip(replica.gradients, 1.0, norm, self._config.train.grad_clip_norm)
             replica.move(has_rows)
-        self._done += 1
-        self._consumed = [before + now for before, now in zip(self._consumed, result.weights, strict=True)]
+        self._finished_steps += 1
+        weights = zip(self._round_weights, result.weights, strict=True)
+        self._round_weights = [round_weight + step_weight for round_weight, step_weight in weights]
         self._flags |= result.flags
         flags = Flags(0)
-        if self._done % self._job.steps_per_round == 0 or self._done == self._job.total_steps:
+        is_run_complete = self._finished_steps == self._job.total_steps
+        if self._finished_steps % self._job.steps_per_round == 0 or is_run_complete:
             flags = self._flags
             self._average()
         return result._replace(flags=flags)
 
-    def _go(self, cursor: Cursor, batch: MicroBatch) -> tuple[DeviceSums | None, list[Tensor]]:
-        """Forward and backward of one logical worker on its own replica, of its own mean; what comes of it and norms of
-        the gradient.
+    def _run_replica(self, cursor: Cursor, batch: MicroBatch) -> tuple[DeviceSums | None, list[Tensor]]:
+        """Runs forward and backward of one logical worker on its own replica, for the mean over its own rows.
+
+        Returns:
+            The sums of its losses and norms of parts of its gradient, on the device.
         """
         replica = self._replicas[batch.logical_worker]
         replica.forget()
         if not batch.rows:
             return None, []
-        restore(replica.modes)
+        restore_modes(replica.modes)
         losses = self._losses(cursor, batch, replica.model)
-        sums = sums_of(losses)
-        replica.forget()  # what the task has left
-        backward_of(losses.values, self._shares(sums))
+        sums = sum_on_device(losses)
+        # The task may have left gradients of its own.
+        replica.forget()
+        run_backward(losses.values, self._row_weights(sums))
+        # Without a gradient the optimizer would have only the averaged part of its state for a parameter.
         for p in replica.trained:
-            if p.grad is None:  # or the optimizer would hold a part of what it needs of it after the average
+            if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        return sums, norms_of(replica.gradients)
+        return sums, gradient_norms(replica.gradients)
 
-    def _shares(self, sums: DeviceSums) -> Tensor:
-        """One over the weight of a micro-batch, which only the device knows where its task gives weights, or 0; shape
-        (rows,).
+    def _row_weights(self, sums: DeviceSums) -> Tensor:
+        """Returns for each row one over the weight of its micro-batch, or 0 without weight, shape (rows,).
+
+        If the task gives weights, only the device has their sum.
         """
         if sums.metrics is None:
             return self._forward.weights(sums.rows, sums.rows, 1.0)
         weight = sums.values[1]
         return torch.where(weight > 0, 1 / weight, 0.0).float().expand(sums.rows)
 
-    def _trained_by(self, batch: MicroBatch) -> nn.Module:
+    def _trained_model(self, batch: MicroBatch) -> nn.Module:
         return self._replicas[batch.logical_worker].model
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
@@ -271,59 +285,62 @@ class LocalStep(Step):
         return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
     def _average(self) -> None:
-        """Makes the state that of the end of the round; a collective of all ranks.
+        """Makes the common state the average of the round; a collective of all ranks.
 
         Raises:
             PeerLostError: A peer left meanwhile; the state is that of the beginning of the round.
         """
         state, first = self._common, next(iter(self._replicas.values()))
-        if not any(self._consumed):  # every row of the round is bad, or counts for nothing: nothing moves
-            while state.step < self._done:
-                state.pass_over()
+        # Every row of the round is bad or has no weight: the parameters stay as they are.
+        if not any(self._round_weights):
+            while state.step < self._finished_steps:
+                state.advance_schedule()
             self._begin_round()
             return
         starts = [p.detach().clone() for p in self._parameters]
-        held = copy.deepcopy(first.optimizer.state_dict())
-        places = numbers(first.optimizer, first.trained)
-        here = {name for replica in self._replicas.values() for name in replica.averaged()}
-        for name in sorted(set().union(*gather(here, self._world))):  # a logical worker that had no rows yet knows none
+        optimizer_state = copy.deepcopy(first.optimizer.state_dict())
+        numbers = parameter_numbers(first.optimizer, first.trained)
+        # The names are gathered, because the optimizer of a logical worker without rows so far has no state.
+        local_names = {name for replica in self._replicas.values() for name in replica.averaged()}
+        for name in sorted(set().union(*gather(local_names, self._world))):
             for i, value in enumerate(self._mean({v: replica.values(name) for v, replica in self._replicas.items()})):
-                held["state"].setdefault(places[i], {})[name] = value
-        most = self._consumed.index(max(self._consumed))  # logical worker 0, unless rows were skipped
-        for found, groups in gather(
-            self._replicas[most].numbers() if most in self._replicas else ({}, []), self._world
-        ):
-            for i, rest in found.items():
-                held["state"].setdefault(i, {}).update(rest)
-            for group, rest in zip(held["param_groups"], groups, strict=False):
-                group.update(beside(rest, group))
+                optimizer_state["state"].setdefault(numbers[i], {})[name] = value
+        # The rest comes from the logical worker with the highest weight: logical worker 0, unless rows were skipped.
+        source = self._round_weights.index(max(self._round_weights))
+        local_rest = self._replicas[source].numbers() if source in self._replicas else ({}, [])
+        for state_by_number, groups in gather(local_rest, self._world):
+            for i, rest in state_by_number.items():
+                optimizer_state["state"].setdefault(i, {}).update(rest)
+            for group, rest in zip(optimizer_state["param_groups"], groups, strict=False):
+                group.update(move_to_device_of(rest, group))
         change = self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
-        state.take_round(change, held, first, self._done)
+        state.take_round(change, optimizer_state, first, self._finished_steps)
         self._begin_round()
 
     def _mean(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
-        """The mean over all logical workers, weighted by what their rows counted in this round.
+        """Returns the mean over all logical workers, weighted by their rows' weight in this round; a collective.
 
         Args:
-            values: Those of the replicas here, one per trained parameter.
+            values: For each logical worker of this rank one value per trained parameter.
         """
-        total = math.fsum(self._consumed)
-        return self._sums.sum({v: [value * (self._consumed[v] / total) for value in own] for v, own in values.items()})
+        total = math.fsum(self._round_weights)
+        fractions = {v: self._round_weights[v] / total for v in values}
+        return self._sums.sum({v: [value * fractions[v] for value in of_worker] for v, of_worker in values.items()})
 
     def _share_buffers(self) -> None:
-        """Gives all ranks the buffers of logical worker 0, or none."""
+        """Gives all ranks the buffers of logical worker 0, or restores the old ones if that fails; a collective."""
         self._buffers.begin()
         try:
             if 0 in self._replicas:
                 with torch.no_grad():
-                    for mine, theirs in zip(
-                        self._state.model.buffers(), self._replicas[0].model.buffers(), strict=True
-                    ):
-                        mine.copy_(theirs)
+                    replica_buffers = self._replicas[0].model.buffers()
+                    for target, source in zip(self._state.model.buffers(), replica_buffers, strict=True):
+                        target.copy_(source)
             self._buffers.launch()
             self._buffers.finish()
-            settled(self._world)  # and so has all else of the round
+            # It checks all collectives of the round, of which this is the last.
+            check_errors_on_all_ranks(self._world)
         except PeerLostError:
             self._buffers.roll_back()
             raise

@@ -64,7 +64,7 @@ def test_a_bad_row_in_mid_run_is_named_and_fails_the_run(
     assert summary["status"] == "failed"
     assert summary["steps"] < 24
     assert summary["restarts"]["failures"] == 1
-    assert [event.kind for event in read_events(paths, "failed", "gave_up", "finished")] == ["failed", "gave_up"]
+    assert [event.kind for event in read_events(paths, "failed", "run_failed", "finished")] == ["failed", "run_failed"]
 
 
 @pytest.fixture

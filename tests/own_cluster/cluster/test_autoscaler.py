@@ -110,5 +110,5 @@ def test_a_run_waits_for_the_nodes_that_an_autoscaler_starts(from_zero: str, dig
     command = [sys.executable, "-c", SCRIPT, from_zero, str(digits / "train"), str(tmp_path / "runs")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "room for 0 of at least 2 workers; waiting for capacity" in done.stdout
+    assert "nodes for 0 of at least 2 workers; waiting for capacity" in done.stdout
     assert "all well 3" in done.stdout, "two workers and one CPU for reading"

@@ -14,7 +14,7 @@ import pytest
 
 from ray_app.config.config import Config
 from ray_app.driver.finalize import newest_commit
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
@@ -29,7 +29,7 @@ import ray, sys
 from pathlib import Path
 from ray_app import run_training
 from ray_app.config.config import from_yaml
-from ray_app.drill.cluster import local_nodes
+from ray_app.drill.cluster import open_drill_cluster
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
 from tests.support.injector import Linger
@@ -44,9 +44,9 @@ class Drain:
         beats = ray.get(ray.get_actor(job.rendezvous).workers.remote()) if self.node is None else []
         if len(beats) == 2:
             self.node = beats[1].node
-            nodes.drain(self.node, 60)
+            nodes.drain_node(self.node, 60)
 
-with local_nodes(2, evaluates=False) as nodes:
+with open_drill_cluster(2, evaluates=False) as nodes:
     drain = Drain()
     run_training(config, faults=Faults(train=Hooks(after_step=Linger(run, "preempted", {}, after=3, each_s=3))), observe=drain)
     assert drain.node is not None
@@ -56,7 +56,7 @@ with local_nodes(2, evaluates=False) as nodes:
 @pytest.mark.guarantee
 def test_a_drained_node_is_left_in_place_and_nothing_is_lost(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
-    train_here(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())
+    train_in_process(alone, SingleProcessMembership(alone.config.logical_workers, lambda: False), Hooks())
     config = short_run(scaling__min_workers=1, scaling__max_workers=2)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {

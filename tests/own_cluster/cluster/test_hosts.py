@@ -68,7 +68,9 @@ def test_a_host_that_is_cut_off(hosts: Hosts, short_run: Any, tmp_path: Path) ->
         hosts.cut(cut)
         assert not hosts.is_reachable(cut)
         wait_until(
-            lambda: any("no sign of life" in str(e.details["errors"]) for e in read_events(paths, "failed")), 60, driver
+            lambda: any("no heartbeat for" in str(e.details["errors"]) for e in read_events(paths, "failed")),
+            60,
+            driver,
         )
         hosts.mend(cut)
         wait_until(lambda: hosts.is_reachable(cut), 20, driver)

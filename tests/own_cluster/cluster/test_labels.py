@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 from ray.train import ScalingConfig
 
 from ray_app import load_config, run_training
-from ray_app.drill.faults import Several
+from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import read_events
@@ -49,7 +49,7 @@ def possible(config):
     policy.after_controller_start(SimpleNamespace(run_id="probe"))
     asked = ray.get(policy._autoscaling_coordinator.__ray_call__.remote(
         lambda self: [len(request.requested_resources) for request in self._ongoing_reqs.values()]))
-    found = policy.possible()
+    found = policy.possible_workers()
     policy._cancel_resource_request()
     return found, asked
 
@@ -83,7 +83,7 @@ def add_another(job):
 
 
 linger = Linger(str(out / "run"), "formed", {"workers": 2}, after=4)
-hooks = Hooks(after_step=Several((NoteNode(str(out / "nodes")), linger)))
+hooks = Hooks(after_step=HookChain((NoteNode(str(out / "nodes")), linger)))
 judged = config.replace(run__name="run", data__eval_path=data, evaluate__label_selector={"zone": "b"})
 result = run_training(judged, faults=Faults(hooks, NoteNode(str(out / "evaluators"))), observe=add_another)
 assert result.summary["status"] == "finished"

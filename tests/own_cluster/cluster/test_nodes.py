@@ -12,15 +12,15 @@ from tests.support.places import ROOT
 SCRIPT = """
 import sys, time, ray
 from pathlib import Path
-from ray_app.drill.cluster import local_nodes
+from ray_app.drill.cluster import open_drill_cluster
 from ray_app.watch.node_sampler import NodeSampler
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.node_metrics import read_looks
+from ray_app.runlog.node_metrics import read_samples
 
 paths = RunPaths(Path(sys.argv[1]))
 
 def newest():
-    return (list(read_looks(paths, "").values()) or [None])[-1]
+    return (list(read_samples(paths, "").values()) or [None])[-1]
 
 def until(count):
     deadline = time.monotonic() + 40
@@ -29,7 +29,7 @@ def until(count):
         time.sleep(0.05)
     return sorted(newest().nodes)
 
-with local_nodes(1, evaluates=False) as nodes:
+with open_drill_cluster(1, evaluates=False) as nodes:
     with NodeSampler(paths, 1, 0.2) as sampler:
         sampler.step = 7
         names = until(3)
@@ -40,17 +40,17 @@ with local_nodes(1, evaluates=False) as nodes:
         probes = [node.probe for node in sampler._nodes.values()]
         found = ray.get([probe.__ray_call__.remote(loaded) for probe in probes])
         assert found == [[], []], found
-        [added] = nodes.add(1)
+        [added] = nodes.add_nodes(1)
         assert set(until(4)) > set(names)
-        nodes.lose(added)
+        nodes.kill_node(added)
         assert until(3) == names
     assert newest().step == 7
     with NodeSampler(paths, 2, 0.2):
-        before = len(read_looks(paths, ""))
-        while len(read_looks(paths, "")) < before + 3:
+        before = len(read_samples(paths, ""))
+        while len(read_samples(paths, "")) < before + 3:
             time.sleep(0.05)
         assert until(3) == names, "names are the same after a restart"
-    assert list(read_looks(paths, "000001-999999999.json"))[0] == "000002-000000000.json"
+    assert list(read_samples(paths, "000001-999999999.json"))[0] == "000002-000000000.json"
     for probe in probes:
         try:
             ray.get(probe.measure.remote(), timeout=10)

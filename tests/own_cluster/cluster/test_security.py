@@ -19,8 +19,8 @@ with cluster(load_config("conf/digits.yaml")):
     try_all(ray.get_runtime_context().gcs_address)
 """,
     "drill": """
-from ray_app.drill.cluster import local_nodes
-with local_nodes(1, False) as nodes:
+from ray_app.drill.cluster import open_drill_cluster
+with open_drill_cluster(1, False) as nodes:
     try_all(ray.get_runtime_context().gcs_address)
 """,
 }

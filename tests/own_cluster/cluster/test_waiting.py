@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ray_app import load_config, run_training
-from ray_app.drill.cluster import local_nodes
+from ray_app.drill.cluster import open_drill_cluster
 from ray_app.drill.delays import Hold
 from ray_app.drill.faults import Evidence
 from ray_app.runlog.journal import read_events
@@ -35,7 +35,7 @@ config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).
     scaling__min_workers=2, scaling__max_workers=2, scaling__logical_workers=4, scaling__resize_interval_s=0.5,
     checkpoint__every_epochs=None, checkpoint__every_steps=1000)
 said = StringIO()
-with local_nodes(2, evaluates=False) as nodes:
+with open_drill_cluster(2, evaluates=False) as nodes:
     undisturbed = run_training(config.replace(run__name="undisturbed"), Console(file=StringIO()))
     proofs, lost, added = Evidence(str(out / "proofs")), [], []
 
@@ -43,12 +43,12 @@ with local_nodes(2, evaluates=False) as nodes:
         held = proofs.get("held")
         if held and not lost:
             lost.append(held["node"])
-            nodes.lose(held["node"])
+            nodes.kill_node(held["node"])
             proofs.put("released", step=held["step"])
         if lost and not added and "waiting for capacity" in said.getvalue():
             formed = [event.details["workers"] for event in read_events(job.paths, "formed")]
             assert formed == ([2] if strategy == "fsdp" else [2, 1]), formed
-            added.extend(nodes.add(1))
+            added.extend(nodes.add_nodes(1))
 
     faults = Faults(Hooks(after_step=Hold(proofs, "held", "released", 15, 1)))
     result = run_training(config.replace(run__name="waits"), Console(file=said, width=200), faults=faults, observe=act)

@@ -16,7 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.data._internal.stats import STATS_ACTOR_NAME, STATS_ACTOR_NAMESPACE
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_app.data.ray_tasks import anchor_here
+from ray_app.data.ray_tasks import start_shared_actors
 from ray_app.cluster.ray_private import require_token
 
 require_token()
@@ -25,9 +25,9 @@ other = cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address)
 here = ray.get_runtime_context().get_node_id()
 assert other.node_id != here
-anchor_here()
+start_shared_actors()
 there = NodeAffinitySchedulingStrategy(other.node_id, soft=False)
-ray.get(ray.remote(num_cpus=0)(anchor_here).options(scheduling_strategy=there).remote())  # as a worker that reads
+ray.get(ray.remote(num_cpus=0)(start_shared_actors).options(scheduling_strategy=there).remote())  # as a worker that reads
 for name, namespace in ((STATS_ACTOR_NAME, STATS_ACTOR_NAMESPACE), ("AutoscalingCoordinator", "AutoscalingCoordinator")):
     actor = ray.get_actor(name, namespace=namespace)
     assert ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())) == here, name
@@ -58,7 +58,7 @@ import numpy as np, pyarrow as pa, pyarrow.parquet as pq, ray
 from ray_app.data.bad_rows import REASON
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import open_dataset
-from ray_app.data.reader import Reader, whole
+from ray_app.data.reader import Reader, plan_all_reads
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.errors import BadRowError
 from ray_app.cluster.ray_private import require_token
@@ -80,7 +80,7 @@ def decode(rows):
 
 def read(skips):
     reader = Reader(dataset.root, ["x"], decode, {"pid": ArraySpec("<i8", (1,))}, skips)
-    return pa.concat_tables(fetch_ray(reader, whole(dataset.manifest, 1)))
+    return pa.concat_tables(fetch_ray(reader, plan_all_reads(dataset.manifest, 1)))
 
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 try:

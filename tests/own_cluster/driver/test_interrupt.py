@@ -28,14 +28,14 @@ sys.path.insert(0, {root!r})
 from ray_app import run_training, start_training
 from ray_app.config.config import from_yaml
 from ray_app.drill.delays import Hold, DelayPlan
-from ray_app.drill.faults import Evidence, Several
+from ray_app.drill.faults import Evidence, HookChain
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
 
 before = signal.getsignal(signal.SIGINT)
 config = from_yaml(open({config!r}).read())
 proofs = Evidence({proofs!r})
-held = Several((Hold(proofs, "reached", "open", 10, 0), DelayPlan(proofs, 11, 29, range(99, 100), 20.0)))
+held = HookChain((Hold(proofs, "reached", "open", 10, 0), DelayPlan(proofs, 11, 29, range(99, 100), 20.0)))
 """
 _TRAIN = "result = run_training(config, faults=Faults(train=Hooks(after_step=held)))"
 

@@ -26,7 +26,7 @@ from ray_app.report.facts import read_facts
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.watch.screen import values
+from ray_app.watch.screen import list_values
 from tests.support.head import RAY, Head, started_head
 from tests.support.places import ROOT, SUPPORT
 from tests.support.waiting import until
@@ -179,7 +179,7 @@ def test_a_run_and_its_job_name_each_other(ground: Ground, undisturbed: tuple[di
     assert mlflow.startswith(f"MLflow run {summary['mlflow_run_id']} of the experiment ray_app: sqlite:///")
     assert ground.mlflow("plain").data.tags["ray_app.ray_job"] == page
     assert f'<a href="{page}">' in ground.paths("plain").report.read_text()
-    assert ("Ray job", page) in values(read_facts(ground.paths("plain")))
+    assert ("Ray job", page) in list_values(read_facts(ground.paths("plain")))
 
 
 def stopped(ground: Ground) -> dict[str, Any]:

@@ -15,13 +15,13 @@ import torch
 
 from ray_app.checkpoint import store as put_module
 from ray_app.checkpoint import store as store_module
-from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, same_values
-from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, sealed
+from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, has_same_values, pack
+from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, seal
 from ray_app.config.sections import CheckpointSection
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import object_stores
-from ray_app.storage.files import Content, Location, in_memory, listing, put_atomic, put_json
+from ray_app.storage.files import Content, Location, list_tree, put_atomic, put_json, render_content
 from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
@@ -62,7 +62,7 @@ class Stops:
 
     def put_atomic(self, place: Location, content: Content, **options: Any) -> bool:
         def write(file: IO[bytes]) -> None:
-            data = in_memory(content)
+            data = render_content(content)
             file.write(data[: len(data) // 2])
             self.pass_by(place)
             file.write(data[len(data) // 2 :])
@@ -99,13 +99,15 @@ SAME = {"old": {"one": "a text", "other": "a text"}, "new": {"one": "a text", "o
 def test_the_files_of_the_two_differ_but_not_in_what_they_say() -> None:
     one, other = (pack(replace(snapshot_of(20), schedule=SAME[writer]))[TRAINING] for writer in SAME)
     assert one != other
-    assert same_values(one, other)
-    assert not same_values(one, pack(replace(snapshot_of(20), schedule={"one": "a text", "other": "b text"}))[TRAINING])
-    assert not same_values(one, one[:-30])
+    assert has_same_values(one, other)
+    assert not has_same_values(
+        one, pack(replace(snapshot_of(20), schedule={"one": "a text", "other": "b text"}))[TRAINING]
+    )
+    assert not has_same_values(one, one[:-30])
     for values in ({"a": float("nan")}, {"a": [1, (2.0, None)]}, {"a": torch.tensor([float("nan")])}):
         more = [pack(replace(snapshot_of(20), more=values))[TRAINING] for _ in range(2)]
-        assert same_values(*more)
-    assert not same_values(*(pack(replace(snapshot_of(20), more={"a": value}))[TRAINING] for value in (1, True)))
+        assert has_same_values(*more)
+    assert not has_same_values(*(pack(replace(snapshot_of(20), more={"a": value}))[TRAINING] for value in (1, True)))
 
 
 FILES = (MODEL, TRAINING, COMMIT)
@@ -135,11 +137,11 @@ def assert_intact(paths: RunPaths) -> None:
     found = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))
     assert found is not None
     assert found[0].step == 20
-    assert set(listing(paths.checkpoint(20, 1))) == set(FILES)
-    assert listing(paths.checkpoint(20, 1), temporary=True) == {}, "parts stay"
+    assert set(list_tree(paths.checkpoint(20, 1))) == set(FILES)
+    assert list_tree(paths.checkpoint(20, 1), temporary=True) == {}, "parts stay"
 
 
-def test_one_that_gives_up_just_before_the_other_commits_leaves_no_commit_without_files(
+def test_a_writer_that_gives_up_before_the_other_commits_leaves_no_empty_commit(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, files = CheckpointStore(paths), pack(snapshot_of(20))
@@ -150,7 +152,7 @@ def test_one_that_gives_up_just_before_the_other_commits_leaves_no_commit_withou
         return put_json(place, value, **options)
 
     monkeypatch.setattr(store_module, "put_json", overtaken)
-    with pytest.raises(OSError, match=r"Somebody has removed \['model.safetensors'\]"):
+    with pytest.raises(OSError, match=r"Another process has removed \['model.safetensors'\]"):
         store.write(files, commit_of(20))
     assert store.commits() == []
     monkeypatch.undo()
@@ -165,13 +167,13 @@ def test_who_finds_the_other_one_done_leaves_its_commit_alone(
     """The other has told of it, and what is older may be gone by then; neither a listing that fails nor one that lacks
     a file undoes it.
     """
-    folder, real = paths.checkpoint(20, 1), store_module.names
+    folder, real = paths.checkpoint(20, 1), store_module.list_files
     asked: list[Location] = []
 
     def overtaken(place: Location, value: Any, **options: Any) -> bool:
         earlier = {name: said for name, said in value.items() if name != "sha256"} | {"time_s": -1.0}
-        assert put_json(place, sealed(earlier), **options)
-        monkeypatch.setattr(store_module, "names", unanswered)
+        assert put_json(place, seal(earlier), **options)
+        monkeypatch.setattr(store_module, "list_files", unanswered)
         return put_json(place, value, **options)
 
     def unanswered(place: Location) -> list[str]:
@@ -259,4 +261,4 @@ def test_a_big_file_is_put_where_there_is_none(paths: RunPaths) -> None:
     assert put_atomic(place, big, if_absent=True)
     assert not put_atomic(place, b"x" + big, if_absent=True)
     assert place.read_bytes() == big
-    assert listing(paths.root, temporary=True) == {}, "parts stay"
+    assert list_tree(paths.root, temporary=True) == {}, "parts stay"

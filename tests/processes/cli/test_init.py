@@ -43,8 +43,8 @@ def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(
     [
         (["full"], "full is not empty (it holds .hidden), and nothing is overwritten. Name a new or an empty folder."),
         (["file"], "A project cannot be written to "),
-        (["3d"], "called '3d', which is no name that Python imports. Give another name with --package"),
-        (["class"], "called 'class', which is no name that Python imports"),
+        (["3d"], "called '3d', which is not a name that Python imports. Give another name with --package"),
+        (["class"], "called 'class', which is not a name that Python imports"),
         (["new", "--package", "torch"], "called 'torch', as an installed module is, and one would hide the other"),
         (["random"], "called 'random', as an installed module is"),
         (["tests"], "called 'tests', as a part of the project is"),

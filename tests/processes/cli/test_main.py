@@ -19,7 +19,7 @@ from ray_app.cli.main import COMMANDS, main
 from ray_app.cluster.ray_private import search_path
 from ray_app.driver.finalize import report_end
 from ray_app.runlog.paths import RunPaths
-from ray_app.watch.terminal import _mlflow_page
+from ray_app.watch.terminal import _find_mlflow_page
 from tests.support.places import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -174,4 +174,4 @@ def test_commands_that_are_printed_can_be_pasted_whatever_the_folder_is_called(
     report_end(RunPaths(run))
     (command,) = re.findall(r"ray-app report .*(?= tries again)", caplog.text)
     assert shlex.split(command) == ["ray-app", "report", "--run", str(run)]
-    assert shlex.split(_mlflow_page(uri))[-2:] == ["--backend-store-uri", uri]
+    assert shlex.split(_find_mlflow_page(uri))[-2:] == ["--backend-store-uri", uri]

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_app.data.arrays import ArraySpec
-from ray_app.data.bad_rows import decode_around
+from ray_app.data.bad_rows import decode_good_rows
 from ray_app.data.dataset import open_dataset
-from ray_app.data.probes import first_row, first_rows
+from ray_app.data.probes import decode_first_row, decode_first_rows
 from ray_app.data.windows import MicroBatch
 from ray_app.driver.finalize import summarize
 from ray_app.errors import BadRowError, DataError
@@ -52,7 +52,7 @@ def decode_numbers(rows: dict[str, Any]) -> dict[str, Any]:
 @given(st.lists(st.sampled_from([1, 2, 3, -1, 99]), min_size=1, max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_just_the_bad_rows_are_zeros_with_a_reason(values: list[int]) -> None:
-    decoded, reasons = decode_around(decode_numbers, {"x": values}, len(values), {"y": ArraySpec("<i8", (2,))})
+    decoded, reasons = decode_good_rows(decode_numbers, {"x": values}, len(values), {"y": ArraySpec("<i8", (2,))})
     assert [reason is not None for reason in reasons] == [v in (-1, 99) for v in values]
     assert decoded["y"].tolist() == [[0, 0] if v in (-1, 99) else [v, v] for v in values]
     for value, reason in zip(values, reasons, strict=True):
@@ -68,7 +68,7 @@ def test_a_process_that_cannot_decode_is_no_bad_row() -> None:
         raise ModuleNotFoundError(f"no decoder for {len(rows)}")
 
     with pytest.raises(ModuleNotFoundError, match="no decoder"):
-        decode_around(decode, {"x": [1, 2]}, 2, {"y": ArraySpec("<i8", (2,))})
+        decode_good_rows(decode, {"x": [1, 2]}, 2, {"y": ArraySpec("<i8", (2,))})
 
 
 # --- the feed
@@ -150,7 +150,7 @@ def test_a_step_is_the_mean_over_its_good_rows(pool: Pool, tmp_path: Path) -> No
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
     job = job_of(tmp_path / "run", folder, Picky((3, 7), plain=True), train__epochs=1, optimizer=sgd)
     ended = pool.trained(job, 2, cached)
-    rows = first_rows(job.source.reader, job.plan.manifest, 12)
+    rows = decode_first_rows(job.source.reader, job.plan.manifest, 12)
     assert len(rows["id"]) == 10
     state = fresh(job)
     batch = {name: torch.from_numpy(values.copy()) for name, values in rows.items()}
@@ -195,7 +195,7 @@ def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: Pool, da
     assert [(e.snapshot.step, (e.snapshot.schedule or {})["last_epoch"]) for e in (before, after)] == [(3, 3), (6, 6)]
 
 
-def test_more_bad_rows_than_allowed_end_the_run_which_then_goes_on_with_a_higher_limit(
+def test_too_many_bad_rows_end_the_run_which_resumes_with_a_higher_limit(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     refused = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1, train__epochs=1)
@@ -245,10 +245,10 @@ def test_the_first_good_row_is_looked_for_up_to_the_limit(data: Path) -> None:
     dataset, task = open_dataset(str(data)), Picky((0, 1, 2))
     task = task.prepare(dataset.facts)  # type: ignore[assignment]
     with pytest.raises(BadRowError, match="row 2 is unreadable"):
-        first_row(dataset, task.columns(), task.decode, 2)
-    assert first_row(dataset, task.columns(), task.decode, 3)["id"].tolist() == [3]
+        decode_first_row(dataset, task.columns(), task.decode, 2)
+    assert decode_first_row(dataset, task.columns(), task.decode, 3)["id"].tolist() == [3]
 
 
 def test_examples_have_no_bad_row(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, Picky((0, 1, 2, 3, 5)))
-    assert first_rows(job.source.reader, job.plan.manifest, 4)["id"].tolist() == [4, 6, 7]
+    assert decode_first_rows(job.source.reader, job.plan.manifest, 4)["id"].tolist() == [4, 6, 7]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ray_app.data import disk_cache as disk_folder
-from ray_app.data.disk_cache import SUMS, DiskCache, cached_fetch, identity, open_cache
-from ray_app.data.reader import fetch_here
+from ray_app.data.disk_cache import SUMS, DiskCache, cache_key, cached_fetch, open_cache
+from ray_app.data.reader import fetch_in_process
 from ray_app.storage.files import put_atomic
 from ray_app.storage.object_stores import S3Path
 from ray_app.train.job import Hooks, Job
@@ -118,10 +118,10 @@ def test_bad_rows_are_held_as_such(tmp_path: Path, data: Path) -> None:
 def test_other_data_settings_or_code_have_another_cache(
     job: Job, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {identity(job.source, "")}
+    known = {cache_key(job.source, "")}
 
     def is_new(source: Any, settings: str = "") -> bool:
-        made = identity(source, settings)
+        made = cache_key(source, settings)
         is_new_one = made not in known
         known.add(made)
         return is_new_one
@@ -158,15 +158,15 @@ def test_data_on_s3_is_cached_until_an_object_changes(
     upload()
     there = replace(job, data_root=str(s3_folder))
     for epoch in range(2):
-        fetch = cached_fetch(fetch_here, there.source, "", job.config.data.cache_dir, 1.0)
+        fetch = cached_fetch(fetch_in_process, there.source, "", job.config.data.cache_dir, 1.0)
         s3_server.reset()
         assert_as_read(job, epoch, epoch_of(there, epoch, fetch))
         assert bool(s3_server.requests(r"GET .*\.parquet")) is (epoch == 0)
-    known = identity(there.source, "")
+    known = cache_key(there.source, "")
     upload()
-    assert identity(there.source, "") == known, "the same content, written again"
+    assert cache_key(there.source, "") == known, "the same content, written again"
     put_atomic(s3_folder / "part-1.parquet", (data / "part-1.parquet").read_bytes()[::-1])
-    assert identity(there.source, "") != known, "other content of the same size"
+    assert cache_key(there.source, "") != known, "other content of the same size"
 
 
 # --- bounds
@@ -214,11 +214,11 @@ def test_unused_caches_make_room_oldest_first_and_used_ones_stay(job: Job) -> No
         return open_cache(job.source, settings, str(root), gb)
 
     def there() -> set[str]:
-        return {name for name in ("a", "b", "c", "d") if (root / identity(job.source, name) / SUMS).exists()}
+        return {name for name in ("a", "b", "c", "d") if (root / cache_key(job.source, name) / SUMS).exists()}
 
     open_as("a").close()
     used = open_as("b")
-    os.utime(root / identity(job.source, "b"), (1, 1))
+    os.utime(root / cache_key(job.source, "b"), (1, 1))
     assert there() == {"a", "b"}
     open_as("c").close()
     assert there() == {"b", "c"}, "b is the oldest, but open"
@@ -244,7 +244,7 @@ def test_what_is_no_cache_of_ours_is_left_alone(job: Job) -> None:
     (root / ("c" * 32)).symlink_to(root / "elsewhere")
     open_cache(job.source, "a", str(root), 1.0).close()
     open_cache(job.source, "b", str(root), 2 * ROW_BYTES / 1e9).close()
-    assert not (root / identity(job.source, "a")).exists(), "there was room enough"
+    assert not (root / cache_key(job.source, "a")).exists(), "there was room enough"
     assert all(file.read_bytes() == b"not to be lost" for file in foreign)
     assert (root / ("c" * 32) / SUMS).exists()
 
@@ -302,20 +302,20 @@ def test_a_cache_of_another_user_is_not_used(
     given = str(root) if is_given else None
     if is_given:
         open_cache(job.source, "", given, 1.0).close()
-        os.chown(root / identity(job.source, ""), 12345, 12345)
-    assert cached_fetch(fetch_here, job.source, "", given, 1.0) is fetch_here
+        os.chown(root / cache_key(job.source, ""), 12345, 12345)
+    assert cached_fetch(fetch_in_process, job.source, "", given, 1.0) is fetch_in_process
     assert "belongs to another user" in caplog.text
 
 
 def test_every_user_has_a_default_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     open_cache(job.source, "", None, 1.0).close()
-    assert (tmp_path / f"ray_app-{os.getuid()}" / "cache" / identity(job.source, "") / SUMS).exists()
+    assert (tmp_path / f"ray_app-{os.getuid()}" / "cache" / cache_key(job.source, "") / SUMS).exists()
 
 
 def test_without_a_usable_folder_everything_is_read(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
-    assert cached_fetch(fetch_here, job.source, "", str(tmp_path / "file" / "cache"), 1.0) is fetch_here
+    assert cached_fetch(fetch_in_process, job.source, "", str(tmp_path / "file" / "cache"), 1.0) is fetch_in_process
     assert "There is no disk cache on this node" in caplog.text
 
 

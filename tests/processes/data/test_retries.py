@@ -11,7 +11,7 @@ import pytest
 from ray_app.data import reader as patience
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, fetch_here, whole
+from ray_app.data.reader import Reader, fetch_in_process, plan_all_reads
 from ray_app.errors import DataError, StorageError
 from ray_app.storage.files import put_atomic
 from ray_app.storage.object_stores import S3Path
@@ -22,13 +22,14 @@ from tests.support.s3_server import S3Server
 def test_s3_that_fails_for_a_while_is_read_all_the_same(
     s3_folder: S3Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, task_rows: int
 ) -> None:
-    monkeypatch.setattr(patience, "PAUSES_S", (0.01,) * 3)
+    monkeypatch.setattr(patience, "RETRY_PAUSES_S", (0.01,) * 3)
     stream = pa.BufferOutputStream()
     pq.write_table(pa.table({"a": list(range(20))}), stream)
     put_atomic(s3_folder / "a.parquet", stream.getvalue().to_pybytes())
     dataset = open_dataset(str(s3_folder))
     reader = Reader(dataset.root, ["a"], dict, probe(dataset, ["a"], dict))
-    read: Any = lambda: sum(table.num_rows for table in fetch_here(reader, whole(dataset.manifest, task_rows)))  # noqa: E731
+    specs = plan_all_reads(dataset.manifest, task_rows)
+    read: Any = lambda: sum(table.num_rows for table in fetch_in_process(reader, specs))  # noqa: E731
     s3_server.reset()
     s3_server.fail(r"(GET|HEAD) .*a\.parquet", times=3, status=400)
     assert read() == 20

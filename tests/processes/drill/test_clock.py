@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ray_app.drill import process_scenarios
-from ray_app.drill.certificate import measures
+from ray_app.drill.certificate import collect_measurements
 from ray_app.drill.scenario import Scenario
 from tests.support.drilled import ended, record
 
@@ -30,7 +30,7 @@ for thread in threads:
     thread.start()
 before, steady = time.time(), time.monotonic()
 for offset in (7200, -10800, 0):
-    process_scenarios.move_to(offset)
+    process_scenarios.shift_clock(offset)
     took = time.monotonic() - steady
     assert took < 600, took
     off = [each - before - took - offset for each in seen()]
@@ -39,15 +39,15 @@ over.set()
 """
 
 
-def test_the_wall_clock_of_a_process_jumps_for_all_of_its_code_and_other_clocks_do_not() -> None:
-    if reason := process_scenarios.why_not():
+def test_the_wall_clock_of_a_process_jumps_for_all_its_code_and_others_do_not() -> None:
+    if reason := process_scenarios.find_clock_obstacle():
         print(reason)
         pytest.skip(reason)
     done = subprocess.run([sys.executable, "-c", CLOCKS], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_record_must_have_been_written_by_the_wrong_clock_and_is_measured_by_the_right_one(tmp_path: Path) -> None:
+def test_records_written_by_a_wrong_clock_are_measured_by_the_right_one(tmp_path: Path) -> None:
     hour = 3600
     proofs = {
         f"clock-{i}": {"time_s": 100.5 + n, "step": n, "clock_s": off}
@@ -56,15 +56,15 @@ def test_the_record_must_have_been_written_by_the_wrong_clock_and_is_measured_by
     off_s = {3: hour, 4: hour, 5: -hour, 6: -hour}
     records = [record(n, time_s=100.0 + n + off_s.get(n, 0)) for n in range(1, 9)]
     run = ended(tmp_path / "run", proofs, records)
-    assert process_scenarios.wrong_times(run) == ["there is no report of the run"]
+    assert process_scenarios.confirm_clock_jumps(run) == ["there is no report of the run"]
     run.paths.report.touch()
-    assert process_scenarios.wrong_times(run) == []
-    found = measures(Scenario([2, 4, 6], [*proofs], process_scenarios.wrong_times), run)
+    assert process_scenarios.confirm_clock_jumps(run) == []
+    found = collect_measurements(Scenario([2, 4, 6], [*proofs], process_scenarios.confirm_clock_jumps), run)
     assert found["next_step_s"] == [0.5, 0.5, 0.5]
     assert found["goodput"] == pytest.approx(1.0, abs=0.2)
     right = ended(tmp_path / "right", proofs, [record(n) for n in range(1, 9)])
     right.paths.report.touch()
-    assert process_scenarios.wrong_times(right) == [
+    assert process_scenarios.confirm_clock_jumps(right) == [
         "steps after 2 were not recorded by a clock that is 3600 s wrong",
         "steps after 4 were not recorded by a clock that is -3600 s wrong",
     ]

@@ -19,29 +19,29 @@ import pytest
 from rich.console import Console
 
 from ray_app import load_config
-from ray_app.cli.drill import DrillSection, chosen, drilled, main
+from ray_app.cli.drill import DrillSection, choose_scenarios, main, make_drill_config
 from ray_app.config.config import Config
 from ray_app.drill import process_scenarios
 from ray_app.drill.certificate import (
     RunStart,
     Trace,
-    conclusion,
-    difference,
-    judge,
-    measures,
-    restart,
-    start_since,
-    table,
-    without,
+    assess_scenario,
+    collect_measurements,
+    compare_restart,
+    find_difference,
+    find_start_after,
+    make_results_table,
+    subtract_waits,
+    summarize_results,
 )
 from ray_app.drill.delays import Slow
-from ray_app.drill.faults import Evidence, Kill, KillNewcomer
+from ray_app.drill.faults import Evidence, Kill, KillJoiningWorker
 from ray_app.drill.process_scenarios import evaluator, kill
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
 from tests.support.drilled import ground
 from tests.support.places import ROOT
@@ -89,7 +89,7 @@ def trace(**fields: Any) -> Trace:
 def gone() -> dict[str, Any]:
     """What a proof says of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", "pass"])
-    ended = asdict(Holder.here()) | {"pid": process.pid, "pid_ticks": 1}
+    ended = asdict(LeaseHolder.here()) | {"pid": process.pid, "pid_ticks": 1}
     process.wait()
     return ended
 
@@ -118,25 +118,25 @@ def test_a_scenario_that_happened_and_changed_nothing_is_equal(
 ) -> None:
     disturbance, paths = killed
     put_event(paths, "failed", 1, errors={})
-    assert judge(disturbance, ended(paths, gone), trace()) == ("equal", None)
-    assert judge(disturbance, ended(paths, gone), trace(digest="other"))[0] == "different"
-    assert measures(disturbance, ended(paths, gone))["next_step_s"] == [1.1]
+    assert assess_scenario(disturbance, ended(paths, gone), trace()) == ("equal", None)
+    assert assess_scenario(disturbance, ended(paths, gone), trace(digest="other"))[0] == "different"
+    assert collect_measurements(disturbance, ended(paths, gone))["next_step_s"] == [1.1]
 
 
 def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPaths], gone: dict[str, Any]) -> None:
     disturbance, paths = killed
-    assert judge(disturbance, ended(paths, None), trace()) == (
+    assert assess_scenario(disturbance, ended(paths, None), trace()) == (
         "failed",
         "it did not happen: there is no proof 'killed-0'",
     )
-    outcome, reason = judge(disturbance, ended(paths, asdict(Holder.here())), trace())
+    outcome, reason = assess_scenario(disturbance, ended(paths, asdict(LeaseHolder.here())), trace())
     assert (outcome, reason) == (
         "failed",
         "it did not happen: the process of killed-0 still lives; the run has no record of a failure",
     )
-    assert judge(disturbance, ended(paths, gone), trace())[0] == "failed", "the run must have noticed it"
+    assert assess_scenario(disturbance, ended(paths, gone), trace())[0] == "failed", "the run must have noticed it"
     put_event(paths, "failed", 1, errors={})
-    assert judge(disturbance, ended(paths, gone, status="interrupted"), trace()) == (
+    assert assess_scenario(disturbance, ended(paths, gone, status="interrupted"), trace()) == (
         "failed",
         "the run ended as interrupted",
     )
@@ -157,7 +157,7 @@ def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPa
     ],
 )
 def test_differences_are_named(other: Trace, said: str | None) -> None:
-    assert difference(trace(), other) == said
+    assert find_difference(trace(), other) == said
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_differences_are_named(other: Trace, said: str | None) -> None:
 def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(
     tmp_path: Path, next_s: float, workers: int, said: str
 ) -> None:
-    first = start_since(written(tmp_path / "undisturbed", [record(1), record(2)]), 91.0)
+    first = find_start_after(written(tmp_path / "undisturbed", [record(1), record(2)]), 91.0)
     assert first == RunStart(10.0, 2)
     again = [
         record(3, time_s=next_s, workers=workers, generation="2.1"),
@@ -180,7 +180,7 @@ def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(
     run = ScenarioResult(
         paths, SUMMARY, {"held": {"time_s": 102.5, "step": 3}, "driver_killed": {"time_s": 103.0, "step": 3}}
     )
-    found = restart(run, first)
+    found = compare_restart(run, first)
     assert found["restart"] == {
         "first": {"seconds": 10.0, "workers": 2},
         "again": {"seconds": next_s - 103.0, "workers": workers},
@@ -188,16 +188,16 @@ def test_a_restart_after_a_killed_driver_is_measured_beside_a_first_start(
         "bar": 1.3,
     }
     shown = Console(file=StringIO(), width=200)
-    shown.print(table([{"scenario": "driver", "outcome": "equal", "reason": None, **found}]))
+    shown.print(make_results_table([{"scenario": "driver", "outcome": "equal", "reason": None, **found}]))
     assert f"equal: {said}" in shown.file.getvalue()  # type: ignore[attr-defined]
-    assert restart(ScenarioResult(paths, SUMMARY, {"killed-0": {"time_s": 103.0, "step": 3}}), first) == {}
+    assert compare_restart(ScenarioResult(paths, SUMMARY, {"killed-0": {"time_s": 103.0, "step": 3}}), first) == {}
 
 
 def test_waits_of_the_drill_itself_do_not_count() -> None:
     records = [record(1), record(2), record(3, time_s=113.0, step_ms=11_000.0), record(4, time_s=114.0)]
-    assert without(records, {2: 10.0}) == [record(step) for step in (1, 2, 3, 4)]
+    assert subtract_waits(records, {2: 10.0}) == [record(step) for step in (1, 2, 3, 4)]
     reformed = [replace(r, step_ms=5.0) if r.step == 3 else r for r in records]
-    assert [r.step_ms for r in without(reformed, {2: 10.0})][2] == 5.0, "the wait was before its generation"
+    assert [r.step_ms for r in subtract_waits(reformed, {2: 10.0})][2] == 5.0, "the wait was before its generation"
 
 
 def test_a_fault_has_as_many_proofs_as_victims(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_fault_has_as_many_proofs_as_victims(tmp_path: Path) -> None:
     assert proofs.claim(["a", "b"], rank=2)
     assert not proofs.claim(["a", "b"], rank=3)
     assert {name: proof["rank"] for name, proof in proofs.all().items()} == {"a": 1, "b": 2}
-    assert proofs.all()["a"]["process"] == asdict(Holder.here())
+    assert proofs.all()["a"]["process"] == asdict(LeaseHolder.here())
     Kill(proofs, ["a", "b"], step=3, ranks=[0])(0, 3)  # both have happened, so nobody is killed
 
 
@@ -214,18 +214,18 @@ def test_only_who_comes_later_is_a_newcomer(tmp_path: Path, monkeypatch: pytest.
     struck: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: struck.append(number))
     proofs = Evidence(str(tmp_path))
-    there, other = KillNewcomer(proofs, "killed-1", "killed-0"), KillNewcomer(proofs, "killed-1", "killed-0")
+    there, other = KillJoiningWorker(proofs, "killed-1", "killed-0"), KillJoiningWorker(proofs, "killed-1", "killed-0")
     there("forming", 0, 0)
     other("data", 1, 4)
     proofs.put("killed-0", step=4)
     for hook in (there, other):
         hook("forming", 0, 4)
     assert not struck
-    newcomer = KillNewcomer(proofs, "killed-1", "killed-0")
+    newcomer = KillJoiningWorker(proofs, "killed-1", "killed-0")
     newcomer("forming", 0, 0)
     assert struck == [signal.SIGKILL]
     assert proofs.has("killed-1")
-    KillNewcomer(proofs, "killed-1", "killed-0")("forming", 0, 0)
+    KillJoiningWorker(proofs, "killed-1", "killed-0")("forming", 0, 0)
     assert struck == [signal.SIGKILL], "only one of them"
 
 
@@ -267,18 +267,18 @@ def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
 
 def test_the_conclusion_counts_what_is_left_out_and_what_is_not_reached() -> None:
     results = [{"outcome": outcome} for outcome in ("equal", "left out", "failed")]
-    assert conclusion(results, "abc", 4) == (
+    assert summarize_results(results, "abc", 4) == (
         "1 of 3 scenarios ended with the parameters of the undisturbed run: sha256 abc (1 failed, 1 left out, 1 not"
         " reached)"
     )
 
 
 def test_names_of_scenarios() -> None:
-    assert chosen(DrillSection()) == list(SCENARIOS)
-    assert chosen(DrillSection(scenarios="resize, kill,grow,preempt")) == ["grow", "kill", "shrink"]
+    assert choose_scenarios(DrillSection()) == list(SCENARIOS)
+    assert choose_scenarios(DrillSection(scenarios="resize, kill,grow,preempt")) == ["grow", "kill", "shrink"]
     assert all(name in str(DrillSection.__doc__) for name in SCENARIOS)
-    with pytest.raises(ConfigError, match=r"'nod' is no scenario\. There are kill, kill_twice, .*driver"):
-        chosen(DrillSection(scenarios="kill,nod"))
+    with pytest.raises(ConfigError, match=r"'nod' is not a scenario\. There are kill, kill_twice, .*driver"):
+        choose_scenarios(DrillSection(scenarios="kill,nod"))
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def digits_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
 
 def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Config], tmp_path: Path) -> None:
     config = digits_config(scaling__max_workers=4, scaling__logical_workers=4)
-    made = drilled(config, DrillSection(max_steps=40), own=True)
+    made = make_drill_config(config, DrillSection(max_steps=40), starts_cluster=True)
     assert made.replace(train__max_steps=None).train == config.train
     assert (made.task, made.optimizer, made.schedule, made.data, made.seed) == (
         config.task,
@@ -307,9 +307,12 @@ def test_only_what_does_not_matter_is_changed(digits_config: Callable[..., Confi
     )
     assert made.checkpoint.every_steps == 5
     assert Path(made.run.storage_path).parent == tmp_path / "drills"
-    assert drilled(digits_config(evaluate__patience=2), DrillSection(), own=True).evaluate.patience is None
+    assert (
+        make_drill_config(digits_config(evaluate__patience=2), DrillSection(), starts_cluster=True).evaluate.patience
+        is None
+    )
     with pytest.raises(ConfigError, match=r"would have 19 steps; a drill needs 20\. Raise drill\.max_steps"):
-        drilled(config, DrillSection(max_steps=19), own=True)
+        make_drill_config(config, DrillSection(max_steps=19), starts_cluster=True)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +330,7 @@ def test_what_cannot_be_drilled_is_refused(
     digits_config: Callable[..., Config], fields: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        drilled(digits_config(**fields), DrillSection(), own=True)
+        make_drill_config(digits_config(**fields), DrillSection(), starts_cluster=True)
 
 
 def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[..., Config], tmp_path: Path) -> None:
@@ -348,4 +351,4 @@ def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[
 
 def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(ROOT / "conf" / "digits.yaml"), "--drill.scenarios", "kill,foo"]) == 2
-    assert "'foo' is no scenario. There are kill, kill_twice" in capsys.readouterr().err
+    assert "'foo' is not a scenario. There are kill, kill_twice" in capsys.readouterr().err

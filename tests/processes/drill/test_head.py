@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ray_app.drill.node_scenarios import head, without_head
+from ray_app.drill.node_scenarios import confirm_head_loss, head
 from ray_app.runlog.journal import put_event
-from ray_app.runlog.lease import Holder
+from ray_app.runlog.lease import LeaseHolder
 from tests.support.drilled import ended, ended_process, ground, record
 
 
@@ -16,17 +16,17 @@ def test_steps_must_have_gone_on_without_a_head(tmp_path: Path) -> None:
     assert head(ground(tmp_path)) == "the drill takes no head from a cluster that it did not start"
     proofs: dict[str, Any] = {
         "head_killed": {"time_s": 102.5, "step": 2, "head": ended_process()},
-        "head_back": {"time_s": 105.5, "step": 5, "head": asdict(Holder.here())},
+        "head_back": {"time_s": 105.5, "step": 5, "head": asdict(LeaseHolder.here())},
     }
     run = ended(tmp_path / "run", proofs, [record(n) for n in range(1, 7)])
     put_event(run.paths, "started", 1)
-    assert without_head(run) == ["no worker came after there was a head again"]
+    assert confirm_head_loss(run) == ["no worker came after there was a head again"]
     put_event(run.paths, "replaced", 1, before=1, after=2, step=5, reason="")
-    assert without_head(run) == []
-    proofs["head_killed"]["head"] = asdict(Holder.here())
+    assert confirm_head_loss(run) == []
+    proofs["head_killed"]["head"] = asdict(LeaseHolder.here())
     proofs["head_back"]["step"] = 6
     put_event(run.paths, "started", 2)
-    assert without_head(run) == [
+    assert confirm_head_loss(run) == [
         "the head that was killed still lives",
         "it is the same head as before",
         "only the steps [3, 4, 5] were finished while there was no head",

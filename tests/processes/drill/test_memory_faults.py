@@ -11,22 +11,25 @@ from ray_app.drill import memory_faults
 
 
 def test_the_kernel_ends_who_uses_more_than_the_limit_of_its_group() -> None:
-    if reason := memory_faults.why_not():
+    if reason := memory_faults.find_cgroup_obstacle():
         print(reason)
         pytest.skip(reason)
-    group = memory_faults.make_group()
+    group = memory_faults.make_cgroup()
     try:
         script = (
             "import os, pathlib; from ray_app.drill import memory_faults;"
-            f" memory_faults.put_into(pathlib.Path({str(group)!r}), os.getpid())"
+            f" memory_faults.add_to_cgroup(pathlib.Path({str(group)!r}), os.getpid())"
         )
         assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-        assert memory_faults.kills(str(group)) == 0
+        assert memory_faults.count_oom_kills(str(group)) == 0
         done = subprocess.run(
-            [sys.executable, "-c", f"{script}; memory_faults.use_up()"], capture_output=True, text=True, check=False
+            [sys.executable, "-c", f"{script}; memory_faults.exceed_limit()"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == -9, done.stderr
-        assert memory_faults.kills(str(group)) == 1
+        assert memory_faults.count_oom_kills(str(group)) == 1
     finally:
-        memory_faults.remove(str(group))
+        memory_faults.remove_cgroup(str(group))
     assert not group.exists()

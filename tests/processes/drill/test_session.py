@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from ray_app import load_config
-from ray_app.cli.drill import DrillSection, drilled
+from ray_app.cli.drill import DrillSection, make_drill_config
 from ray_app.config.config import Config
 from ray_app.drill import session
 from ray_app.drill.certificate import RunStart, Trace
@@ -33,16 +33,18 @@ def short_drill(digits: Path, tmp_path: Path) -> Config:
         "data__eval_path": str(digits / "eval"),
         "run__storage_path": str(tmp_path / "runs"),
     }
-    return drilled(load_config(ROOT / "conf" / "digits.yaml", **paths), DrillSection(max_steps=40), own=True)
+    return make_drill_config(
+        load_config(ROOT / "conf" / "digits.yaml", **paths), DrillSection(max_steps=40), starts_cluster=True
+    )
 
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0}, nodes=list))
-    monkeypatch.setattr(session, "most_resources", lambda: None)
-    monkeypatch.setattr(session, "facts", dict)
+    monkeypatch.setattr(session, "max_resources", lambda: None)
+    monkeypatch.setattr(session, "describe_environment", dict)
     monkeypatch.setattr(
-        session.Drill, "_undisturbed", lambda self: (Trace("d", 8, {1: (1.0, [1, 1], [5, 6])}), RunStart(1.0, 2))
+        session.Drill, "_run_undisturbed", lambda self: (Trace("d", 8, {1: (1.0, [1, 1], [5, 6])}), RunStart(1.0, 2))
     )
 
 
@@ -70,10 +72,10 @@ def test_what_is_around_a_scenario_is_there_until_it_is_judged(
         said.append("judged")
         return ["nothing happened"]
 
-    monkeypatch.setitem(SCENARIOS, "around", lambda ground: Scenario([1], [], confirm, around=around))
+    monkeypatch.setitem(SCENARIOS, "around", lambda ground: Scenario([1], [], confirm, setup=around))
     monkeypatch.setattr(session, "run_training", runs)
     drill = session.Drill(short_drill, short_drill, ["around"], 0, 60.0, None, Console(file=StringIO()), lambda: None)
-    drill.go()
+    drill.run()
     assert said == ["begins", "http://there", "judged", "ends"]
     assert read_json(drill.certificate)["scenarios"][0]["reason"] == "it did not happen: nothing happened"
 
@@ -115,7 +117,7 @@ def test_a_drill_goes_on_after_a_scenario_that_does_not_come_to_its_end(
         Console(file=said, width=200),
         lambda: renewed.append("another cluster"),
     )
-    assert drill.go() == 1
+    assert drill.run() == 1
     certificate = read_json(drill.certificate)
     assert [(found["scenario"], found["outcome"]) for found in certificate["scenarios"]] == [
         ("kill", "failed"),
@@ -146,7 +148,7 @@ def test_a_scenario_that_fails_leaves_the_next_one_as_it_would_be(
     drill = session.Drill(
         short_drill, short_drill, ["first", "second"], 0, 60.0, None, Console(quiet=True), lambda: None
     )
-    assert drill.go() == 1
+    assert drill.run() == 1
     reasons = [found["reason"] for found in read_json(drill.certificate)["scenarios"]]
     assert reasons == ["RuntimeError: lost", "it did not happen: nothing happened"]
 
@@ -161,7 +163,7 @@ def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(
     monkeypatch.setattr(session, "run_training", fails)
     drill = session.Drill(short_drill, short_drill, ["kill", "rendezvous"], 0, 60.0, None, Console(quiet=True), lost)
     with pytest.raises(RuntimeError, match="no cluster for the next scenario: ConnectionError: no head"):
-        drill.go()
+        drill.run()
     [found] = read_json(drill.certificate)["scenarios"]
     assert (found["scenario"], found["reason"]) == ("kill", "OSError: something is away")
     assert not read_json(drill.certificate)["complete"]
@@ -170,11 +172,11 @@ def test_a_drill_without_a_cluster_ends_and_says_how_far_it_came(
 @pytest.mark.usefixtures("no_ray")
 def test_a_cluster_that_scales_from_zero_is_waited_for(short_drill: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list))
-    monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 8.0})
+    monkeypatch.setattr(session, "max_resources", lambda: {"CPU": 8.0})
     assert (
         session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)._workers
         == 2
     )
-    monkeypatch.setattr(session, "most_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(session, "max_resources", lambda: {"CPU": 2.0})
     with pytest.raises(ConfigError, match="the cluster grows to at most 2 CPU"):
         session.Drill(short_drill, short_drill, ["kill"], 0, 60.0, None, Console(quiet=True), lambda: None)

@@ -44,29 +44,31 @@ def test_mlflow_must_have_each_point_once_and_have_been_away(tmp_path: Path, ser
     run = outage(tmp_path)
     run = replace(run, summary=run.summary | {"mlflow_run_id": run_id})
     log(client, run_id, range(1, 6))
-    [status, *lost] = tracking.lacks(run, uri)
+    [status, *lost] = tracking.confirm_outage(run, uri)
     assert status == "MLflow says that the run is RUNNING"
     assert [said.split(" MLflow has ")[1] for said in lost] == [
         "5 points, 5 of them different, instead of the 6 recorded"
     ] * 3
     log(client, run_id, range(6, 7))
     client.set_terminated(run_id)
-    assert tracking.lacks(run, uri) == []
+    assert tracking.confirm_outage(run, uri) == []
     client.log_metric(run_id, "loss", record(6).loss, int(record(6).time_s * 1e3) + 1, 6)
-    assert tracking.lacks(run, uri) == ["of loss MLflow has 7 points, 7 of them different, instead of the 6 recorded"]
+    assert tracking.confirm_outage(run, uri) == [
+        "of loss MLflow has 7 points, 7 of them different, instead of the 6 recorded"
+    ]
     client.create_run("0", run_name="run")
-    assert tracking.lacks(run, uri) == ["MLflow has 2 runs of this name"]
+    assert tracking.confirm_outage(run, uri) == ["MLflow has 2 runs of this name"]
 
 
 def test_steps_must_have_gone_on_without_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_differences", lambda *_: [])
-    assert tracking.lacks(outage(tmp_path), "") == []
+    monkeypatch.setattr(tracking, "_compare_points", lambda *_: [])
+    assert tracking.confirm_outage(outage(tmp_path), "") == []
     answered = outage(tmp_path, answers=True, sent_step=4)
-    assert tracking.lacks(answered, "") == [
+    assert tracking.confirm_outage(answered, "") == [
         "the server answered while it was away",
         "step 4 was sent while the server was away",
     ]
     answered.proofs["server_back"]["step"] = 6
-    assert "only the steps [3, 4, 5] were finished while the server was away" in tracking.lacks(answered, "")
+    assert "only the steps [3, 4, 5] were finished while the server was away" in tracking.confirm_outage(answered, "")
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     assert tracking.mlflow(ground(tmp_path)) == 'mlflow is not installed (pip install "ray_app[tracking]")'

@@ -14,7 +14,7 @@ import pytest
 
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import location, read_json
+from ray_app.storage.files import read_json, to_location
 from tests.support.places import ROOT
 
 _PROCESS_S = 240
@@ -41,7 +41,7 @@ def test_a_run_ends_as_it_should(
     arguments = [*arguments, f"--run.storage_path={storage}/Läufe ✓"]
     line = f"exec {shlex.join([sys.executable, '-m', 'ray_app', 'train', *arguments])} {redirected}"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=os.environ | settings, timeout=_PROCESS_S, check=False)
-    paths = RunPaths(location(f"{storage}/Läufe ✓/run"))
+    paths = RunPaths(to_location(f"{storage}/Läufe ✓/run"))
     assert done.returncode == 0
     assert read_json(paths.summary)["status"] == "finished"
     assert len(read_events(paths, "console_failed")) == failures

@@ -73,7 +73,7 @@ def test_whoever_is_killed_whenever_the_result_is_that_of_the_undisturbed_run(
 
 
 @pytest.mark.search
-def test_whoever_is_lost_with_parameter_servers_the_result_is_that_of_the_undisturbed_run(
+def test_any_loss_with_parameter_servers_leaves_the_result_undisturbed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fired, losses, data = Counter[tuple[str, str]](), 300, write_images(tmp_path / "data", [[50, 1], [46]])

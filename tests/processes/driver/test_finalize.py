@@ -26,7 +26,7 @@ from ray_app.driver.finalize import close_orphan
 from ray_app.errors import RunHeldError
 from ray_app.runlog.evaluations import Evaluation, put_evaluation
 from ray_app.runlog.journal import put_event, read_events
-from ray_app.runlog.lease import acquire, newest_fence
+from ray_app.runlog.lease import acquire_lease, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json, read_json
 from tests.support.checkpoints import commit_of, snapshot_of
@@ -110,7 +110,7 @@ def check_the_next_start(paths: RunPaths) -> None:
     store = CheckpointStore(paths)
     [newest] = store.commits()
     assert (newest.step, newest.fence) == (20, 1)
-    with acquire(paths) as lease:
+    with acquire_lease(paths) as lease:
         assert lease.fence == 3
         store.write(pack(snapshot_of(30)), commit_of(30, lease.fence))
         with pytest.raises(RunHeldError):
@@ -126,7 +126,7 @@ def test_a_run_that_had_done_everything_is_finished(config: Config, paths: RunPa
 
 
 def test_a_driver_that_was_killed_while_it_told_mlflow(config: Config, paths: RunPaths) -> None:
-    orphan(config, last=20, end="gave_up")
+    orphan(config, last=20, end="run_failed")
     assert close_orphan(str(paths.root))
     assert read_json(paths.summary)["status"] == "failed"
     assert mlflow_run(config).info.status == "FAILED"
@@ -150,7 +150,7 @@ def test_evaluations_that_come_after_somebody_closed_the_run(config: Config, pat
 def test_without_mlflow_it_ends_in_time_and_a_start_waits_for_it(
     config: Config, paths: RunPaths, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finalize, "_TRACKING_S", 2.0)
+    monkeypatch.setattr(finalize, "_TRACKING_TIMEOUT_S", 2.0)
     caplog.set_level(logging.INFO)
     orphan(config, last=20)
     moved = config.replace(tracking__uri=Server(tmp_path).uri)
@@ -160,9 +160,9 @@ def test_without_mlflow_it_ends_in_time_and_a_start_waits_for_it(
     closer = threading.Thread(target=lambda: results.append(close_orphan(str(paths.root))))
     closer.start()
     until(lambda: newest_fence(paths) == 2)
-    with pytest.raises(RunHeldError), acquire(paths, closing=True, waits=False):
+    with pytest.raises(RunHeldError), acquire_lease(paths, closing=True, waits=False):
         pass
-    with acquire(paths) as lease:
+    with acquire_lease(paths) as lease:
         assert lease.fence == 3, "a start waits until the run is closed, and is not refused"
     closer.join(30)
     assert results == [True]

@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from ray_app.driver.background import Training
 from ray_app.driver.result import Result
 from ray_app.driver.run import Run
-from ray_app.driver.signals import stopping_at_signals
+from ray_app.driver.signals import stop_at_signals
 from ray_app.errors import RunEndedError
 from ray_app.watch.terminal import LiveLine
 from tests.support.local_world import make_job, write_images
@@ -49,12 +49,12 @@ def test_a_line_is_shown_once_and_then_changed_in_place(shown: CapturingDisplayP
     assert third["data"]["text/plain"] == "step 2 of <2>"
 
 
-def test_the_first_interrupt_asks_the_second_insists_and_the_handlers_of_before_come_back() -> None:
+def test_the_second_interrupt_ends_the_run_and_handlers_are_restored() -> None:
     interrupted, calls = threading.Event(), []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append("kernel"))
     mine = signal.getsignal(signal.SIGINT)
     try:
-        with stopping_at_signals(interrupted):
+        with stop_at_signals(interrupted):
             os.kill(os.getpid(), signal.SIGINT)
             assert interrupted.is_set()
             with pytest.raises(KeyboardInterrupt):
@@ -75,7 +75,7 @@ def test_a_run_that_has_ended_is_past_the_steps_that_it_made(tmp_path: Path) -> 
         def __init__(self) -> None:
             self.job = job
 
-        def go(self) -> Result:
+        def run(self) -> Result:
             return Result(tmp_path, {"status": "finished", "steps": 690}, job.task)
 
     training = Training(cast(Run, Ended()), ExitStack(), StringIO(), tmp_path / "slowed")
@@ -91,7 +91,7 @@ def test_a_run_in_another_thread_leaves_the_signals_alone() -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def work() -> None:
-        with stopping_at_signals(threading.Event()):
+        with stop_at_signals(threading.Event()):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

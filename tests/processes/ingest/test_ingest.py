@@ -218,7 +218,7 @@ def test_rows_that_vanish_while_reading_are_noticed(tmp_path: Path, monkeypatch:
     class Shrinking(Numpy):
         def parts(self, run: raw.Run) -> list[raw.Part]:
             [part] = super().parts(run)
-            return [replace(part, pieces=[replace(piece, rows=6) for piece in part.pieces])]
+            return [replace(part, input_splits=[replace(split, rows=6) for split in part.input_splits])]
 
     monkeypatch.setitem(READERS, "numpy", lambda path, options: Shrinking(Path(path), options.shard_rows))
     with pytest.raises(DataError, match="6 rows expected, 5 read"):

@@ -25,15 +25,15 @@ import pytest
 from PIL import Image
 
 from ray_app.data.dataset import open_dataset
-from ray_app.data.parquet_files import KEPT
+from ray_app.data.parquet_files import FOOTERS_FILE
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, fetch_here, whole
+from ray_app.data.reader import Reader, fetch_in_process, plan_all_reads
 from ray_app.errors import DataError, StorageError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest, run_in_threads
 from ray_app.ingest.output_folder import RECORDS, RUNS
-from ray_app.ingest.splits import write_piece
-from ray_app.storage.files import listing, names, put_atomic, read_all
+from ray_app.ingest.splits import write_input_split
+from ray_app.storage.files import list_files, list_tree, put_atomic, read_all
 from ray_app.storage.object_stores import S3Path
 from tests.support.ingest_inputs import RNG, read, write_cifar, write_idx, write_images, write_tar
 from tests.support.places import ROOT, SUPPORT
@@ -54,7 +54,7 @@ def options_for(folder: Path, out: Any, **more: Any) -> IngestOptions:
 
 def content(folder: Path | S3Path) -> dict[str, bytes]:
     """The bytes of every file by relative path, but of the one in which times and ETags of the others stand."""
-    found = {name: place for name, place in listing(folder).items() if not name.endswith(KEPT)}
+    found = {name: place for name, place in list_tree(folder).items() if not name.endswith(FOOTERS_FILE)}
     return dict(zip(found, read_all(found.values()), strict=True))
 
 
@@ -82,7 +82,7 @@ from ray_app.ingest import shuffle, splits
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.ingest import run_in_threads
 
-write = {"write_piece": splits.write_piece, "write_bucket": shuffle.write_bucket}[sys.argv[3]]
+write = {"write_input_split": splits.write_input_split, "write_bucket": shuffle.write_bucket}[sys.argv[3]]
 
 def deadly(task):
     if task.number == 3:
@@ -95,7 +95,7 @@ ingest.ingest(IngestOptions("csv", sys.argv[2], sys.argv[1], label="y", piece_by
 """  # noqa: E501
 
 
-def kill_midway(folder: Path, out: Any, at: str = "write_piece") -> None:
+def kill_midway(folder: Path, out: Any, at: str = "write_input_split") -> None:
     """Runs an ingest in a process that is killed when its fourth piece (or bucket) begins."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(out), at], cwd=ROOT, check=False, timeout=120)
     assert done.returncode == -signal.SIGKILL
@@ -106,7 +106,7 @@ def test_after_a_kill_the_finished_pieces_are_kept(tmp_path: Path) -> None:
     kill_midway(folder, out)
     assert not out.exists()
     [left] = tmp_path.glob("out.partial-*")
-    assert len(names(left / RECORDS)) == 3
+    assert len(list_files(left / RECORDS)) == 3
     before = {path.name: path.stat().st_mtime_ns for path in (left / RUNS).iterdir()}
     assert sorted(before) == ["-00000-000.arrow", "-00001-000.arrow", "-00002-000.arrow"]
     (left / ".dataset.json.0123.tmp").write_bytes(b"half")  # as a kill while it is written leaves it
@@ -160,7 +160,7 @@ def test_what_another_version_has_begun_is_not_gone_on_with(tmp_path: Path, monk
 
     def run(work: Any, tasks: Any) -> Any:
         [left] = tmp_path.glob("out.partial-*")
-        begun.append(names(left / RECORDS))
+        begun.append(list_files(left / RECORDS))
         return run_in_threads(work, tasks)
 
     ingest(options_for(folder, out), run)
@@ -337,14 +337,14 @@ def test_what_is_finished_outlives_an_error_of_the_storage(
     options = IngestOptions("csv", str(out), str(s3_folder / "in"), label="y", piece_bytes=1)
 
     def run(function: Any, items: Any) -> Any:
-        if function is write_piece:
+        if function is write_input_split:
             s3_server.fail(r"GET .*/in/5\.csv", status=403)
         return run_in_threads(function, items, threads=1)
 
-    with pytest.raises(StorageError, match=r"5\.csv.*Once that is mended, start the same again: it does what is left"):
+    with pytest.raises(StorageError, match=r"5\.csv.*Once that is fixed, start the same again: it does what is left"):
         ingest(options, run)
     [left] = tmp_path.glob("out.partial-*") if target == "disk" else [out]
-    assert len(names(left / RECORDS)) == 5
+    assert len(list_files(left / RECORDS)) == 5
     s3_server.reset()
     ingest(options)
     reads = [len(s3_server.requests(rf"GET .*/in/{i}\.csv")) for i in range(6)]
@@ -377,7 +377,9 @@ def test_data_on_s3_is_read_as_from_a_disk(tmp_path: Path, s3_folder: S3Path) ->
     [local, remote] = [
         [
             table.to_pydict()
-            for table in fetch_here(Reader(d.root, columns, dict, probe(d, columns, dict)), whole(d.manifest, 50))
+            for table in fetch_in_process(
+                Reader(d.root, columns, dict, probe(d, columns, dict)), plan_all_reads(d.manifest, 50)
+            )
         ]
         for d in (here, there)
     ]
@@ -399,7 +401,7 @@ def test_footers_on_s3_cost_two_requests_each_or_none(tmp_path: Path, s3_folder:
     s3_server.reset()
     warm = open_dataset(str(out))
     assert s3_server.requests(r"\.parquet") == []
-    (out / KEPT).unlink()
+    (out / FOOTERS_FILE).unlink()
     cold = open_dataset(str(out))
     paths = [*cold.manifest.paths, cold.manifest.paths[0]]  # the first one's columns are those of all
     assert len(set(paths)) > 1

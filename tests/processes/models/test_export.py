@@ -27,7 +27,7 @@ from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import export
 from ray_app.models.export import write_export
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import listing, put_atomic
+from ray_app.storage.files import list_tree, put_atomic
 from ray_app.storage.object_stores import S3Path
 from ray_app.task.tabular import TabularClassification
 from tests.support.places import ROOT
@@ -153,7 +153,7 @@ def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
 ) -> None:
     run = trained[0] / "runs" / "run"
     there = s3_folder / "runs" / "run"
-    for name, file in listing(run).items():
+    for name, file in list_tree(run).items():
         put_atomic(there / name, file.read_bytes())
     commits = CheckpointStore(RunPaths(run)).commits()
     out = tmp_path / "out"
@@ -175,9 +175,9 @@ def test_any_checkpoint_of_a_run_is_exported_from_s3_too(
         ),
         (
             ["--run", str(run), "--out", str(tmp_path / "taken"), "--overwrite", "true"],
-            "is no export, and is not replaced",
+            "is not an export, and is not replaced",
         ),
-        (["--run", str(tmp_path), "--out", str(tmp_path / "new")], "is no run: it has no config.yaml"),
+        (["--run", str(tmp_path), "--out", str(tmp_path / "new")], "is not a run: it has no config.yaml"),
         (["--run", str(run), "--out", str(s3_folder / "new")], "in a folder of this machine"),
     ):
         assert main(wrong) == 2
@@ -232,7 +232,7 @@ def test_an_export_that_was_stopped_leaves_nothing_and_a_damaged_one_is_refused(
     weights.unlink()
     with pytest.raises(RegistryError, match=r"model.pt2 is not"):
         load_for_training(out)
-    with pytest.raises(ConfigError, match="it is no exported model"):
+    with pytest.raises(ConfigError, match="it is not an exported model"):
         load_model(tmp_path)
 
 

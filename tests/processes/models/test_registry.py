@@ -27,13 +27,13 @@ from torch import nn
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.register import main
-from ray_app.driver.model_export import example_of, register_best, try_to_register
+from ray_app.driver.model_export import input_example, register_best, try_to_register
 from ray_app.errors import ConfigError, RegistryError, RunExistsError
 from ray_app.models import loader
 from ray_app.models import registry as upload_module
 from ray_app.models.export import fetch_package
 from ray_app.models.package import make_package, read_fields, sources_of
-from ray_app.models.registry import champion_of, fetch, named, promote, register
+from ray_app.models.registry import champion_of, download_version, promote, register, resolve_version
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.storage.files import put_json, read_json
 from ray_app.task.base import Batch
@@ -205,7 +205,7 @@ def check_what_mlflow_says(uri: str, run: Finished) -> None:
     assert (inputs.type, inputs.shape, inputs.name) == (np.dtype("uint8"), (-1, 1, 8, 8), None)
     assert (outputs.type, outputs.shape) == (np.dtype("float32"), (-1, 10))
     loaded = mlflow.pyfunc.load_model("models:/digits@champion")
-    assert np.array_equal(loaded.input_example, example_of(run.job)["image"])
+    assert np.array_equal(loaded.input_example, input_example(run.job)["image"])
     assert len(loaded.input_example) == 2
     with pytest.raises(Exception, match="uint8"):
         loaded.predict(IMAGES.astype(np.float32) / 3)
@@ -480,7 +480,7 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
         found = fetch_package(place, model)
         assert (found.source, found.params_digest) == ({"name": "fetched", "version": "1"}, "p" * 64)
         (tmp_path / "to").mkdir()
-        folder = fetch(place, named(place, model), tmp_path / "to")
+        folder = download_version(place, resolve_version(place, model), tmp_path / "to")
         assert {file.name for file in (tmp_path / "to").rglob("*.*")} == {
             "model.pt2",
             "model.safetensors",
@@ -489,12 +489,12 @@ def test_a_version_is_fetched_without_code_and_one_of_something_else_is_refused(
         assert folder == next((tmp_path / "to").rglob("package.json")).parent
         shutil.rmtree(tmp_path / "to")
     with pytest.raises(RegistryError, match="was not packaged by ray_app"):
-        fetch(place, named(place, "models:/fetched/2"), tmp_path)
+        download_version(place, resolve_version(place, "models:/fetched/2"), tmp_path)
     with pytest.raises(ConfigError, match="was not packaged by ray_app"):
         fetch_package(place, "models:/fetched/2")
     for model in ("models:/fetched@nobody", "models:/fetched/9", "models:/nothing@champion"):
         with pytest.raises(ConfigError, match=f"MLflow has no {model}"):
-            named(place, model)
+            resolve_version(place, model)
 
 
 @pytest.mark.parametrize("uri", ["server", "store"])
@@ -609,7 +609,7 @@ def test_the_command_refuses_what_is_no_finished_run(digits: Path, tmp_path: Pat
     run = Finished(tmp_path, digits, store, name="unfinished")
     put_json(run.job.paths.summary, {"status": "interrupted"})
     for arguments, message in (
-        (["--run", str(tmp_path / "none")], "is no run: it has no config.yaml"),
+        (["--run", str(tmp_path / "none")], "is not a run: it has no config.yaml"),
         (["--run", str(run.job.paths.root), "--promote", " "], "--promote needs a reason"),
         (["--run", str(run.job.paths.root)], "has no tracking.registered_model; say with --name"),
         (["--run", str(run.job.paths.root), "--name", "x"], "'unfinished' is interrupted"),

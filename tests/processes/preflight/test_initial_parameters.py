@@ -17,7 +17,7 @@ from ray_app import load_config
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config, result_fields
 from ray_app.errors import ConfigError, RunExistsError
-from ray_app.preflight.initial_parameters import find_beginning
+from ray_app.preflight.initial_parameters import load_initial_parameters
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.task.base import Task
 from ray_app.train.job import Hooks
@@ -54,7 +54,7 @@ def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_
     made = TrainingState(job.config.replace(train__ema_decay=0.9), task, torch.device("cpu"), job.total_steps)
     assert params_digest(made.model.state_dict()) != params_digest(state)
     claim(prepare(config), 1)
-    made.begin(job.read_initial())
+    made.initialize(job.read_initial())
     assert made.step == 0
     assert params_digest(made.model.state_dict()) == params_digest(made.snapshot().model) == params_digest(state)
 
@@ -149,7 +149,7 @@ def test_a_storage_that_does_not_answer_refuses_a_start_but_does_not_end_a_run(
         with pytest.raises(OSError, match="does not answer"):
             job.read_initial()
         with pytest.raises(ConfigError, match=r"cannot be read: .*does not answer"):
-            find_beginning(config, None)
+            load_initial_parameters(config, None)
     Path(job.initial or "").unlink()
     with pytest.raises(ConfigError, match=r"initial.safetensors' cannot be read: .*No such file"):
         job.read_initial()
@@ -161,7 +161,7 @@ def test_parameters_that_are_not_the_models_are_refused_by_name(given: Config, t
     with pytest.raises(ConfigError, match=r"first.safetensors' cannot be read: .*Name a safetensors file"):
         prepare(config)
     place.write_bytes(b"pickle")
-    with pytest.raises(ConfigError, match="is no safetensors file"):
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
         prepare(config)
     state = parameters(prepare(given).job.task, place)
     state["extra"] = torch.zeros(1)

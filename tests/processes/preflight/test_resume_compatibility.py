@@ -16,7 +16,7 @@ from ray_app.config.config import Config
 from ray_app.driver.result import Result
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.preflight.prepare import claim, prepare
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from tests.support.places import ROOT
 
 STEPLR = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.5}}
@@ -152,7 +152,7 @@ def test_what_would_be_another_run_is_refused(
     with_data = {"data__eval_path": str(digits / "eval")} if "evaluate__patience" in fields else {}
     config = config_of(digits, tmp_path, run__name="run", **({"train__epochs": 1} | fields | with_data))
     prepared = prepare(config)
-    with acquire(prepared.job.paths) as lease:
+    with acquire_lease(prepared.job.paths) as lease:
         claim(prepared, lease.fence)
     with pytest.raises(ConfigError) as caught:
         prepare(config.replace(**(more or {"train__epochs": 2})))
@@ -173,6 +173,6 @@ def test_what_leaves_the_beginning_as_it_is_may_grow(
 ) -> None:
     config = config_of(digits, tmp_path, run__name="run", train__epochs=1, schedule=schedule)
     prepared = prepare(config)
-    with acquire(prepared.job.paths) as lease:
+    with acquire_lease(prepared.job.paths) as lease:
         claim(prepared, lease.fence)
     assert prepare(config.replace(**({"train__epochs": 2} | fields))).resumes

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.preflight.sandbox import Processes
-from ray_app.preflight.sandbox_server import _MOST_BYTES
+from ray_app.preflight.sandbox import Sandbox
+from ray_app.preflight.sandbox_server import _MAX_OUTPUT_BYTES
 from tests.support.waiting import until
 
 
@@ -19,7 +19,7 @@ def flood(out: str) -> int:
         nonlocal said
         said += 50_000
         print("x" * 49_999, flush=True)
-        return said > 2 * _MOST_BYTES and Path(out).stat().st_size < _MOST_BYTES
+        return said > 2 * _MAX_OUTPUT_BYTES and Path(out).stat().st_size < _MAX_OUTPUT_BYTES
 
     until(is_forgotten, "what was printed stays")
     print("the end")
@@ -28,11 +28,11 @@ def flood(out: str) -> int:
 
 @pytest.mark.rest
 def test_a_flood_of_prints_does_not_fill_the_disk(tmp_path: Path) -> None:
-    processes = Processes(tmp_path / "trial")
+    processes = Sandbox(tmp_path / "trial")
     try:
         [ended] = processes.run([(flood, (str(tmp_path / "trial" / "0.out"),))], 60.0)
     finally:
         processes.close()
     assert ended.error is None, ended.error
-    assert ended.value > 2 * _MOST_BYTES
-    assert ended.said.splitlines()[-1] == "the end"
+    assert ended.value > 2 * _MAX_OUTPUT_BYTES
+    assert ended.output.splitlines()[-1] == "the end"

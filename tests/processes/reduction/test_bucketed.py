@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError, PeerLostError
 from ray_app.reduction.base import World, collective
-from ray_app.reduction.bucketed import BucketedReducer, _bucketed, build_exchange
+from ray_app.reduction.bucketed import BucketedReducer, _split_into_buckets, build_reducer
 from ray_app.train.membership import GenerationInfo
-from ray_app.train.process_group import ProcessGroup, _sockets
+from ray_app.train.process_group import ProcessGroup, _list_sockets
 from tests.support.local_world import LocalMembership, Pool, TinyImages, make_job, write_images
 from tests.support.waiting import until
 
@@ -35,7 +35,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_bits_of_exact_do_not_depend_on_the_size_of_the_buckets(pool: Pool, data: Path, tmp_path: Path) -> None:
     parameters = list(TinyImages().build_model().parameters())
-    assert len(_bucketed(parameters, 8 << 20)) == 1 < len(_bucketed(parameters, int(SMALL_MB * (1 << 20))))
+    assert (
+        len(_split_into_buckets(parameters, 8 << 20))
+        == 1
+        < len(_split_into_buckets(parameters, int(SMALL_MB * (1 << 20))))
+    )
     found = [
         pool.trained(
             make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__bucket_mb=mb), size
@@ -65,9 +69,9 @@ def exchange(rank: int, store: Path, size: int, train: TrainSection) -> Exchange
     model = nn.Sequential(nn.Linear(200, 500), nn.Linear(500, 200))
     inputs = torch.randn(4, 8, 200)
     with LocalMembership(World(rank, size, 4), store).generation(0, False) as (world, _):
-        strategy = build_exchange(train, model, world)
+        strategy = build_reducer(train, model, world)
         before = sent_by_this_process()
-        for v in world.played:
+        for v in world.assigned:
             strategy.backward(model(inputs[v]).square().mean(1), torch.full((8,), 1 / 32), v)
         strategy.launch()
         strategy.finish()
@@ -82,14 +86,14 @@ def exchange_shared(rank: int, store: Path, size: int, reentrant: bool) -> list[
     first, shared = nn.Linear(6, 6), nn.Linear(6, 6)
     model, inputs = nn.Sequential(first, shared), torch.randn(4, 8, 6)
     with LocalMembership(World(rank, size, 4), store).generation(0, False) as (world, _):
-        exchange = build_exchange(TrainSection(bucket_mb=SMALL_MB / 10), model, world)
-        for v in world.played:
+        reducer = build_reducer(TrainSection(bucket_mb=SMALL_MB / 10), model, world)
+        for v in world.assigned:
             x = first(inputs[v])
             for _ in range(2):
                 x = checkpoint(lambda x: shared(x).tanh(), x, use_reentrant=reentrant)
-            exchange.backward(x.square().mean(1), torch.full((8,), 1 / 32), v)
-        exchange.launch()
-        exchange.finish()
+            reducer.backward(x.square().mean(1), torch.full((8,), 1 / 32), v)
+        reducer.launch()
+        reducer.finish()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         if size > 1:
             dist.barrier()
@@ -104,7 +108,7 @@ def test_gradients_that_come_in_parts_are_refused_on_any_number_of_workers(pool:
             assert "use_reentrant=False" in str(outcome.error)
 
 
-def test_layers_that_are_checkpointed_and_shared_have_the_same_bits_on_any_number_of_workers(pool: Pool) -> None:
+def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(pool: Pool) -> None:
     [alone] = pool.run(1, exchange_shared, 1, False)
     for found in pool.run(2, exchange_shared, 2, False):
         assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
@@ -115,7 +119,7 @@ def sent_by_this_process() -> int:
     tcp_info`.
     """
     total = 0
-    for number, _ in _sockets():
+    for number, _ in _list_sockets():
         with suppress(OSError), socket.socket(fileno=socket.dup(number)) as found:
             if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
                 total += struct.unpack_from("Q", found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), 120)[0]
@@ -209,7 +213,7 @@ def bystanders_of_an_abort(rank: int, store: Path, port: int) -> list[bytes]:
 
     opening = threading.Thread(target=opens)
     opening.start()
-    until(lambda: any(group._is_store(number) for number, _ in _sockets()), "it has not begun to open")
+    until(lambda: any(group._is_store(number) for number, _ in _list_sockets()), "it has not begun to open")
     pairs.append(connection())
     until(lambda: group.abort() or not opening.is_alive(), "the abort does not break it")
     assert isinstance(failed[0], dist.DistError), failed
@@ -238,7 +242,7 @@ def bystander_of_a_group(
     meeting.wait([f"made-{before}" for before in range(rank)])
     opening.start()
     until(
-        lambda: any(group._is_store(number) for number, _ in _sockets()) or not opening.is_alive(),
+        lambda: any(group._is_store(number) for number, _ in _list_sockets()) or not opening.is_alive(),
         "it has not begun to open",
     )
     assert group._sockets is None or rank == size - 1, "it opened without the others"
@@ -287,12 +291,12 @@ def test_every_gradient_is_aligned_whatever_lies_before_it(mb: float, dtype: tor
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5), nn.Linear(5, 1)).to(dtype)
-    exchange = BucketedReducer(model, World(0, 1, 3), "exact", mb, "none")
+    reducer = BucketedReducer(model, World(0, 1, 3), "exact", mb, "none")
     x = torch.arange(6, dtype=dtype).view(2, 3)
     for v in range(3):
-        exchange.backward(model(x + v).squeeze(1), torch.full((2,), 0.5, dtype=dtype), v)
-    exchange.launch()
-    exchange.finish()
+        reducer.backward(model(x + v).squeeze(1), torch.full((2,), 0.5, dtype=dtype), v)
+    reducer.launch()
+    reducer.finish()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(gradients) == 6
     assert [g.data_ptr() % 64 for g in gradients] == [0] * 6

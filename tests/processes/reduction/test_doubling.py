@@ -12,7 +12,7 @@ from ray_app.errors import PeerLostError
 from ray_app.reduction import transport
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.checkpointing.step_log import share_records
+from ray_app.train.checkpointing.step_log import gather_records
 from ray_app.train.step.step_stats import ReplicaStats, StepResult, StepStats
 from tests.support.local_world import LocalMembership, Pool
 
@@ -21,7 +21,7 @@ def _rows(world: World) -> list[ReplicaStats]:
     spent = 0.25, 0.5, 0.75, 1.0
     return [
         ReplicaStats(v, v + 1, 2**64 - 1 - v, 0.1 * v, v % 3, 1.0 / (v + 1), v, float(v), *spent, {"a": v / 7})
-        for v in world.played
+        for v in world.assigned
     ]
 
 
@@ -30,8 +30,8 @@ def _tables(rank: int, store: Path, size: int) -> tuple[StepResult, StepResult]:
     found = []
     with LocalMembership(World(rank, size, 2 * size), store).generation(0, False) as (world, _):
         for most in (1, 16):
-            transport.RING_AT_MOST = most
-            found.append(StepStats(world).exchange(_rows(world)))
+            transport.MAX_RING_RANKS = most
+            found.append(StepStats(world).gather(_rows(world)))
     return found[0], found[1]
 
 
@@ -43,19 +43,19 @@ def test_the_table_is_that_of_the_ring(pool: Pool, size: int) -> None:
 
 
 def _leave(rank: int, store: Path, size: int) -> str:
-    transport.RING_AT_MOST = 1
+    transport.MAX_RING_RANKS = 1
     try:
         with LocalMembership(World(rank, size, size), store).generation(0, False) as (world, _):
             table = StepStats(world)
-            table.exchange(_rows(world))
+            table.gather(_rows(world))
             if rank == 1:
                 raise InterruptedError
-            table.exchange(_rows(world))
+            table.gather(_rows(world))
         return "went on"
     except (PeerLostError, InterruptedError) as error:
         return type(error).__name__
     finally:
-        transport.RING_AT_MOST = 16
+        transport.MAX_RING_RANKS = 16
 
 
 def test_who_waits_for_one_that_left_is_set_free(pool: Pool) -> None:
@@ -67,7 +67,7 @@ def _share(rank: int, store: Path, size: int) -> list[StepRecord]:
     steps = {0: [2, 3], 1: [1, 2, 3, 4], 2: []}[rank]
     kept = [StepRecord(step, 0, 1.0, 0.5, 0.1, 1.0, float(rank), 0.0, size, [3] * 4, [1] * 4, "1.1") for step in steps]
     with LocalMembership(World(rank, size, size), store).generation(0, False) as (world, _):
-        return list(share_records(kept, world).values())
+        return list(gather_records(kept, world).values())
 
 
 def test_all_have_all_records_afterwards_and_their_own_where_they_had_one(pool: Pool) -> None:

@@ -66,7 +66,7 @@ def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-3) -> 
 
 
 @pytest.mark.rest
-def test_overlapped_it_has_nearly_the_values_of_ddp_for_every_number_of_workers_and_across_a_resume(
+def test_overlapped_values_are_close_to_ddp_on_any_workers_and_after_a_resume(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     fields = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
@@ -164,11 +164,11 @@ def after_a_step(rank: int, store: Path, job: Job, size: int, device: torch.devi
     set_up_torch(job.config, device)
     world = World(rank, size, job.plan.logical_workers)
     state = build_state(job.config, job.task, device, job.total_steps)
-    with LocalMembership(world, store).generation(-1, False), state.among(world) as world:
-        state.share(world, lambda: state.begin(None))
+    with LocalMembership(world, store).generation(-1, False), state.bind(world) as world:
+        state.share(world, lambda: state.initialize(None))
         step = build_step(job, state, world, device, lambda phase: None)
         feed = Feed(job.plan, lambda cursor, played: cached(job, cursor, played), device)
-        feed.play(Cursor(), world.played)
+        feed.seek(Cursor(), world.assigned)
         step.run(Cursor.at(0, 9), feed.next(), 12, Flags(0))
         yield state
 
@@ -281,7 +281,7 @@ def test_the_group_of_a_lone_worker_is_made_for_its_device(
     monkeypatch.setattr(dist, "init_process_group", lambda name, **options: made.append((name, options["device_id"])))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     state = build_state(job.config, job.task, device, job.total_steps)
-    with pytest.raises(KilledError), state.among(World(0, 1, 2)):
+    with pytest.raises(KilledError), state.bind(World(0, 1, 2)):
         raise KilledError("made")
     assert made == [expected]
 
@@ -301,7 +301,7 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
 
     def noting(name: str, exchange: Any) -> Any:
         def noted(*args: Any, **options: Any) -> Any:
-            held.setdefault(name, set()).add(is_held(group_state.launches))
+            held.setdefault(name, set()).add(is_held(group_state.launch_lock))
             return exchange(*args, **options)
 
         return noted
@@ -310,8 +310,11 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
         build_state(job.config, job.task, CPU, job.total_steps),
         LocalMembership(World(rank, 2, 4), store),
     )
-    with membership.generation(0, False) as (met, _), state.among(replace(met, settle=lambda: None)) as world:
-        state.share(world, lambda: state.begin(None))
+    with (
+        membership.generation(0, False) as (met, _),
+        state.bind(replace(met, check_device_errors=lambda: None)) as world,
+    ):
+        state.share(world, lambda: state.initialize(None))
         cursor = Cursor.at(0, job.plan.steps_per_epoch)
         with (
             closing(build_step(job, state, world, CPU, lambda phase: None)) as step,
@@ -319,7 +322,7 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
         ):
             for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
                 patch.setattr(dist, name, noting(name, getattr(dist, name)))
-            feed = feed_of(job.plan, cursor, world.played, cached(job, cursor, world.played))
+            feed = feed_of(job.plan, cursor, world.assigned, cached(job, cursor, world.assigned))
             step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
     return held
 

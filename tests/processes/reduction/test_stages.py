@@ -16,7 +16,7 @@ from ray_app.config.sections import TrainSection
 from ray_app.reduction import transport
 from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import BucketedReducer
-from ray_app.reduction.transport import P2PWork, sending
+from ray_app.reduction.transport import P2PWork, start_send
 from tests.support.device_group import BACKEND
 from tests.support.local_world import LocalMembership, Pool
 
@@ -65,7 +65,7 @@ def summed_on(
 
     def noting_peer(value: Tensor, peer: int, *rest: Any) -> P2PWork:
         peers.add(peer)
-        return sending(value, peer, *rest)
+        return start_send(value, peer, *rest)
 
     def noting(name: str) -> Any:
         call = getattr(dist, name)
@@ -83,16 +83,16 @@ def summed_on(
     ):
         for name in (SEND, GATHER, "all_reduce"):
             patch.setattr(dist, name, noting(name))
-        patch.setattr(transport, "sending", noting_peer)
+        patch.setattr(transport, "start_send", noting_peer)
         model = torch.nn.Sequential(torch.nn.Linear(33, 7), torch.nn.Linear(7, 5))
-        exchange = BucketedReducer(model, world, train.reduction, 1e-4, train.gradient_compression)
+        reducer = BucketedReducer(model, world, train.reduction, 1e-4, train.gradient_compression)
         values = {}
-        for v in world.played:
+        for v in world.assigned:
             generator = torch.Generator().manual_seed(v)
             values[v] = [torch.randn(p.shape, generator=generator) * 10.0 ** (v % 5 - 2) for p in model.parameters()]
-        first, calls = exchange.sum(values), len(order)
+        first, calls = reducer.sum(values), len(order)
         with Operators() as second:
-            again = exchange.sum(values)
+            again = reducer.sum(values)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         assert order[:calls] == order[calls:]
         return Summed(order[:calls], peers, first, second.names)

@@ -55,19 +55,19 @@ def inputs() -> Tensor:
     return torch.randn(LOGICAL_WORKERS, 6, 40, generator=torch.Generator().manual_seed(1))
 
 
-def begin(exchange: BucketedReducer, model: Network, world: World) -> None:
+def begin(reducer: BucketedReducer, model: Network, world: World) -> None:
     """A step until its last backward is done."""
-    for v in world.played:
-        exchange.backward(model(inputs()[v]).square().mean(1), torch.full((6,), 1 / 24), v)
-    exchange.launch()
+    for v in world.assigned:
+        reducer.backward(model(inputs()[v]).square().mean(1), torch.full((6,), 1 / 24), v)
+    reducer.launch()
 
 
 def alone() -> list[Tensor]:
     """The gradients on one worker."""
     model, world = Network(), World(0, 1, LOGICAL_WORKERS)
-    exchange = BucketedReducer(model, world, "exact", EACH_MB, "none")
-    begin(exchange, model, world)
-    exchange.finish()
+    reducer = BucketedReducer(model, world, "exact", EACH_MB, "none")
+    begin(reducer, model, world)
+    reducer.finish()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -76,30 +76,30 @@ def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], w
     expected, model, found = alone(), Network(), list[int]()
     assert len(expected) == 2 * LAYERS
     with LocalMembership(World(rank, size, LOGICAL_WORKERS), store, hosts=hosts).generation(0, False) as (world, _):
-        exchange = BucketedReducer(model, world, "exact", EACH_MB, "none")
+        reducer = BucketedReducer(model, world, "exact", EACH_MB, "none")
 
         def there() -> int:
             views = {
-                p: view for bucket in exchange._buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)
+                p: view for bucket in reducer._buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)
             }
             return sum(torch.equal(views[p], value) for p, value in zip(model.parameters(), expected, strict=True))
 
         def before_first() -> None:
-            if exchange._listening:
+            if reducer._listening:
                 until(lambda: there() >= 4, "no sum is there before the end of backward", 20)
                 found.append(there())
 
         if rank in waits:
             model.before_first = before_first
-        begin(exchange, model, world)
-        exchange.finish()
+        begin(reducer, model, world)
+        reducer.finish()
         assert all(
             torch.equal(p.grad, value)
             for p, value in zip(model.parameters(), expected, strict=True)
             if p.grad is not None
         )
         assert all(p.grad is not None for p in model.parameters())
-        exchange.close()
+        reducer.close()
         dist.barrier()
         return found[0] if found else 0
 
@@ -121,15 +121,15 @@ def late_in_forward(rank: int, store: Path, size: int) -> None:
     """A step, of which the last rank begins its part when all others are done with backward."""
     model, world = Network(), World(rank, size, LOGICAL_WORKERS)
     with LocalMembership(world, store).generation(0, False) as (world, _):
-        exchange = BucketedReducer(model, world, "exact", EACH_MB, "none")
+        reducer = BucketedReducer(model, world, "exact", EACH_MB, "none")
         done = store.parent / f"{store.name}-done"
         done.mkdir(exist_ok=True)
         if rank == size - 1:
             until(lambda: len(list(done.iterdir())) == size - 1, "the others wait for this rank in backward", 20)
-        begin(exchange, model, world)
+        begin(reducer, model, world)
         (done / str(rank)).touch()
-        exchange.finish()
-        exchange.close()
+        reducer.finish()
+        reducer.close()
         dist.barrier()
 
 
@@ -146,14 +146,14 @@ def empty_among_them(rank: int, store: Path, size: int) -> list[Tensor]:
         model.register_parameter(f"empty_{number}", nn.Parameter(torch.empty(0, dtype=dtype)))
     world = World(rank, size, 3)
     with LocalMembership(world, store).generation(0, False) as (world, _):
-        exchange = BucketedReducer(model, world, "exact", EACH_MB, "none")
-        for v in world.played:
+        reducer = BucketedReducer(model, world, "exact", EACH_MB, "none")
+        for v in world.assigned:
             x = torch.randn(2, 4, generator=torch.Generator().manual_seed(v))
-            exchange.backward(model(x).square().mean(1), torch.full((2,), 1 / 6), v)
-        exchange.launch()
-        exchange.finish()
+            reducer.backward(model(x).square().mean(1), torch.full((2,), 1 / 6), v)
+        reducer.launch()
+        reducer.finish()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        exchange.close()
+        reducer.close()
         if size > 1:
             dist.barrier()
         return gradients
@@ -168,12 +168,12 @@ def test_parameters_of_no_size_travel_too(pool: Pool) -> None:
 
 
 def test_what_a_bucket_held_is_free_without_the_garbage_collector() -> None:
-    exchange = BucketedReducer(Network(), World(0, 1, LOGICAL_WORKERS), "exact", EACH_MB, "none")
-    held = [weakref.ref(bucket) for bucket in exchange._buckets]
-    exchange.close()
+    reducer = BucketedReducer(Network(), World(0, 1, LOGICAL_WORKERS), "exact", EACH_MB, "none")
+    held = [weakref.ref(bucket) for bucket in reducer._buckets]
+    reducer.close()
     gc.disable()
     try:
-        del exchange
+        del reducer
         assert [ref() for ref in held] == [None] * 2 * LAYERS
     finally:
         gc.enable()
@@ -193,27 +193,29 @@ def lost_beside(rank: int, store: Path, port: int) -> list[str]:
 
     def thread_waits() -> bool:
         return (
-            any(thread.name.startswith("exchange") for thread in threading.enumerate()) and exchange._thread is not None
+            any(thread.name.startswith("reduction") for thread in threading.enumerate()) and reducer._thread is not None
         )
 
-    exchange = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", EACH_MB, "none")
+    reducer = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", EACH_MB, "none")
 
     def before_first() -> None:
-        if exchange._listening:
+        if reducer._listening:
             until(thread_waits, "no thread waits")
             meeting.set("waits", "")
 
     model.before_first = before_first
 
     def step() -> None:
-        begin(exchange, model, World(rank, 2, LOGICAL_WORKERS))
-        exchange.finish()
+        begin(reducer, model, World(rank, 2, LOGICAL_WORKERS))
+        reducer.finish()
 
     with pytest.raises(PeerLostError) as told:
         step()
-    exchange.close()
+    reducer.close()
     group.close(broken=True)
-    until(lambda: not any(thread.name.startswith("exchange") for thread in threading.enumerate()), "the thread is left")
+    until(
+        lambda: not any(thread.name.startswith("reduction") for thread in threading.enumerate()), "the thread is left"
+    )
     return [str(told.value)]
 
 

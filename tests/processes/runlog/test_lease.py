@@ -20,7 +20,15 @@ from ray_app.config.sections import CheckpointSection
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.runlog import lease as lease_module
 from ray_app.runlog.journal import read_events
-from ray_app.runlog.lease import Holder, Lease, LeaseWatch, Record, acquire, forget_older, newest_fence
+from ray_app.runlog.lease import (
+    Lease,
+    LeaseHolder,
+    LeaseRecord,
+    LeaseWatch,
+    acquire_lease,
+    newest_fence,
+    remove_old_fences,
+)
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import files as files_module
 from ray_app.storage.files import put_json, read_json
@@ -29,8 +37,8 @@ from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.places import ROOT
 from tests.support.waiting import until
 
-HERE = Holder.here()
-AWAY = Holder("node-7", "another machine", HERE.pid, HERE.pid_ticks)
+HERE = LeaseHolder.here()
+AWAY = LeaseHolder("node-7", "another machine", HERE.pid, HERE.pid_ticks)
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -40,10 +48,10 @@ def paths(request: pytest.FixtureRequest, tmp_path: Path) -> RunPaths:
 
 HOLDER = """
 import sys, time
-from ray_app.storage.files import location
-from ray_app.runlog.lease import acquire
+from ray_app.storage.files import to_location
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
-with acquire(RunPaths(location(sys.argv[1])), float(sys.argv[2])) as lease:
+with acquire_lease(RunPaths(to_location(sys.argv[1])), float(sys.argv[2])) as lease:
     print(lease.fence, flush=True)
     while lease.lost is None:
         time.sleep(0.02)
@@ -100,8 +108,8 @@ def driver(paths: RunPaths) -> Iterator[Callable[[float], Driver]]:
         (AWAY, 10, True, "free"),
     ],
 )
-def test_the_state_of_a_lease(holder: Holder, age_s: float, released: bool, state: str) -> None:
-    assert Record(holder, 0.0, 5000.0, 30.0, released).state(HERE, 5000.0 + age_s) == state
+def test_the_state_of_a_lease(holder: LeaseHolder, age_s: float, released: bool, state: str) -> None:
+    assert LeaseRecord(holder, 0.0, 5000.0, 30.0, released).state(HERE, 5000.0 + age_s) == state
 
 
 # --- real processes
@@ -112,7 +120,7 @@ def test_a_second_driver_is_refused_while_the_first_lives(paths: RunPaths, drive
     began = time.monotonic()
     while time.monotonic() < began + 4.0:  # more than a life
         with pytest.raises(RunHeldError) as caught:
-            acquire(paths)
+            acquire_lease(paths)
     for text in (
         f"The run 'run' is being written by process {first.process.pid} on",
         "UTC; its lease lasts until",
@@ -127,10 +135,10 @@ def test_a_killed_driver_is_followed_at_once(paths: RunPaths, driver: Callable[[
     first.send(signal.SIGKILL)
     first.process.wait()
     began = time.monotonic()
-    with acquire(paths) as lease:
+    with acquire_lease(paths) as lease:
         assert lease.fence == 2
     assert time.monotonic() - began < 60, "it waits for the lease to expire"
-    with acquire(paths) as lease:
+    with acquire_lease(paths) as lease:
         assert lease.fence == 3, "a released lease holds nobody up"
 
 
@@ -138,7 +146,7 @@ def test_a_dead_driver_that_nobody_has_reaped_is_dead(paths: RunPaths, driver: C
     first = driver(600.0)
     first.send(signal.SIGKILL)
     until(lambda: " Z " in Path(f"/proc/{first.process.pid}/stat").read_text(), "it does not die")
-    with acquire(paths) as lease:
+    with acquire_lease(paths) as lease:
         assert lease.fence == 2
 
 
@@ -149,7 +157,7 @@ def test_a_driver_that_stood_still_finds_its_lease_lost(paths: RunPaths, driver:
 
     def expired() -> bool:
         try:
-            leases.append(acquire(paths))
+            leases.append(acquire_lease(paths))
         except RunHeldError:
             return False
         return True
@@ -173,7 +181,7 @@ def test_one_of_many_gets_it(paths: RunPaths) -> None:
     def try_it() -> None:
         start.wait()
         try:
-            got.append(acquire(paths))
+            got.append(acquire_lease(paths))
         except RunHeldError:
             refused.append(1)
 
@@ -191,14 +199,14 @@ def test_one_of_many_gets_it(paths: RunPaths) -> None:
 
 
 def put_lease(paths: RunPaths, renewed_s: float, released: bool = False, life_s: float = 1.0) -> None:
-    put_json(paths.fence(1), asdict(Record(AWAY, 0.0, renewed_s, life_s, released)))
+    put_json(paths.fence(1), asdict(LeaseRecord(AWAY, 0.0, renewed_s, life_s, released)))
 
 
 @pytest.mark.parametrize("clock_s", [-500.0, pytest.param(0.0, marks=pytest.mark.rest), 500.0])
 def test_another_machines_lease_is_taken_over_when_it_is_not_renewed(paths: RunPaths, clock_s: float) -> None:
     put_lease(paths, time.time() + clock_s)
     began = time.monotonic()
-    with acquire(paths) as lease:
+    with acquire_lease(paths) as lease:
         assert lease.fence == 2
     assert time.monotonic() - began >= 1.0
 
@@ -221,43 +229,43 @@ def test_another_machines_lease_is_watched(
     seen: list[str] = []
     monkeypatch.setattr(LeaseWatch, "look", look_and_renew)
     if released:
-        acquire(paths).release()
+        acquire_lease(paths).release()
     else:
         with pytest.raises(RunHeldError, match="on node-7"):
-            acquire(paths)
+            acquire_lease(paths)
     assert seen == ["unclear", "over" if released else "held"]
     assert newest_fence(paths) == 1 + released
 
 
 @pytest.mark.parametrize("holder", [pytest.param(HERE, marks=pytest.mark.rest), AWAY], ids=["here", "away"])
 def test_who_could_not_renew_while_nobody_could_look_is_watched_again(
-    paths: RunPaths, holder: Holder, monkeypatch: pytest.MonkeyPatch
+    paths: RunPaths, holder: LeaseHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life_s = 0.4
-    put_json(paths.fence(1), asdict(Record(holder, 0.0, time.time(), life_s)))
+    put_json(paths.fence(1), asdict(LeaseRecord(holder, 0.0, time.time(), life_s)))
     observer = LeaseWatch(paths, 1)
-    assert observer.look() in ("held", "unclear")
+    assert observer.poll() in ("held", "unclear")
     ends_s = time.monotonic() + 3 * life_s
 
     def fail(*_: Any) -> None:
         raise OSError("503")
 
     with monkeypatch.context() as broken:
-        broken.setattr(lease_module, "names", fail)
+        broken.setattr(lease_module, "list_files", fail)
         while time.monotonic() < ends_s:
             with pytest.raises(OSError, match="503"):
-                observer.look()
-    assert observer.look() == "unclear", "it had no time to renew"
-    put_json(paths.fence(1), asdict(Record(holder, 0.0, time.time(), 60.0)))
-    assert observer.look() == "held"
+                observer.poll()
+    assert observer.poll() == "unclear", "it had no time to renew"
+    put_json(paths.fence(1), asdict(LeaseRecord(holder, 0.0, time.time(), 60.0)))
+    assert observer.poll() == "held"
 
 
 def test_a_driver_that_lives_is_watched_before_its_lease_counts_as_lost(paths: RunPaths) -> None:
     """Its clock was set, or its machine slept."""
-    put_json(paths.fence(1), asdict(Record(HERE, 0.0, time.time() - 40.0, 0.5)))
+    put_json(paths.fence(1), asdict(LeaseRecord(HERE, 0.0, time.time() - 40.0, 0.5)))
     observer, began_s = LeaseWatch(paths, 1), time.monotonic()
-    assert observer.look() == "unclear"
-    until(lambda: observer.look() == "over", "it is never followed")
+    assert observer.poll() == "unclear"
+    until(lambda: observer.poll() == "over", "it is never followed")
     assert time.monotonic() - began_s >= 0.5
 
 
@@ -271,7 +279,7 @@ def test_a_lease_outlives_a_storage_that_fails_for_a_while(tmp_path: Path, monke
         failed.set()
         raise OSError("disk full")
 
-    with acquire(paths, life_s=0.6) as lease:
+    with acquire_lease(paths, life_s=0.6) as lease:
         with monkeypatch.context() as broken:
             broken.setattr(files_module.os, "fsync", fail)
             assert failed.wait(10)
@@ -282,10 +290,10 @@ def test_a_lease_outlives_a_storage_that_fails_for_a_while(tmp_path: Path, monke
 
 def test_who_lost_the_lease_commits_nothing(paths: RunPaths) -> None:
     store, told = CheckpointStore(paths), threading.Event()
-    lease = acquire(paths, life_s=0.6)
+    lease = acquire_lease(paths, life_s=0.6)
     lease.on_lost(told.set)
     store.write(pack(snapshot_of(1)), commit_of(1, lease.fence))
-    put_json(paths.fence(2), asdict(Record(AWAY, 0.0, time.time(), 30.0)))
+    put_json(paths.fence(2), asdict(LeaseRecord(AWAY, 0.0, time.time(), 30.0)))
     saver = CheckpointWriter(paths, CheckpointSection(), list)
     saver.save(lambda: snapshot_of(2), commit_of(2, lease.fence))
     saver.wait()
@@ -313,9 +321,9 @@ def test_a_lease_lost_between_the_files_and_the_marker(tmp_path: Path) -> None:
     class Files(dict[str, bytes]):
         def items(self) -> Any:
             yield from files.items()
-            put_json(paths.fence(2), asdict(Record(AWAY, 0.0, time.time(), 30.0)))
+            put_json(paths.fence(2), asdict(LeaseRecord(AWAY, 0.0, time.time(), 30.0)))
 
-    put_json(paths.fence(1), asdict(Record(HERE, 0.0, time.time(), 30.0)))
+    put_json(paths.fence(1), asdict(LeaseRecord(HERE, 0.0, time.time(), 30.0)))
     with pytest.raises(LeaseLostError):
         store.write(Files(), commit_of(1))
     assert store.commits() == []
@@ -328,5 +336,5 @@ def test_a_copy_beside_the_fences_is_none_and_files_of_starts_long_before_go(tmp
         put_json(paths.fence(number), {})
     (paths.fences / "0001 (copy).json").write_text("{}")
     assert newest_fence(paths) == 150
-    forget_older(paths, 150)
+    remove_old_fences(paths, 150)
     assert sorted(file.name for file in paths.fences.iterdir()) == ["0001 (copy).json", "0149.json", "0150.json"]

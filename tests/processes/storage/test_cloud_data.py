@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ray_app.data.dataset import contents, open_dataset
+from ray_app.data.dataset import hash_files, open_dataset
 from ray_app.data.local_readers import load_all
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.data.reader import Reader, RowSource, fetch_in_process
 from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.storage.data_files import find, is_within, place_of, versions
-from ray_app.storage.files import location
+from ray_app.storage.data_files import file_versions, find_file, is_within, locate_data
+from ray_app.storage.files import to_location
 from ray_app.storage.object_stores import AzurePath
 from tests.support.azure_server import KEY, AzureServer
 from tests.support.encoded_images import encode
@@ -56,19 +56,19 @@ def loaded(path: str) -> dict[str, np.ndarray]:
     dataset = open_dataset(path)
     reader = Reader(dataset.root, ["x", "y"], dict, probe(dataset, ["x", "y"], dict))
     source = RowSource(reader, dataset.manifest, 300)
-    return {name: np.asarray(values) for name, values in load_all(fetch_here, source).arrays.items()}
+    return {name: np.asarray(values) for name, values in load_all(fetch_in_process, source).arrays.items()}
 
 
 def test_a_data_set_is_what_it_is_on_a_disk(cloud: Server, rows: Path) -> None:
     there = str(cloud.path("rows"))
     here, found = open_dataset(str(rows)), open_dataset(there)
     assert (found.manifest.digest, found.manifest.paths) == (here.manifest.digest, here.manifest.paths)
-    assert place_of(found.root) == cloud.path("rows")
+    assert locate_data(found.root) == cloud.path("rows")
     expected, read = loaded(str(rows)), loaded(there)
     assert read.keys() == expected.keys()
     assert all(np.array_equal(read[name], expected[name]) for name in expected)
     paths = here.manifest.paths
-    assert contents(cloud.path("rows"), paths) == contents(rows, paths)
+    assert hash_files(cloud.path("rows"), paths) == hash_files(rows, paths)
 
 
 FOLDERS = {"kind=a b/day=2024-01-01": 1, "kind=a%2Fb/day=2024-01-02": 2, "kind=ü/day=__HIVE_DEFAULT_PARTITION__": 3}
@@ -106,17 +106,17 @@ def test_files_of_other_formats_in_a_bucket_of_images_are_named(cloud: Server, t
 
 def test_a_changed_file_is_another_version(cloud: Server) -> None:
     cloud.put("changing/a.parquet", b"one")
-    before = versions(cloud.path("changing"), ["a.parquet"])
+    before = file_versions(cloud.path("changing"), ["a.parquet"])
     cloud.put("changing/a.parquet", b"another")
-    assert versions(cloud.path("changing"), ["a.parquet"]) != before
+    assert file_versions(cloud.path("changing"), ["a.parquet"]) != before
     with pytest.raises(FileNotFoundError):
-        versions(cloud.path("changing"), ["b.parquet"])
+        file_versions(cloud.path("changing"), ["b.parquet"])
 
 
 def test_what_is_not_there_is_said(cloud: Server, rows: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         open_dataset(str(cloud.path("nothing")))
-    assert find(cloud.path("rows")) is None
+    assert find_file(cloud.path("rows")) is None
     with pytest.raises(FileNotFoundError):
         cloud.path("nothing").read_bytes()
     cloud.put("several/train/dataset.json", b"{}")
@@ -149,7 +149,7 @@ def test_raw_data_is_ingested_from_there(cloud: Server, tmp_path: Path) -> None:
 
 def test_a_run_is_not_stored_there() -> None:
     with pytest.raises(ConfigError, match="runs and data sets are written to a folder"):
-        location("gs://bucket/runs")
+        to_location("gs://bucket/runs")
 
 
 @pytest.mark.parametrize(
@@ -163,18 +163,18 @@ def test_a_run_is_not_stored_there() -> None:
 )
 def test_other_names_are_refused(uri: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        place_of(uri)
+        locate_data(uri)
 
 
 def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
-    place = place_of("az://container/rows")
+    place = locate_data("az://container/rows")
     assert isinstance(place, AzurePath)
     with pytest.raises(StorageError, match="needs the name of the storage account"):
-        find(place)
+        find_file(place)
     assert (
-        str(place_of("az://container/rows?account_name=mine") / "a.parquet")
+        str(locate_data("az://container/rows?account_name=mine") / "a.parquet")
         == "az://container/rows/a.parquet?account_name=mine"
     )
     assert is_within(place / "a" / "b", place / "a")
-    assert not is_within(place / "a", place_of("gs://container/rows"))
+    assert not is_within(place / "a", locate_data("gs://container/rows"))

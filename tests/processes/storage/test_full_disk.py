@@ -18,7 +18,7 @@ from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import listing, put_atomic
+from ray_app.storage.files import list_tree, put_atomic
 from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
@@ -66,11 +66,11 @@ def test_a_full_disk_leaves_the_newest_checkpoint(
     assert [(e.details["step"], e.details["attempts"]) for e in failed] == [(3, 6), (4, 6)]
     assert all("No space left on device" in e.details["reason"] for e in failed)
     assert before - free_bytes(disk) < MIB // 4, "something half-written fills the disk"
-    assert {name.split("/")[0] for name in listing(paths.checkpoints)} == {"step-00000001-0001", "step-00000002-0001"}
+    assert {name.split("/")[0] for name in list_tree(paths.checkpoints)} == {"step-00000001-0001", "step-00000002-0001"}
     found = store.load_newest(lambda _: pytest.fail("it is damaged"))
     assert found is not None
     assert found[1].step == 2
-    for file in listing(paths.checkpoint(1, 1)).values():
+    for file in list_tree(paths.checkpoint(1, 1)).values():
         file.unlink()
     saver.save(lambda: snapshot_of(5, FLOATS), commit_of(5))
     saver.check()

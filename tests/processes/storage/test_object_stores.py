@@ -25,27 +25,27 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import CheckpointSection
 from ray_app.data import dataset as contents
 from ray_app.data.dataset import open_dataset
-from ray_app.data.probes import first_row
+from ray_app.data.probes import decode_first_row
 from ray_app.errors import CheckpointError, ConfigError
-from ray_app.retrain.gate import put_together
-from ray_app.retrain.profile import profile
-from ray_app.retrain.rounds import delivered
+from ray_app.retrain.gate import write_dataset
+from ray_app.retrain.profile import profile_dataset
+from ray_app.retrain.rounds import read_delivery
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import object_stores
 from ray_app.storage.data_files import is_within
 from ray_app.storage.files import (
     Location,
-    folders,
-    listing,
-    location,
-    names,
+    list_files,
+    list_folders,
+    list_tree,
     put_atomic,
     put_json,
     read_json,
     remove_tree,
+    to_location,
 )
 from ray_app.storage.object_stores import S3Path
 from ray_app.train.checkpointing import writer as saver_module
@@ -82,8 +82,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_same_on_a_disk_and_on_s3(folder: Location) -> None:
-    assert names(folder) == []
-    assert listing(folder) == {}
+    assert list_files(folder) == []
+    assert list_tree(folder) == {}
     assert read_json(folder / "a.json") is None
     assert not (folder / "a.json").exists()
     with pytest.raises(FileNotFoundError):
@@ -94,20 +94,20 @@ def test_the_same_on_a_disk_and_on_s3(folder: Location) -> None:
     assert put_atomic(folder / "empty", b"")
     assert read_json(folder / "a.json") == {"b": 1}
     assert (folder / "sub" / "c").read_bytes() == b"2"
-    assert sorted(names(folder)) == ["a.json", "empty"] + (["sub"] if isinstance(folder, Path) else [])
-    found = listing(folder)
+    assert sorted(list_files(folder)) == ["a.json", "empty"] + (["sub"] if isinstance(folder, Path) else [])
+    found = list_tree(folder)
     assert list(found) == ["a.json", "empty", "sub/c"]
     assert found["sub/c"].name == "c"
     assert (found["sub/c"].parent, (folder / "sub").parent) == (folder / "sub", folder)
-    assert (folders(folder), folders(folder / "sub"), folders(folder / "none")) == (["sub"], [], [])
+    assert (list_folders(folder), list_folders(folder / "sub"), list_folders(folder / "none")) == (["sub"], [], [])
     assert [place.read_bytes() for place in found.values()][1:] == [b"", b"2"]
     assert put_atomic(folder / "sub" / "c", b"4")
-    assert listing(folder)["sub/c"].read_bytes() == b"4", "an old version is remembered"
+    assert list_tree(folder)["sub/c"].read_bytes() == b"4", "an old version is remembered"
     (folder / "empty").unlink()
     (folder / "empty").unlink(missing_ok=True)
     remove_tree(folder / "sub")
-    assert list(listing(folder)) == ["a.json"]
-    assert pickle.loads(pickle.dumps(folder)) == folder == location(str(folder))
+    assert list(list_tree(folder)) == ["a.json"]
+    assert pickle.loads(pickle.dumps(folder)) == folder == to_location(str(folder))
 
 
 def test_folders_of_keys_and_values_are_columns_of_data(folder: Location) -> None:
@@ -118,18 +118,18 @@ def test_folders_of_keys_and_values_are_columns_of_data(folder: Location) -> Non
     dataset = open_dataset(str(folder))
     assert dataset.manifest.partitions == {"kind": "string", "year": "int64"}
     columns = ["x", "kind", "year"]
-    first = first_row(
+    first = decode_first_row(
         dataset, columns, lambda rows: {"x": rows["x"], "year": rows["year"], "length": np.char.str_len(rows["kind"])}
     )
     assert {name: values.tolist() for name, values in first.items()} == {"x": [1.0], "year": [2023], "length": [3]}
 
 
 def test_what_names_a_place() -> None:
-    assert location("runs") == Path("runs").resolve()
-    assert location("s3://bucket/") / "run" == S3Path("bucket", "run")
-    place = location("s3://bucket/a/b/?region=eu-west-1&endpoint_override=host:9000&scheme=http") / "run"
+    assert to_location("runs") == Path("runs").resolve()
+    assert to_location("s3://bucket/") / "run" == S3Path("bucket", "run")
+    place = to_location("s3://bucket/a/b/?region=eu-west-1&endpoint_override=host:9000&scheme=http") / "run"
     assert str(place) == "s3://bucket/a/b/run?region=eu-west-1&endpoint_override=host:9000&scheme=http"
-    assert (place.name, location(str(place))) == ("run", place)
+    assert (place.name, to_location(str(place))) == ("run", place)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_names_a_place() -> None:
 )
 def test_what_names_none_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        location(text)
+        to_location(text)
     assert message in str(caught.value)
     assert "secret" not in str(caught.value).replace("SECRET", "")
 
@@ -232,7 +232,7 @@ def test_an_upload_that_breaks_leaves_what_was_there(s3_server: S3Server, s3_fol
     with pytest.raises(OSError, match="503"):
         put_atomic(s3_folder / "big", bytes(11 * MIB))
     assert (s3_folder / "big").read_bytes() == b"old"
-    assert listing(s3_folder, temporary=True) == {}, "parts stay"
+    assert list_tree(s3_folder, temporary=True) == {}, "parts stay"
 
 
 # --- checkpoints
@@ -283,7 +283,7 @@ def test_retention_removes_the_marker_first(store: CheckpointStore, paths: RunPa
     first, second = s3_server.requests(r"DELETE|POST .*\?delete")
     assert first.endswith("step-00000002-0001/COMMIT.json")
     assert second.startswith("POST")
-    assert list(listing(paths.checkpoint(2, 1))) == []
+    assert list(list_tree(paths.checkpoint(2, 1))) == []
     assert [c.step for c in store.commits()] == [1, 3, 4]
 
 
@@ -306,8 +306,8 @@ def test_looking_for_commits_is_one_listing(store: CheckpointStore, s3_server: S
 def test_a_whole_bucket_is_a_place_as_well(s3_server: S3Server, s3_folder: S3Path) -> None:
     put_atomic(s3_folder / "a" / "x", b"1")
     whole = s3_server.path("")
-    assert f"{s3_folder.key}/a/x" in listing(whole)
-    assert s3_folder.key in folders(whole)
+    assert f"{s3_folder.key}/a/x" in list_tree(whole)
+    assert s3_folder.key in list_folders(whole)
     assert is_within(s3_folder, whole)
     assert not is_within(whole, s3_folder)
 
@@ -317,8 +317,8 @@ def test_what_a_console_puts_for_a_folder_is_no_file(s3_folder: S3Path) -> None:
     paths = RunPaths(s3_folder / "run")
     for folder in (paths.root, paths.fences, paths.holds, paths.root / "sub"):
         folder._client.put_object(Bucket=folder.bucket, Key=folder.key + "/", Body=b"")
-    assert names(paths.root) == names(paths.fences) == []
-    with acquire(paths) as lease:
+    assert list_files(paths.root) == list_files(paths.fences) == []
+    with acquire_lease(paths) as lease:
         assert lease.fence == 1
         CheckpointStore(paths).hold("evaluator", Hold(1, 2.0))
         assert len(CheckpointStore(paths).holds()) == 1
@@ -344,13 +344,12 @@ WRITER = """
 import sys
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.storage import object_stores
-from ray_app.storage.files import location
-from ray_app.runlog.lease import acquire
+from ray_app.storage.files import to_location
 from ray_app.runlog.paths import RunPaths
 from tests.support.checkpoints import commit_of, snapshot_of
 from ray_app.checkpoint.format import pack
 object_stores.PART_BYTES = 5 << 20
-CheckpointStore(RunPaths(location(sys.argv[1]))).write(pack(snapshot_of(4, 3 << 20)), commit_of(4))
+CheckpointStore(RunPaths(to_location(sys.argv[1]))).write(pack(snapshot_of(4, 3 << 20)), commit_of(4))
 """
 
 
@@ -375,14 +374,14 @@ def test_a_writer_that_is_killed_in_the_middle_commits_nothing(
         writer.wait()
     assert load(store) == (3, [])
     assert [c.step for c in store.commits()] == [1, 2, 3]
-    left = {**listing(paths.checkpoint(4, 1)), **listing(paths.checkpoint(4, 1), temporary=True)}
+    left = {**list_tree(paths.checkpoint(4, 1)), **list_tree(paths.checkpoint(4, 1), temporary=True)}
     assert left
     store.clean(fence=1)
-    assert {**listing(paths.checkpoint(4, 1)), **listing(paths.checkpoint(4, 1), temporary=True)} == left, (
+    assert {**list_tree(paths.checkpoint(4, 1)), **list_tree(paths.checkpoint(4, 1), temporary=True)} == left, (
         "may still be written"
     )
     store.clean(fence=2)
-    assert listing(paths.checkpoint(4, 1)) == listing(paths.checkpoint(4, 1), temporary=True) == {}
+    assert list_tree(paths.checkpoint(4, 1)) == list_tree(paths.checkpoint(4, 1), temporary=True) == {}
     assert load(store) == (3, [])
 
 
@@ -400,7 +399,7 @@ def test_an_outage_fails_a_checkpoint_and_not_the_next(
     with pytest.raises(CheckpointError, match="503"):
         saver.check()
     assert [c.step for c in CheckpointStore(paths).commits()] == [1]
-    assert list(listing(paths.checkpoint(2, 1))) == [MODEL], "it could be removed at once"
+    assert list(list_tree(paths.checkpoint(2, 1))) == [MODEL], "it could be removed at once"
     s3_server.reset()
     saver.save(lambda: snapshot_of(3), commit_of(3))
     saver.check()
@@ -408,7 +407,7 @@ def test_an_outage_fails_a_checkpoint_and_not_the_next(
     assert [(e.kind, e.details["step"]) for e in read_events(paths)] == [
         ("checkpointed", 1), ("write_retried", 1), ("checkpointed", 3), ("write_failed", 2),
     ]  # fmt: skip
-    assert list(listing(paths.checkpoint(2, 1))) == [], "half a checkpoint stays"
+    assert list(list_tree(paths.checkpoint(2, 1))) == [], "half a checkpoint stays"
 
 
 def test_retraining_reads_its_data_on_s3(s3_folder: S3Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,13 +421,15 @@ def test_retraining_reads_its_data_on_s3(s3_folder: S3Path, tmp_path: Path, monk
     found = []
     for place in (tmp_path, s3_folder):
         config = Config().replace(data__path=str(place / "train"), data__eval_path=str(place / "eval"))
-        files = delivered(config, tmp_path / "memory" / str(len(found)))
+        files = read_delivery(config, tmp_path / "memory" / str(len(found)))
         dataset = open_dataset(config.data.path)
         old = {path for path in files.train if path.endswith("a.parquet")}
-        out = put_together(dataset, ["x", "label"], files.train, old, 0.3, tmp_path / f"out-{len(found)}")
-        found.append((files, profile(dataset, ["x", "label"], "label")[0], open_dataset(str(out)).manifest.digest))
+        out = write_dataset(dataset, ["x", "label"], files.train, old, 0.3, tmp_path / f"out-{len(found)}")
+        found.append(
+            (files, profile_dataset(dataset, ["x", "label"], "label")[0], open_dataset(str(out)).manifest.digest)
+        )
     assert found[0] == found[1]
     read: list[str] = []
     monkeypatch.setattr(contents, "sha256", lambda file: read.append(str(file)))
-    assert delivered(config, tmp_path / "memory" / "1") == found[0][0]
+    assert read_delivery(config, tmp_path / "memory" / "1") == found[0][0]
     assert not read, "nothing was changed"

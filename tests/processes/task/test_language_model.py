@@ -122,9 +122,10 @@ def test_a_token_counts_once_and_padding_not_at_all() -> None:
         found = combine(task, score(task, model, arrays, size, CPU)).values
         assert found["loss"] == pytest.approx(sum(losses) / 6, rel=1e-5)
         assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-6)
-    outputs = task.forward(model, to_batch(arrays))
+    batch = to_batch(arrays)
+    outputs = task.forward(model, batch)
     assert outputs["tokens"].tolist() == [4, 0, 2, 0]
-    said = task.predictions({name: value.detach() for name, value in outputs.items()})
+    said = task.predictions({name: value.detach() for name, value in outputs.items()}, batch)
     assert said["loss"][0] == pytest.approx(sum(losses[:4]) / 4, rel=1e-5)
 
 

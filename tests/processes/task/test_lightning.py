@@ -15,7 +15,7 @@ from torchmetrics.functional import classification
 
 from ray_app import check_task, load_config
 from ray_app.config.config import Config
-from ray_app.config.import_paths import OWN_OPTIMIZER
+from ray_app.config.import_paths import TASK_OPTIMIZER
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.journal import read_events
@@ -27,7 +27,7 @@ from tests.support.pages import blocks
 from tests.support.places import ROOT
 
 MODULES = "tests.support.lightning_modules."
-OWN: dict[str, Any] = {"optimizer": {"class_path": OWN_OPTIMIZER}}
+OWN: dict[str, Any] = {"optimizer": {"class_path": TASK_OPTIMIZER}}
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def job_of(folder: Path, data: Path, task: LightningTask, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **(OWN | {"train__epochs": 2} | fields))
 
 
-def test_workers_do_not_change_the_bits_a_killed_one_costs_none_and_a_run_goes_on_in_mid_epoch(
+def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "one", data, task_of(), checkpoint__every_epochs=None, checkpoint__every_steps=3)
@@ -145,11 +145,11 @@ def test_a_logged_number_that_is_no_mean_over_rows_is_refused(how: str, data: Pa
 
 
 def test_a_module_that_logs_metrics_is_not_refused(data: Path, tmp_path: Path) -> None:
-    assert prepare(config_of(data, tmp_path, "Measuring", how="object")).doubts == ()
+    assert prepare(config_of(data, tmp_path, "Measuring", how="object")).warnings == ()
 
 
 def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_path: Path) -> None:
-    assert prepare(config_of(data, tmp_path, "OverTokens")).doubts == ()
+    assert prepare(config_of(data, tmp_path, "OverTokens")).warnings == ()
     task = LightningTask({"class_path": MODULES + "OverTokens"}, ["image", "label"], "label")
     task.kinds = {"image": "image", "label": "integer"}
     model = task.build_model().eval()
@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused_before_the_start(does: str, said: str, dat
 def test_a_number_that_is_drawn_in_an_evaluation_is_said_and_taken(data: Path, tmp_path: Path) -> None:
     said = [
         each
-        for each in prepare(config_of(data, tmp_path, "Good", does="draws")).doubts
+        for each in prepare(config_of(data, tmp_path, "Good", does="draws")).warnings
         if "each time that the same rows" in each
     ]
     assert len(said) == 1
@@ -278,7 +278,7 @@ def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
     fields = {name: yaml.safe_load(text)[name] for name in ("task", "data", "scaling", "train")}
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(fields))
     config = load_config("train.yaml")
-    assert prepare(config).job.config.optimizer.class_path == OWN_OPTIMIZER
+    assert prepare(config).job.config.optimizer.class_path == TASK_OPTIMIZER
     check = check_task(config)
     topics = ("one row", "randomness", "workers", "resume", "evaluation", "export")
     assert [(f.level, f.topic) for f in check.findings if f.topic != "data"] == [("ok", name) for name in topics], str(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.errors import TaskError
 from ray_app.task.base import Batch
 from ray_app.train.job import Hooks, Job
@@ -31,7 +31,7 @@ def raised(pool: Pool, job: Job) -> TaskError:
     strategy = job.config.train.strategy
     if strategy == "single":
         with pytest.raises(TaskError) as caught:
-            train_here(job, SingleProcessMembership(4, lambda: False), Hooks())
+            train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks())
         return caught.value
     if strategy == "parameter_server":
         with pytest.raises(TaskError) as caught:

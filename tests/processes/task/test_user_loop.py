@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ray_app import check_task, load_config, run_training
-from ray_app.config.import_paths import OWN_OPTIMIZER
+from ray_app.config.import_paths import TASK_OPTIMIZER
 from ray_app.errors import ConfigError, TaskError
-from ray_app.preflight.changes import code_of
+from ray_app.preflight.changes import read_code_versions
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.journal import read_events
 from ray_app.task.user_loop import LoopTask
@@ -38,11 +38,11 @@ def arguments(evaluate: str = "measured", **settings: Any) -> dict[str, Any]:
 
 def job_of(folder: Path, data: Path, does: str = "", told: Path | None = None, **fields: Any) -> Job:
     task = LoopTask(**arguments(does=does, told=str(told) if told else None))
-    fields = {"optimizer": {"class_path": OWN_OPTIMIZER}, "train__epochs": 2, **fields}
+    fields = {"optimizer": {"class_path": TASK_OPTIMIZER}, "train__epochs": 2, **fields}
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
 
 
-def test_workers_do_not_change_the_bits_a_killed_one_costs_none_and_a_run_goes_on_in_mid_epoch(
+def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     told = tmp_path / "told"
@@ -153,7 +153,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_said_at_the_start(
         scaling__max_workers=2,
         run__storage_path=str(tmp_path / "runs"),
     )
-    doubts = [each for each in prepare(config).doubts if "is not a mean over rows" in each]
+    doubts = [each for each in prepare(config).warnings if "is not a mean over rows" in each]
     assert len(doubts) == said, doubts
     assert all(each.startswith("The loss that the step of LoopTask gives is not a mean over rows") for each in doubts)
 
@@ -170,7 +170,7 @@ def test_the_page_trains_on_any_number_of_workers_resumes_and_is_exported(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     config = load_config("train.yaml")
-    assert code_of(
+    assert read_code_versions(
         config.replace(task__init_args={**config.task.init_args, "module": {"class_path": "torch.nn.Flatten"}})
     ).files.keys() == {"script"}, "the file of the functions is part of what the result depends on"
     check = check_task(config)

@@ -22,11 +22,11 @@ from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names, read_evaluations
 from ray_app.runlog.journal import Event, put_event
-from ray_app.runlog.node_metrics import Look, put_look
+from ray_app.runlog.node_metrics import NodeSample, put_sample
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import put_json, read_json
-from ray_app.track.mlflow_client import OWN, Backlog, DataSet, Sent
-from ray_app.track.tracker import Tracker, check_available, run_tags
+from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, DataSet, SentState
+from ray_app.track.tracker import Tracker, check_available, make_run_tags
 from tests.support.mlflow_server import Server, database
 from tests.support.recorded_run import BASE_S, EVERY, History, Run
 from tests.support.waiting import until
@@ -178,15 +178,15 @@ def test_the_newest_evaluation_of_each_evaluator_is_an_artifact(run: Run) -> Non
 def test_looks_at_the_nodes_arrive_once_also_after_a_crash_and_a_resume(run: Run) -> None:
     run.record(1, 10)
     looks = [
-        Look(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}})
+        NodeSample(n, BASE_S + n / 7, {"10.0.0.1": {"cpu_percent": n / 3}, "10.0.0.2": {"cpu_percent": 1.0}})
         for n in range(30)
     ]
     for n, look in enumerate(looks[:20]):
-        put_look(run.paths, 1, n, look)
+        put_sample(run.paths, 1, n, look)
     assert run.tracker().close("KILLED", 20)
     older = read_json(run.paths.tracking)
     for n, look in enumerate(looks[20:]):
-        put_look(run.paths, 2, n, look)
+        put_sample(run.paths, 2, n, look)
     assert run.tracker().close("KILLED", 20)
     put_json(run.paths.tracking, older | {"look": "000001-000000007.json"})
     assert run.tracker().close("FINISHED", 20)
@@ -335,14 +335,14 @@ def test_a_killed_writers_steps_do_not_stop_the_rest(run: Run) -> None:
     backlog = Backlog(run.paths, EVERY)
     run.record(1, 7)
     run.record(9, 300)
-    backlog.read(Sent())
-    assert not list(backlog.points(Sent(), finished=False))
+    backlog.read(SentState())
+    assert not list(backlog.points(SentState(), finished=False))
     run.record(301, 650)
-    backlog.read(Sent())
-    steps = [point.step for point in backlog.points(Sent(), finished=False)]
+    backlog.read(SentState())
+    steps = [point.step for point in backlog.points(SentState(), finished=False)]
     assert steps == list(range(10, 651, 10))
-    backlog.sent(Sent(640))
-    assert [point.step for point in backlog.points(Sent(640), finished=False)] == [650]
+    backlog.sent(SentState(640))
+    assert [point.step for point in backlog.points(SentState(640), finished=False)] == [650]
 
 
 def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,9 +357,9 @@ def test_a_record_that_cannot_be_read_for_now_is_read_again(run: Run, monkeypatc
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     with pytest.raises(OSError, match="away"):
-        backlog.read(Sent())
-    backlog.read(Sent())
-    assert [point.step for point in backlog.points(Sent(), finished=False)] == [10, 20]
+        backlog.read(SentState())
+    backlog.read(SentState())
+    assert [point.step for point in backlog.points(SentState(), finished=False)] == [10, 20]
 
 
 def test_evaluations_and_failures_that_cannot_be_read_for_now_are_read_again(
@@ -378,11 +378,11 @@ def test_evaluations_and_failures_that_cannot_be_read_for_now_are_read_again(
 
         monkeypatch.setattr(Path, "read_bytes", read_bytes)
         with pytest.raises(OSError, match="away"):
-            backlog.read(Sent())
+            backlog.read(SentState())
     monkeypatch.setattr(Path, "read_bytes", read)
-    backlog.read(Sent())
-    block, evaluation = backlog.points(Sent(), finished=True)
-    assert (evaluation.step, evaluation.evaluator) == (10, OWN)
+    backlog.read(SentState())
+    block, evaluation = backlog.points(SentState(), finished=True)
+    assert (evaluation.step, evaluation.evaluator) == (10, RUN_EVALUATOR)
     assert (block.step, block.metrics["restarts"]) == (10, 1)
 
 
@@ -428,13 +428,13 @@ def test_importing_the_tracker_does_not_import_mlflow() -> None:
 
 
 def test_tags_name_commit_versions_and_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tags = run_tags(Config(), "abc")
+    tags = make_run_tags(Config(), "abc")
     assert tags["ray_app.config_digest"] == digest(Config(), "abc")
     assert tags["ray_app.manifest_digest"] == "abc"
     assert tags["ray_app.version.torch"].startswith("2.")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert "mlflow.source.git.commit" not in run_tags(Config(), "abc")
+    assert "mlflow.source.git.commit" not in make_run_tags(Config(), "abc")
 
 
 def test_credentials_are_redacted() -> None:

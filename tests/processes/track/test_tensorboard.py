@@ -19,10 +19,10 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.runlog.journal import MetricsWriter
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import listing
+from ray_app.storage.files import list_tree
 from ray_app.storage.object_stores import S3Path
-from ray_app.track.mlflow_client import Backlog, Sent
-from ray_app.track.tensorboard import Board
+from ray_app.track.mlflow_client import Backlog, SentState
+from ray_app.track.tensorboard import EventFileWriter
 from tests.support.places import ROOT
 from tests.support.recorded_run import Run
 from tests.support.s3_server import S3Server
@@ -65,7 +65,7 @@ run_training(config, faults=Faults(train=Hooks(after_step=kill)))
 def full_files(paths: RunPaths) -> dict[str, bytes]:
     return {
         name: data
-        for name, data in ((name, file.read_bytes()) for name, file in listing(paths.tensorboard).items())
+        for name, data in ((name, file.read_bytes()) for name, file in list_tree(paths.tensorboard).items())
         if data
     }
 
@@ -82,7 +82,7 @@ def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
 def test_they_hold_the_points_that_mlflow_gets_and_no_secret(tmp_path: Path) -> None:
     run = Run(tmp_path / "runs" / "run", "sqlite:///unused.db")
     run.record(1, 12)
-    board = Board(run.paths, run.config)
+    board = EventFileWriter(run.paths, run.config)
     board.start()
     until(lambda: "loss" in shown(run.paths.root / "tensorboard"), "the first block is not shown while the run goes on")
     run.evaluate(10)
@@ -122,8 +122,10 @@ def test_a_killed_driver_and_the_next_show_each_step_once(short_run: Callable[..
         summary["params_digest"] == run_training(short_run(run__name="undisturbed", **fields)).summary["params_digest"]
     )
     backlog = Backlog(paths, 5)
-    backlog.read(Sent())
-    blocks = [point for point in backlog.points(Sent(), finished=True) if point.look is None]  # Ray, if up, adds looks
+    backlog.read(SentState())
+    blocks = [
+        point for point in backlog.points(SentState(), finished=True) if point.look is None
+    ]  # Ray, if up, adds looks
     expected = [(p.step, p.time_ms / 1e3, float(np.float32(p.metrics["loss"]))) for p in blocks]
     assert [step for step, *_ in expected] == [5, 10, 15, 20, 25, 30]
     assert shown(folder)["loss"] == expected
@@ -144,7 +146,7 @@ def test_a_run_on_s3_gets_one_whole_file(s3_server: S3Server, s3_folder: S3Path,
     writer.close()
     s3_server.fail("PUT .*tensorboard", status=403, times=1)
     for _ in range(2):
-        board = Board(paths, local.config)
+        board = EventFileWriter(paths, local.config)
         board.start()
         assert board.close(finished=True, timeout_s=60)
     [(name, data)] = full_files(paths).items()
@@ -161,7 +163,7 @@ def test_a_storage_that_refuses_is_said_once_and_everything_is_there_later(
     run.record(1, 20)
     (run.paths.root / "tensorboard").write_text("in the way")
     with caplog.at_level(logging.WARNING, logger="ray_app.track.tensorboard"):
-        board = Board(run.paths, run.config)
+        board = EventFileWriter(run.paths, run.config)
         board.start()
         until(lambda: caplog.records, "nothing was said")
         (run.paths.root / "tensorboard").unlink()

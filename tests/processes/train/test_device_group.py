@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError, TaskError
 from ray_app.reduction import group_state
-from ray_app.reduction.base import World, collective, peers_to_blame
+from ray_app.reduction.base import World, collective, translate_peer_errors
 from ray_app.runlog.journal import read_events
 from ray_app.task.user_code import user_code
 from ray_app.train import process_group
@@ -119,11 +119,11 @@ class State:
 @contextmanager
 def watched(state: State) -> Iterator[None]:
     """Makes a group the one of this process for a context."""
-    group_state.watch(state)
+    group_state.set_group(state)
     try:
         yield
     finally:
-        group_state.unwatch(state)
+        group_state.clear_group(state)
 
 
 def refused_collective(error: Exception) -> Exception:
@@ -135,7 +135,7 @@ def refused_collective(error: Exception) -> Exception:
 
 def raised(error: Exception) -> Exception:
     """What an error becomes that a task's own code raises in a generation."""
-    with pytest.raises((PeerLostError, TaskError)) as caught, peers_to_blame(), user_code(lambda: "the update"):
+    with pytest.raises((PeerLostError, TaskError)) as caught, translate_peer_errors(), user_code(lambda: "the update"):
         raise error
     return caught.value
 
@@ -182,7 +182,7 @@ def exchanged_by_user_code(rank: int, store: Path) -> str:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            with peers_to_blame(), user_code(lambda: "the update"):
+            with translate_peer_errors(), user_code(lambda: "the update"):
                 dist.all_reduce(torch.ones(3))
         except PeerLostError as error:
             return str(error)
@@ -217,7 +217,7 @@ def test_a_device_without_memory_is_no_lost_peer(pool: Pool, tmp_path: Path) -> 
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=TinyImages())
     first, second = pool.train(job, 2, Hooks(at=FullAt(0, 5)), backend=BACKEND)
     assert isinstance(first.error, TaskError), first.trace
-    assert first.error.said.startswith("OutOfMemoryError: ")
+    assert first.error.message.startswith("OutOfMemoryError: ")
     assert OUT_OF_MEMORY in str(first.error)
     assert isinstance(second.error, PeerLostError), second.trace
 
@@ -273,10 +273,10 @@ def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, b
     del store
     group = opened(rank, port)
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
-    assert group.settle is not None
+    assert group.check_device_errors is not None
     values = torch.ones(1000)
     dist.all_reduce(values)
-    group.settle()
+    group.check_device_errors()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     assert dist.all_reduce(values, async_op=True).wait()
@@ -284,7 +284,7 @@ def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, b
     if heartbeat:
         threading.Thread(target=lambda: device.waited_for.wait() and group.abort()).start()
         try:
-            group.settle()
+            group.check_device_errors()
         except PeerLostError as error:
             said = str(error)
     group.close(broken=True)
@@ -309,11 +309,11 @@ def told(rank: int, store: Path, port: int) -> None:
     del store
     group = opened(rank, port)
     try:
-        assert group.settle is not None
-        group.settle()
+        assert group.check_device_errors is not None
+        group.check_device_errors()
         dist.group.WORLD.error = ErrorType.COMM_ERROR  # type: ignore[union-attr]
         with pytest.raises(PeerLostError, match="failed on the device: COMM_ERROR"):
-            group.settle()
+            group.check_device_errors()
     finally:
         group.close(broken=True)
 
@@ -344,9 +344,9 @@ def asked_meanwhile(rank: int, store: Path, port: int) -> list[str]:
     device.abort, device.get_error = abort, get_error  # type: ignore[method-assign]
     try:
         for _ in range(2):
-            assert group.settle is not None
+            assert group.check_device_errors is not None
             with pytest.raises(PeerLostError, match="was given up while the device was at it"):
-                group.settle()
+                group.check_device_errors()
             begun.wait()
     finally:
         group.close(broken=True)
@@ -394,7 +394,7 @@ def stuck(rank: int, store: Path, port: int) -> list[bool]:
         seen.append(group.is_stuck)
         opening = threading.Thread(target=open_given_up, args=(group, GenerationInfo(1, rank, 1, "127.0.0.1", port)))
         opening.start()
-        until(lambda: group._forms, "it has not begun to form")
+        until(lambda: group._is_forming, "it has not begun to form")
         seen.append(group.is_stuck)
         group.abort()
         until(lambda: group.is_stuck, "it is not known to be stuck")
@@ -419,14 +419,14 @@ def launched(rank: int, store: Path, port: int) -> list[str]:
     del store
     group, happened = opened(rank, port), list[str]()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
-    world = World(rank, 2, 2, settle=group.settle)
+    world = World(rank, 2, 2, check_device_errors=group.check_device_errors)
     abort, device.abort = device.abort, lambda: (happened.append("abort"), abort())[1]  # type: ignore[method-assign]
     try:
-        with world.launching():
+        with world.launch_guard():
             group.abort()
-            until(lambda: bool(group._aborts), "nobody has begun to abort")
+            until(lambda: bool(group._abort_threads), "nobody has begun to abort")
             happened.append("launch")
-        with pytest.raises(PeerLostError, match="given up"), world.launching():
+        with pytest.raises(PeerLostError, match="given up"), world.launch_guard():
             happened.append("another launch")
     finally:
         group.close(broken=True)
@@ -442,9 +442,9 @@ def blocked(rank: int, store: Path, port: int) -> list[str]:
     del store
     group, happened = opened(rank, port), list[str]()
     device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
-    world, process_group._LAUNCH_S = World(rank, 2, 2, settle=group.settle), 0.1
+    world, process_group._LAUNCH_S = World(rank, 2, 2, check_device_errors=group.check_device_errors), 0.1
     try:
-        with world.launching():
+        with world.launch_guard():
             group.abort()
             device.aborted.wait()
             happened.append("abort")
@@ -495,7 +495,7 @@ def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
     assert proof.read_text() == name
     assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
     assert result_of(job).commit.params_digest == expected
-    assert not read_events(job.paths, "states_differed"), "nobody had garbage, not for a step either"
+    assert not read_events(job.paths, "params_diverged"), "nobody had garbage, not for a step either"
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
@@ -532,7 +532,7 @@ def test_what_is_broken_on_a_device_alone_is_in_no_step(
     assert proof.exists(), name
     assert [each.value for each in outcomes] == ["done"] * 3, [each.trace for each in outcomes]
     assert result_of(job).commit.params_digest == expected
-    assert not read_events(job.paths, "states_differed"), "nobody had garbage, not for a step either"
+    assert not read_events(job.paths, "params_diverged"), "nobody had garbage, not for a step either"
 
 
 @pytest.mark.rest
@@ -560,4 +560,4 @@ def test_with_other_strategies_neither(pool: Pool, tmp_path: Path, strategy: str
     assert isinstance(outcomes[rank].error, KilledError)
     assert [outcomes[each].value for each in stay] == ["done", "done"], [each.trace for each in outcomes]
     assert result_of(job).commit.params_digest == expected
-    assert not read_events(job.paths, "states_differed")
+    assert not read_events(job.paths, "params_diverged")

@@ -73,7 +73,7 @@ def step_once(job: Job, state: ShardedState, world: World) -> list[Any]:
     """Makes a step; returns weak references to the shards of parameters and of the optimizer's state."""
     cursor = Cursor.at(0, job.plan.steps_per_epoch)
     with closing(build_step(job, state, world, CPU, lambda phase: None)) as step:
-        feed = feed_of(job.plan, cursor, world.played, cached(job, cursor, world.played))
+        feed = feed_of(job.plan, cursor, world.assigned, cached(job, cursor, world.assigned))
         step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
     moments = [
         v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor) and v.ndim
@@ -88,17 +88,17 @@ def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
     del rank, store
     state = build_state(job.config, job.task, CPU, job.total_steps)
     assert isinstance(state, ShardedState)
-    shards, left, make = list[Any](), list[int](), state._made
+    shards, left, make = list[Any](), list[int](), state._build_model
 
     def made() -> nn.Module:
         left.append(sum(each() is not None for each in shards))
         return make()
 
-    state._made = made  # type: ignore[method-assign]
+    state._build_model = made  # type: ignore[method-assign]
     for breaks_now in (breaks, False):
         try:
-            with state.among(World(0, 1, 2)) as world:
-                state.share(world, lambda: state.begin(None))
+            with state.bind(World(0, 1, 2)) as world:
+                state.share(world, lambda: state.initialize(None))
                 shards = step_once(job, state, world)
                 if breaks_now:
                     raise PeerLostError("a peer left in the middle of a step")

@@ -10,7 +10,7 @@ import pytest
 
 from ray_app import load_config
 from ray_app.driver.finalize import newest_commit
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.train.job import Hooks
 from ray_app.train.membership import SingleProcessMembership
@@ -33,7 +33,7 @@ def test_the_digits_have_the_digest_of_the_picture(
         "tracking__enabled": False,
     }
     job = claim(prepare(load_config(ROOT / "conf" / "digits.yaml", **fields)), 1).job
-    train_here(job, SingleProcessMembership(job.config.logical_workers, lambda: False), Hooks())
+    train_in_process(job, SingleProcessMembership(job.config.logical_workers, lambda: False), Hooks())
     commit = newest_commit(job)
     assert commit is not None
     torch, *rest = (commit.environment[name] for name in ("torch", "device", "cpu_capability", "threads"))

@@ -70,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["SGD", "Adam"]
 )
-def test_a_weight_that_lies_as_its_transpose_is_trained_as_any_other_and_across_a_resume(
+def test_a_transposed_weight_is_trained_as_any_other_and_after_a_resume(
     pool: Pool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     def run(name: str, is_turned: bool, dies: int | None = None) -> Any:
@@ -107,12 +107,12 @@ def test_the_state_of_an_optimizer_keeps_its_dtype(data: Path, tmp_path: Path) -
     def after(steps: int, state: TrainingState | None = None) -> TrainingState:
         if state is None:
             state = TrainingState(job.config, job.task, CPU, 6)
-            state.begin(None)
+            state.initialize(None)
             state.model.to(torch.bfloat16)
         for _ in range(steps):
             for i, p in enumerate(state.model.parameters()):
                 p.grad = torch.full_like(p, 0.1 * (i + state.step + 1))
-            state.advance()
+            state.optimizer_step()
         return state
 
     undisturbed, half = after(6), after(3).snapshot()

@@ -314,15 +314,15 @@ def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
     """A generation that ends as planned lies between an update and the next step."""
     job = job_of(tmp_path / "run", data, Averaging(), **CENTRAL)
     state = CentralState(job.config, job.task, torch.device("cpu"), job.total_steps)
-    state.begin(None)
-    state._take(state._own())
+    state.initialize(None)
+    state._load_part(state._local_copy())
     plain = job.task.build_model()
     plain.load_state_dict(state.master.state_dict())
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
     for step in range(4):
         if again and step == again:
             state._whole = None
-            state._take(state.snapshot())
+            state._load_part(state.snapshot())
         state.refresh()
         torch.manual_seed(step)
         images = torch.rand(6, 1, 8, 8)
@@ -330,7 +330,7 @@ def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
             for p in model.parameters():
                 p.grad = None
             model(images).square().mean().backward()
-        state.advance()
+        state.optimizer_step()
         job.task.apply_gradients(plain, optimizer)
     state._whole = None
     found = state.snapshot().model

@@ -92,7 +92,7 @@ def test_what_a_slow_worker_costs_is_recorded(pool: Pool, tmp_path: Path) -> Non
     rank = slowed.details["rank"]
     assert slowed.details["pid"] == int((tmp_path / "run" / "meet" / "pid").read_text())
     assert slowed.details["cause"] == "compute"
-    [spent] = read_events(paths, "spent")
+    [spent] = read_events(paths, "time_breakdown")
     by_rank = {each["rank"]: each for each in spent.details["workers"]}
     assert max(by_rank, key=lambda each: by_rank[each]["compute"]) == rank
     assert all(each["waits"] > 0.3 for other, each in by_rank.items() if other != rank)

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_exchange
+from ray_app.reduction.bucketed import build_reducer
 from ray_app.task.base import Batch
-from ray_app.task.classification import mix, smooth_targets
+from ray_app.task.classification import mix_images, smooth_targets
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, SingleProcessMembership
-from ray_app.train.state.parameters import freeze
-from ray_app.train.state.state import FIRST, TrainingState
+from ray_app.train.state.parameters import freeze_parameters
+from ray_app.train.state.state import FIRST_SCALE, TrainingState
 from ray_app.train.step.step import Step
 from tests.support.local_world import (
     CLASSES,
@@ -140,8 +140,8 @@ def state_of(job: Job) -> TrainingState:
 def run_steps(job: Job, state: TrainingState, store: Path, steps: int) -> list[float]:
     """The gradient norms of some steps on one worker."""
     with LocalMembership(World(0, 1, job.plan.logical_workers), store).generation(0, False) as (world, _):
-        step = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, world), world, CPU)
-        feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+        step = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU)
+        feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
         rows = job.plan.rows_of_step
         return [
             step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)).grad_norm
@@ -176,12 +176,12 @@ def test_the_scale_grows_after_many_good_steps_and_is_kept() -> None:
         scale.update(True)
     kept = LossScale()
     kept.load(scale.state())
-    assert scale.value == kept.value == FIRST
+    assert scale.value == kept.value == FIRST_SCALE
     kept.update(True)
-    assert kept.value == 2 * FIRST
+    assert kept.value == 2 * FIRST_SCALE
     kept.update(False)
-    assert kept.value == FIRST
-    assert FIRST == 2.0**16
+    assert kept.value == FIRST_SCALE
+    assert FIRST_SCALE == 2.0**16
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(data: Path, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_average_is_what_is_returned_and_the_parameters_go_on(data: Path, tm
         state.step = step + 1
     trained = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     snapshot = state.snapshot()
-    with state.returned() as model:
+    with state.eval_model() as model:
         shown = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, value in expected.items():
         assert torch.equal(snapshot.model[name], value)
@@ -239,7 +239,7 @@ def test_what_is_frozen_stays_and_the_rest_moves(data: Path, tmp_path: Path) -> 
     job = job_of("frozen", tmp_path / "run", data)
     state = state_of(job)
     before = {name: value.clone() for name, value in state.model.state_dict().items()}
-    with state.returned():
+    with state.eval_model():
         pass  # evaluates
     run_steps(job, state, tmp_path / "store", 3)
     moved = {name for name, value in state.model.state_dict().items() if not torch.equal(value, before[name])}
@@ -259,7 +259,7 @@ def test_freezing_nothing_or_all_is_refused(data: Path, tmp_path: Path, patterns
 
 def test_batch_norm_without_parameters_is_not_frozen_by_the_name_of_another() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    assert freeze(model, ["0.*", "2.*"]) == [model[2]]
+    assert freeze_parameters(model, ["0.*", "2.*"]) == [model[2]]
 
 
 # --- channels last
@@ -329,12 +329,12 @@ def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix
     own = torch.zeros(rows, 1, 8, 8)
     own[::2] = 1.0  # every image is another colour than the one before
     target = torch.eye(2)[torch.arange(rows) % 2]
-    images, mixed = mix(own, target, keys, mixup, cutmix)
+    images, mixed = mix_images(own, target, keys, mixup, cutmix)
     assert torch.allclose(mixed.sum(1), torch.ones(rows))
     light = images.mean((1, 2, 3))
     assert torch.allclose(light, mixed[:, 0], atol=1e-5), "the share of light is the share of its class"
     assert 0.1 < mixed.std() < 0.6
-    again, _ = mix(own, target, keys, mixup, cutmix)
+    again, _ = mix_images(own, target, keys, mixup, cutmix)
     assert torch.equal(images, again)
     pasted = ((images == 0) | (images == 1)).flatten(1).all(1)
     assert pasted.all() if not mixup else (~pasted).any()
@@ -347,7 +347,7 @@ def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix
 
 @pytest.mark.rest
 @pytest.mark.rest  # compiling takes half a minute
-def test_a_compiled_model_gives_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {"task": ImageClassification(**CNN), "train__max_steps": 9, "checkpoint__every_steps": 4}
@@ -378,7 +378,7 @@ def test_every_size_of_a_micro_batch_is_compiled(data: Path, tmp_path: Path, mon
     )
     state = state_of(job)
     step = Step(
-        job.config, job.task, state, build_exchange(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU
+        job.config, job.task, state, build_reducer(job.config.train, state.model, World(0, 1, 1)), World(0, 1, 1), CPU
     )
     for size in sizes:
         step._forward._compiled(state.model)(torch.zeros(size, 1, 8, 8))
@@ -398,7 +398,7 @@ def test_no_compiler_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
             job.config,
             job.task,
             state,
-            build_exchange(job.config.train, state.model, World(0, 1, 1)),
+            build_reducer(job.config.train, state.model, World(0, 1, 1)),
             World(0, 1, 1),
             CPU,
         )
@@ -412,8 +412,8 @@ def test_alone_on_a_gpu_it_takes_the_first_one(data: Path, tmp_path: Path) -> No
     fields = {"train__strategy": "single", "scaling__gpus_per_worker": 1, "train__max_steps": 1}
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **fields)
     if torch.cuda.is_available():
-        train_here(job, SingleProcessMembership(1, lambda: False), Hooks())
+        train_in_process(job, SingleProcessMembership(1, lambda: False), Hooks())
         assert result_of(job).commit.environment["device"].startswith("cuda")
     else:
         with pytest.raises((RuntimeError, AssertionError), match=r"NVIDIA driver|not compiled with CUDA"):
-            train_here(job, SingleProcessMembership(1, lambda: False), Hooks())
+            train_in_process(job, SingleProcessMembership(1, lambda: False), Hooks())

@@ -20,7 +20,7 @@ from ray_app.driver.result import Result
 from ray_app.driver.run import run_training
 from ray_app.errors import ConfigError
 from ray_app.runlog.journal import Event, put_event, read_events
-from ray_app.runlog.paths import RunPaths, versioned
+from ray_app.runlog.paths import RunPaths, add_version
 from ray_app.storage.files import put_json
 from ray_app.watch.observers import Observers
 from tests.support.local_world import Pool, cached, make_job, result_of, write_images
@@ -138,7 +138,7 @@ def test_the_page_posts_to_a_webhook(data: Path, tmp_path: Path) -> None:
     ("observers", "said"),
     [
         ([{"class_path": f"{__name__}.Nobody"}], "which cannot be made"),
-        ([{"class_path": "collections.Counter"}], "no subclass of ray_app.Observer"),
+        ([{"class_path": "collections.Counter"}], "not a subclass of ray_app.Observer"),
         ([{"init_args": {}}], "one has no class_path"),
     ],
 )
@@ -181,7 +181,8 @@ def test_what_a_slower_clock_wrote_later_is_told_and_each_thing_once(tmp_path: P
 
     def put(kind: str, time_s: float, **details: Any) -> None:
         put_json(
-            paths.events / f"{int(time_s * 1e9):020d}-{kind}-1.json", versioned(asdict(Event(kind, time_s, 1, details)))
+            paths.events / f"{int(time_s * 1e9):020d}-{kind}-1.json",
+            add_version(asdict(Event(kind, time_s, 1, details))),
         )
 
     put("failed", now + 60, errors="before this start")
@@ -189,8 +190,8 @@ def test_what_a_slower_clock_wrote_later_is_told_and_each_thing_once(tmp_path: P
     observers = Observers(made, [Noted()])
     with observers.watching():
         put("checkpointed", now + 5, step=10)
-        observers._look()
+        observers._process_news()
         put("failed", now - 5, errors="rank 1 died", left=1)
-        observers._look()
+        observers._process_news()
     told = [facts for facts in TOLD if facts[0] != "begun"]
     assert told == [("failed", "{'0': 'made up'}"), ("checkpointed", 10), ("failed", "rank 1 died")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.watch.screen import Looking
+from ray_app.watch.screen import RunWatcher
 from ray_app.watch.server import PageServer
 from tests.support.browser import STICKING_OUT, UNREADABLE, Browser, browser
 from tests.support.made_run import MadeRun, full_run
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> MadeRun:
 def watched(run: MadeRun) -> Iterator[tuple[PageServer, str]]:
     other = MadeRun(run.paths.root.parent, "other")
     other.start()
-    with Looking([run.paths, other.paths], 0.05) as looking, PageServer(looking) as server:
+    with RunWatcher([run.paths, other.paths], 0.05) as looking, PageServer(looking) as server:
         yield server, server.url.split("/?")[0]
 
 
@@ -57,7 +57,7 @@ def test_it_follows_its_run(browser: Browser, watched: tuple[PageServer, str], r
 
 
 def test_it_says_when_it_is_not_up_to_date(browser: Browser, run: MadeRun) -> None:
-    with Looking([run.paths], 0.05) as looking:
+    with RunWatcher([run.paths], 0.05) as looking:
         with PageServer(looking) as server:
             browser.show(server.url)
             assert browser.ask('document.querySelector("#lost").hidden')

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from ray_app.checkpoint import store as put_module
 from ray_app.checkpoint import store as store_module
-from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack, writers
-from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Hold, removable, skipped
+from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, file_writers, pack, params_digest, unpack
+from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Hold, removable_steps, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
 from ray_app.reduction.base import World
@@ -35,7 +35,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage import files as files_module
 from ray_app.storage.files import put_atomic
 from ray_app.train.checkpointing import writer as saver_module
-from ray_app.train.checkpointing.restore import note_fallback
+from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
@@ -138,7 +138,7 @@ def test_a_start_says_once_that_it_passes_over_what_an_evaluator_found_damaged(
     flip(paths.checkpoint(3, 1), TRAINING)
     store.mark_bad(commit_of(3), "training.pt differs")
     for _ in range(2):  # two starts
-        found = store.load_newest(partial(note_fallback, job))
+        found = store.load_newest(partial(record_fallback, job))
         assert found is not None
         assert found[0].step == 2
     [told] = read_events(paths, "fallback")
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_there_is_no_room_for_is_not_condemned(
 
     with monkeypatch.context() as small:
         small.setattr(reader, fails)
-        with pytest.raises(MemoryError, match="No room for"):
+        with pytest.raises(MemoryError, match="Not enough memory for"):
             load(store)
     assert not (paths.checkpoint(3, 1) / "BAD.json").exists()
     assert load(store) == (3, [])
@@ -387,7 +387,7 @@ hold_lists = st.lists(st.builds(Hold, st.integers(0, 200), st.floats(0, 20)), ma
 @given(step_lists, st.integers(0, 5), st.lists(st.integers(1, 200), max_size=3), hold_lists)
 def test_what_may_go(steps: list[int], keep_last: int, best: list[int], holds: list[Hold]) -> None:
     now_s = 10.0
-    gone = removable(steps, keep_last, best, holds, now_s)
+    gone = removable_steps(steps, keep_last, best, holds, now_s)
     kept = set(steps) - gone
     live = [hold.done_step for hold in holds if hold.expires_s > now_s]
     assert gone <= set(steps)
@@ -396,23 +396,23 @@ def test_what_may_go(steps: list[int], keep_last: int, best: list[int], holds: l
     needed = sorted(step for step in set(steps) if live and step > min(live))
     assert set(needed[-Hold.most :]) <= kept, "a follower loses what it needs"
     assert len(kept) <= max(keep_last, 1) + len(set(best)) + min(len(needed), Hold.most), "more stay than needed"
-    assert removable(steps, keep_last, best, [h for h in holds if h.expires_s > now_s], now_s) == gone, (
+    assert removable_steps(steps, keep_last, best, [h for h in holds if h.expires_s > now_s], now_s) == gone, (
         "expired holds count"
     )
-    assert removable(kept, keep_last, best, holds, now_s) == set(), "a second look removes more"
+    assert removable_steps(kept, keep_last, best, holds, now_s) == set(), "a second look removes more"
 
 
 def test_a_hold_keeps_only_so_many() -> None:
     steps = range(1, Hold.most + 11)
-    assert removable(steps, 2, [], [Hold(0, 11.0)], 10.0) == set(range(1, 11))
+    assert removable_steps(steps, 2, [], [Hold(0, 11.0)], 10.0) == set(range(1, 11))
 
 
 def test_a_hold_that_expires_at_this_moment_no_longer_counts() -> None:
     holds = [Hold(0, 10.0, evaluator="other")]
-    assert removable([1, 2, 3], 1, [], holds, now_s=10.0) == {1, 2}
-    assert removable([1, 2, 3], 1, [], holds, now_s=9.9) == set()
-    assert skipped([1], holds, now_s=10.0) == set()
-    assert skipped([1], holds, now_s=9.9) == {(1, "other")}
+    assert removable_steps([1, 2, 3], 1, [], holds, now_s=10.0) == {1, 2}
+    assert removable_steps([1, 2, 3], 1, [], holds, now_s=9.9) == set()
+    assert skipped_evaluations([1], holds, now_s=10.0) == set()
+    assert skipped_evaluations([1], holds, now_s=9.9) == {(1, "other")}
 
 
 def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) -> None:
@@ -441,13 +441,13 @@ def test_a_hold_that_goes_while_it_is_looked_at_is_none(
     store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def listing(folder: Path) -> dict[str, Path]:
-        found = files_module.listing(folder)
+        found = files_module.list_tree(folder)
         store.release("b")
         return found
 
     store.hold("a", Hold(1, time.time() + 60))
     store.hold("b", Hold(2, time.time() + 60))
-    monkeypatch.setattr(store_module, "listing", listing)
+    monkeypatch.setattr(store_module, "list_tree", listing)
     assert [hold.done_step for hold in store.holds()] == [1]
     assert len(list(paths.holds.iterdir())) == 1
 
@@ -788,7 +788,7 @@ def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [1, 2]
 
 
-def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_what_another_one_misses_as_its_own(
+def test_checkpoints_deleted_before_an_evaluator_starts_are_recorded_as_skipped(
     paths: RunPaths,
 ) -> None:
     store = CheckpointStore(paths)
@@ -808,7 +808,7 @@ def test_what_goes_while_the_evaluator_finds_no_room_is_recorded_as_skipped_and_
     assert len(found) == 3
 
 
-def test_an_evaluation_is_read_once_and_one_of_another_version_or_damaged_ends_nothing(
+def test_an_evaluation_is_read_once_and_an_unreadable_one_ends_nothing(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read: list[str] = []
@@ -865,7 +865,7 @@ class Slow(io.BytesIO):
 
 def test_a_checkpoint_and_a_snapshot_at_the_same_time_leave_torch_as_it_was() -> None:
     """torch 2.15 keeps such options per thread."""
-    content = writers(Snapshot(1, {}, {"state": {0: torch.ones(9)}}, None))[TRAINING]
+    content = file_writers(Snapshot(1, {}, {"state": {0: torch.ones(9)}}, None))[TRAINING]
     assert callable(content)
     files = [Slow(), Slow()]
     threads = [threading.Thread(target=content, args=(file,)) for file in files]

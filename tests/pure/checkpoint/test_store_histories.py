@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from ray_app.checkpoint import store as store_module
-from ray_app.checkpoint.format import TRAINING, Snapshot, writers
-from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Hold, removable
+from ray_app.checkpoint.format import TRAINING, Snapshot, file_writers
+from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Hold, removable_steps
 from ray_app.errors import CheckpointError, LeaseLostError, RunHeldError
-from ray_app.runlog.lease import Holder, Lease, Record, acquire, newest_fence, refuse_if_lost
+from ray_app.runlog.lease import Lease, LeaseHolder, LeaseRecord, acquire_lease, check_lease, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Content, put_json, remove_tree
 
@@ -56,7 +56,7 @@ def followed_by(call: Callable[..., Any], act: Callable[[], object]) -> Callable
 
 
 def content_of(key: Key) -> dict[str, Content]:
-    return writers(Snapshot(key[0], {"p": torch.full((4,), key[0] + key[1] / 100)}, {}, None))
+    return file_writers(Snapshot(key[0], {"p": torch.full((4,), key[0] + key[1] / 100)}, {}, None))
 
 
 class Checkpoints(RuleBasedStateMachine):
@@ -116,9 +116,9 @@ class Checkpoints(RuleBasedStateMachine):
             assert callable(inner)
             inner(file)
 
-        before = followed_by(store_module.refuse_if_lost, acting("before the commit"))
+        before = followed_by(store_module.check_lease, acting("before the commit"))
         after = followed_by(store_module.put_json, acting("after the commit"))
-        with patch.object(store_module, "refuse_if_lost", before), patch.object(store_module, "put_json", after):
+        with patch.object(store_module, "check_lease", before), patch.object(store_module, "put_json", after):
             try:
                 self.store.write({**files, TRAINING: interrupted}, commit)
                 written = True
@@ -229,7 +229,7 @@ class Leases(RuleBasedStateMachine):
     @rule()
     def start(self) -> None:
         try:
-            lease = acquire(self.paths, waits=False)
+            lease = acquire_lease(self.paths, waits=False)
         except RunHeldError:
             assert self.holder is not None
             assert not self.holder.is_dead, "a dead driver is followed at once"
@@ -252,11 +252,11 @@ class Leases(RuleBasedStateMachine):
     def die(self, how: str) -> None:
         """Its process is gone, or nobody can tell and it has not renewed its lease for a quarter of an hour."""
         assert self.holder is not None
-        lease, here = self.holder.lease, Holder.here()
+        lease, here = self.holder.lease, LeaseHolder.here()
         lease._ended.set()
         lease._thread.join()
         gone = replace(here, pid_ticks=-1) if how == "killed" else replace(here, machine="another")
-        record = Record(gone, time.time(), time.time() - (0 if how == "killed" else 2000), 30.0)
+        record = LeaseRecord(gone, time.time(), time.time() - (0 if how == "killed" else 2000), 30.0)
         put_json(self.paths.fence(lease.fence), asdict(record))
         self.holder.is_dead = True
 
@@ -264,9 +264,9 @@ class Leases(RuleBasedStateMachine):
     def who_was_followed_commits_nothing(self) -> None:
         for lease in self.followed:
             with pytest.raises(LeaseLostError):
-                refuse_if_lost(self.paths, lease.fence)
+                check_lease(self.paths, lease.fence)
         if self.holder is not None:
-            refuse_if_lost(self.paths, self.holder.lease.fence)
+            check_lease(self.paths, self.holder.lease.fence)
 
     @invariant()
     def fences_grow(self) -> None:
@@ -276,7 +276,7 @@ class Leases(RuleBasedStateMachine):
 
 
 def ignoring_holds(steps: list[int], keep_last: int, best: list[int], holds: list[Hold], now_s: float) -> set[int]:
-    return removable(steps, keep_last, best, [], now_s)
+    return removable_steps(steps, keep_last, best, [], now_s)
 
 
 SOME = settings(max_examples=15, stateful_step_count=20, deadline=None)
@@ -296,7 +296,7 @@ def test_many_histories(machine: type[RuleBasedStateMachine]) -> None:
 
 @pytest.mark.search
 @pytest.mark.parametrize(
-    ("name", "broken"), [("removable", ignoring_holds), ("_refuse_if_gone", lambda folder, wanted: None)]
+    ("name", "broken"), [("removable_steps", ignoring_holds), ("_check_files_exist", lambda folder, wanted: None)]
 )
 def test_a_store_without_one_of_its_rules_would_be_found(
     name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -29,9 +29,9 @@ from ray_app.cli.retrain import main as retrain
 from ray_app.cli.submit import main as submit
 from ray_app.cli.train import main as train
 from ray_app.data.dataset import open_dataset
-from ray_app.driver.signals import ending_at_sigterm
+from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError, StorageError
-from ray_app.runlog.redaction import guard, redact
+from ray_app.runlog.redaction import redact, register_secrets
 from tests.support.made_run import MadeRun
 from tests.support.places import ROOT
 
@@ -75,7 +75,7 @@ def wrapped() -> None:
 def test_what_comes_of_the_work_is_the_exit_code(
     work: Callable[[], None], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    guard({"task": {"init_args": {"api_key": SECRET}}})
+    register_secrets({"task": {"init_args": {"api_key": SECRET}}})
     assert exit_code(work, "It failed") == code
     assert capsys.readouterr().err == said
 
@@ -95,13 +95,13 @@ def test_sigterm_interrupts_also_after_ray_put_its_own_handler_in_place(after_ra
 
 
 def test_another_exit_is_left_alone() -> None:
-    with pytest.raises(SystemExit, match="3"), ending_at_sigterm():
+    with pytest.raises(SystemExit, match="3"), interrupt_at_sigterm():
         sys.exit(3)
 
 
 @pytest.mark.parametrize("command", OF_A_RUN)
 @pytest.mark.parametrize(
-    ("written", "said"), [("task: [", "is no configuration of this version"), (None, "no config.yaml")]
+    ("written", "said"), [("task: [", "is not a configuration of this version"), (None, "no config.yaml")]
 )
 def test_a_run_without_a_readable_configuration_is_refused_alike(
     tmp_path: Path,
@@ -243,7 +243,7 @@ def test_ingest_says_what_the_storage_says(tmp_path: Path, capsys: pytest.Captur
 def test_what_is_refused_before_the_start_holds_no_secret(
     main: Callable[[list[str]], int], given: list[str], digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    guard({"task": {"init_args": {"api_key": SECRET}}})
+    register_secrets({"task": {"init_args": {"api_key": SECRET}}})
     data = ["--data.path", str(digits / "train"), "--data.eval_path", str(digits / "eval")]
     assert main(["--config", str(ROOT / "conf" / "digits.yaml"), *data, *given]) == 2
     said = capsys.readouterr().err
@@ -308,9 +308,9 @@ def test_a_drill_is_refused_only_before_its_first_run(
     monkeypatch: pytest.MonkeyPatch, error: Exception, preparing: int
 ) -> None:
     given = ["--config", str(ROOT / "conf" / "digits.yaml")]
-    monkeypatch.setattr(drilling, "drilled", lambda config, *_: raising(error)())
+    monkeypatch.setattr(drilling, "make_drill_config", lambda config, *_: raising(error)())
     assert drill(given) == preparing
-    monkeypatch.setattr(drilling, "drilled", lambda config, *_: config)
+    monkeypatch.setattr(drilling, "make_drill_config", lambda config, *_: config)
     monkeypatch.setattr(drilling, "_connected", lambda *_: nullcontext())
     monkeypatch.setattr(drilling, "Drill", lambda *_: raising(error)())
     assert drill(given) == preparing

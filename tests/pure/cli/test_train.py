@@ -14,7 +14,7 @@ from ray_app.cluster.resources import workers_that_fit
 from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from tests.support.places import ROOT
 from tests.support.train_command import Ended, of_images, write_images
 
@@ -22,7 +22,7 @@ from tests.support.train_command import Ended, of_images, write_images
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--train.epoch=3"], r"error: --train.epoch is no field. Did you mean train.epochs\? train has backend, "),
+        (["--train.epoch=3"], r"error: --train.epoch is not a field. Did you mean train.epochs\? train has backend, "),
         (["--train.epochs=many"], "train.epochs is many; it must be an integer"),
         (["--data.last_batch=some"], "data.last_batch is some; it must be one of keep, drop"),
         (
@@ -58,7 +58,7 @@ from tests.support.train_command import Ended, of_images, write_images
         ),
         (
             ["--task.class_path=Image"],
-            "task.class_path is 'Image', which is no import path of a class. Give module and class, such as",
+            "task.class_path is 'Image', which is not an import path of a class. Give module and class, such as",
         ),
         (
             ["--optimizer.class_path=torch.optim.Adamm"],
@@ -69,7 +69,7 @@ from tests.support.train_command import Ended, of_images, write_images
             "torch.optim.AdamW has no argument 'lrr'. Did you mean lr\\? It has lr, betas",
         ),
         (["--optimizer.init_args.lr=big"], "torch.optim.AdamW got lr = 'big'; it must be float"),
-        (["--task.class_path=torch.nn.Linear"], "torch.nn.Linear', which is no subclass of ray_app.task.base.Task"),
+        (["--task.class_path=torch.nn.Linear"], "torch.nn.Linear', which is not a subclass of ray_app.task.base.Task"),
         (["--evaluate.metric=recall"], "evaluate.metric is 'recall'; the task's metrics of one number are accuracy, "),
     ],
 )
@@ -97,7 +97,7 @@ def test_an_unknown_field_in_a_file_is_refused(
     (tmp_path / "mine.yaml").write_text("train:\n  epoch: 3\n")
     refused(
         call(command(f"--config={tmp_path / 'mine.yaml'}")),
-        r"error: train.epoch is no field. Did you mean train.epochs\?",
+        r"error: train.epoch is not a field. Did you mean train.epochs\?",
         tmp_path,
     )
 
@@ -120,7 +120,7 @@ def test_a_run_name_of_another_configuration_is_refused(
     command: Callable[..., list[str]], call: Callable[[Sequence[str]], Ended], tmp_path: Path
 ) -> None:
     prepared = prepare(parse(command()))
-    with acquire(prepared.job.paths) as lease:
+    with acquire_lease(prepared.job.paths) as lease:
         claim(prepared, lease.fence)  # a run that got as far as its configuration
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
     ended = call(command("--seed=7"))

@@ -12,7 +12,7 @@ import ray
 from ray.autoscaler.v2 import sdk, utils
 
 from ray_app.cluster import ray_private
-from ray_app.cluster.ray_private import most_resources
+from ray_app.cluster.ray_private import max_resources
 
 GROWS = {"CPU": math.inf, "GPU": math.inf}
 
@@ -49,9 +49,9 @@ def test_one_that_only_looks_is_none(
     monkeypatch.setattr(utils, "is_autoscaler_v2", lambda fetch_from_server: is_v2)
     monkeypatch.setattr(sdk, "get_cluster_status", cluster_status)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="there"))
-    assert most_resources() == found
+    assert max_resources() == found
 
 
 def test_what_ray_knows_of_its_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_private.state, "get_max_resources_from_cluster_config", lambda: {"CPU": 8})
-    assert most_resources() == {"CPU": 8.0}
+    assert max_resources() == {"CPU": 8.0}

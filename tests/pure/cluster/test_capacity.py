@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.cluster.resources import refuse_windows
+from ray_app.cluster.resources import check_window_memory
 from ray_app.errors import ConfigError
 from tests.support.local_world import make_job, write_images
 
@@ -26,17 +26,19 @@ def test_windows_that_no_node_can_hold_are_refused_with_the_figures(
     row_bytes = sum(spec.row_bytes for spec in job.fields.values())
     one = 100 * row_bytes
     with caplog.at_level(logging.WARNING):
-        refuse_windows(job, 4, [node(9 * one), node(10 * one)])
+        check_window_memory(job, 4, [node(9 * one), node(10 * one)])
     assert not caplog.messages
     with caplog.at_level(logging.WARNING):
-        refuse_windows(job, 4, [node(3 * one)])
+        check_window_memory(job, 4, [node(3 * one)])
     assert "A worker of 1 would hold" in caplog.text
     assert "scaling.min_workers" in caplog.text
     expected = (
         rf"A worker of 2 would hold .*100 rows \(data.shuffle_window_rows\) x {row_bytes:,} bytes x 2 logical workers"
-        rf" played"
+        r" x 2"
     )
     with pytest.raises(ConfigError, match=expected) as caught:
-        refuse_windows(job, 2, [node(3 * one)])
+        check_window_memory(job, 2, [node(3 * one)])
     assert "Set data.shuffle_window_rows to 60 or fewer" in str(caught.value)
-    refuse_windows(make_job(tmp_path / "other", data, logical_workers=4, batch=8, data__cache="memory"), 2, [node(1)])
+    check_window_memory(
+        make_job(tmp_path / "other", data, logical_workers=4, batch=8, data__cache="memory"), 2, [node(1)]
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ray_app.cluster.ray_private import known_labels, labelled
+from ray_app.cluster.ray_private import known_labels, nodes_with_labels
 from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
@@ -34,12 +34,12 @@ NODES: list[dict[str, Any]] = [
     ],
 )
 def test_a_selector_means_what_it_means_to_ray(selector: dict[str, str] | None, expected: list[str]) -> None:
-    assert [node["NodeID"] for node in labelled(NODES, selector)] == expected
+    assert [node["NodeID"] for node in nodes_with_labels(NODES, selector)] == expected
 
 
 def test_what_is_no_selector_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"scaling.label_selector is \{'zone': 'a b'\}: Invalid label selector value"):
-        labelled(NODES, {"zone": "a b"})
+        nodes_with_labels(NODES, {"zone": "a b"})
     assert known_labels(NODES) == "gpu: h100, zone: a, zone: b"
 
 
@@ -54,7 +54,7 @@ def test_only_labelled_nodes_count_when_the_run_must_fit() -> None:
     assert fit(scaling__label_selector={"zone": "in(a,b)"}) == 3
     with pytest.raises(
         ConfigError,
-        match=r"labelled \{'zone': 'a'\} .* have room for 2 workers of 2 CPU .* below scaling.min_workers = 3",
+        match=r"labelled \{'zone': 'a'\} .* have capacity for 2 workers of 2 CPU .* below scaling.min_workers = 3",
     ):
         fit(scaling__label_selector={"zone": "a"}, scaling__min_workers=3)
     with pytest.raises(

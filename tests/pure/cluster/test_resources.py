@@ -18,14 +18,14 @@ from ray_app import load_config
 from ray_app.cluster import resources as place
 from ray_app.cluster.controller.backend import ControllerContext
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
-from ray_app.cluster.ray_private import room_on_gpus
-from ray_app.cluster.resources import counted, workers_that_fit
-from ray_app.config.checks import check
+from ray_app.cluster.ray_private import count_fitting_on_gpus
+from ray_app.cluster.resources import resolve_max_workers, workers_that_fit
+from ray_app.config.checks import check_config
 from ray_app.config.config import Config, from_yaml
 from ray_app.driver.run import idle_gpus
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.stored_config import read_config
 from ray_app.submit.on_cluster import inspect
 from tests.support.places import ROOT
@@ -46,7 +46,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 32.0, "GPU": 8.0})
     monkeypatch.setattr(ray, "nodes", lambda: NODES)
-    monkeypatch.setattr(place, "most_resources", lambda: None)
+    monkeypatch.setattr(place, "max_resources", lambda: None)
 
 
 @pytest.mark.usefixtures("joined")
@@ -64,26 +64,26 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_all_are_as_many_as_the_cluster_has_room_for(fields: dict[str, Any], expected: int) -> None:
     config = ALL.replace(**fields)
-    check(config)
-    assert counted(config).scaling.max_workers == expected
-    assert counted(config).replace(scaling__max_workers="all") == config
+    check_config(config)
+    assert resolve_max_workers(config).scaling.max_workers == expected
+    assert resolve_max_workers(config).replace(scaling__max_workers="all") == config
 
 
 def test_all_of_a_cluster_that_grows_are_what_it_may_become(joined: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "most_resources", lambda: {"CPU": 102.0})
-    assert counted(ALL).scaling.max_workers == 100
+    monkeypatch.setattr(place, "max_resources", lambda: {"CPU": 102.0})
+    assert resolve_max_workers(ALL).scaling.max_workers == 100
 
 
 def test_all_of_a_cluster_that_grows_nobody_knows_how_far_are_refused(
     joined: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "most_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
+    monkeypatch.setattr(place, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
     with pytest.raises(ConfigError, match=r"does not tell how many nodes it may start; give a number"):
-        counted(ALL)
-    assert counted(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
+        resolve_max_workers(ALL)
+    assert resolve_max_workers(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
     assert (
         place.workers_that_fit(
-            ALL.replace(scaling__max_workers=4, scaling__min_workers=4), {}, [], place.most_resources()
+            ALL.replace(scaling__max_workers=4, scaling__min_workers=4), {}, [], place.max_resources()
         )
         == 4
     )
@@ -111,7 +111,7 @@ def test_parts_of_a_gpu_add_up(joined: None) -> None:
     ],
 )
 def test_a_part_of_a_gpu_is_one_of_one_gpu(free: float, each: float, expected: float) -> None:
-    assert room_on_gpus(free, each) == expected
+    assert count_fitting_on_gpus(free, each) == expected
 
 
 def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(
@@ -124,7 +124,10 @@ def test_workers_that_have_more_than_half_a_gpu_have_one_for_themselves(
     assert place.workers_that_fit(labelled, {"CPU": 64.0, "GPU": 8.0}, [node("1", 64, 3, zone="a")]) == 3
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert counted(config.replace(scaling__max_workers="all", data__global_batch_size=60)).scaling.max_workers == 4
+    assert (
+        resolve_max_workers(config.replace(scaling__max_workers="all", data__global_batch_size=60)).scaling.max_workers
+        == 4
+    )
 
 
 def sizes(**fields: Any) -> ElasticPolicy:
@@ -157,24 +160,24 @@ def test_a_running_job_counts_parts_of_gpus_on_each_node_as_ray_places_them() ->
     ],
 )
 def test_no_worker_is_begun_on_the_gpu_of_the_evaluator(fields: dict[str, Any], expected: int) -> None:
-    assert sizes(**fields)._beside_reading(NODES) == expected
+    assert sizes(**fields)._workers_beside_reading(NODES) == expected
 
 
 def test_several_gpus_for_a_worker_are_refused_since_it_uses_one() -> None:
     with pytest.raises(
         ConfigError, match=r"scaling.gpus_per_worker is 2, but a worker computes on one GPU.* Set it to 1"
     ):
-        check(ALL.replace(scaling__gpus_per_worker=2))
+        check_config(ALL.replace(scaling__gpus_per_worker=2))
 
 
 def test_all_of_a_run_that_exists_are_those_it_began_with(joined: None) -> None:
-    assert counted(ALL, ALL.replace(scaling__max_workers=4)).scaling.max_workers == 4
+    assert resolve_max_workers(ALL, ALL.replace(scaling__max_workers=4)).scaling.max_workers == 4
 
 
 def test_a_submission_says_why_all_cannot_be_counted(
     joined: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(place, "most_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
+    monkeypatch.setattr(place, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
     found = inspect(ALL.replace(run__storage_path=str(tmp_path), run__name="new"))
     assert [(one.level, one.topic) for one in found.findings] == [("refused", "resources")]
     assert "give a number" in found.findings[0].text
@@ -185,9 +188,9 @@ def test_all_of_this_machine_are_its_cores_or_gpus(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert counted(ALL).scaling.max_workers == 12
-    assert counted(ALL.replace(scaling__gpus_per_worker=1, evaluate__num_gpus=1)).scaling.max_workers == 3
-    assert counted(ALL.replace(scaling__cpus_per_worker=24)).scaling.max_workers == 1
+    assert resolve_max_workers(ALL).scaling.max_workers == 12
+    assert resolve_max_workers(ALL.replace(scaling__gpus_per_worker=1, evaluate__num_gpus=1)).scaling.max_workers == 3
+    assert resolve_max_workers(ALL.replace(scaling__cpus_per_worker=24)).scaling.max_workers == 1
 
 
 def test_the_number_of_the_first_start_is_kept(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +209,7 @@ def test_the_number_of_the_first_start_is_kept(digits: Path, tmp_path: Path, mon
     )
     assert from_yaml(config.to_yaml()).scaling.max_workers == "all"
     prepared = prepare(config)
-    with acquire(prepared.job.paths) as lease:
+    with acquire_lease(prepared.job.paths) as lease:
         claim(prepared, lease.fence)
     assert read_config(prepared.job.paths).scaling.max_workers == 4
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
@@ -220,7 +223,7 @@ def test_the_number_of_the_first_start_is_kept(digits: Path, tmp_path: Path, mon
 @pytest.mark.parametrize("value", [0, -1, "many", None])
 def test_other_words_and_numbers_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"scaling\.max_workers is"):
-        check(ALL.replace(scaling__max_workers=value))
+        check_config(ALL.replace(scaling__max_workers=value))
 
 
 def test_idle_gpus_are_told() -> None:
@@ -264,8 +267,8 @@ def test_a_place_that_no_node_has_is_refused(fields: dict[str, Any], said: str) 
 
 def test_what_nobody_looks_at_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluate.num_gpus is 2, but the evaluator computes on one GPU"):
-        check(ALL.replace(evaluate__num_gpus=2))
+        check_config(ALL.replace(evaluate__num_gpus=2))
     with pytest.raises(
         ConfigError, match=r"train.server_label_selector is set, but only train.strategy: parameter_server looks at it"
     ):
-        check(ALL.replace(train__server_label_selector={"zone": "a"}))
+        check_config(ALL.replace(train__server_label_selector={"zone": "a"}))

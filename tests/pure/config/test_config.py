@@ -11,16 +11,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import (
     SECTIONS,
     Config,
+    check_same_config,
     default_tracking_uri,
     digest,
     flatten,
     from_dict,
     from_yaml,
-    refuse_other_config,
     result_fields,
 )
 from ray_app.config.import_paths import OptimizerSpec
@@ -36,7 +36,7 @@ VALID = Config(
 def problems(**fields: Any) -> list[str]:
     """The lines of the refusal of a configuration with other values, none if it is accepted."""
     try:
-        check(VALID.replace(**fields))
+        check_config(VALID.replace(**fields))
     except ConfigError as error:
         first, *lines = str(error).splitlines()
         assert first == "The configuration is refused:"
@@ -555,9 +555,9 @@ def test_a_run_of_another_configuration_is_refused_with_a_diff() -> None:
         result_fields(VALID, "aaa"),
         result_fields(VALID.replace(optimizer__init_args={"lr": 0.2}, train__epochs=3), "bbb"),
     )
-    refuse_other_config("digits", old, dict(old))
+    check_same_config("digits", old, dict(old))
     with pytest.raises(RunExistsError) as caught:
-        refuse_other_config("digits", old, new)
+        check_same_config("digits", old, new)
     first, *diff, last = str(caught.value).splitlines()
     assert first == "The run 'digits' exists with another configuration or other data:"
     assert sorted(diff) == [
@@ -630,4 +630,4 @@ def test_a_field_without_a_value_is_refused_with_its_default() -> None:
     with pytest.raises(
         ConfigError, match=r"scaling\.max_workers is empty; give a value, or leave the line out for the default, 1\."
     ):
-        check(Config().replace(task__class_path="a.B", data__path="x", scaling__max_workers=None))
+        check_config(Config().replace(task__class_path="a.B", data__path="x", scaling__max_workers=None))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ray_app.config.config import Config, default_tracking_uri, expand_home
-from ray_app.driver.parsing import load_config, parse_more
+from ray_app.driver.parsing import load_config, parse_with_sections
 from ray_app.predict.predict import PredictSection
-from ray_app.storage.data_files import place_of
-from ray_app.storage.files import location
+from ray_app.storage.data_files import locate_data
+from ray_app.storage.files import to_location
 
 TASK = ["--task.class_path=ray_app.task.tabular.TabularRegression"]
 
@@ -40,7 +40,7 @@ def test_a_file_and_a_command_line_are_expanded(home: Path, tmp_path: Path) -> N
     assert (config.run.storage_path, config.data.path) == (str(home / "runs"), str(home / "data"))
     assert default_tracking_uri(config) == f"sqlite:///{home}/m.db"
     given = [*TASK, "--data.path=~/d", "--predict.data=~/rows", "--predict.out=~/out", "--predict.run=~/runs/a"]
-    section: Any = parse_more(given, {"predict": PredictSection}, "ray-app predict", False)[1]["predict"]
+    section: Any = parse_with_sections(given, {"predict": PredictSection}, "ray-app predict", False)[1]["predict"]
     assert (section.data, section.out, section.run) == (str(home / "rows"), str(home / "out"), str(home / "runs/a"))
 
 
@@ -50,5 +50,5 @@ def test_arguments_of_classes_are_expanded_and_other_texts_left(home: Path) -> N
 
 
 def test_places_of_commands_are_expanded(home: Path) -> None:
-    assert location("~/runs/a") == place_of("~/runs/a") == home.resolve() / "runs/a"
-    assert location("~") == home.resolve()
+    assert to_location("~/runs/a") == locate_data("~/runs/a") == home.resolve() / "runs/a"
+    assert to_location("~") == home.resolve()

@@ -17,10 +17,10 @@ from ray_app import load_config
 from ray_app.config.config import SECTIONS, Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.config.sections import ClassSpec
-from ray_app.driver.parsing import parse, parse_more
+from ray_app.driver.parsing import parse, parse_with_sections
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.preflight.prepare import make_task, new_run_name, prepare
+from ray_app.preflight.prepare import make_run_name, make_task, prepare
 from ray_app.retrain.options import RetrainSection
 from ray_app.train.state.state import TrainingState
 from tests.support.pages import blocks
@@ -66,7 +66,7 @@ PARAMETERS |= {
 
 
 def config_of(file: Path) -> Config:
-    return parse_more(["--config", str(file)], MORE, "any job", exit_on_error=False)[0]
+    return parse_with_sections(["--config", str(file)], MORE, "any job", exit_on_error=False)[0]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
@@ -111,7 +111,7 @@ def test_overrides_from_python_and_their_refusal() -> None:
             load_config(DIGITS, **{field: value})
 
 
-def test_a_class_below_a_task_is_the_same_with_its_defaults_with_none_and_without_arguments(tmp_path: Path) -> None:
+def test_a_nested_class_is_the_same_with_defaults_none_or_no_arguments(tmp_path: Path) -> None:
     flip = "{class_path: torchvision.transforms.v2.RandomHorizontalFlip}"
     text = (ROOT / "conf" / "detection.yaml").read_text()
     assert flip in text
@@ -149,7 +149,7 @@ def test_a_configuration_in_the_docs_loads(block: str, tmp_path: Path, monkeypat
         assert {name: getattr(getattr(config, section), name) for name in said[section]} == said[section]
 
 
-def test_the_page_for_those_who_know_tf_distribute_has_a_configuration_for_each_of_its_strategies() -> None:
+def test_the_tf_distribute_page_has_a_configuration_for_each_strategy() -> None:
     page = (ROOT / "docs" / "from-tf-distribute.md").read_text()
     theirs = re.findall(
         r"```python\n.*?tf\.distribute\.(?:experimental\.)?(\w+Strategy)\(.*?```\n\n```yaml\n(.*?)```", page, re.DOTALL
@@ -345,6 +345,6 @@ def test_an_optimizer_that_needs_a_gpu_may_be_configured_where_there_is_none(
 
 
 def test_made_up_names_of_runs_that_start_at_once_differ_and_tell_the_year() -> None:
-    made = [new_run_name() for _ in range(200)]
+    made = [make_run_name() for _ in range(200)]
     assert len(set(made)) == len(made)
     assert made[0].startswith(time.strftime("%Y"))

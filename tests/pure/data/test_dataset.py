@@ -15,7 +15,7 @@ import pytest
 
 from ray_app.data import parquet_files
 from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.probes import first_row
+from ray_app.data.probes import decode_first_row
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import files_below
@@ -84,7 +84,7 @@ def test_a_column_that_is_not_there_is_no_bad_row(tmp_path: Path) -> None:
         DataError,
         match=r"no column 'widht', which the task reads .*; its columns are label, width; did you mean 'width'\?",
     ) as found:
-        first_row(dataset, ["label", "widht"], dict)
+        decode_first_row(dataset, ["label", "widht"], dict)
     assert not isinstance(found.value, BadRowError)
 
 
@@ -143,7 +143,7 @@ def test_a_file_that_was_changed_is_read_again(tmp_path: Path, monkeypatch: pyte
     assert read == ["part-2.parquet", "part-9.parquet"]
     assert dataset.manifest.rows.tolist() == [2, 2, 2, 2, 2, 2, 1, 1, 1, 1]
     assert dataset.facts.columns["n"].maximum == 99.0
-    (tmp_path / parquet_files.KEPT).unlink()
+    (tmp_path / parquet_files.FOOTERS_FILE).unlink()
     assert opened(tmp_path, monkeypatch)[1].facts == dataset.facts
     keep(tmp_path)
     pq.write_table(pa.table({"other": [1]}), file)
@@ -160,7 +160,7 @@ def test_what_is_kept_of_footers_may_be_damaged(
     write_shards(tmp_path)
     cold = opened(tmp_path, monkeypatch)
     keep(tmp_path)
-    (tmp_path / parquet_files.KEPT).write_bytes(damage((tmp_path / parquet_files.KEPT).read_bytes()))
+    (tmp_path / parquet_files.FOOTERS_FILE).write_bytes(damage((tmp_path / parquet_files.FOOTERS_FILE).read_bytes()))
     read, dataset = opened(tmp_path, monkeypatch)
     assert (read, dataset.manifest.digest, dataset.facts) == (cold[0], cold[1].manifest.digest, cold[1].facts)
 
@@ -168,7 +168,7 @@ def test_what_is_kept_of_footers_may_be_damaged(
 def test_footers_are_let_go_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path, 100)
     seen, most = list[weakref.ref[object]](), 0
-    keep_of, one_at_a_time = parquet_files._kept_of, threading.Lock()
+    keep_of, one_at_a_time = parquet_files._file_facts, threading.Lock()
 
     def counted(footer: pq.FileMetaData, places: list[int | None]) -> object:
         nonlocal most
@@ -177,6 +177,6 @@ def test_footers_are_let_go_while_others_are_read(tmp_path: Path, monkeypatch: p
             most = max(most, sum(there() is not None for there in seen))
         return keep_of(footer, places)
 
-    monkeypatch.setattr(parquet_files, "_kept_of", counted)
+    monkeypatch.setattr(parquet_files, "_file_facts", counted)
     assert open_dataset(str(tmp_path)).manifest.num_rows == 400
     assert 1 <= most <= 2 * parquet_files._DISK_THREADS + 2

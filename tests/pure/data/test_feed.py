@@ -25,10 +25,10 @@ from ray_app.data import prefetch as streamed_module
 from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.feed import Feed, Upload
-from ray_app.data.local_readers import by_threads, load_all
+from ray_app.data.local_readers import choose_fetch, load_all
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
-from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, fetch_here
+from ray_app.data.reader import Fetch, Reader, ReadSpec, RowSource, fetch_in_process
 from ray_app.data.windows import CachedWindows, MicroBatch, Window, Windows
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assignment import logical_workers_of
@@ -50,18 +50,18 @@ def source_of(dataset: Dataset, plan: Plan, task_rows: int, decode: Decode = dec
 
 
 def streamed(
-    dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch: Fetch = fetch_here, task_rows: int = 5
+    dataset: Dataset, plan: Plan, cursor: Cursor, played: range, fetch: Fetch = fetch_in_process, task_rows: int = 5
 ) -> Windows:
     return StreamedWindows(plan, cursor, played, EPOCHS, fetch, source_of(dataset, plan, task_rows))
 
 
 def threaded(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
-    return streamed(dataset, plan, cursor, played, by_threads(2, fetch_here))
+    return streamed(dataset, plan, cursor, played, choose_fetch(2, fetch_in_process))
 
 
 def cached(dataset: Dataset, plan: Plan, cursor: Cursor, played: range) -> Windows:
     del cursor, played
-    return CachedWindows(load_all(fetch_here, source_of(dataset, plan, 6)))
+    return CachedWindows(load_all(fetch_in_process, source_of(dataset, plan, 6)))
 
 
 ALL = [streamed, threaded, cached]
@@ -254,7 +254,7 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     dataset = datasets["prime and ragged"]
     plan = plan_of(dataset, window=window)
     expected = deliver(dataset, plan, streamed, 1)
-    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     submitted: list[int] = []
     gather = feed_module._gather
@@ -275,7 +275,7 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
     cursor = Cursor()
     while cursor < Cursor(EPOCHS, 0):
         for played in (range(4), range(4), range(2)):
-            feed.play(cursor, played)
+            feed.seek(cursor, played)
             found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
         cursor = cursor.next(plan.steps_per_epoch)
     feed.close()
@@ -283,12 +283,12 @@ def test_large_steps_are_gathered_ahead_and_are_the_same(
 
 
 def test_a_closed_feed_leaves_no_thread(datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     before = set(threading.enumerate())
     plan = plan_of(datasets["prime and ragged"], window=1000)
     feed = Feed(plan, lambda cursor, played: streamed(datasets["prime and ragged"], plan, cursor, played), CPU)
-    feed.play(Cursor(), range(4))
+    feed.seek(Cursor(), range(4))
     for _ in range(3):
         feed.next()
     assert set(threading.enumerate()) - before, "no thread has gathered"
@@ -299,9 +299,9 @@ def test_a_closed_feed_leaves_no_thread(datasets: dict[str, Dataset], monkeypatc
 def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(
     datasets: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_module, "_AT_ONCE_BYTES", 1)
+    monkeypatch.setattr(feed_module, "_MAX_LARGE_BLOCK_BYTES", 1)
     monkeypatch.setattr(feed_module, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(feed_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     blocks: list[int] = []
     gather = feed_module._gather
@@ -331,7 +331,7 @@ def test_going_to_a_window_that_does_not_come_next(
     found: dict[Place, MicroBatch] = {}
     places = [Cursor.at(step, plan.steps_per_epoch) for step in range(EPOCHS * plan.steps_per_epoch)]
     for first in range(0, len(places) - steps, every):
-        feed.play(places[first], range(4))
+        feed.seek(places[first], range(4))
         for cursor in places[first : first + steps]:
             found |= {(cursor.epoch, cursor.step, batch.logical_worker): batch for batch in feed.next()}
     feed.close()
@@ -403,7 +403,7 @@ def test_a_source_that_delivers_other_rows_is_refused(
     plan = plan_of(dataset, window=6)
 
     def faulty(reader: Reader, specs: Any) -> Iterator[pa.Table]:
-        for i, table in enumerate(fetch_here(reader, specs)):
+        for i, table in enumerate(fetch_in_process(reader, specs)):
             yield from fault(table) if i == at else [table]
 
     feed = feed_of(plan, Cursor(), range(4), streamed(dataset, plan, Cursor(), range(4), faulty))
@@ -419,10 +419,10 @@ def test_tables_of_any_size_are_cut_to_windows(datasets: dict[str, Dataset]) -> 
     plan = plan_of(dataset)
 
     def in_one(reader: Reader, specs: Any) -> Iterator[pa.Table]:
-        yield pa.concat_tables(fetch_here(reader, specs))
+        yield pa.concat_tables(fetch_in_process(reader, specs))
 
     def in_crumbs(reader: Reader, specs: Any) -> Iterator[pa.Table]:
-        for table in fetch_here(reader, specs):
+        for table in fetch_in_process(reader, specs):
             yield table.slice(0, 0)
             yield from (table.slice(i, 1) for i in range(table.num_rows))
 
@@ -441,7 +441,7 @@ def test_a_row_that_cannot_be_decoded_is_named_to_the_consumer(datasets: dict[st
             raise ValueError("unreadable")
         return decode(rows)
 
-    windows = StreamedWindows(plan, Cursor(), range(4), 1, fetch_here, source_of(dataset, plan, 9, picky))
+    windows = StreamedWindows(plan, Cursor(), range(4), 1, fetch_in_process, source_of(dataset, plan, 9, picky))
     feed = feed_of(plan, Cursor(), range(4), windows)
     with pytest.raises(BadRowError) as caught:
         run_epoch(feed, plan)
@@ -487,7 +487,7 @@ def test_the_next_execution_is_started_before_the_last_windows_of_one_are_taken(
         executions.append(len(specs))
         if len(executions) == 2:
             second.set()
-        yield from fetch_here(reader, specs)
+        yield from fetch_in_process(reader, specs)
 
     windows = streamed(dataset, plan, Cursor(), range(1), noted, task_rows=3)
     feed = feed_of(plan, Cursor(), range(1), windows)
@@ -512,7 +512,7 @@ def test_it_closes_while_the_next_execution_waits_for_the_cpu_of_the_present_one
             waits.set()
             cpu.acquire()
         try:
-            yield from fetch_here(reader, specs)
+            yield from fetch_in_process(reader, specs)
         finally:
             cpu.release()
 
@@ -534,7 +534,7 @@ def test_a_window_lets_go_of_each_table_when_it_is_in_its_place(datasets: dict[s
     alive: list[int] = []
 
     def noted(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-        for table in fetch_here(reader, specs):
+        for table in fetch_in_process(reader, specs):
             alive.append(sum(kept() is not None for kept in given))
             given.append(weakref.ref(table))
             yield table

@@ -26,17 +26,17 @@ from torchmetrics import MeanMetric, MetricCollection
 
 from ray_app.cli.ingest import main
 from ray_app.data import parquet_files
-from ray_app.data.arrays import ArraySpec, fixed, spec_like
-from ray_app.data.bad_rows import missing_reasons
+from ray_app.data.arrays import ArraySpec, fixed_array, spec_of_values
+from ray_app.data.bad_rows import find_missing_values
 from ray_app.data.dataset import open_dataset, read_labels
 from ray_app.data.disk_cache import cached_fetch
 from ray_app.data.local_readers import fetch_in_threads, load_all
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.probes import first_row, probe, specs_like
-from ray_app.data.reader import Reader, RowSource, Span, fetch_here, stored, whole
+from ray_app.data.probes import decode_first_row, infer_specs, probe
+from ray_app.data.reader import Reader, RowSource, Span, fetch_in_process, plan_all_reads, read_span
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import ColumnFacts
-from ray_app.storage.data_files import unusable
+from ray_app.storage.data_files import to_read_error
 from ray_app.task.base import Task
 from ray_app.task.fields import need_finite
 from ray_app.task.metrics import score
@@ -66,7 +66,7 @@ VALUES = {
     "category": (pa.dictionary(pa.int32(), pa.string()), ["a", "b", None, "a"]),
     "nothing": (pa.null(), [None] * 4),
 }
-FETCHES = {"here": fetch_here, "threads": lambda reader, specs: fetch_in_threads(reader, specs, 2)}
+FETCHES = {"here": fetch_in_process, "threads": lambda reader, specs: fetch_in_threads(reader, specs, 2)}
 
 
 def as_rows(rows: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def test_a_missing_value_is_a_bad_row_with_its_column(tmp_path: Path, kind: str,
     with pytest.raises(
         BadRowError, match=rf"^t.parquet, row group 0, row {first}: column 'x' has .*; fill it or drop the row"
     ):
-        list(reader.read(whole(dataset.manifest, 100)[0]))
+        list(reader.read(plan_all_reads(dataset.manifest, 100)[0]))
 
 
 @pytest.mark.parametrize("fetch", FETCHES)
@@ -143,7 +143,7 @@ def test_missing_values_are_found_in_their_rows_however_deep(kind: pa.DataType) 
 
     values = [draw(kind) for _ in range(300)]
     chunks = [pa.array(values, kind).slice(3, 100), pa.array(values, kind)]
-    reasons = missing_reasons(pa.table({"x": pa.chunked_array(chunks)}))
+    reasons = find_missing_values(pa.table({"x": pa.chunked_array(chunks)}))
     wanted = {row: value for row, value in enumerate(values[3:103] + values) if lacks(value)}
     assert reasons.keys() == wanted.keys()
     assert all(("no value" in reasons[row]) == (value is None) for row, value in wanted.items())
@@ -163,9 +163,9 @@ EXTENSIONS = {
 def test_a_missing_value_of_an_extension_type_is_a_bad_row(tmp_path: Path, kind: str) -> None:
     put(tmp_path / "a.parquet", pa.table({"x": EXTENSIONS[kind](), "row": [0, 1, 2]}))
     reader, source = reader_of(tmp_path, ["x", "row"], skips=True)
-    assert list(load_all(fetch_here, source).reasons) == [1]
+    assert list(load_all(fetch_in_process, source).reasons) == [1]
     with pytest.raises(BadRowError, match=r"a.parquet, row group 0, row 1: column 'x' has (no value|a missing value)"):
-        list(dataclasses.replace(reader, skips=False).read(whole(source.manifest, 9)[0]))
+        list(dataclasses.replace(reader, skips=False).read(plan_all_reads(source.manifest, 9)[0]))
 
 
 @pytest.mark.parametrize("kind", EXTENSIONS)
@@ -181,7 +181,7 @@ def test_a_column_of_an_extension_type_is_named_by_ingest(
 def test_a_disk_cache_gives_the_reasons_of_missing_values_again(tmp_path: Path) -> None:
     put(tmp_path / "data" / "t.parquet", pa.table({"row": range(6), "x": [0, None, 2, 3, None, 5]}), row_group_size=4)
     _, source = reader_of(tmp_path / "data", ["row", "x"], skips=True)
-    cached = cached_fetch(fetch_here, source, "", str(tmp_path / "cache"), 1.0)
+    cached = cached_fetch(fetch_in_process, source, "", str(tmp_path / "cache"), 1.0)
     first = load_all(cached, source)
     (tmp_path / "data" / "t.parquet").write_bytes(b"")
     again = load_all(cached, source)
@@ -196,16 +196,16 @@ def test_a_disk_cache_gives_the_reasons_of_missing_values_again(tmp_path: Path) 
 def test_a_row_group_of_missing_values_alone_is_skipped(tmp_path: Path) -> None:
     put(tmp_path / "t.parquet", pa.table({"row": range(4), "x": pa.array([1, 2, None, None])}), row_group_size=2)
     _, source = reader_of(tmp_path, ["row", "x"], skips=True)
-    assert sorted(load_all(fetch_here, source).reasons) == [2, 3]
+    assert sorted(load_all(fetch_in_process, source).reasons) == [2, 3]
 
 
 def test_missing_values_in_lists_of_skipped_rows_keep_the_lengths(tmp_path: Path) -> None:
     lists = pa.array([[1], None, [2, 3], [None], [4, 5, 6]], pa.list_(pa.int64()))
     put(tmp_path / "t.parquet", pa.table({"l": lists}))
     dataset = open_dataset(str(tmp_path))
-    fields = specs_like(first_row(dataset, ["l"], dict), dataset, ["l"], dict, skips=True)
+    fields = infer_specs(decode_first_row(dataset, ["l"], dict), dataset, ["l"], dict, skips=True)
     decoded = load_all(
-        fetch_here, RowSource(Reader(dataset.root, ["l"], dict, fields, skips=True), dataset.manifest, 100)
+        fetch_in_process, RowSource(Reader(dataset.root, ["l"], dict, fields, skips=True), dataset.manifest, 100)
     )
     values = decoded.arrays["l"]
     assert isinstance(values, Ragged)
@@ -216,8 +216,8 @@ def test_the_first_row_to_look_at_is_one_without_missing_values(tmp_path: Path) 
     put(tmp_path / "t.parquet", pa.table({"row": range(3), "x": [None, 1, 2]}))
     dataset = open_dataset(str(tmp_path))
     with pytest.raises(BadRowError, match=r"row 0: column 'x' has no value"):
-        first_row(dataset, ["row", "x"], as_rows)
-    assert first_row(dataset, ["row", "x"], as_rows, most_bad=1)["row"].tolist() == [1]
+        decode_first_row(dataset, ["row", "x"], as_rows)
+    assert decode_first_row(dataset, ["row", "x"], as_rows, max_bad=1)["row"].tolist() == [1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
@@ -321,9 +321,9 @@ def test_a_page_with_another_checksum_is_named_to_the_column(tmp_path: Path, fet
 def test_a_slice_of_a_row_group_compares_checksums_too(tmp_path: Path) -> None:
     with_a_turned_bit(tmp_path / "t.parquet", write_page_checksum=True)
     reader, source = reader_of(tmp_path, ["row", "x"])
-    specs = [tuple(Span("t.parquet", 1, first, 1, 4 + first, of=4) for first in range(4))]
+    specs = [tuple(Span("t.parquet", 1, first, 1, 4 + first, group_rows=4) for first in range(4))]
     with pytest.raises(DataError, match=r"t.parquet, row group 1, column 'x': .*CRC"):
-        list(fetch_here(reader, specs))
+        list(fetch_in_process(reader, specs))
     assert source.manifest.num_rows == 8
 
 
@@ -346,9 +346,9 @@ def test_a_damaged_page_without_checksum_is_named_to_the_column(tmp_path: Path) 
     start = chunk.dictionary_page_offset or chunk.data_page_offset
     data[start : start + chunk.total_compressed_size] = bytes(chunk.total_compressed_size)
     file.write_bytes(data)
-    reader = Reader(str(tmp_path), ["row", "x"], as_rows, {"row": spec_like(np.arange(1))})
+    reader = Reader(str(tmp_path), ["row", "x"], as_rows, {"row": spec_of_values(np.arange(1))})
     with pytest.raises(DataError, match=r"t.parquet, row group 0, column 'x': "):
-        list(reader.read(whole(open_dataset(str(tmp_path)).manifest, 100)[0]))
+        list(reader.read(plan_all_reads(open_dataset(str(tmp_path)).manifest, 100)[0]))
 
 
 class Kms(pe.KmsClient):
@@ -410,7 +410,7 @@ def test_statistics_that_python_lacks_do_not_hide_an_encrypted_column(tmp_path: 
 def test_a_look_at_footers_that_is_ended_from_outside_blames_no_file(tmp_path: Path) -> None:
     put(tmp_path / "a.parquet", pa.table({"x": [1.0]}))
     open_dataset(str(tmp_path))
-    process = parquet_files._trial._process
+    process = parquet_files._footer_checker._process
     assert process is not None
     process.kill()
     assert open_dataset(str(tmp_path)).manifest.num_rows == 1
@@ -445,9 +445,9 @@ def hive(root: Path, folders: list[str], **columns: list[Any]) -> Path:
 def column(root: Path, name: str) -> list[Any]:
     """All values of a column, in manifest order."""
     dataset, values = open_dataset(str(root)), []
-    for span in (span for spec in whole(dataset.manifest, 100) for span in spec):
+    for span in (span for spec in plan_all_reads(dataset.manifest, 100) for span in spec):
         with DataFile(dataset.root, span.path, dataset.manifest.partitions) as file:
-            values += stored(file, span, [name])[name].to_pylist()
+            values += read_span(file, span, [name])[name].to_pylist()
     return values
 
 
@@ -481,10 +481,11 @@ def test_a_task_trains_on_a_column_of_folder_names(tmp_path: Path) -> None:
         assert decoded.arrays["label"].tolist() == [0, 0, 1, 1]
     assert read_labels(dataset.root, dataset.manifest, "k")[1].tolist() == [0, 0, 1, 1]
     specs = [
-        (Span(path, 0, 1, 1, position, of=2),) for path, position in zip(dataset.manifest.paths, (1, 3), strict=True)
+        (Span(path, 0, 1, 1, position, group_rows=2),)
+        for path, position in zip(dataset.manifest.paths, (1, 3), strict=True)
     ]
-    sliced = pa.concat_tables(list(fetch_here(reader, specs)))
-    assert fixed(sliced.column("label"), ArraySpec("<i8", ())).tolist() == [0, 1]
+    sliced = pa.concat_tables(list(fetch_in_process(reader, specs)))
+    assert fixed_array(sliced.column("label"), ArraySpec("<i8", ())).tolist() == [0, 1]
 
 
 def test_a_missing_folder_name_is_a_missing_value(tmp_path: Path) -> None:
@@ -497,7 +498,7 @@ def test_a_missing_folder_name_is_a_missing_value(tmp_path: Path) -> None:
         dataset.root, ["row", "k"], as_rows, probe(dataset, ["row"], as_rows), partitions=dataset.manifest.partitions
     )
     with pytest.raises(BadRowError, match=r"row group 0, row 0: column 'k' has no value"):
-        list(fetch_here(reader, whole(dataset.manifest, 100)))
+        list(fetch_in_process(reader, plan_all_reads(dataset.manifest, 100)))
 
 
 def test_files_with_other_keys_are_refused(tmp_path: Path) -> None:
@@ -548,13 +549,13 @@ def test_few_of_many_files_are_open_at_a_time(tmp_path: Path) -> None:
 
     dataset = open_dataset(str(tmp_path))
     reader = Reader(dataset.root, ["row"], watching, probe(dataset, ["row"], as_rows))
-    decoded = load_all(fetch_here, RowSource(reader, dataset.manifest, 1000))
+    decoded = load_all(fetch_in_process, RowSource(reader, dataset.manifest, 1000))
     assert decoded.arrays["row"].tolist() == list(range(40))
     assert 1 <= most <= 10
 
 
 def test_too_many_open_files_names_the_limit() -> None:
-    error = unusable("a.parquet", OSError(errno.EMFILE, "Too many open files"), "Restore it.")
+    error = to_read_error("a.parquet", OSError(errno.EMFILE, "Too many open files"), "Restore it.")
     assert isinstance(error, StorageError)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert f"A process may have {limit} files open here (ulimit -n)" in str(error)

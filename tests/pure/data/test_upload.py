@@ -13,7 +13,7 @@ from ray_app.data.feed import Feed, Upload
 from ray_app.data.local_readers import Decoded
 from ray_app.data.windows import CachedWindows, MicroBatch
 from ray_app.plan.order import Cursor
-from ray_app.reduction.overlap import SideStream, stream_of
+from ray_app.reduction.overlap import SideStream, get_stream
 from tests.support.fake_cuda import DEVICE, Streams
 from tests.support.local_world import TinyImages, make_job, write_images
 
@@ -31,7 +31,7 @@ def test_a_batch_is_copied_beside_what_computes_and_waited_for_by_the_device_alo
     sent = upload.send([batch_of(3)])
     assert streams.calls == ["side: pin", "side: copy", "side: pin", "side: copy", "side: mark"]
     streams.calls.clear()
-    upload.arrive(sent)
+    upload.make_available(sent)
     [found] = sent
     assert streams.calls == ["computing: wait for mark", "computing: used by computing", "computing: used by computing"]
     assert {name: (value.device, tuple(value.shape)) for name, value in found.fields.items()} == {
@@ -43,7 +43,7 @@ def test_a_batch_is_copied_beside_what_computes_and_waited_for_by_the_device_alo
 
 def test_what_computes_waits_for_a_stream_beside_it_by_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    side = SideStream(DEVICE, "exchange")
+    side = SideStream(DEVICE, "reduction")
     with side.entered():
         torch.zeros(2).to(DEVICE, non_blocking=True)
     side.join()
@@ -77,7 +77,7 @@ def test_each_purpose_has_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch)
     """
     Streams(monkeypatch)
     found = {
-        purpose: {id(stream_of(DEVICE, purpose)) for _ in range(40)} for purpose in ("upload", "exchange", "capture")
+        purpose: {id(get_stream(DEVICE, purpose)) for _ in range(40)} for purpose in ("upload", "reduction", "capture")
     }
     assert [len(each) for each in found.values()] == [1, 1, 1]
     assert len(set.union(*found.values())) == 3
@@ -95,10 +95,10 @@ def test_two_steps_are_on_their_way_while_one_is_computed(monkeypatch: pytest.Mo
     streams = Streams(monkeypatch)
     rows = job.plan.manifest.num_rows
     feed = Feed(job.plan, lambda cursor, played: CachedWindows(Decoded({"id": np.arange(rows)}, {})), DEVICE)
-    feed.play(Cursor(), range(1))
+    feed.seek(Cursor(), range(1))
     feed.next()
-    assert feed._ahead is not None
-    feed._ahead.result()
+    assert feed._pending is not None
+    feed._pending.result()
     copies = [call for call in streams.calls if "copy" in call]
     assert copies == ["side: copy"] * 3, "that of this step, and of two more"
     assert [call for call in streams.calls if "wait" in call] == ["computing: wait for mark"]

@@ -87,8 +87,8 @@ def test_steps_gathered_at_once_are_those_gathered_alone(
         0,
     )
     assert expected[-1][0] == ROWS % MICRO, "the last one is not whole"
-    number, gathered = itertools.count(), windows_module.gathered
-    monkeypatch.setattr(windows_module, "gathered", lambda *args: next(number) >= 0 and gathered(*args))
+    number, gathered = itertools.count(), windows_module.gather_rows
+    monkeypatch.setattr(windows_module, "gather_rows", lambda *args: next(number) >= 0 and gathered(*args))
     found = list[MicroBatch]()
     for size in sizes:
         found += window.micro_batches(range(first, first + size))
@@ -118,14 +118,14 @@ def test_a_block_costs_what_it_did() -> None:
     assert found == {"a block of 12": 125, "one": 19}
 
 
-@pytest.mark.parametrize(("at_least", "most_bytes"), [(3, 0), (3, 1 << 20)], ids=["the first", "all"])
+@pytest.mark.parametrize(("min_steps", "max_bytes"), [(3, 0), (3, 1 << 20)], ids=["the first", "all"])
 def test_prepared_steps_are_those_gathered_later(
-    at_least: int, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+    min_steps: int, max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in several blocks, of which one that is kept keeps no more than its own."""
     monkeypatch.setattr(windows_module, "BLOCK_BYTES", 4 * MICRO * (64 + 8))
-    window = window_of(EVEN).prepare(at_least, most_bytes)
-    assert window.is_prepared == (most_bytes > 0)
+    window = window_of(EVEN).prepare(min_steps, max_bytes)
+    assert window.is_prepared == (max_bytes > 0)
     found = window.micro_batches(range(2)) + window.micro_batches(range(2, STEPS))
     assert [told(batch) for batch in found] == [told(batch) for batch in alone(window_of(EVEN))]
     assert {batch.fields["pixels"].untyped_storage().nbytes() for batch in found[:2]} <= {

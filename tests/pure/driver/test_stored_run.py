@@ -79,10 +79,10 @@ def test_optimizers_that_take_turns_stay_complete_and_change_nothing(job: Job) -
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("data:\n", "data:\n  shufle: true\n", "data.shufle is no field"),
-        ("data:\n", "data:\n  cach_dir: x\n", "data.cach_dir is no field; the nearest is data.cache_dir"),
-        ("seed: ", "sede: ", "sede is no field; the nearest is seed"),
-        ("data:\n", "gone:\n  a: 1\ndata:\n", "gone is no field"),
+        ("data:\n", "data:\n  shufle: true\n", "data.shufle is not a field"),
+        ("data:\n", "data:\n  cach_dir: x\n", "data.cach_dir is not a field; the nearest is data.cache_dir"),
+        ("seed: ", "sede: ", "sede is not a field; the nearest is seed"),
+        ("data:\n", "gone:\n  a: 1\ndata:\n", "gone is not a field"),
     ],
 )
 def test_a_configuration_of_another_version_is_named_with_its_fields(

@@ -9,17 +9,17 @@ import pytest
 from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.cluster.controller.failure_budget import spent
+from ray_app.cluster.controller.failure_budget import failure_summary
 from ray_app.cluster.resources import workers_that_fit
 from ray_app.config.config import Config
 from ray_app.config.sections import FailureSection
 from ray_app.driver.finalize import summarize
-from ray_app.driver.run import announce
+from ray_app.driver.run import print_start
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import Prepared
 from ray_app.report.facts import read_facts
 from ray_app.report.page import render
-from ray_app.runlog.evaluations import Evaluation, ranked
+from ray_app.runlog.evaluations import Evaluation, rank_evaluations
 from ray_app.runlog.history import goodput, recoveries, restarts, start, world_sizes
 from ray_app.runlog.journal import Event, StepRecord, put_event, read_events
 from ray_app.runlog.paths import RunPaths
@@ -132,15 +132,15 @@ def test_a_start_of_a_run_that_had_finished_is_no_restart_of_the_driver(
         put_event(paths, kind, fence)
     put_event(paths, "started", 3)
     assert restarts(read_events(paths))["driver"] == restarted
-    assert spent(paths, FailureSection()) == ("1 driver restart" if restarted else "")
+    assert failure_summary(paths, FailureSection()) == ("1 driver restart" if restarted else "")
 
 
 def test_the_best_evaluation_is_the_earliest_of_equals_and_never_nan() -> None:
     values = [(8, 0.5), (16, float("nan")), (24, 0.9), (32, 0.9)]
     found = [Evaluation(step, 0, "", {"accuracy": value}, 10, 0.1, 0.0) for step, value in values]
-    assert [e.step for e in ranked(found, "accuracy", "max")] == [24, 32, 8]
-    assert [e.step for e in ranked(found, "accuracy", "min")] == [8, 24, 32]
-    assert ranked(found, "f1", "max") == []
+    assert [e.step for e in rank_evaluations(found, "accuracy", "max")] == [24, 32, 8]
+    assert [e.step for e in rank_evaluations(found, "accuracy", "min")] == [8, 24, 32]
+    assert rank_evaluations(found, "f1", "max") == []
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_epochs_are_those_of_the_configuration(
     assert summarize(job, "finished")["checkpoints"]["committed"] == 1
     assert f"in {begun} epochs begun" in render(read_facts(job.paths))
     console = Console(record=True, width=300, file=StringIO())
-    announce(SafeConsole(console), Prepared(job, None, False), 1)
+    print_start(SafeConsole(console), Prepared(job, None, False), 1)
     assert said in console.export_text()
 
 

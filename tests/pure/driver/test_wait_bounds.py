@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ray_app.driver.run import END_S, STOP_S, Bounds
+from ray_app.driver.run import END_LIMIT_S, STOP_LIMIT_S, WaitLimits
 from ray_app.train.membership import RendezvousStatus
 
 LIVE = {"a", "b"}
@@ -16,9 +16,9 @@ def status(step: int = 5, live: set[str] = LIVE) -> RendezvousStatus:
     return RendezvousStatus(live, set(), {}, len(live), step, None, None, True, 60.0)
 
 
-def after(bounds: Bounds, seconds: float, seen: RendezvousStatus | None, phases: Any) -> str | None:
-    bounds.look(100.0, seen, phases)
-    return bounds.look(100.0 + seconds, seen, phases)
+def after(bounds: WaitLimits, seconds: float, seen: RendezvousStatus | None, phases: Any) -> str | None:
+    bounds.check(100.0, seen, phases)
+    return bounds.check(100.0 + seconds, seen, phases)
 
 
 @pytest.mark.parametrize(
@@ -33,26 +33,26 @@ def after(bounds: Bounds, seconds: float, seen: RendezvousStatus | None, phases:
 def test_a_run_that_is_to_stop_and_waits_is_given_up(
     seen: RendezvousStatus | None, phases: list[str], said: str
 ) -> None:
-    assert after(Bounds(9), STOP_S - 1, seen, phases) is None
-    assert after(Bounds(9), STOP_S, seen, phases) == f"{said} for {STOP_S:g} s"
+    assert after(WaitLimits(9), STOP_LIMIT_S - 1, seen, phases) is None
+    assert after(WaitLimits(9), STOP_LIMIT_S, seen, phases) == f"{said} for {STOP_LIMIT_S:g} s"
 
 
 @pytest.mark.parametrize("phase", ["compute", "exchange", "saving", "evaluate"])
 def test_a_worker_that_gets_on_is_not_given_up(phase: str) -> None:
-    assert after(Bounds(9), 1000.0, status(), [phase, "exchange"]) is None
+    assert after(WaitLimits(9), 1000.0, status(), [phase, "exchange"]) is None
 
 
 def test_a_step_that_is_finished_begins_the_time_anew() -> None:
-    bounds = Bounds(9)
-    bounds.look(0.0, status(5), ["data"])
-    assert bounds.look(STOP_S, status(6), ["data"]) is None
-    assert bounds.look(2 * STOP_S, status(6), ["data"])
+    bounds = WaitLimits(9)
+    bounds.check(0.0, status(5), ["data"])
+    assert bounds.check(STOP_LIMIT_S, status(6), ["data"]) is None
+    assert bounds.check(2 * STOP_LIMIT_S, status(6), ["data"])
 
 
 def test_a_controller_that_does_not_end_after_the_last_step_is_given_up() -> None:
-    assert after(Bounds(9), END_S, status(9, live=set()), None) == (
+    assert after(WaitLimits(9), END_LIMIT_S, status(9, live=set()), None) == (
         "all steps are done, all workers have left, and Ray Train's controller has not ended for 60 s"
     )
-    assert after(Bounds(9), 1000.0, status(9), None) is None, "workers write the last checkpoint"
-    assert after(Bounds(9), 1000.0, status(8, live=set()), None) is None, "others are on their way"
-    assert after(Bounds(9), 1000.0, None, None) is None, "nobody asked the run to stop"
+    assert after(WaitLimits(9), 1000.0, status(9), None) is None, "workers write the last checkpoint"
+    assert after(WaitLimits(9), 1000.0, status(8, live=set()), None) is None, "others are on their way"
+    assert after(WaitLimits(9), 1000.0, None, None) is None, "nobody asked the run to stop"

@@ -20,14 +20,14 @@ from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_here
+from ray_app.data.reader import fetch_in_process
 from ray_app.errors import RunHeldError
 from ray_app.evaluate import evaluator as actor
-from ray_app.evaluate.evaluator import Evaluator, deaths_in_a_row
-from ray_app.evaluate.job import EvaluationJob, pause_s, pending
+from ray_app.evaluate.evaluator import Evaluator, count_deaths_in_a_row
+from ray_app.evaluate.job import EvaluationJob, pause_s, pending_commits
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
-from ray_app.runlog.lease import acquire
+from ray_app.runlog.lease import acquire_lease
 from ray_app.storage.files import put_json
 from ray_app.task import device as environment
 from ray_app.task.metrics import combine, score
@@ -67,7 +67,7 @@ def following(
     before: Callable[[Commit], None] | None = None,
     when_orphaned: Callable[[str], object] | None = None,
 ) -> Iterator[Evaluator]:
-    evaluator = Evaluator(job, fetch_here, before, when_orphaned)
+    evaluator = Evaluator(job, fetch_in_process, before, when_orphaned)
     try:
         yield evaluator
     finally:
@@ -94,7 +94,7 @@ def test_what_waits_is_held_however_long_an_evaluation_takes(
         )
         assert CheckpointStore(job.paths).retain(1, []) == []
         go.set()
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
     assert CheckpointStore(job.paths).retain(1, []) == [1, 2]
 
@@ -116,7 +116,7 @@ def test_a_clock_that_is_a_quarter_of_an_hour_behind_loses_no_checkpoint(
         assert CheckpointStore(job.paths).holds()[0].expires_s < now() + actor.HOLD_S - 800, "its clock is right"
         assert CheckpointStore(job.paths).retain(1, []) == []
         go.set()
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_marked_and_passed_over_and_one_that_went_is_not
             folder.rmdir()
 
     with following(job, remove):
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     assert [e.step for e in read_evaluations(job.paths)] == [3]
     [skipped] = read_events(job.paths, "evaluation_skipped")
     assert skipped.details["step"] == 1
@@ -153,14 +153,14 @@ def test_storage_that_fails_for_a_while_is_asked_again(job: EvaluationJob) -> No
             raise OSError("storage does not answer")
 
     with following(job, failing) as evaluator:
-        wait_until(lambda: not pending(job), "evaluated at last")
+        wait_until(lambda: not pending_commits(job), "evaluated at last")
         assert evaluator.error() is None
     assert calls == [1, 1, 1]
     assert [e.step for e in read_evaluations(job.paths)] == [1]
 
 
 def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> None:
-    arrays = load_all(fetch_here, job.data).arrays
+    arrays = load_all(fetch_in_process, job.data).arrays
     model = job.task.build_model()
     cpu = actor.torch.device("cpu")
     found = [combine(job.task, score(job.task, model, arrays, size, cpu)).values for size in (1, 7, 31, 1000)]
@@ -170,7 +170,7 @@ def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> Non
 
 def test_outputs_that_are_no_tensor_are_made_once(job: EvaluationJob) -> None:
     """Each row goes through the model once, at most `size` at a time, and what is found is that of tensors."""
-    arrays = load_all(fetch_here, job.data).arrays
+    arrays = load_all(fetch_in_process, job.data).arrays
     model, cpu = job.task.build_model(), actor.torch.device("cpu")
     rows = len(arrays["label"])
     plain, seen = copy.copy(job.task), list[int]()
@@ -209,7 +209,7 @@ def test_how_far_it_is_behind_is_recorded(job: EvaluationJob) -> None:
     for step in (1, 2, 3):
         commit(job, step)
     with following(job):
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     evaluations = read_evaluations(job.paths)
     assert [e.behind for e in evaluations] == [2, 1, 0]
     committed = {c.step: c.time_s for c in CheckpointStore(job.paths).commits()}
@@ -242,7 +242,7 @@ def test_the_budget_holds_the_next_evaluation_back_until_somebody_waits_for_it(j
         assert not threading.Event().wait(0.5), "as long as many evaluations take"
         assert begun == [1]
         evaluator.hurry()
-        wait_until(lambda: not pending(job), "all evaluated")
+        wait_until(lambda: not pending_commits(job), "all evaluated")
     assert begun == [1, 2]
 
 
@@ -250,11 +250,11 @@ def test_without_its_driver_it_finishes_and_has_the_run_closed(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    lease = acquire(job.paths)
+    lease = acquire_lease(job.paths)
     commit(job, 1)
     closed: list[str] = []
     with following(replace(job, fence=lease.fence), when_orphaned=closed.append):
-        wait_until(lambda: not pending(job), "the first evaluation")
+        wait_until(lambda: not pending_commits(job), "the first evaluation")
         assert closed == []
         commit(job, 2)
         lease.release()
@@ -265,15 +265,15 @@ def test_without_its_driver_it_finishes_and_has_the_run_closed(
 
 def test_when_a_later_start_has_taken_over_it_just_ends(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    acquire(job.paths).release()
-    with acquire(job.paths), following(replace(job, fence=1), when_orphaned=pytest.fail) as evaluator:
+    acquire_lease(job.paths).release()
+    with acquire_lease(job.paths), following(replace(job, fence=1), when_orphaned=pytest.fail) as evaluator:
         wait_until(evaluator._stopped.is_set, "it ends")
         assert evaluator.error() is None
 
 
 def test_one_that_gave_up_has_the_run_closed_all_the_same(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    lease = acquire(job.paths)
+    lease = acquire_lease(job.paths)
     commit(job, 1)
     closed: list[str] = []
 
@@ -293,7 +293,7 @@ def test_one_that_gave_up_has_the_run_closed_all_the_same(job: EvaluationJob, mo
 def test_a_driver_that_lives_after_all_is_followed_on(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease was overdue because the storage was away."""
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    lease = acquire(job.paths)
+    lease = acquire_lease(job.paths)
     asked: list[str] = []
 
     def renewed_and_held(root: str) -> None:
@@ -308,7 +308,7 @@ def test_a_driver_that_lives_after_all_is_followed_on(job: EvaluationJob, monkey
         wait_until(lambda: bool(asked), "it seems to be gone")
         wait_until(lambda: evaluator._driver == "held", "it is seen to live")
         commit(job, 1)
-        wait_until(lambda: not pending(job), "what comes then is evaluated")
+        wait_until(lambda: not pending_commits(job), "what comes then is evaluated")
         assert evaluator.error() is None
         assert not evaluator._hurry.is_set()
         lease.release()
@@ -318,7 +318,7 @@ def test_a_driver_that_lives_after_all_is_followed_on(job: EvaluationJob, monkey
 
 def test_storage_that_is_away_at_the_end_is_asked_again(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    acquire(job.paths).release()
+    acquire_lease(job.paths).release()
     answers = iter([OSError("away"), None])
 
     def close(_: str) -> None:
@@ -334,18 +334,18 @@ def test_what_is_left_is_evaluated_also_if_somebody_else_has_closed_the_run(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
-    acquire(job.paths).release()
+    acquire_lease(job.paths).release()
     for step in (1, 2, 3):
         commit(job, step)
     seen: list[str] = []
 
     def meanwhile(found: Commit) -> None:
         if found.step == 1:
-            acquire(job.paths, closing=True).release()  # as `ray-app track --replay` does
+            acquire_lease(job.paths, closing=True).release()  # as `ray-app track --replay` does
         else:
             wait_until(lambda: evaluator._driver != "held", "the end of the driver is seen")
 
-    evaluator = Evaluator(job, fetch_here, meanwhile, seen.append)
+    evaluator = Evaluator(job, fetch_in_process, meanwhile, seen.append)
     wait_until(evaluator._stopped.is_set, "it ends")
     evaluator.stop()
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
@@ -359,7 +359,7 @@ def test_it_computes_as_the_workers_do(job: EvaluationJob, exact: bool) -> None:
         assert torch.get_num_threads() == job.section.threads
 
 
-def test_its_device_is_the_current_one_where_it_makes_the_model_and_where_it_evaluates(
+def test_the_device_is_current_where_the_model_is_made_and_where_it_evaluates(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The current GPU belongs to a thread, and a new thread begins with the first one."""
@@ -367,7 +367,7 @@ def test_its_device_is_the_current_one_where_it_makes_the_model_and_where_it_eva
     monkeypatch.setattr(environment, "use_device", lambda device: threads.append(threading.current_thread().name))
     commit(job, 1)
     with following(job):
-        wait_until(lambda: not pending(job), "evaluated")
+        wait_until(lambda: not pending_commits(job), "evaluated")
     assert threads == [threading.current_thread().name, "_follow"]
 
 
@@ -380,16 +380,16 @@ def test_only_a_process_that_has_something_to_evaluate_counts(
     noted, looks = list[int](), list[list[Commit]]()
 
     def look(job: EvaluationJob) -> list[Commit]:
-        looks.append(pending(job))
+        looks.append(pending_commits(job))
         return looks[-1]
 
-    monkeypatch.setattr(actor, "pending", look)
-    monkeypatch.setattr(Evaluator, "_note_life", lambda self, commit=None: noted.append(commit and commit.step))
+    monkeypatch.setattr(actor, "pending_commits", look)
+    monkeypatch.setattr(Evaluator, "_record_start", lambda self, commit=None: noted.append(commit and commit.step))
     with following(job):
         wait_until(lambda: len(looks) > 1, "looked twice")
         assert not noted
         commit(job, 3)
-        wait_until(lambda: not pending(job), "evaluated")
+        wait_until(lambda: not pending_commits(job), "evaluated")
     assert noted == [3]
 
 
@@ -406,4 +406,4 @@ def test_only_a_process_that_has_something_to_evaluate_counts(
 )
 def test_processes_count_that_died_since_the_last_evaluation(lives: list[tuple[str, int]], deaths: int) -> None:
     ended = [{"node": node, "after_step": step} for node, step in lives]
-    assert deaths_in_a_row(ended, 8, {"a"}) == deaths
+    assert count_deaths_in_a_row(ended, 8, {"a"}) == deaths

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from ray_app.data.dataset import open_dataset
-from ray_app.errors import ConfigError, DataError, without_addresses
+from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.runlog.redaction import redact
-from ray_app.task.user_code import calls, in_a_line, refusal
+from ray_app.task.user_code import describe_error, format_calls, row_error_reason
 from ray_app.train.state import parameters
 from tests.support.encoded_images import encode, smooth
 from tests.support.ingest_inputs import read, write_cifar, write_idx
@@ -166,7 +166,7 @@ def test_a_tokenizer_and_parameters_to_begin_with_are_named_as_pointers(tmp_path
     with pytest.raises(ConfigError, match="it is a Git LFS pointer"):
         ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "rows.csv"), tokenizer=pointer))
     with pytest.raises(ConfigError, match="it is a Git LFS pointer"):
-        parameters.read(pointer, None)
+        parameters.read_parameters(pointer, None)
 
 
 def test_errors_have_no_address_of_an_object_wherever_they_are_written() -> None:
@@ -178,7 +178,13 @@ def test_errors_have_no_address_of_an_object_wherever_they_are_written() -> None
     try:
         raise error
     except ValueError:
-        texts = [refusal(error), in_a_line(error), calls(error), redact(str(error)), without_addresses(str(error))]
+        texts = [
+            row_error_reason(error),
+            describe_error(error),
+            format_calls(error),
+            redact(str(error)),
+            remove_addresses(str(error)),
+        ]
     assert not any("0x" in text for text in texts)
     assert all("Thing object>" in text for text in texts)
-    assert without_addresses("marker 0xd9 at 0x1F") == "marker 0xd9 at 0x1F", "numbers of a format stay"
+    assert remove_addresses("marker 0xd9 at 0x1F") == "marker 0xd9 at 0x1F", "numbers of a format stay"

@@ -18,14 +18,14 @@ from ray_app import load_config
 from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, whole
-from ray_app.data.reader import rows_of as as_read
+from ray_app.data.reader import Reader, plan_all_reads
+from ray_app.data.reader import table_to_rows as as_read
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
 from ray_app.ingest.shards import row_bytes
 from ray_app.preflight.prepare import prepare
-from ray_app.task.ragged import Ragged, joined
+from ray_app.task.ragged import Ragged, concat_fields
 from tests.support.ingest_inputs import in_source, read
 
 IDS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
@@ -80,9 +80,9 @@ def delivered(folder: Path, *names: str) -> dict[str, Any]:
     dataset = open_dataset(str(folder))
     columns = ["row_id", *names]
     reader = Reader(dataset.root, list(names), dict, probe(dataset, list(names), dict))
-    tables = [table for spec in whole(dataset.manifest, 2) for table in reader.read(spec)]
+    tables = [table for spec in plan_all_reads(dataset.manifest, 2) for table in reader.read(spec)]
     parts = [as_read(table) for table in tables]
-    found = {name: joined([part[name] for part in parts]) for name in names}
+    found = {name: concat_fields([part[name] for part in parts]) for name in names}
     ids = [
         row_id
         for path in dataset.manifest.paths

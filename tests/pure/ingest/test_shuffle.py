@@ -14,12 +14,12 @@ import pytest
 from ray_app.config.config import Config
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.reader import Slices, Span, specs_of
+from ray_app.data.reader import SliceReader, Span, plan_reads
 from ray_app.errors import DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.plan.order import Plan
-from ray_app.preflight.prepare import mixing_doubts
+from ray_app.preflight.prepare import shuffle_warnings
 
 CLASSES, BATCH, WINDOW = 100, 256, 10_000
 
@@ -69,12 +69,12 @@ def read_and_needed(dataset: Dataset, monkeypatch: pytest.MonkeyPatch, task_rows
             yield table
 
     monkeypatch.setattr(DataFile, "iter_batches", counted)
-    sliced = Slices(dataset.root, ["label"], {})
+    sliced = SliceReader(dataset.root, ["label"], {})
     for window in range(plan.windows_per_epoch):
-        for spec in specs_of(dataset.manifest, order.window_segments(0, window), task_rows, plan.window_rows):
+        for spec in plan_reads(dataset.manifest, order.window_segments(0, window), task_rows, plan.window_rows):
             for span in spec:
                 group = int(np.searchsorted(dataset.manifest.first_row, span.position, side="right")) - 1
-                if span.of:
+                if span.group_rows:
                     assert sliced.take(span).num_rows == span.rows
                 else:
                     read += int(dataset.manifest.rows[group])
@@ -128,7 +128,7 @@ def test_the_start_says_what_speaks_against_the_mixing(
     dataset = open_dataset(str(tmp_path))
     config = Config().replace(data__path=str(tmp_path))
     for window, most in ((1024, 2), (30_000, 0)):
-        doubts = mixing_doubts(config, dataset, Plan(dataset.manifest, 0, 1, BATCH, window))
+        doubts = shuffle_warnings(config, dataset, Plan(dataset.manifest, 0, 1, BATCH, window))
         assert len(doubts) <= most
         assert [text for text in expected if most and not any(text in doubt for doubt in doubts)] == [], doubts
         assert bool(doubts) == bool(expected and most)
@@ -136,10 +136,10 @@ def test_the_start_says_what_speaks_against_the_mixing(
 
 def test_slices_are_the_rows_whoever_takes_them_in_which_order(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": np.arange(5000)}), tmp_path / "a.parquet", row_group_size=5000)
-    taken = Slices(str(tmp_path), ["a"], {})
+    taken = SliceReader(str(tmp_path), ["a"], {})
     for first, rows in [(0, 700), (2000, 1), (700, 1300), (2000, 1), (2001, 2999), (2001, 10), (4990, 10), (2011, 5)]:
-        span = Span("a.parquet", 0, first, rows, first, of=5000)
+        span = Span("a.parquet", 0, first, rows, first, group_rows=5000)
         assert taken.take(span)["a"].to_pylist() == list(range(first, first + rows))
     taken.close()
     with pytest.raises(DataError, match="ended 1 rows too early"):
-        taken.take(Span("a.parquet", 0, 4990, 11, 4990, of=5001))
+        taken.take(Span("a.parquet", 0, 4990, 11, 4990, group_rows=5001))

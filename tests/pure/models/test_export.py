@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.models import loader
-from ray_app.models.export import module_on
+from ray_app.models.export import exported_module
 from ray_app.retrain.gate import _load
 
 DEVICE = torch.device("meta")
@@ -37,12 +37,12 @@ def test_an_exported_model_makes_its_tensors_on_the_device_that_it_is_put_on(
 ) -> None:
     with pytest.raises(Exception, match="meta"):
         exported.module().to(DEVICE)(torch.zeros(2, 4, device=DEVICE))  # `Module.to` is not enough
-    assert module_on(exported, DEVICE)(torch.zeros(2, 4, device=DEVICE)).device == DEVICE
+    assert exported_module(exported, DEVICE)(torch.zeros(2, 4, device=DEVICE)).device == DEVICE
 
 
 def test_an_exported_model_on_the_cpu_gives_the_values_that_it_gave(exported: torch.export.ExportedProgram) -> None:
     x = torch.rand(2, 4)
-    assert torch.equal(module_on(exported, torch.device("cpu"))(x), Positions()(x))
+    assert torch.equal(exported_module(exported, torch.device("cpu"))(x), Positions()(x))
 
 
 def test_the_gate_of_a_retraining_scores_an_exported_model_on_a_device(

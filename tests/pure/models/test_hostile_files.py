@@ -29,7 +29,7 @@ from ray_app.checkpoint.store import CheckpointStore, Fallback
 from ray_app.config.config import Config
 from ray_app.errors import CheckpointError, ConfigError, DataError, RegistryError
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.ingest.readers.cifar import unpickled
+from ray_app.ingest.readers.cifar import unpickle
 from ray_app.models import loader
 from ray_app.models.export import fetch_package, read_export
 from ray_app.models.package import make_package
@@ -37,7 +37,7 @@ from ray_app.plan.manifest import Manifest
 from ray_app.predict.actor import Model
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard
+from ray_app.runlog.redaction import register_secrets
 from ray_app.task.tabular import TabularClassification
 from tests.support.checkpoints import commit_of
 from tests.support.places import ROOT
@@ -91,7 +91,7 @@ def test_a_pickle_in_a_checkpoint_is_passed_over(tmp_path: Path, ran: Path, payl
 @pytest.mark.parametrize("name", ["../../outside.txt", "/etc/hostname", "a/../../../outside.txt"])
 def test_a_commit_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     """A `COMMIT.json` made by an attacker has a right digest; what it names is not read."""
-    from ray_app.checkpoint.store import sealed
+    from ray_app.checkpoint.store import seal
 
     paths = RunPaths(tmp_path / "run")
     (tmp_path / "outside.txt").write_text("secret")
@@ -100,7 +100,7 @@ def test_a_commit_that_names_files_elsewhere_is_refused(tmp_path: Path, name: st
     values = json.loads((folder / "COMMIT.json").read_text())
     values.pop("sha256")
     values["files"][name] = {"sha256": "0" * 64, "bytes": 6}
-    (folder / "COMMIT.json").write_text(json.dumps(sealed(values)))
+    (folder / "COMMIT.json").write_text(json.dumps(seal(values)))
     passed: list[Fallback] = []
     with pytest.raises(CheckpointError, match="names the file"):
         store.load_newest(passed.append)
@@ -324,7 +324,7 @@ def test_a_package_holds_no_secret(tmp_path: Path) -> None:
         num_classes=2,
         api_token="canary-token",
     )
-    guard({"task": {"init_args": {"api_token": "canary-token"}}})
+    register_secrets({"task": {"init_args": {"api_token": "canary-token"}}})
     rows = {"features": np.ones((2, 3), np.float32), "label": np.zeros(2, np.int64)}
     folder = make_package(task, task.build_model(), rows, tmp_path / "model").folder
     assert json.loads((folder / "data" / "model" / "package.json").read_text())["task"]["settings"] is None
@@ -415,13 +415,13 @@ def digits_config(tmp_path: Path) -> Config:
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", "", "a.b", "a\n"])
 def test_names_of_evaluators_that_are_paths_are_refused(tmp_path: Path, digits_config: Config, name: str) -> None:
-    from ray_app.cli.evaluate import EvaluateOptions, _config
+    from ray_app.cli.evaluate import EvaluateOptions, _make_config
 
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
     paths.config.write_text(digits_config.to_yaml())
     with pytest.raises(ConfigError, match="--name is"):
-        _config(paths, EvaluateOptions(str(paths.root), name=name), None)
+        _make_config(paths, EvaluateOptions(str(paths.root), name=name), None)
 
 
 def opened_by(source: str) -> list[str]:
@@ -478,7 +478,7 @@ def test_a_length_beyond_the_end_of_a_pickle_takes_no_memory(tmp_path: Path) -> 
     tracemalloc.start()
     try:
         with (tmp_path / "data").open("rb") as file, pytest.raises(ValueError, match="bytes"):
-            unpickled(file)
+            unpickle(file)
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:
         tracemalloc.stop()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ray_app.errors import RegistryError
 from ray_app.models import package
-from ray_app.models.package import _compared
+from ray_app.models.package import _compare_outputs
 
 
 class Off(nn.Module):
@@ -28,11 +28,11 @@ def test_outputs_are_equal_bit_for_bit_or_close(
 ) -> None:
     model = nn.Linear(3, 2)
     monkeypatch.setattr(package.loader, "load", lambda data: Off(model, by))
-    assert _compared(model, {"features": np.ones((2, 3), np.float32)}, tmp_path) == said  # type: ignore[arg-type]
+    assert _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path) == said  # type: ignore[arg-type]
 
 
 def test_outputs_that_are_neither_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     monkeypatch.setattr(package.loader, "load", lambda data: Off(model, 0.01))
     with pytest.raises(RegistryError, match="predicts something else for 1 rows"):
-        _compared(model, {"features": np.ones((2, 3), np.float32)}, tmp_path)  # type: ignore[arg-type]
+        _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path)  # type: ignore[arg-type]

@@ -93,13 +93,11 @@ def test_epochs_and_seeds_differ() -> None:
 def test_every_logical_worker_is_played_once(case: tuple[int, int]) -> None:
     logical, world = case
     strided = [assignment.logical_workers_of(r, world, logical, strided=True) for r in range(world)]
-    passes = [
-        [block[i] for block in strided if i < len(block)] for i in range(assignment.micro_batches(world, logical))
-    ]
+    passes = [[block[i] for block in strided if i < len(block)] for i in range(assignment.count_passes(world, logical))]
     assert [v for each in passes for v in each] == list(range(logical)), "a pass brings neighbours"
     blocks = [assignment.logical_workers_of(r, world, logical) for r in range(world)]
     assert [v for block in blocks for v in block] == list(range(logical))
-    assert max(map(len, blocks)) == assignment.micro_batches(world, logical)
+    assert max(map(len, blocks)) == assignment.count_passes(world, logical)
     assert min(map(len, blocks)) >= 1
     for block in blocks:
         nodes = assignment.subtrees(block, logical)
@@ -107,7 +105,7 @@ def test_every_logical_worker_is_played_once(case: tuple[int, int]) -> None:
 
 
 def test_a_world_larger_than_the_logical_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot play"):
+    with pytest.raises(ValueError, match="cannot run"):
         assignment.logical_workers_of(0, 5, 4)
 
 

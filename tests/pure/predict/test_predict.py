@@ -19,7 +19,7 @@ from ray_app.cli import predict as command
 from ray_app.cli.predict import main
 from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
-from ray_app.data.ray_tasks import Pool
+from ray_app.data.ray_tasks import ActorPool
 from ray_app.errors import ConfigError, DataError
 from ray_app.predict import predict
 from ray_app.predict.actor import Model
@@ -135,16 +135,16 @@ def test_a_cluster_that_scales_from_zero_is_waited_for(
 ) -> None:
     asked: list[int] = []
 
-    def through(pool: Pool, *_: object) -> None:
-        asked.append(pool.most)
+    def map_in_actors(pool: ActorPool, *_: object) -> None:
+        asked.append(pool.max_actors)
         raise ReachedError
 
     there = SimpleNamespace(cluster_resources=lambda: {"CPU": 0.0}, nodes=list, put=lambda value: value)
     for name, fake in {
         "ray": there,
         "cluster": nullcontext,
-        "most_resources": lambda: grows_to,
-        "through": through,
+        "max_resources": lambda: grows_to,
+        "map_in_actors": map_in_actors,
     }.items():
         monkeypatch.setattr(command, name, fake)
     section = PredictSection(
@@ -160,7 +160,7 @@ def test_a_folder_that_another_code_began_is_refused(
 ) -> None:
     section = PredictSection(data=str(digits / "eval"), out=str(tmp_path / "out"), run=str(run.job.paths.root))
     code = tmp_path / "task.py"
-    monkeypatch.setattr(predict, "files_of", lambda path: {"task": code})
+    monkeypatch.setattr(predict, "source_files", lambda path: {"task": code})
     code.write_text("scale = 1")
     put_json(tmp_path / "out" / MADE_FROM, prepare_prediction(run.config, section).made_from)
     prepare_prediction(run.config, section)
@@ -187,7 +187,7 @@ def test_of_two_that_begin_at_once_in_a_folder_one_is_refused(
         yield
 
     there = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0}, nodes=list, put=lambda value: value)
-    for name, fake in {"ray": there, "cluster": meanwhile, "most_resources": dict}.items():
+    for name, fake in {"ray": there, "cluster": meanwhile, "max_resources": dict}.items():
         monkeypatch.setattr(command, name, fake)
     with pytest.raises(ConfigError, match="batch_size: 8, now 16"):
         command.predict(second, run.config, sections[1], Console(quiet=True))
@@ -211,4 +211,4 @@ def test_a_folder_without_a_value_is_a_missing_value_of_what_the_model_reads(tmp
     with pytest.raises(
         DataError, match=r"k=__HIVE.*a.parquet, row 0: column 'k' of predict.data .* has no value there, and 2 missing"
     ):
-        predict._reader(dataset, task)
+        predict._make_reader(dataset, task)

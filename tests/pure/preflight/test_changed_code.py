@@ -17,7 +17,15 @@ import yaml
 
 from ray_app.config.config import Config, digest, flatten, from_yaml
 from ray_app.errors import RunExistsError
-from ray_app.preflight.changes import Code, changed_code, changes, code_of, completed, put_code, read_code
+from ray_app.preflight.changes import (
+    CodeVersions,
+    compare_code,
+    describe_code_changes,
+    fill_defaults,
+    read_code_versions,
+    read_stored_code,
+    store_code,
+)
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
 
@@ -56,38 +64,42 @@ def config_of(class_path: str = "mine_of_code.task.Mine") -> Config:
 
 def test_files_that_the_task_imports_count_and_the_application_does_not(own: Callable[..., Path]) -> None:
     own()
-    first = code_of(config_of())
+    first = read_code_versions(config_of())
     assert set(first.files) == {"mine_of_code", "mine_of_code.task", "mine_of_code.helper"}
     assert {"python", "ray_app", "torch", "numpy"} <= first.versions.keys()
     own("SMOOTHING = 0.1\n")
-    second = code_of(config_of())
+    second = read_code_versions(config_of())
     other = replace(second, versions=second.versions | {"torch": "1.0"})
-    assert changes(first, other) == [
+    assert compare_code(first, other) == [
         "mine_of_code.helper has another content",
         f"torch {first.versions['torch']} -> 1.0",
     ]
-    assert changes(first, first) == []
+    assert compare_code(first, first) == []
 
 
 def test_a_change_is_refused_or_told_as_configured(own: Callable[..., Path], tmp_path: Path) -> None:
     own()
     paths, config = RunPaths(tmp_path / "run"), config_of()
     paths.config.parent.mkdir()
-    assert changed_code(paths, config, code_of(config)) == [], "a run of before has no record of it"
-    paths.config.write_text(completed(config)[0].to_yaml())
-    put_code(paths, code_of(config))
-    assert changed_code(paths, config, code_of(config)) == []
+    assert describe_code_changes(paths, config, read_code_versions(config)) == [], "a run of before has no record of it"
+    paths.config.write_text(fill_defaults(config)[0].to_yaml())
+    store_code(paths, read_code_versions(config))
+    assert describe_code_changes(paths, config, read_code_versions(config)) == []
     own("SMOOTHING = 0.1\n")
-    assert changed_code(paths, config, code_of(config)) == ["mine_of_code.helper has another content"]
+    assert describe_code_changes(paths, config, read_code_versions(config)) == [
+        "mine_of_code.helper has another content"
+    ]
     with pytest.raises(
         RunExistsError,
         match=r"(?s)started with other code.*- mine_of_code.helper has another content\n.*run.changed_code to warn",
     ):
-        changed_code(paths, config.replace(run__changed_code="refuse"), code_of(config))
+        describe_code_changes(paths, config.replace(run__changed_code="refuse"), read_code_versions(config))
     values = yaml.safe_load(paths.config.read_text())
     values["optimizer"]["init_args"]["lr"] = 0.5
     paths.config.write_text(yaml.safe_dump(values))
-    assert "the default of optimizer.init_args.lr was 0.5, is 0.001" in changed_code(paths, config, code_of(config))
+    assert "the default of optimizer.init_args.lr was 0.5, is 0.001" in describe_code_changes(
+        paths, config, read_code_versions(config)
+    )
 
 
 def test_classes_in_no_file_have_a_digest_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +107,14 @@ def test_classes_in_no_file_have_a_digest_too(tmp_path: Path, monkeypatch: pytes
     with zipfile.ZipFile(packed, "w") as file:
         file.writestr("zipped_of_code.py", TASK.replace("from mine_of_code.helper import SMOOTHING", ""))
     monkeypatch.syspath_prepend(str(packed))
-    assert list(code_of(config_of("zipped_of_code.Mine")).files) == ["zipped_of_code"]
+    assert list(read_code_versions(config_of("zipped_of_code.Mine")).files) == ["zipped_of_code"]
 
     found = []
     for smoothing in (0.0, 0.1, 0.1):  # as cells of a notebook, whose code is in no file
         cell = f"class Cell:\n    def loss(self):\n        return {smoothing}\n"
         exec(compile(cell, "<cell>", "exec"), vars(sys.modules["__main__"]))
         monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
-        found.append(code_of(config_of("__main__.Cell")).files)
+        found.append(read_code_versions(config_of("__main__.Cell")).files)
     assert found[0].keys() == {"__main__"}
     assert found[1] == found[2] != found[0]
 
@@ -140,11 +152,11 @@ def test_nothing_of_an_optimizer_is_lost_in_what_is_stored(
 ) -> None:
     own()
     config = config_of().replace(**given)
-    whole, names = completed(config)
+    whole, names = fill_defaults(config)
     paths = RunPaths(tmp_path / "run")
     paths.config.parent.mkdir()
     paths.config.write_text(whole.to_yaml())
-    put_code(paths, code_of(config))
+    store_code(paths, read_code_versions(config))
     assert read_config(paths) == config
     assert digest(read_config(paths), "data") == digest(config, "data")
     if "optimizers" in given:
@@ -164,7 +176,7 @@ def test_the_stored_configuration_is_complete_and_the_digest_that_of_what_was_gi
             },
         },
     )
-    whole, names = completed(config)
+    whole, names = fill_defaults(config)
     text = whole.to_yaml()
     stored = flatten(from_yaml(text).to_dict())
     assert stored["optimizer.init_args.betas"] == [0.9, 0.999]
@@ -176,9 +188,9 @@ def test_the_stored_configuration_is_complete_and_the_digest_that_of_what_was_gi
     paths = RunPaths(tmp_path / "run")
     paths.config.parent.mkdir()
     paths.config.write_text(text)
-    put_code(paths, code_of(config))
+    store_code(paths, read_code_versions(config))
     assert read_config(paths) == config
     assert digest(read_config(paths), "data") == digest(config, "data")
     assert read_config(paths, with_defaults=True) == whole
-    put_code(paths, Code({}, {}))
-    assert (read_code(paths) or Code({}, {})).defaults == names, "config.yaml is that of the first start"
+    store_code(paths, CodeVersions({}, {}))
+    assert (read_stored_code(paths) or CodeVersions({}, {})).defaults == names, "config.yaml is that of the first start"

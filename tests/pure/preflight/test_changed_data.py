@@ -15,7 +15,7 @@ from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import open_dataset
 from ray_app.data.reader import Reader, RowSource
 from ray_app.errors import RunExistsError
-from ray_app.preflight.changes import changed_data, data_versions, is_recorded, put_data_versions
+from ray_app.preflight.changes import describe_data_changes, is_stored, read_data_versions, store_data_versions
 from ray_app.runlog.paths import RunPaths
 
 CONFIG = Config().replace(data__path="data", run__name="digits")
@@ -38,37 +38,40 @@ def touch(file: Path) -> None:
 def test_changed_files_of_both_data_sets_are_named_or_refused(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     train, evaluation = source(tmp_path / "train"), source(tmp_path / "eval")
-    now = data_versions(train, evaluation)
-    assert changed_data(paths, CONFIG, now) == [], "a run of before has no record of it"
-    put_data_versions(paths, now)
-    assert (changed_data(paths, CONFIG, data_versions(train, evaluation)), is_recorded(paths, now)) == ([], True)
+    now = read_data_versions(train, evaluation)
+    assert describe_data_changes(paths, CONFIG, now) == [], "a run of before has no record of it"
+    store_data_versions(paths, now)
+    assert (describe_data_changes(paths, CONFIG, read_data_versions(train, evaluation)), is_stored(paths, now)) == (
+        [],
+        True,
+    )
     touch(tmp_path / "eval" / "1.parquet")
-    now = data_versions(train, evaluation)
+    now = read_data_versions(train, evaluation)
     said = "1 of 2 files of data.eval_path have another size, time or ETag: 1.parquet"
-    assert (changed_data(paths, CONFIG, now), is_recorded(paths, now)) == ([said], False)
+    assert (describe_data_changes(paths, CONFIG, now), is_stored(paths, now)) == ([said], False)
     with pytest.raises(
         RunExistsError, match=r"(?s)was changed since its last start.*- 1 of 2 files.*run.changed_data to warn"
     ):
-        changed_data(paths, CONFIG.replace(run__changed_data="refuse"), now)
+        describe_data_changes(paths, CONFIG.replace(run__changed_data="refuse"), now)
 
 
 def test_a_copy_of_the_data_is_compared_by_size(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
-    put_data_versions(paths, data_versions(source(tmp_path / "a"), None))
-    assert changed_data(paths, CONFIG, data_versions(source(tmp_path / "b"), None)) == []
+    store_data_versions(paths, read_data_versions(source(tmp_path / "a"), None))
+    assert describe_data_changes(paths, CONFIG, read_data_versions(source(tmp_path / "b"), None)) == []
     pq.write_table(pa.table({"x": np.arange(3), "y": np.arange(3)}), tmp_path / "b" / "0.parquet")
     pq.write_table(pa.table({"x": np.arange(3), "y": np.arange(3)}), tmp_path / "b" / "1.parquet")
-    assert changed_data(paths, CONFIG, data_versions(source(tmp_path / "b"), None)) == [
+    assert describe_data_changes(paths, CONFIG, read_data_versions(source(tmp_path / "b"), None)) == [
         "2 of 2 files of data.path have another size: 0.parquet, 1.parquet"
     ]
 
 
 def test_many_changed_files_are_counted(tmp_path: Path) -> None:
     paths, train = RunPaths(tmp_path / "run"), source(tmp_path / "a", 8)
-    put_data_versions(paths, data_versions(train, None))
+    store_data_versions(paths, read_data_versions(train, None))
     for file in (tmp_path / "a").iterdir():
         touch(file)
-    [said] = changed_data(paths, CONFIG, data_versions(train, None))
+    [said] = describe_data_changes(paths, CONFIG, read_data_versions(train, None))
     assert said.endswith("0.parquet, 1.parquet, 2.parquet, 3.parquet, 4.parquet and 3 more")
 
 
@@ -77,4 +80,4 @@ def test_a_damaged_record_of_the_data_says_nothing(tmp_path: Path, text: str) ->
     paths, train = RunPaths(tmp_path / "run"), source(tmp_path / "a")
     paths.data.parent.mkdir(parents=True)
     paths.data.write_text(text)
-    assert changed_data(paths, CONFIG, data_versions(train, None)) == []
+    assert describe_data_changes(paths, CONFIG, read_data_versions(train, None)) == []

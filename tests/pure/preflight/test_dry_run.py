@@ -15,9 +15,9 @@ from torchmetrics import Metric, MetricCollection
 
 from ray_app.errors import ConfigError
 from ray_app.preflight.dry_run import dry_run
-from ray_app.preflight.model_checks import Kernels
+from ray_app.preflight.model_checks import KernelRecorder
 from ray_app.task.base import Batch, Losses
-from ray_app.task.configured_arguments import loss_of_rows
+from ray_app.task.configured_arguments import compute_row_losses
 from tests.support.local_world import TinyImages, make_job, write_images
 
 
@@ -48,9 +48,9 @@ class Mistaken(TinyImages):
         self._stumble("update")
         super().update(metrics, outputs, batch)
 
-    def predictions(self, outputs: Any) -> Any:
+    def predictions(self, outputs: Any, batch: Batch) -> Any:
         self._stumble("predictions")
-        return super().predictions(outputs)
+        return super().predictions(outputs, batch)
 
 
 def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:
@@ -64,7 +64,7 @@ def trial(tmp_path: Path, where: str | TinyImages, **fields: Any) -> None:
 
 @pytest.mark.parametrize("where", ["augment", "training_loss", "metrics", "update", "predictions"])
 def test_a_mistake_is_refused_with_its_line(tmp_path: Path, where: str) -> None:
-    with pytest.raises(ConfigError, match="A trial with one row failed: KeyError: 'labels'") as caught:
+    with pytest.raises(ConfigError, match="The dry run with one row failed: KeyError: 'labels'") as caught:
         trial(tmp_path, where)
     assert f"in {where}\n" in str(caught.value)
     assert "test_dry_run.py" in str(caught.value).splitlines()[0]
@@ -103,7 +103,7 @@ def test_a_mistake_in_what_computes_a_metric_is_refused_and_too_few_rows_are_tol
     [told] = [record.message for record in caplog.records if "of two rows" in record.message]
     assert "ValueError: at least ten rows are needed (test_dry_run.py, line " in told
     with pytest.raises(
-        ConfigError, match=r"A trial with one row failed: AttributeError: 'Spread' object has no attribute 'row'"
+        ConfigError, match=r"The dry run with one row failed: AttributeError: 'Spread' object has no attribute 'row'"
     ):
         trial(tmp_path / "typo", Measured("unused"), **fields)
 
@@ -211,7 +211,7 @@ def pooled(tmp_path: Path, last: str, **fields: Any) -> None:
     dry_run(job, row, None)
 
 
-def test_what_no_device_has_a_deterministic_kernel_for_is_refused_and_the_mode_of_the_process_stays(
+def test_operations_without_a_deterministic_kernel_are_refused_and_the_mode_stays(
     tmp_path: Path,
 ) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
@@ -236,22 +236,24 @@ def test_what_a_gpu_has_kernels_for_is_not(tmp_path: Path, last: str) -> None:
     pooled(tmp_path, last, scaling__gpus_per_worker=1)
 
 
-def test_classes_of_pixels_and_tokens_have_kernels_where_their_losses_are_not_reduced() -> None:
+def test_unreduced_losses_of_pixels_and_tokens_have_kernels() -> None:
     """As in aten/src/ATen/native/cuda/NLLLoss2d.cu, whose alert comes with `reduction != Reduction::None` alone."""
     for shape in ((2, 3, 4, 4), (2, 3, 5)):
         scores, labels = torch.randn(shape, requires_grad=True), torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
-        with Kernels() as kernels:
-            Losses.of(loss_of_rows({"class_path": "torch.nn.CrossEntropyLoss"}, scores, labels)).values.sum().backward()
-        kernels.refuse(1)
+        with KernelRecorder() as kernels:
+            Losses.of(
+                compute_row_losses({"class_path": "torch.nn.CrossEntropyLoss"}, scores, labels)
+            ).values.sum().backward()
+        kernels.check(1)
     for reduction in ("mean", "sum"):
-        with Kernels() as kernels:
+        with KernelRecorder() as kernels:
             functional.cross_entropy(
                 torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), reduction=reduction
             )
         with pytest.raises(
             ConfigError, match="cross-entropy or NLLLoss over pixels, as mean or sum: choose reduction none"
         ):
-            kernels.refuse(1)
+            kernels.check(1)
 
 
 class Remembering(nn.Sequential):
@@ -305,9 +307,7 @@ class Kept(TinyImages):
         ("passing", "the buffer mean, which is registered with persistent=False, so no checkpoint has it"),
     ],
 )
-def test_what_a_model_keeps_where_no_checkpoint_and_no_other_worker_has_it_is_refused(
-    tmp_path: Path, how: str, said: str
-) -> None:
+def test_state_of_a_model_outside_of_checkpoints_is_refused(tmp_path: Path, how: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         trial(tmp_path, Kept(how))
 

@@ -112,7 +112,7 @@ def regression(
     init_args = {"model": {"class_path": HERE + "Parts", "init_args": model}, "inputs": ["x"], "target": "y"}
     return prepare(
         config_of(data, MODULE, init_args | {"loss": {"class_path": "torch.nn.MSELoss"}}, optimizer, **fields)
-    ).doubts
+    ).warnings
 
 
 NEVER = [0.0] * 16
@@ -164,7 +164,7 @@ def lightning(folder: Path, how: str) -> tuple[str, ...]:
         "module": {"class_path": HERE + "Tokens", "init_args": {"how": how}},
         "batch": ["tokens", "tokens.mask", "label"],
     }
-    return prepare(config_of(data, LIGHTNING, init_args | {"target": "label"}, {"lr": 0.1})).doubts
+    return prepare(config_of(data, LIGHTNING, init_args | {"target": "label"}, {"lr": 0.1})).warnings
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def evaluated(folder: Path, target: list[float], init_args: dict[str, Any]) -> t
     other = write(folder / "eval", x=[i / len(target) for i in range(len(target))], y=target)
     given = {"model": {"class_path": HERE + "Parts"}, "inputs": ["x"], "target": "y", **init_args}
     given.setdefault("loss", {"class_path": "torch.nn.BCEWithLogitsLoss"})
-    return prepare(config_of(data, MODULE, given, {"lr": 0.1}, data__eval_path=str(other))).doubts
+    return prepare(config_of(data, MODULE, given, {"lr": 0.1}, data__eval_path=str(other))).warnings
 
 
 AUROC = {"metrics": {"auroc": {"class_path": "torchmetrics.classification.BinaryAUROC"}}}
@@ -249,7 +249,7 @@ def test_pretrained_parameters_that_init_from_replaces_are_said(
     init_args = {"model": {"class_path": HERE + "sized", "init_args": model}, "inputs": ["x"], "target": "y"}
     init_args |= {"loss": {"class_path": "torch.nn.MSELoss"}}
     fields = {"train__init_from": str(tmp_path / "model.safetensors")}
-    doubts = prepare(config_of(data, MODULE, init_args, {"lr": 0.1}, **fields)).doubts
+    doubts = prepare(config_of(data, MODULE, init_args, {"lr": 0.1}, **fields)).warnings
     assert len(doubts) == said
     assert all("task.init_args.model.init_args.weights has no effect" in each for each in doubts)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torchvision import ops
 
 from ray_app.errors import ConfigError
-from ray_app.preflight.model_checks import _REFUSED, Kernels
+from ray_app.preflight.model_checks import _NONDETERMINISTIC_OPS, KernelRecorder
 
 LISTED = {
     "torch.nn.AvgPool3d": {"avg_pool3d_backward"},
@@ -56,10 +56,10 @@ def test_the_list_is_the_one_in_the_documentation_of_pytorch() -> None:
     entries = [" ".join(entry.split()) for entry in re.split(r"\n        \* ", refused) if entry.strip()]
     on_gpus = [entry for entry in entries if "CUDA" in entry or not any(word in entry for word in NOT_ON_A_GPU)]
     assert {name for entry in on_gpus for name in re.findall(r":(?:class|func):`([\w.]+)`", entry)} == set(LISTED)
-    assert set(_REFUSED) == set().union(*LISTED.values(), NOT_LISTED)
+    assert set(_NONDETERMINISTIC_OPS) == set().union(*LISTED.values(), NOT_LISTED)
 
 
-@pytest.mark.parametrize("name", _REFUSED)
+@pytest.mark.parametrize("name", _NONDETERMINISTIC_OPS)
 def test_each_name_is_one_of_an_operation(name: str) -> None:
     assert hasattr(torch.ops.aten, name) or hasattr(torch.ops.torchvision, name)
 
@@ -111,15 +111,15 @@ FINE: dict[str, Callable[[], object]] = {
 @pytest.mark.filterwarnings("ignore:.*(in beta|is deprecated):UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_gpu_refuses_is_named_with_what_to_choose(name: str) -> None:
-    with Kernels() as kernels:
+    with KernelRecorder() as kernels:
         REFUSED[name]()
     with pytest.raises(ConfigError, match=f"  {name.partition(' | ')[0]}: choose "):
-        kernels.refuse(1)
+        kernels.check(1)
 
 
 @pytest.mark.filterwarnings("ignore:.*(in beta|is deprecated):UserWarning")
 @pytest.mark.parametrize("name", FINE)
 def test_what_a_gpu_computes_is_not_refused(name: str) -> None:
-    with Kernels() as kernels:
+    with KernelRecorder() as kernels:
         FINE[name]()
-    kernels.refuse(1)
+    kernels.check(1)

@@ -23,7 +23,7 @@ from ray_app.preflight.probe_rows import RowProbe
 from ray_app.task.base import Batch
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Ragged, twice
+from ray_app.task.ragged import Ragged, repeat_rows
 
 ROWS, LONG = 300, 200
 BERT = {
@@ -94,7 +94,7 @@ def test_the_longest_row_is_taken_through_the_model_once(
     assert sorted(seen)[-3:] == [16, 32, LONG], "two are for the estimate"
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MOST_OPERATIONS", 1e6), ("most_bytes", lambda: 1e6)])
+@pytest.mark.parametrize(("limit", "value"), [("MAX_OPERATIONS", 1e6), ("max_probe_bytes", lambda: 1e6)])
 def test_a_row_that_would_take_too_much_is_not_tried_and_that_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str, value: Any
 ) -> None:
@@ -115,20 +115,20 @@ def test_a_row_that_would_take_too_much_is_not_tried_and_that_is_logged(
 def test_what_a_long_row_takes_follows_from_short_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiple: int
 ) -> None:
-    found, of_costs = list[float](), probe_rows._continued
+    found, of_costs = list[float](), probe_rows._extrapolate
 
     def continued(*given: Any) -> float:
         found.append(of_costs(*given))
         return found[-1]
 
-    monkeypatch.setattr(probe_rows, "_continued", continued)
+    monkeypatch.setattr(probe_rows, "_extrapolate", continued)
     prepared = start(tmp_path, texts(pad_to=multiple), write(tmp_path / "data"))
     operations, largest = found
     task = prepared.job.task
     state = probe_rows.RowProbe(task, _State(task.build_model()))  # type: ignore[arg-type]
     row = Ragged.of([np.arange(LONG) % 60], np.int64, 0, multiple)
-    rows = {"tokens": twice(row), "tags": twice(Ragged.of([np.arange(LONG) % 3], np.int64, 0, multiple))}
-    flops, sizes = probe_rows._measured(state, rows)
+    rows = {"tokens": repeat_rows(row), "tags": repeat_rows(Ragged.of([np.arange(LONG) % 3], np.int64, 0, multiple))}
+    flops, sizes = probe_rows._measure_cost(state, rows)
     padded = -(-LONG // multiple) * multiple
     assert flops == pytest.approx(operations, rel=0.01)
     assert max(sizes) >= 2 * 2 * padded**2 * 4, "scores of two rows and two heads, each number with each"
@@ -149,11 +149,11 @@ def test_the_parameters_alone_say_what_is_too_much_for_a_model(monkeypatch: pyte
     model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 10, bias=False))
     attempt = RowProbe(ModuleTask.__new__(ModuleTask), _State(model))  # type: ignore[arg-type]
     rows = {"tokens": Ragged.of([[1] * 30, [1] * 30], np.int64)}
-    monkeypatch.setattr(probe_rows, "MOST_OPERATIONS", 2 * 100 * 60)
-    assert probe_rows.too_costly(attempt, rows) is None
-    monkeypatch.setattr(probe_rows, "MOST_OPERATIONS", 2 * 100 * 60 - 1)
-    assert str(probe_rows.too_costly(attempt, rows)).startswith(
-        "about 1.2e+04 operations; a trial takes at most 1e+04 and"
+    monkeypatch.setattr(probe_rows, "MAX_OPERATIONS", 2 * 100 * 60)
+    assert probe_rows.explain_cost(attempt, rows) is None
+    monkeypatch.setattr(probe_rows, "MAX_OPERATIONS", 2 * 100 * 60 - 1)
+    assert str(probe_rows.explain_cost(attempt, rows)).startswith(
+        "about 1.2e+04 operations; a dry run takes at most 1e+04 and"
     )
 
 
@@ -171,7 +171,7 @@ def test_a_mistake_in_an_evaluation_of_lists_is_not_their_length(tmp_path: Path)
     path = write(tmp_path / "data", None)
     two = {**ACCURACY, "init_args": {"num_classes": 2}}
     said = refused(tmp_path, texts("Sequence", metrics={"accuracy": two}), path)
-    assert "A trial with one row failed: ValueError: If `preds` have one dimension more than `target`" in said
+    assert "The dry run with one row failed: ValueError: If `preds` have one dimension more than `target`" in said
     assert "cannot be evaluated on, rows of one can" not in said
     assert "cannot be trained on" not in said
     ignored = write(tmp_path / "ignored", first_tag=-100)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.preflight.purity import impurities
+from ray_app.preflight.purity import find_impurities
 from tests.support import impure_tasks
 from tests.support.impure_tasks import Impure
 from tests.support.local_world import make_job, write_images
@@ -16,7 +16,7 @@ CODE = Path(impure_tasks.__file__).read_text().splitlines()
 
 def found(tmp_path: Path, what: str) -> list[str]:
     data = write_images(tmp_path / "data", [[8], [8]])
-    return impurities(make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Impure(what)))
+    return find_impurities(make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=Impure(what)))
 
 
 def line(code: str) -> str:

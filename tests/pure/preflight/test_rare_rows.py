@@ -17,7 +17,7 @@ from ray_app.data import probes
 from ray_app.data.arrays import to_column
 from ray_app.data.dataset import open_dataset
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.probes import longest_row
+from ray_app.data.probes import find_longest_row
 from ray_app.errors import ConfigError, DataError
 from ray_app.preflight.prepare import prepare
 from ray_app.task.base import Batch
@@ -154,13 +154,13 @@ def test_another_task_is_tried_with_the_longest_row_too(tmp_path: Path, plain: s
 
 def test_the_longest_row_is_found_by_its_lists_of_numbers(tmp_path: Path) -> None:
     dataset = open_dataset(write(tmp_path / "long", long_at=731))
-    found = longest_row(dataset, ["label", "tokens", "boxes"], 100)
+    found = find_longest_row(dataset, ["label", "tokens", "boxes"], 100)
     assert found is not None
     assert (found.path, found.row_group, found.first, found.rows, found.position) == ("1.parquet", 2, 31, 1, 731)
-    shorter = longest_row(dataset, ["tokens"], LONGEST - 1)
+    shorter = find_longest_row(dataset, ["tokens"], LONGEST - 1)
     assert shorter is not None
     assert shorter.position % 16 == 15
-    assert longest_row(dataset, ["x", "label"], 100) is None
+    assert find_longest_row(dataset, ["x", "label"], 100) is None
 
 
 def test_of_a_large_data_set_some_row_groups_from_all_over_it_are_looked_at(
@@ -174,12 +174,12 @@ def test_of_a_large_data_set_some_row_groups_from_all_over_it_are_looked_at(
 
     monkeypatch.setattr(probes.time, "monotonic", lambda: next(ticks))
     monkeypatch.setattr(probes, "DataFile", counted)
-    assert longest_row(open_dataset(plain), ["tokens"], 100) is not None
+    assert find_longest_row(open_dataset(plain), ["tokens"], 100) is not None
     assert len(read) == 5, "after the fifth look more than a second is over"
 
 
 def test_what_was_read_counts_however_long_it_took(plain: str) -> None:
-    found = longest_row(open_dataset(plain), ["tokens"], 100, within_s=-1)
+    found = find_longest_row(open_dataset(plain), ["tokens"], 100, within_s=-1)
     assert found is not None
     assert found.position % 16 == 15, "the longest of a row group"
 
@@ -205,7 +205,7 @@ def test_a_batch_of_large_rows_has_few(
 
     monkeypatch.setattr(probes, "_lengths", counted)
     dataset = open_dataset(str(tmp_path))
-    assert longest_row(dataset, ["wave"], 1 << 16) is not None
+    assert find_longest_row(dataset, ["wave"], 1 << 16) is not None
     assert sum(read) == 60
     assert max(read) * 50_000 * 8 <= 5 << 20
     assert [record.message for record in caplog.records] == [
@@ -213,10 +213,10 @@ def test_a_batch_of_large_rows_has_few(
     ]
     monkeypatch.setattr(probes.time, "monotonic", lambda: next(ticks))
     read.clear()
-    assert longest_row(dataset, ["wave"], 1 << 17) is not None
+    assert find_longest_row(dataset, ["wave"], 1 << 17) is not None
     assert len(read) == 6
     read.clear()
-    assert longest_row(dataset, ["other"], 1 << 17) is not None
+    assert find_longest_row(dataset, ["other"], 1 << 17) is not None
     assert read == [60], "a batch goes by the columns that are looked at"
 
 
@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_read_is_told_where_it_is_trained_on(tmp_path: Pat
     dataset = open_dataset(write(tmp_path / "damaged"))
     for file in Path(dataset.root).iterdir():
         file.write_bytes(file.read_bytes()[:-1])
-    assert longest_row(dataset, ["tokens"], 100) is None
+    assert find_longest_row(dataset, ["tokens"], 100) is None
 
 
 # --- what is in the data to evaluate on alone

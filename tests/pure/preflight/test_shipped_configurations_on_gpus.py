@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ray_app.cluster.resources import workers_that_fit
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.preflight.prepare import prepare
 from ray_app.retrain.options import RetrainSection
 from tests.support.places import ROOT
@@ -47,7 +47,9 @@ def test_a_shipped_configuration_starts_on_gpus(
 ) -> None:
     data = folder / file.stem
     path = str(data if data.exists() else write_shipped_data(file.stem, data))
-    config, _ = parse_more(["--config", str(file)], {"retrain": RetrainSection}, "any job", exit_on_error=False)
+    config, _ = parse_with_sections(
+        ["--config", str(file)], {"retrain": RetrainSection}, "any job", exit_on_error=False
+    )
     config = config.replace(
         data__path=path, data__eval_path=path, run__storage_path=str(tmp_path), tracking__enabled=False
     )
@@ -56,5 +58,5 @@ def test_a_shipped_configuration_starts_on_gpus(
     assert job.config.scaling.gpus_per_worker == 1
     assert job.workers_evaluate == (fields.get("evaluate__where") == "workers")
     assert (prepared.evaluation is None) == job.workers_evaluate
-    most = 1 if fields.get("train__strategy") == "single" else config.scaling.most_workers
+    most = 1 if fields.get("train__strategy") == "single" else config.scaling.worker_limit
     assert workers_that_fit(job.config, {"CPU": 128.0, "GPU": most + 1.0}, []) == most

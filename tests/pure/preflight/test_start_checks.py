@@ -21,9 +21,9 @@ from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.data.dataset import open_dataset
-from ray_app.data.reader import Reader, cut_specs
+from ray_app.data.reader import Reader, cut_reads
 from ray_app.errors import BadRowError, ConfigError, DataError
-from ray_app.plan.manifest import ColumnFacts, DataFacts, similar_names
+from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
 from ray_app.plan.order import Segment
 from ray_app.predict.predict import _refuse_missing
 from ray_app.preflight.prepare import Prepared, claim, prepare
@@ -184,8 +184,8 @@ def test_the_start_names_columns_that_are_not_used_and_why(tmp_path: Path) -> No
 def test_classes_that_differ_in_case_or_blanks_are_named(
     tmp_path: Path, names: list[str], alike: list[list[str]]
 ) -> None:
-    assert similar_names(names) == alike
-    doubts = tabular(labelled(tmp_path / "a", [i % len(names) for i in range(16)], names)).doubts
+    assert find_similar_names(names) == alike
+    doubts = tabular(labelled(tmp_path / "a", [i % len(names) for i in range(16)], names)).warnings
     assert len(doubts) == len(alike)
     assert all(repr(name) in doubt for doubt, group in zip(doubts, alike, strict=True) for name in group)
 
@@ -245,16 +245,18 @@ def test_micro_batches_of_one_row_with_batch_norm_are_refused(tmp_path: Path) ->
         ConfigError, match=r"the 5 rows of the data give some of the 4 logical workers .* Give at least 8 rows"
     ):
         normalized(tmp_path / "b", "batch", rows=5, scaling__logical_workers=4)
-    assert not normalized(tmp_path / "c", "batch", scaling__logical_workers=4).doubts
-    assert not normalized(tmp_path / "d", "spatial", scaling__logical_workers=8).doubts
+    assert not normalized(tmp_path / "c", "batch", scaling__logical_workers=4).warnings
+    assert not normalized(tmp_path / "d", "spatial", scaling__logical_workers=8).warnings
 
 
 def test_a_last_micro_batch_of_one_row_is_said(tmp_path: Path) -> None:
-    [doubt] = normalized(tmp_path / "a", "batch", rows=17, scaling__logical_workers=2).doubts
+    [doubt] = normalized(tmp_path / "a", "batch", rows=17, scaling__logical_workers=2).warnings
     assert doubt.startswith(
         "In the last step of an epoch 1 of 2 logical workers have one row, of which 1, batch normalization, has no"
     )
-    assert not normalized(tmp_path / "b", "batch", rows=17, scaling__logical_workers=2, data__last_batch="drop").doubts
+    assert not normalized(
+        tmp_path / "b", "batch", rows=17, scaling__logical_workers=2, data__last_batch="drop"
+    ).warnings
 
 
 @pytest.mark.parametrize(("norm", "refused"), [("group", "GroupNorm"), ("layer", "LayerNorm"), ("groups of two", None)])
@@ -305,7 +307,7 @@ def test_a_later_mask_with_other_values_is_a_bad_row(tmp_path: Path) -> None:
     prepared = segmented(masked(tmp_path / "a", [0, 0, 255, 0]), CROSS_ENTROPY)
     reader = prepared.job.source.reader
     assert isinstance(reader, Reader)
-    [spec] = cut_specs(prepared.job.plan.manifest, [Segment(0, 0, 4)], 4)
+    [spec] = cut_reads(prepared.job.plan.manifest, [Segment(0, 0, 4)], 4)
     with pytest.raises(BadRowError, match="row group 0, row 2: the mask 'mask' has the values 255"):
         list(reader.read(spec))
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ray_app.plan.assignment import Node, logical_workers_of, subtrees
-from ray_app.reduction.base import Stage, route
-from ray_app.reduction.tree import TreeSum, parents
+from ray_app.reduction.base import Stage, plan_stages
+from ray_app.reduction.tree import TreeSum, tree_parents
 
 Held = list[tuple[Node, Tensor]]
 
@@ -26,10 +26,10 @@ def crossing(hosts: Sequence[str], logical_workers: int) -> float:
     total = 0.0
     for rank, host in enumerate(hosts):
         part = 1.0
-        for stage in route(rank, hosts, logical_workers):
+        for stage in plan_stages(rank, hosts, logical_workers):
             part /= len(stage.ranks)
             others = sum(hosts[other] != host for other in stage.ranks)
-            mine = len(stage.held[stage.ranks.index(rank)])
+            mine = len(stage.nodes[stage.ranks.index(rank)])
             total += others * part * (mine + 1)
     return total / len(set(hosts))
 
@@ -71,7 +71,7 @@ def reduced(values: list[Tensor], hosts: Sequence[str]) -> list[Tensor]:
         [((v, v + 1), values[v].clone()) for v in logical_workers_of(rank, size, count)] for rank in range(size)
     ]
     held = [in_tree(each, count) for each in held]
-    routes = [route(rank, hosts, count) for rank in range(size)]
+    routes = [plan_stages(rank, hosts, count) for rank in range(size)]
     for number in range(len(routes[0])):
         held = [after(rank, stages[number], held, count) for rank, stages in enumerate(routes)]
     assert all([node for node, _ in each] == [(0, count)] for each in held)
@@ -80,12 +80,12 @@ def reduced(values: list[Tensor], hosts: Sequence[str]) -> list[Tensor]:
 
 def after(rank: int, stage: Stage, held: list[Held], count: int) -> Held:
     place, parts = stage.ranks.index(rank), len(stage.ranks)
-    assert tuple(tuple(node for node, _ in held[other]) for other in stage.ranks) == stage.held
+    assert tuple(tuple(node for node, _ in held[other]) for other in stage.ranks) == stage.nodes
     return in_tree([(node, value.chunk(parts)[place]) for other in stage.ranks for node, value in held[other]], count)
 
 
 def in_tree(sums: Held, count: int) -> Held:
-    tree = TreeSum(parents(count))
+    tree = TreeSum(tree_parents(count))
     for node, value in sums:
         tree.push(node, value.clone())
     return tree.nodes
@@ -99,7 +99,7 @@ def test_every_way_gives_the_bits_of_the_tree(hosts: int, each: int, more: int) 
     generator = torch.Generator().manual_seed(more)
     values = [torch.randn(4 * len(world), generator=generator) * 10.0 ** (v % 7 - 3) for v in range(count)]
     expected = reduced(values, ["all"])[0]
-    stages = route(0, world, count)
+    stages = plan_stages(0, world, count)
     assert len(stages) == (2 if hosts > 1 and each > 1 else 1)
     shards = reduced(values, world)
     order = (
@@ -114,5 +114,5 @@ def test_every_way_gives_the_bits_of_the_tree(hosts: int, each: int, more: int) 
     "hosts", [["a", "a", "b"], ["a", "b", "a", "b"], ["a", "a", "b", "b", "a", "a"], ["a", "b", "c"], ["a"] * 4]
 )
 def test_unequal_or_mixed_hosts_have_one_stage(hosts: list[str]) -> None:
-    [stage] = route(1, hosts, 8)
+    [stage] = plan_stages(1, hosts, 8)
     assert stage.ranks == tuple(range(len(hosts)))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ray_app.plan.assignment import Node, logical_workers_of, middle, subtrees
-from ray_app.reduction.tree import TreeSum, parents
+from ray_app.plan.assignment import Node, logical_workers_of, split_point, subtrees
+from ray_app.reduction.tree import TreeSum, tree_parents
 
 logical_counts = st.integers(1, 70)
 
@@ -27,12 +27,12 @@ def reference(values: list[Tensor], node: Node) -> Tensor:
     """The sum as the tree is defined, by recursion."""
     if node[1] - node[0] == 1:
         return values[node[0]]
-    return reference(values, (node[0], middle(node))) + reference(values, (middle(node), node[1]))
+    return reference(values, (node[0], split_point(node))) + reference(values, (split_point(node), node[1]))
 
 
 def added(nodes: list[tuple[Node, Tensor]], logical_workers: int) -> list[tuple[Node, Tensor]]:
     """What a tree holds after the nodes were pushed; the given tensors stay as they are."""
-    tree = TreeSum(parents(logical_workers))
+    tree = TreeSum(tree_parents(logical_workers))
     for node, value in nodes:
         tree.push(node, value.clone())
     return tree.nodes
@@ -67,7 +67,7 @@ def test_every_world_size_gives_the_same_bits(data: st.DataObject, count: int) -
 @settings(deadline=None)
 def test_it_holds_few_tensors_and_frees_the_others(count: int) -> None:
     values = terms(count)
-    tree, freed, most = TreeSum(parents(count)), [], 0
+    tree, freed, most = TreeSum(tree_parents(count)), [], 0
     for v, value in enumerate(values):
         most = max(most, len(tree.nodes) + 1)
         freed += tree.push((v, v + 1), value)

@@ -20,16 +20,16 @@ from ray_app.report.charts import (
     Clock,
     log_ticks,
     number,
-    rates,
+    rows_per_second_over_time,
     seconds,
-    smoothed,
+    smooth_points,
     sparkline,
-    thinned,
+    thin_points,
     ticks,
     time_ticks,
     whole_ticks,
 )
-from ray_app.report.facts import read_facts, shares, what_happened
+from ray_app.report.facts import describe_cluster, logical_worker_shares, read_facts
 from ray_app.report.figures import learning_figures
 from ray_app.report.page import render, write_report
 from ray_app.report.tables import budgets, by_class, comparison, counters, happenings, time_parts
@@ -37,7 +37,7 @@ from ray_app.runlog.journal import Event, StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import Course
 from ray_app.storage.files import put_json
-from ray_app.watch.terminal import loss_curve
+from ray_app.watch.terminal import format_loss_curve
 from tests.support.made_run import BEGAN_S, MadeRun, full_run, png
 from tests.support.places import ROOT
 
@@ -153,17 +153,17 @@ def test_rows_of_every_logical_worker_and_rows_that_were_skipped(tmp_path: Path)
 
 def test_many_logical_workers_are_summed_up() -> None:
     records = [StepRecord(1, 0, 0.0, 1.0, 0.1, 1.0, 1.0, 0.0, 2, list(range(30)), [0] * 30, "1.1")] * 2
-    found = shares([sum(column) for column in zip(*(record.rows for record in records), strict=True)])
+    found = logical_worker_shares([sum(column) for column in zip(*(record.rows for record in records), strict=True)])
     assert found is not None
-    assert (found.logical_workers, found.least, found.most, len(found.shown)) == (30, 0, 58, 20)
-    assert (found.shown[19].rows, found.shown[19].part) == (38, 38 / 58)
+    assert (found.logical_workers, found.min_rows, found.max_rows, len(found.first)) == (30, 0, 58, 20)
+    assert (found.first[19].rows, found.first[19].part) == (38, 38 / 58)
 
 
 def test_nothing_is_said_of_rows_where_there_is_nothing_to_say(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.start()
     assert "rows" not in page_of(run).ids
-    assert shares([32]) is None, "one logical worker"
+    assert logical_worker_shares([32]) is None, "one logical worker"
 
 
 def test_a_running_run_is_told_from_one_whose_driver_vanished(tmp_path: Path) -> None:
@@ -275,12 +275,12 @@ def test_thinning_keeps_every_extreme_and_the_ends() -> None:
     points = [(float(x), numbers.random()) for x in range(1_000_000)]
     points[777_777] = (777_777.0, 50.0)
     points[123_456] = (123_456.0, -50.0)
-    kept = thinned(points)
+    kept = thin_points(points)
     assert len(kept) <= 1000
     assert kept == sorted(kept)
     assert {points[0], points[-1], (777_777.0, 50.0), (123_456.0, -50.0)} <= set(kept)
     assert set(kept) <= set(points)
-    assert thinned(points[:1000]) == points[:1000]
+    assert thin_points(points[:1000]) == points[:1000]
 
 
 @pytest.mark.rest
@@ -397,8 +397,8 @@ def step(number_: int, workers: int) -> StepRecord:
 def test_one_line_says_what_happened() -> None:
     limits = FailureSection()
     calm = [step(1, 2), step(2, 2)]
-    assert what_happened([], Course([], [], []), limits) == "nothing went wrong"
-    assert what_happened([], Course(calm, [], calm), limits) == "nothing went wrong; 2 workers throughout"
+    assert describe_cluster([], Course([], [], []), limits) == "nothing went wrong"
+    assert describe_cluster([], Course(calm, [], calm), limits) == "nothing went wrong; 2 workers throughout"
     events = [
         Event("formed", 2.1, 1, {"lost_s": 2.05}),
         Event("failed", 2.2, 1, {"left": 1}),
@@ -406,10 +406,12 @@ def test_one_line_says_what_happened() -> None:
     ]
     records = [*calm, step(3, 1), step(4, 2)]
     said = "1 of 5 failures, 1 resize; workers 2 → 1 → 2; nothing lost: 0 steps redone; back after 950 ms"
-    assert what_happened(events, Course(records, [], records), limits) == said
-    assert "1 step redone" in what_happened(events, Course(records, [step(2, 2)], records), limits)
+    assert describe_cluster(events, Course(records, [], records), limits) == said
+    assert "1 step redone" in describe_cluster(events, Course(records, [step(2, 2)], records), limits)
     many = [step(i, 1 + i % 3) for i in range(1, 20)]
-    assert what_happened([], Course(many, [], many), limits) == "nothing went wrong; 18 changes between 1 and 3 workers"
+    assert (
+        describe_cluster([], Course(many, [], many), limits) == "nothing went wrong; 18 changes between 1 and 3 workers"
+    )
 
 
 def test_the_clock_leaves_out_pauses() -> None:
@@ -426,7 +428,7 @@ def test_a_clock_that_was_set_back_spoils_no_curve(tmp_path: Path) -> None:
         run.steps(first, first + 19, ahead_s + first, each_s=1.0)
     facts = read_facts(run.paths)
     render(facts)
-    times_s, speeds = zip(*rates(facts.records, facts.clock), strict=True)
+    times_s, speeds = zip(*rows_per_second_over_time(facts.records, facts.clock), strict=True)
     assert list(times_s) == sorted(times_s)
     width_s = times_s[1] - times_s[0]
     assert sum(speeds) * width_s == pytest.approx(sum(sum(r.rows) for r in facts.records[1:]))
@@ -456,12 +458,12 @@ def test_a_small_curve_for_the_console(tmp_path: Path) -> None:
     assert sparkline([1e-4, 1e-2, 1.0], "abc") == "abc"
     assert sparkline([0.0, 1e-2, 1.0], "abc") == "aac"
     assert sparkline([1, 1], "abc") == "aa"
-    assert len(smoothed([(float(i), 1.0) for i in range(1000)])) == 120
+    assert len(smooth_points([(float(i), 1.0) for i in range(1000)])) == 120
     run = MadeRun(tmp_path)
     run.steps(1, 100, 0.0)
     facts = read_facts(run.paths)
-    assert re.fullmatch(r"2\.3009 [▁▂▃▄▅▆▇█]{40} 1\.0196", loss_curve(facts, "utf-8"))
-    assert loss_curve(facts, "ascii").isascii()
+    assert re.fullmatch(r"2\.3009 [▁▂▃▄▅▆▇█]{40} 1\.0196", format_loss_curve(facts, "utf-8"))
+    assert format_loss_curve(facts, "ascii").isascii()
     assert Console().encoding
 
 

@@ -36,10 +36,10 @@ from ray_app.config.config import Config
 from ray_app.data import dataset as contents_module
 from ray_app.data.arrays import ArraySpec, to_column
 from ray_app.data.dataset import open_dataset
-from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.data.reader import Reader, RowSource, fetch_in_process
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.package import make_package
-from ray_app.models.registry import Version, parameters
+from ray_app.models.registry import Version, load_parameters
 from ray_app.plan.manifest import Manifest
 from ray_app.retrain import gate
 from ray_app.retrain import gate as comparison
@@ -48,46 +48,46 @@ from ray_app.retrain.gate import (
     ClassRecall,
     GateFigures,
     PackagedModule,
+    _compare_recalls,
     _load,
-    _recalls,
-    draws,
-    figures,
-    files_of,
-    gate_rows,
-    judge,
-    old_files,
-    put_together,
+    bootstrap_counts,
+    compare_models,
+    decide_promotion,
+    find_old_files,
+    read_package_files,
     run_packaged,
-    sample,
-    selection_part,
+    sample_segments,
+    select_gate_rows,
+    write_dataset,
+    write_selection_part,
 )
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.profile import (
     Agreement,
     Column,
-    Gate,
-    Known,
+    GateRows,
     Profile,
-    _column,
+    ReferenceProfiles,
+    _describe_column,
     class_shift,
-    problems,
-    profile,
+    find_problems,
+    profile_dataset,
     psi,
 )
 from ray_app.retrain.rounds import (
     Delivery,
     RetrainPaths,
     Round,
-    audit,
-    delivered,
-    entries,
-    folder_name,
-    inputs_of,
+    add_audit_entry,
+    make_folder_name,
+    make_inputs,
     open_rounds,
+    read_audit_entries,
+    read_delivery,
 )
-from ray_app.retrain.situation import TriggerFacts, decide
-from ray_app.storage.files import location
-from ray_app.task.metrics import Chunk, combine, resampled, score
+from ray_app.retrain.situation import TriggerFacts, decide_trigger
+from ray_app.storage.files import to_location
+from ray_app.task.metrics import Chunk, combine, resample, score
 from ray_app.task.tabular import TabularClassification, TabularRegression
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,24 +125,24 @@ def one_thread() -> Iterator[None]:
     ],
 )
 def test_each_reason_to_train_with_its_figures(facts: TriggerFacts, trigger: str, reason: str) -> None:
-    decision = decide(facts, SECTION)
+    decision = decide_trigger(facts, SECTION)
     assert (decision.trigger, decision.retrain) == (trigger, trigger != "none")
     assert re.search(reason, decision.reason), decision.reason
 
 
-def test_the_first_of_several_reasons_counts_and_what_was_judged_is_not_trained_again() -> None:
+def test_the_first_of_several_reasons_counts_and_judged_data_is_not_trained_again() -> None:
     facts = replace(QUIET, new_rows=40, now=0.1, drift={"a": 9.0}, age_days=99.0)
     order = []
     for calmer in ({}, {"new_rows": 0}, {"now": 0.9}, {"drift": {}}, {"age_days": 0.0}):
         facts = replace(facts, **calmer)
-        order.append(decide(facts, SECTION).trigger)
-        judged = decide(replace(facts, judged="gate refused: no gain"), SECTION)
+        order.append(decide_trigger(facts, SECTION).trigger)
+        judged = decide_trigger(replace(facts, judged="gate refused: no gain"), SECTION)
         assert not judged.retrain
         assert ("already judged: gate refused: no gain" in judged.reason) == (order[-1] != "none")
     assert order == ["new data", "drop", "drift", "age", "none"]
     forced = replace(SECTION, force="labels were corrected")
-    assert decide(facts, forced).reason == "forced: labels were corrected"
-    assert not decide(replace(facts, judged="promoted"), forced).retrain
+    assert decide_trigger(facts, forced).reason == "forced: labels were corrected"
+    assert not decide_trigger(replace(facts, judged="promoted"), forced).retrain
 
 
 # --- profile, drift and validation
@@ -164,7 +164,7 @@ def write(path: Path, rows: int, seed: int = 0, shift: float = 0.0, nulls: int =
 
 
 def profiled(folder: Path) -> tuple[Profile, dict[str, np.ndarray]]:
-    return profile(open_dataset(str(folder)), ["x", "image", "label"], "label")
+    return profile_dataset(open_dataset(str(folder)), ["x", "image", "label"], "label")
 
 
 def test_a_profile_says_what_is_in_the_data(tmp_path: Path) -> None:
@@ -199,14 +199,14 @@ def test_a_value_that_many_rows_have_is_a_bin_of_its_own(often: float) -> None:
     def flags(share: float) -> np.ndarray:
         return (np.arange(2000) < round(2000 * share)).astype(np.float64)
 
-    reference = _column(flags(often))
+    reference = _describe_column(flags(often))
     assert json.loads(json.dumps(reference.edges)) == reference.edges
     assert psi(flags(often), reference) == 0.0
     for moved in (1.0 - often, 0.3):
         assert (psi(flags(moved), reference) > 0.1) is (moved != often)
     amounts = flags(often) * np.random.default_rng(0).normal(50, 5, 2000)  # zeros, and numbers
-    assert psi(amounts, _column(amounts)) == 0.0
-    assert psi(amounts * flags(often / 4), _column(amounts)) > 0
+    assert psi(amounts, _describe_column(amounts)) == 0.0
+    assert psi(amounts * flags(often / 4), _describe_column(amounts)) > 0
     assert psi(amounts, Column(2000, 0.0, 0.0, [0.0], [0.0, 1.0])) == 0.0, "a profile of before has bins of before"
 
 
@@ -228,10 +228,12 @@ def found(
     train: Profile = GOOD,
     evaluation: Profile = GOOD,
     agreement: Agreement | None = AGREES,
-    gate: Gate = Gate(500),
+    gate: GateRows = GateRows(500),
     **fields: Any,
 ) -> list[str]:
-    return problems(train, evaluation, gate, Known(GOOD, GOOD, GOOD), agreement, [], replace(SECTION, **fields))
+    return find_problems(
+        train, evaluation, gate, ReferenceProfiles(GOOD, GOOD, GOOD), agreement, [], replace(SECTION, **fields)
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,15 +243,15 @@ def found(
         ({"train": replace(GOOD, schema=GOOD.schema | {"x": "string"})}, "column 'x' is string, it was double"),
         ({"train": replace(GOOD, rows=699)}, r"699 rows, 70% of the 1,000 of the champion's; allowed are 70%"),
         (
-            {"gate": Gate(99)},
+            {"gate": GateRows(99)},
             "has 1,000 rows, and the gate's part of it 99; with fewer than retrain.min_eval_rows = 100",
         ),
         (
-            {"gate": Gate(99, replace(GOOD, rows=99))},
+            {"gate": GateRows(99, replace(GOOD, rows=99))},
             "the gate's data has 99; with fewer than retrain.min_eval_rows = 100",
         ),
-        ({"gate": Gate(1000, replace(GOOD, classes={"0": 1000}))}, "gate data: no row of class 1"),
-        ({"gate": Gate(1000, GOOD), "agreement": replace(AGREES, evaluation=0.5)}, "labels of the gate data"),
+        ({"gate": GateRows(1000, replace(GOOD, classes={"0": 1000}))}, "gate data: no row of class 1"),
+        ({"gate": GateRows(1000, GOOD), "agreement": replace(AGREES, evaluation=0.5)}, "labels of the gate data"),
         (
             {"train": replace(GOOD, nulls={"x": 0.02, "label": 0.0})},
             "2.0% of column 'x' are missing, 0.0% were; allowed are 1.0% more",
@@ -278,7 +280,7 @@ def test_each_problem_of_a_delivery_is_named_with_its_figures(given: dict[str, A
 def test_a_sound_delivery_has_no_problem_and_a_bad_one_all_at_once() -> None:
     assert found() == []
     assert found(replace(GOOD, rows=700, classes={"0": 700, "1": 300})) == []
-    assert problems(GOOD, GOOD, Gate(500), Known(), None, [], SECTION) == []
+    assert find_problems(GOOD, GOOD, GateRows(500), ReferenceProfiles(), None, [], SECTION) == []
     assert found(agreement=replace(AGREES, training=0.1), max_disagreement=0.9) == []
     bad = replace(GOOD, rows=10, nulls={"x": 0.5, "label": 0.0}, classes={"0": 10})
     assert len(found(bad, agreement=replace(AGREES, training=0.1))) == 5
@@ -291,7 +293,9 @@ def test_a_damaged_file_and_one_that_came_twice_are_found(tmp_path: Path) -> Non
     config = load_config(None, **VALID).replace(
         data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval")
     )
-    assert delivered(config).twice() == ["training file b.parquet has the content of training file a.parquet"]
+    assert read_delivery(config).find_duplicates() == [
+        "training file b.parquet has the content of training file a.parquet"
+    ]
     whole = (tmp_path / "train" / "b.parquet").read_bytes()
     (tmp_path / "train" / "b.parquet").write_bytes(b"PAR1" + b"\0" * 500 + whole[504:])  # the footer is intact
     with pytest.raises(
@@ -328,10 +332,10 @@ LABELS = np.arange(359) % 3
 
 def compared(champion: np.ndarray, challenger: np.ndarray, rows: int = 4, **fields: Any) -> tuple[GateFigures, bool]:
     section = replace(SECTION, **fields)
-    made = figures(
+    made = compare_models(
         TASK, "accuracy", "max", chunks(challenger, LABELS, rows), chunks(champion, LABELS, rows), 0, section
     )
-    return made, judge(made, section).promote
+    return made, decide_promotion(made, section).promote
 
 
 @pytest.mark.rest
@@ -362,7 +366,7 @@ def test_a_class_that_is_given_up_is_refused_with_its_figures() -> None:
     assert 0.2 < made.recalls["dog"].least_drop < made.recalls["dog"].champion
     assert (
         f"the recall of class dog falls from {made.recalls['dog'].champion:.3f} to 0.000 (120 rows)"
-        in judge(made, SECTION).reason
+        in decide_promotion(made, SECTION).reason
     )
     assert compared(champion, challenger, max_recall_drop=1.0)[1]
     assert compared(champion, challenger, min_class_rows=121)[0].recalls == {}
@@ -376,7 +380,7 @@ def test_chance_alone_loses_no_class(classes: int, each: int, times: int) -> Non
     rng, refused, fell, size = np.random.default_rng(0), 0, 0, classes * each
     truth = np.eye(classes)[rng.permutation(np.repeat(np.arange(classes), each))]  # (rows, classes)
     starts = np.arange(0, size, 4)
-    counts = draws(0, 200, len(starts))
+    counts = bootstrap_counts(0, 200, len(starts))
 
     def blocks(right: np.ndarray) -> list[Chunk]:
         hits = torch.from_numpy(np.add.reduceat(truth * right[:, None], starts))
@@ -388,7 +392,9 @@ def test_chance_alone_loses_no_class(classes: int, each: int, times: int) -> Non
 
     for _ in range(times):
         both, differ, new = rng.random(size) < 0.85, rng.random(size) < 0.1, rng.random(size) < 0.5
-        made = _recalls(blocks(np.where(differ, new, both)), blocks(np.where(differ, ~new, both)), counts, SECTION)
+        made = _compare_recalls(
+            blocks(np.where(differ, new, both)), blocks(np.where(differ, ~new, both)), counts, SECTION
+        )
         assert len(made) == classes
         refused += any(one.least_drop > SECTION.max_recall_drop for one in made.values())
         fell += any(one.champion - one.challenger > SECTION.max_recall_drop for one in made.values())
@@ -397,36 +403,36 @@ def test_chance_alone_loses_no_class(classes: int, each: int, times: int) -> Non
 
 
 def test_the_first_champion_needs_no_more_than_a_metric() -> None:
-    made = figures(TASK, "accuracy", "max", chunks(wrong_for(LABELS, 0.1, 0), LABELS), None, 0, SECTION)
-    assert judge(made, SECTION).promote
-    refused = judge(made, replace(SECTION, min_metric=0.95))
+    made = compare_models(TASK, "accuracy", "max", chunks(wrong_for(LABELS, 0.1, 0), LABELS), None, 0, SECTION)
+    assert decide_promotion(made, SECTION).promote
+    refused = decide_promotion(made, replace(SECTION, min_metric=0.95))
     assert not refused.promote
     assert "accuracy of 0.8997 is not as good as retrain.min_metric = 0.95" in refused.reason
-    assert not judge(GateFigures("loss", "min", 10, float("nan")), replace(SECTION, min_metric=1.0)).promote
+    assert not decide_promotion(GateFigures("loss", "min", 10, float("nan")), replace(SECTION, min_metric=1.0)).promote
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_a_metric_of_just_the_wanted_value_is_good_enough(mode: Literal["max", "min"]) -> None:
-    decision = judge(GateFigures("accuracy", mode, 10, 0.5), replace(SECTION, min_metric=0.5))
+    decision = decide_promotion(GateFigures("accuracy", mode, 10, 0.5), replace(SECTION, min_metric=0.5))
     assert decision.promote
     assert decision.reason.endswith("no champion to compare with")
 
 
 def test_a_champion_without_a_finite_metric_is_named_in_the_reason() -> None:
-    reason = judge(GateFigures("auroc", "max", 500, 0.8, math.inf, 0.0, 0.0, 0.0), SECTION).reason
+    reason = decide_promotion(GateFigures("auroc", "max", 500, 0.8, math.inf, 0.0, 0.0, 0.0), SECTION).reason
     assert reason.endswith("the champion's is inf, which nothing compares with")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_metric_that_is_no_number_makes_no_champion_and_is_none_to_compare_with(value: float, tmp_path: Path) -> None:
-    refused = judge(GateFigures("auroc", "max", 500, value), SECTION)
+    refused = decide_promotion(GateFigures("auroc", "max", 500, value), SECTION)
     assert not refused.promote
-    assert "its auroc is no number to judge it by" in refused.reason
+    assert "its auroc is not a number to judge it by" in refused.reason
     lost = GateFigures("auroc", "max", 500, 0.8, value, float("nan"), float("nan"), float("nan"))
-    assert judge(lost, SECTION).promote
-    assert not judge(replace(lost, challenger=value), SECTION).promote
+    assert decide_promotion(lost, SECTION).promote
+    assert not decide_promotion(replace(lost, challenger=value), SECTION).promote
     version = Version("m", "1", "run", "", {"ray_app.metric": "auroc", "ray_app.metric_value": str(value)})
-    assert Champion(version, RetrainPaths(location(str(tmp_path))), "").accepted("auroc") is None
+    assert Champion(version, RetrainPaths(to_location(str(tmp_path))), "").metric_when_promoted("auroc") is None
 
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.floats(0, 1), st.floats(0, 1))
@@ -443,18 +449,22 @@ def test_what_is_promoted_is_beyond_both_limits(low: float, min_gain: float, bef
         low + 0.2,
         {"cat": ClassRecall(50, before, after, before - after - 0.01)},
     )
-    assert judge(made, section).promote == (low > min_gain and before - after - 0.01 <= section.max_recall_drop)
+    assert decide_promotion(made, section).promote == (
+        low > min_gain and before - after - 0.01 <= section.max_recall_drop
+    )
 
 
 @pytest.mark.parametrize("checkpoints", [6, 30])
 @pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.search)])
-def test_the_best_of_several_checkpoints_is_promoted_by_chance_no_more_often_than_one(
+def test_the_best_of_several_checkpoints_is_promoted_by_chance_as_rarely_as_one(
     checkpoints: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All models are equally good: at most 3 % pass the gate, beyond doubt more where it judges on the rows that chose
     the checkpoint.
     """
-    monkeypatch.setattr(gate, "draws", cache(draws))  # they and torchmetrics' classes are what takes time
+    monkeypatch.setattr(
+        gate, "bootstrap_counts", cache(bootstrap_counts)
+    )  # they and torchmetrics' classes are what takes time
     monkeypatch.setattr(TASK, "metrics", cache(lambda: MetricCollection({})))
     rng, rows, promoted = np.random.default_rng(checkpoints), 400, {"apart": 0, "the same rows": 0}
 
@@ -462,13 +472,15 @@ def test_the_best_of_several_checkpoints_is_promoted_by_chance_no_more_often_tha
         return [Chunk(i, 1, float(one), 1.0, {}, []) for i, one in enumerate(wrong)]
 
     for i in range(times):
-        judges = gate_rows(Manifest.from_files([("a", [rows])]), {"a": hashlib.sha256(bytes([i % 16])).hexdigest()})
+        judges = select_gate_rows(
+            Manifest.from_files([("a", [rows])]), {"a": hashlib.sha256(bytes([i % 16])).hexdigest()}
+        )
         hard = rng.random(rows) * 0.3
         wrong, champion = rng.random((checkpoints, rows)) < hard, rng.random(rows) < hard
         for how, chooses, judged in (("apart", ~judges, judges), ("the same rows", judges, judges)):
             best = wrong[np.argmin(wrong[:, chooses].sum(1))]
-            made = figures(TASK, "loss", "min", blocks(best[judged]), blocks(champion[judged]), i % 16, SECTION)
-            promoted[how] += judge(made, SECTION).promote
+            made = compare_models(TASK, "loss", "min", blocks(best[judged]), blocks(champion[judged]), i % 16, SECTION)
+            promoted[how] += decide_promotion(made, SECTION).promote
     assert binomtest(promoted["apart"], times, 0.03, "greater").pvalue > 0.01, promoted
     assert binomtest(promoted["the same rows"], times, 0.03, "greater").pvalue < 1e-3, promoted
 
@@ -478,9 +490,9 @@ def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: 
         write(tmp_path / "eval" / f"{name}.parquet", rows, seed=rows)
     (tmp_path / "eval" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
     config = CONFIG.replace(data__path=str(tmp_path / "eval"), data__eval_path=str(tmp_path / "eval"))
-    dataset, files = open_dataset(str(tmp_path / "eval")), delivered(config).evaluation
-    out = open_dataset(str(selection_part(dataset, ["x", "label"], files, tmp_path / "out")))
-    judges = gate_rows(dataset.manifest, files)
+    dataset, files = open_dataset(str(tmp_path / "eval")), read_delivery(config).evaluation
+    out = open_dataset(str(write_selection_part(dataset, ["x", "label"], files, tmp_path / "out")))
+    judges = select_gate_rows(dataset.manifest, files)
 
     def x(folder: Path) -> np.ndarray:
         return np.concatenate([pq.read_table(file)["x"].to_numpy() for file in sorted(folder.rglob("*.parquet"))])
@@ -494,12 +506,14 @@ def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: 
     source = RowSource(
         Reader(dataset.root, ["x"], lambda rows: {"x": rows["x"]}, {"x": ArraySpec("<f8", ())}), dataset.manifest, 64
     )
-    monkeypatch.setattr(comparison, "fetch_at_once", fetch_here)
-    scored = comparison._arrays(comparison.Request(source, sample(dataset.manifest, 500), {}, chosen=judges))
+    monkeypatch.setattr(comparison, "fetch_at_once", fetch_in_process)
+    scored = comparison._read_arrays(
+        comparison.ScoringRequest(source, sample_segments(dataset.manifest, 500), {}, chosen=judges)
+    )
     assert np.array_equal(scored["x"], x(tmp_path / "eval")[judges])
     (tmp_path / "eval" / "b" / "c.parquet").rename(tmp_path / "eval" / "c.parquet")
     moved = open_dataset(str(tmp_path / "eval"))
-    assert np.array_equal(gate_rows(moved.manifest, delivered(config).evaluation), judges), "a name counts"
+    assert np.array_equal(select_gate_rows(moved.manifest, read_delivery(config).evaluation), judges), "a name counts"
 
 
 def test_a_gate_with_data_of_its_own_counts_by_content_and_trains_nothing_again(tmp_path: Path) -> None:
@@ -509,27 +523,27 @@ def test_a_gate_with_data_of_its_own_counts_by_content_and_trains_nothing_again(
     keys = []
     for seed in (1, 2):
         write(tmp_path / "gate" / "a.parquet", 100, seed=seed)
-        files = delivered(config, gate_path=str(tmp_path / "gate"))
-        keys.append(inputs_of(config, SECTION, files, ""))
-        assert files == delivered(config)
-        assert files.twice() == []
+        files = read_delivery(config, gate_path=str(tmp_path / "gate"))
+        keys.append(make_inputs(config, SECTION, files, ""))
+        assert files == read_delivery(config)
+        assert files.find_duplicates() == []
     assert keys[0].training_key == keys[1].training_key
     assert keys[0].key != keys[1].key
-    again = delivered(config, gate_path=str(tmp_path / "eval")).twice()
+    again = read_delivery(config, gate_path=str(tmp_path / "eval")).find_duplicates()
     assert again == ["gate file a.parquet has the content of evaluation file a.parquet"]
 
 
 def test_resampled_metrics_are_those_of_the_rows_that_were_drawn() -> None:
     predicted = wrong_for(LABELS, 0.3, 5)
     blocks = chunks(predicted, LABELS, rows=10)
-    counts = draws(1, 4, len(blocks))
+    counts = bootstrap_counts(1, 4, len(blocks))
     assert counts.shape == (4, len(blocks))
     assert (counts.sum(1) == len(blocks)).all()
-    assert np.array_equal(counts, draws(1, 4, len(blocks)))
-    assert not np.array_equal(counts, draws(2, 4, len(blocks)))
+    assert np.array_equal(counts, bootstrap_counts(1, 4, len(blocks)))
+    assert not np.array_equal(counts, bootstrap_counts(2, 4, len(blocks)))
     counts = np.concatenate([counts, np.ones((1, len(blocks)), np.int64)])
     for name in ("accuracy", "loss"):
-        values = resampled(TASK, blocks, name, counts)
+        values = resample(TASK, blocks, name, counts)
         for row, value in zip(counts, values, strict=True):
             rows = np.concatenate(
                 [np.arange(10 * i, min(10 * i + 10, 359)) for i in np.repeat(np.arange(len(blocks)), row)]
@@ -538,7 +552,7 @@ def test_resampled_metrics_are_those_of_the_rows_that_were_drawn() -> None:
                 combine(TASK, chunks(predicted[rows], LABELS[rows], 64)).values[name], rel=1e-6
             )
     with pytest.raises(ConfigError, match="'f1' is no metric"):
-        resampled(TASK, blocks, "f1", counts)
+        resample(TASK, blocks, "f1", counts)
 
 
 def test_a_regression_is_compared_by_its_root_mean_squared_error() -> None:
@@ -550,10 +564,12 @@ def test_a_regression_is_compared_by_its_root_mean_squared_error() -> None:
         arrays = {"features": (truth + rng.normal(0, noise, 300).astype(np.float32))[:, None], "label": truth}
         return list(score(task, nn.Identity(), arrays, 64, torch.device("cpu"), chunk_rows=1, keep={"rmse"}))
 
-    made = figures(task, "rmse", "min", blocks(0.1), blocks(0.3), 0, SECTION)
+    made = compare_models(task, "rmse", "min", blocks(0.1), blocks(0.3), 0, SECTION)
     assert made.gain == pytest.approx(0.2, abs=0.04)
-    assert judge(made, SECTION).promote
-    assert not judge(figures(task, "rmse", "min", blocks(0.3), blocks(0.1), 0, SECTION), SECTION).promote
+    assert decide_promotion(made, SECTION).promote
+    assert not decide_promotion(
+        compare_models(task, "rmse", "min", blocks(0.3), blocks(0.1), 0, SECTION), SECTION
+    ).promote
 
 
 BRANCHING = """
@@ -585,8 +601,8 @@ def test_a_package_is_scored_as_it_is_served_and_gives_its_parameters(
     assert params_digest(load_file(package.folder / "data" / "model" / "model.safetensors")) == params_digest(
         model.state_dict()
     )
-    assert params_digest(parameters(package.folder / "data" / "model")) == params_digest(model.state_dict())
-    files = files_of(package.folder / "data" / "model")
+    assert params_digest(load_parameters(package.folder / "data" / "model")) == params_digest(model.state_dict())
+    files = read_package_files(package.folder / "data" / "model")
     assert not [name for name in files if name.endswith(".py")]
     (tmp_path / "elsewhere").mkdir()
     device = torch.device("cpu")
@@ -619,7 +635,7 @@ def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
     config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
 
     def key(section: RetrainSection = SECTION, champion: str = "", **fields: Any) -> tuple[str, str]:
-        made = inputs_of(config.replace(**fields), section, delivered(config), champion)
+        made = make_inputs(config.replace(**fields), section, read_delivery(config), champion)
         return made.key, made.training_key
 
     first = key()
@@ -657,7 +673,7 @@ def test_a_key_changes_with_every_content_that_counts(tmp_path: Path) -> None:
     others.append(key())
     assert len({first, *others}) == 1 + len(others)
     with pytest.raises(DataError, match=r"holds no \*.parquet"):
-        delivered(config.replace(data__eval_path=str(tmp_path / "none")))
+        read_delivery(config.replace(data__eval_path=str(tmp_path / "none")))
 
 
 def test_the_code_of_optimizer_and_schedule_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,9 +688,9 @@ def test_the_code_of_optimizer_and_schedule_counts_too(tmp_path: Path, monkeypat
     nested = CONFIG.replace(
         **fields, task__init_args={"inner": [{"class_path": "configure_optimizers.Own", "init_args": {}}]}
     )
-    before = [inputs_of(c, SECTION, delivered(c), "") for c in (config, nested)]
+    before = [make_inputs(c, SECTION, read_delivery(c), "") for c in (config, nested)]
     (tmp_path / "own_rule.py").write_text("RATE = 2\n")
-    after = [inputs_of(c, SECTION, delivered(c), "") for c in (config, nested)]
+    after = [make_inputs(c, SECTION, read_delivery(c), "") for c in (config, nested)]
     for one, other in zip(before, after, strict=True):
         assert one.code != other.code
         assert one.config == other.config
@@ -686,43 +702,43 @@ def test_what_was_not_changed_since_the_last_look_is_not_read_again(
     read: list[str] = []
     real = contents_module.sha256
     monkeypatch.setattr(contents_module, "sha256", lambda file: read.append(file.name) or real(file))
-    monkeypatch.setattr(contents_module, "_SETTLED_NS", -1)
+    monkeypatch.setattr(contents_module, "_MIN_AGE_NS", -1)
     for name in ("a", "b"):
         write(tmp_path / "data" / f"{name}.parquet", 100, seed=ord(name))
     config = CONFIG.replace(data__path=str(tmp_path / "data"), data__eval_path=str(tmp_path / "data" / "a.parquet"))
     memory = tmp_path / "memory"
-    first = delivered(config, memory)
+    first = read_delivery(config, memory)
     assert sorted(read) == ["a.parquet", "a.parquet", "b.parquet"]
-    assert delivered(config, memory) == first == delivered(config)
+    assert read_delivery(config, memory) == first == read_delivery(config)
     assert sorted(read) == ["a.parquet"] * 4 + ["b.parquet"] * 2, "the last look remembers nothing"
     stat, data = (tmp_path / "data" / "b.parquet").stat(), bytearray((tmp_path / "data" / "b.parquet").read_bytes())
     data[20] ^= 1
     (tmp_path / "data" / "b.parquet").write_bytes(data)  # of the same length
     os.utime(tmp_path / "data" / "b.parquet", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     read.clear()
-    changed = delivered(config, memory)
+    changed = read_delivery(config, memory)
     assert read == ["b.parquet"]
     assert changed.train["b.parquet"] != first.train["b.parquet"]
     (memory / "train.json").write_text("[")
-    assert delivered(config, memory) == changed
+    assert read_delivery(config, memory) == changed
 
 
 def test_what_was_changed_just_now_is_read_again(tmp_path: Path) -> None:
     """A file system's clock may not have moved between two changes of the same length."""
     write(tmp_path / "data" / "a.parquet", 100)
     config = CONFIG.replace(data__path=str(tmp_path / "data"), data__eval_path=str(tmp_path / "data"))
-    delivered(config, tmp_path / "memory")
+    read_delivery(config, tmp_path / "memory")
     assert json.loads((tmp_path / "memory" / "train.json").read_text())["files"] == {}
 
 
 def test_audit_entries_of_two_at_once_are_both_kept(tmp_path: Path) -> None:
     paths = RetrainPaths(tmp_path)
-    threads = [threading.Thread(target=audit, args=(paths, f"id {i}", "promoted", "", {})) for i in range(16)]
+    threads = [threading.Thread(target=add_audit_entry, args=(paths, f"id {i}", "promoted", "", {})) for i in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(entry["id"] for entry in entries(paths)) == sorted(f"id {i}" for i in range(16))
+    assert sorted(entry["id"] for entry in read_audit_entries(paths)) == sorted(f"id {i}" for i in range(16))
 
 
 def test_new_files_whole_and_a_keyed_share_of_the_old_rows(tmp_path: Path) -> None:
@@ -731,13 +747,13 @@ def test_new_files_whole_and_a_keyed_share_of_the_old_rows(tmp_path: Path) -> No
     (tmp_path / "train" / "dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
     write(tmp_path / "eval" / "a.parquet", 100, seed=3)
     config = CONFIG.replace(data__path=str(tmp_path / "train"), data__eval_path=str(tmp_path / "eval"))
-    files = delivered(config).train
-    known = old_files(files, {"called/otherwise.parquet": files["moved.parquet"]})
+    files = read_delivery(config).train
+    known = find_old_files(files, {"called/otherwise.parquet": files["moved.parquet"]})
     assert known == {"moved.parquet"}
     dataset = open_dataset(config.data.path)
 
     def rows(fraction: float, name: str) -> np.ndarray:
-        out = put_together(dataset, ["x", "label"], files, known, fraction, tmp_path / name)
+        out = write_dataset(dataset, ["x", "label"], files, known, fraction, tmp_path / name)
         assert open_dataset(str(out)).facts.classes == ("a", "b", "c")
         return np.concatenate([pq.read_table(file)["x"].to_numpy() for file in sorted(out.glob("*.parquet"))])
 
@@ -757,7 +773,7 @@ def test_new_files_whole_and_a_keyed_share_of_the_old_rows(tmp_path: Path) -> No
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any), st.integers(1, 200))
 def test_a_sample_has_rows_of_all_parts_and_about_as_many_as_asked_for(rows: list[int], most: int) -> None:
     manifest = Manifest.from_files([("a", rows)])
-    found = sample(manifest, most)
+    found = sample_segments(manifest, most)
     assert all(s.first >= 0 and s.first + s.rows <= rows[s.row_group] and s.rows > 0 for s in found)
     assert len({s.row_group for s in found}) == len(found)
     total = sum(s.rows for s in found)
@@ -777,15 +793,18 @@ def test_stages_are_written_once_and_audit_entries_are_not_doubled(tmp_path: Pat
     one.put("recorded", {})
     assert open_rounds(paths) == []
     for _ in range(2):
-        audit(paths, "one", "promoted", "better", {"version": "1"})
-        audit(paths, "two", "rolled back", "worse", {})
-    assert [(entry["id"], entry["what"]) for entry in entries(paths)] == [("one", "promoted"), ("two", "rolled back")]
+        add_audit_entry(paths, "one", "promoted", "better", {"version": "1"})
+        add_audit_entry(paths, "two", "rolled back", "worse", {})
+    assert [(entry["id"], entry["what"]) for entry in read_audit_entries(paths)] == [
+        ("one", "promoted"),
+        ("two", "rolled back"),
+    ]
     assert sorted(path.name for path in (tmp_path / "audit").iterdir()) == ["000001.json", "000002.json"]
 
 
 def test_a_model_name_becomes_a_folder_and_a_run_name() -> None:
-    assert folder_name("digits") == "digits"
-    names = [folder_name(name) for name in ("a b", "a-b", "..", "a.b.", "ä" * 256, "-")]
+    assert make_folder_name("digits") == "digits"
+    names = [make_folder_name(name) for name in ("a b", "a-b", "..", "a.b.", "ä" * 256, "-")]
     assert len(set(names)) == len(names)
     for name in names:
         assert name.strip("._-") == name

@@ -13,8 +13,8 @@ from ray_app.models import registry
 from ray_app.models.registry import champion_of, promote, rollback, rollbacks
 from ray_app.retrain import rounds
 from ray_app.retrain.champion import record_rollbacks, roll_back
-from ray_app.retrain.rounds import RetrainPaths, entries
-from ray_app.runlog.lease import acquire
+from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_all_json
 from ray_app.track.mlflow_client import connect
@@ -115,9 +115,7 @@ def test_a_rollback_goes_to_no_version_that_was_left_until_it_is_promoted_again(
     assert rollback(client, "fro", "no", "me").to == "2"
 
 
-def test_a_rollback_that_was_stopped_is_none_either_when_another_version_was_promoted(
-    client: Any, tmp_path: Path
-) -> None:
+def test_a_stopped_rollback_does_not_count_after_another_promotion(client: Any, tmp_path: Path) -> None:
     model(client, "passed", 2, tmp_path)
     with pytest.raises(Stopped):
         rollback(StoppingClient(client, 4), "passed", "bad", "me")
@@ -159,7 +157,7 @@ def test_a_rollback_whose_answer_was_lost_is_done_again_as_the_same(
     for _ in range(2):
         again = roll_back(config, "wrong on customer X")
         assert (again.version, again.to, champion_of(client, "lost")) == ("4", "3", "3")
-    assert [entry["what"] for entry in entries(RetrainPaths.of(config))] == ["rolled back"]
+    assert [entry["what"] for entry in read_audit_entries(RetrainPaths.of(config))] == ["rolled back"]
     assert roll_back(config, "wrong on customer Y").to == "2"
     monkeypatch.setattr(registry, "_now", lambda: "2999-01-01T00:00:00+00:00")
     promote(client, "lost", "3", "right after all", "me")
@@ -172,10 +170,10 @@ def test_a_rollback_does_not_wait_for_a_training(client: Any, tmp_path: Path) ->
     )
     model(client, "busy", 2, tmp_path)
     paths = RetrainPaths.of(config)
-    with acquire(RunPaths(paths.root)):  # of a retraining that goes on for hours
+    with acquire_lease(RunPaths(paths.root)):  # of a retraining that goes on for hours
         assert roll_back(config, "wrong on customer X").to == "1"
     assert champion_of(client, "busy") == "1"
-    assert [entry["what"] for entry in entries(paths)] == ["rolled back"]
+    assert [entry["what"] for entry in read_audit_entries(paths)] == ["rolled back"]
 
 
 def test_the_audit_record_is_read_once_for_all_rollbacks_that_are_in_it(
@@ -194,4 +192,4 @@ def test_the_audit_record_is_read_once_for_all_rollbacks_that_are_in_it(
     monkeypatch.setattr(rounds, "read_all_json", reading)
     record_rollbacks(paths, client, "many")
     assert len(read) == 1
-    assert sorted(entry["why"] for entry in entries(paths)) == ["a", "b", "c", "d"]
+    assert sorted(entry["why"] for entry in read_audit_entries(paths)) == ["a", "b", "c", "d"]

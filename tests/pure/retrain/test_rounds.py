@@ -22,15 +22,15 @@ from ray_app.data import parquet_files
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.models.registry import champion_of, promote
 from ray_app.retrain import profile, rounds
-from ray_app.retrain.champion import KEY_TAG, Champion, deciding
+from ray_app.retrain.champion import KEY_TAG, Champion, acquire_alias_lease
 from ray_app.retrain.gate import GateFigures
 from ray_app.retrain.options import RetrainSection
 from ray_app.retrain.retraining import Outcome, retrain
-from ray_app.retrain.rounds import RetrainPaths, delivered, entries, inputs_of
-from ray_app.retrain.situation import champion_now
-from ray_app.runlog.lease import Holder, Record, newest_fence
+from ray_app.retrain.rounds import RetrainPaths, make_inputs, read_audit_entries, read_delivery
+from ray_app.retrain.situation import load_serving_champion
+from ray_app.runlog.lease import LeaseHolder, LeaseRecord, newest_fence
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import names, put_json
+from ray_app.storage.files import list_files, put_json
 from ray_app.track.mlflow_client import connect
 from tests.support.mlflow_server import database
 
@@ -73,7 +73,7 @@ class Watch:
         self.seen[stage] = self.recorded
         client = connect(f"sqlite:///{self.config.run.storage_path}/mlflow.db")
         self.tagged[stage] = any("ray_app.data_refused" in m.tags for m in client.search_registered_models())
-        self.audited[stage] = len(entries(self.paths))
+        self.audited[stage] = len(read_audit_entries(self.paths))
 
     @property
     def recorded(self) -> list[str]:
@@ -85,13 +85,13 @@ def start(config: Config, watch: Watch) -> Outcome:
     return retrain(config, SECTION, Console(quiet=True), watch)
 
 
-def test_data_that_is_refused_ends_before_training_and_each_stage_is_recorded_after_its_effects(
+def test_refused_data_ends_before_training_and_stages_are_recorded_after_effects(
     config: Config, tmp_path: Path
 ) -> None:
     connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}").create_registered_model("m")
     watch = Watch(config)
     outcome = start(config, watch)
-    assert outcome.what == "data refused"
+    assert outcome.kind == "data refused"
     assert "the evaluation data has 60 rows, and the gate" in outcome.reason
     assert watch.seen == {
         "decided": [],
@@ -115,9 +115,9 @@ class Second(Watch):
 
 def test_a_second_start_is_refused_in_every_stage(config: Config) -> None:
     watch = Second(config)
-    assert start(config, watch).what == "data refused"
+    assert start(config, watch).kind == "data refused"
     assert list(watch.seen) == ["decided", "validated", "concluded", "recorded"]
-    assert len(entries(watch.paths)) == 1
+    assert len(read_audit_entries(watch.paths)) == 1
 
 
 class TakenOver(Watch):
@@ -135,7 +135,9 @@ class TakenOver(Watch):
     def __call__(self, stage: str) -> None:
         super().__call__(stage)
         if stage == self.stage:
-            other = Record(dataclasses.replace(Holder.here(), host="node-7", machine="node-7"), 0.0, time.time(), 30.0)
+            other = LeaseRecord(
+                dataclasses.replace(LeaseHolder.here(), host="node-7", machine="node-7"), 0.0, time.time(), 30.0
+            )
             put_json(RunPaths(self.paths.root).fence(2), dataclasses.asdict(other))
 
 
@@ -146,7 +148,7 @@ def test_who_lost_the_lease_records_nothing_more(config: Config, stage: str) -> 
         start(config, watch)
     assert list(watch.seen)[-1] == stage, "it went on to another stage"
     assert watch.recorded == watch.seen[stage]
-    assert entries(watch.paths) == []
+    assert read_audit_entries(watch.paths) == []
 
 
 def test_a_start_after_that_goes_on_where_it_was_recorded(config: Config) -> None:
@@ -155,9 +157,9 @@ def test_a_start_after_that_goes_on_where_it_was_recorded(config: Config) -> Non
         start(config, watch)
     RunPaths(watch.paths.root).fence(2).unlink()  # the other one has ended
     again = Watch(config)
-    assert start(config, again).what == "data refused"
+    assert start(config, again).kind == "data refused"
     assert list(again.seen) == ["concluded", "recorded"], "what was recorded is not done again"
-    assert [entry["what"] for entry in entries(again.paths)] == ["data refused"]
+    assert [entry["what"] for entry in read_audit_entries(again.paths)] == ["data refused"]
 
 
 def test_a_storage_that_is_away_refuses_no_data(
@@ -183,14 +185,14 @@ def test_a_storage_that_is_away_refuses_no_data(
         assert "part.parquet cannot be read: [Errno 116] Stale file handle" in capsys.readouterr().err
     watch = Watch(config)
     assert watch.recorded == ["decided"]
-    assert entries(watch.paths) == []
+    assert read_audit_entries(watch.paths) == []
     assert main(arguments) == 2
     assert "the evaluation data has 60 rows, and the gate" in capsys.readouterr().out
 
 
 def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config: Config, tmp_path: Path) -> None:
     watch = Watch(config)
-    assert start(config, watch).what == "data refused"
+    assert start(config, watch).kind == "data refused"
     [record] = Path(str(watch.paths.rounds)).glob("*/concluded.json")
     concluded = {
         "outcome": "gate refused",
@@ -206,11 +208,11 @@ def test_what_was_refused_is_looked_at_again_when_another_champion_serves(config
         promote(client, "m", number, "better", "me")
         again = start(config, watch)
         if number != "2":
-            assert again.what == "nothing"
+            assert again.kind == "nothing"
             assert "already judged: gate refused" in again.reason
         else:
-            assert again.what == "data refused", "it is not looked at again"
-            assert [entry["what"] for entry in entries(watch.paths)] == ["data refused", "data refused"]
+            assert again.kind == "data refused", "it is not looked at again"
+            assert [entry["what"] for entry in read_audit_entries(watch.paths)] == ["data refused", "data refused"]
             put_json(record, {**concluded, "at": "2026-01-01T00:00:00+00:00"})
 
 
@@ -218,7 +220,7 @@ def test_data_that_was_refused_is_looked_at_again_once_when_another_champion_ser
     config: Config, tmp_path: Path
 ) -> None:
     watch = Watch(config)
-    assert start(config, watch).what == "data refused"
+    assert start(config, watch).kind == "data refused"
     client = connect(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     client.create_registered_model("m")
     for number in ("1", "2"):
@@ -227,17 +229,17 @@ def test_data_that_was_refused_is_looked_at_again_once_when_another_champion_ser
         for again in (True, False):
             seen = Watch(config)
             outcome = start(config, seen)
-            assert outcome.what == "data refused"
+            assert outcome.kind == "data refused"
             assert outcome.reason.startswith("the same data was refused before") is not again
             assert ("validated" in seen.seen) is again
-    assert [entry["champion_before"] for entry in entries(watch.paths)] == [None, "1", "2"]
+    assert [entry["champion_before"] for entry in read_audit_entries(watch.paths)] == [None, "1", "2"]
 
 
 def test_nothing_of_a_round_that_was_removed_in_part_is_taken_over(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch(config)
-    assert start(config, watch).what == "data refused"
+    assert start(config, watch).kind == "data refused"
     [folder] = Path(str(watch.paths.rounds)).iterdir()
     for name in ("decided", "recorded", "concluded"):
         (folder / f"{name}.json").unlink()
@@ -265,8 +267,8 @@ class Promoted:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.paths, self.client = RetrainPaths.of(config), connect(default_tracking_uri(config))
-        delivery = delivered(config)
-        inputs = inputs_of(config, SECTION, delivery, "")
+        delivery = read_delivery(config)
+        inputs = make_inputs(config, SECTION, delivery, "")
         self.round = rounds.Round(self.paths, inputs.key)
         run = self.client.create_run("0").info.run_id
         self.client.create_registered_model("m")
@@ -287,7 +289,7 @@ class Promoted:
         self.data = delivery.digest
 
     def champion(self) -> Champion:
-        found = champion_now(self.paths, self.client, "m", "")
+        found = load_serving_champion(self.paths, self.client, "m", "")
         assert found is not None
         return found
 
@@ -307,8 +309,8 @@ def test_a_promotion_that_was_not_recorded_is_recorded_although_other_data_has_c
     if concluded:
         made.round.put("concluded", {"outcome": "promoted", "reason": "gain +0.1000", "version": "2", "before": "1"})
     deliver_anew(config)
-    assert start(config, Watch(config)).what == "data refused"
-    first, second = entries(made.paths)
+    assert start(config, Watch(config)).kind == "data refused"
+    first, second = read_audit_entries(made.paths)
     assert (first["what"], first["why"], first["version"], first["champion_before"]) == (
         "promoted",
         "gain +0.1000",
@@ -317,13 +319,13 @@ def test_a_promotion_that_was_not_recorded_is_recorded_although_other_data_has_c
     )
     assert (second["what"], second["champion_before"]) == ("data refused", "2")
     champion = made.champion()
-    assert (champion.version.version, champion.accepted("accuracy")) == ("2", 0.9)
+    assert (champion.version.version, champion.metric_when_promoted("accuracy")) == ("2", 0.9)
     assert champion.delivery is not None
     assert champion.delivery.digest == made.data
     assert champion.version.tags.get("ray_app.data_digest", made.data) == made.data
-    assert champion.known.train is not None
-    assert start(config, Watch(config)).what == "data refused"
-    assert len(entries(made.paths)) == 2
+    assert champion.profiles.train is not None
+    assert start(config, Watch(config)).kind == "data refused"
+    assert len(read_audit_entries(made.paths)) == 2
 
 
 @pytest.mark.parametrize("judged", [False, True])
@@ -334,17 +336,17 @@ def test_a_superseded_round_that_made_a_version_still_says_what_data_that_is_of(
     if judged:
         made.round.put("judged", made.judged)
     deliver_anew(config)
-    assert start(config, Watch(config)).what == "data refused"
-    assert [(entry["what"], entry.get("champion_before")) for entry in entries(made.paths)] == [
+    assert start(config, Watch(config)).kind == "data refused"
+    assert [(entry["what"], entry.get("champion_before")) for entry in read_audit_entries(made.paths)] == [
         ("superseded", None),
         ("data refused", "1"),
     ]
     assert champion_of(made.client, "m") == "1"
     promote(made.client, "m", "2", "by hand", "me")
-    assert made.champion().known.train is not None
+    assert made.champion().profiles.train is not None
     assert rounds.open_rounds(made.paths) == []
-    assert start(config, Watch(config)).what == "data refused"
-    assert [entry["what"] for entry in entries(made.paths)] == ["superseded", "data refused", "data refused"]
+    assert start(config, Watch(config)).kind == "data refused"
+    assert [entry["what"] for entry in read_audit_entries(made.paths)] == ["superseded", "data refused", "data refused"]
 
 
 @pytest.mark.parametrize("which", ["root", "deciding"])
@@ -352,10 +354,12 @@ def test_of_starts_long_ago_no_file_is_left(config: Config, which: str) -> None:
     paths = RetrainPaths.of(config)
     lease = RunPaths(getattr(paths, which))
     for number in range(1, 151):
-        put_json(lease.fence(number), dataclasses.asdict(Record(Holder.here(), 0.0, 0.0, 30.0, released=True)))
+        put_json(
+            lease.fence(number), dataclasses.asdict(LeaseRecord(LeaseHolder.here(), 0.0, 0.0, 30.0, released=True))
+        )
     if which == "root":
         start(config, Watch(config))
     else:
-        deciding(paths).release()
-    assert sorted(names(lease.fences)) == [f"{number:04d}.json" for number in range(51, 152)]
+        acquire_alias_lease(paths).release()
+    assert sorted(list_files(lease.fences)) == [f"{number:04d}.json" for number in range(51, 152)]
     assert newest_fence(lease) == 151

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_app.runlog.evaluations import Verdict, verdict
+from ray_app.runlog.evaluations import Verdict, check_patience
 
 PLANNED = range(10, 101, 10)
 
 
 def of(values: list[float | None], patience: int = 2, min_delta: float = 0.0, mode: str = "max") -> Verdict | None:
-    return verdict(dict(zip(PLANNED, values, strict=False)), PLANNED, patience, min_delta, mode)
+    return check_patience(dict(zip(PLANNED, values, strict=False)), PLANNED, patience, min_delta, mode)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,13 @@ def test_nothing_that_comes_late_or_out_of_order_changes_a_verdict(
     values: list[float], patience: int, known: set[int], mode: str
 ) -> None:
     whole = dict(zip(PLANNED, values, strict=False))
-    final = verdict(whole, PLANNED, patience, 0.0, mode)
+    final = check_patience(whole, PLANNED, patience, 0.0, mode)
     part = {step: value for i, (step, value) in enumerate(whole.items()) if i in known}
-    early = verdict(part, PLANNED, patience, 0.0, mode)
+    early = check_patience(part, PLANNED, patience, 0.0, mode)
     assert early in (None, final), "a verdict from a part is the verdict"
     if final is not None:
-        assert verdict({s: v for s, v in whole.items() if s <= final.stop_step}, PLANNED, patience, 0.0, mode) == final
+        assert (
+            check_patience({s: v for s, v in whole.items() if s <= final.stop_step}, PLANNED, patience, 0.0, mode)
+            == final
+        )
         assert final.best_step <= final.stop_step

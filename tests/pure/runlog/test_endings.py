@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ray_app.report.facts import Earlier, read_facts
-from ray_app.runlog.endings import End, key_of, put_summary, read_ends
+from ray_app.runlog.endings import RunEnd, metric_key, put_summary, read_ends
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json
 from tests.support.made_run import BEGAN_S, MadeRun
@@ -91,10 +91,10 @@ def test_a_run_that_ends_again_is_listed_as_it_ended_last(tmp_path: Path) -> Non
     put_summary(run.paths, summary(0.9, BEGAN_S - 50))
     put_summary(run.paths, summary(0.4, BEGAN_S - 20))
     [end] = read_ends(tmp_path)
-    assert end == End("again", BEGAN_S - 20, key_of("accuracy"), 0.4)
+    assert end == RunEnd("again", BEGAN_S - 20, metric_key("accuracy"), 0.4)
     assert len(list((tmp_path / ".ends").iterdir())) == 1
     (
-        tmp_path / ".ends" / End("again", BEGAN_S - 50, key_of("accuracy"), 0.9).name
+        tmp_path / ".ends" / RunEnd("again", BEGAN_S - 50, metric_key("accuracy"), 0.9).name
     ).touch()  # its driver was stopped before it removed it
     assert read_ends(tmp_path) == [end]
 
@@ -102,9 +102,9 @@ def test_a_run_that_ends_again_is_listed_as_it_ended_last(tmp_path: Path) -> Non
 def test_what_the_summary_does_not_confirm_is_not_believed(tmp_path: Path) -> None:
     for name, value in (("stale", 0.5), ("good", 0.6)):
         put_summary(MadeRun(tmp_path, name).paths, summary(value))
-    (tmp_path / ".ends" / End("stale", BEGAN_S - 1, key_of("accuracy"), 0.99).name).touch()
+    (tmp_path / ".ends" / RunEnd("stale", BEGAN_S - 1, metric_key("accuracy"), 0.99).name).touch()
     (tmp_path / ".ends" / "no end").touch()
-    (tmp_path / ".ends" / End("gone", BEGAN_S - 1, key_of("accuracy"), 0.99).name).touch()
+    (tmp_path / ".ends" / RunEnd("gone", BEGAN_S - 1, metric_key("accuracy"), 0.99).name).touch()
     found = earlier(tmp_path)
     assert found is not None
     assert found.name == "good"

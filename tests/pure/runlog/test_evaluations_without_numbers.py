@@ -13,15 +13,15 @@ from ray_app.config.sections import EvaluateSection
 from ray_app.runlog.evaluations import (
     Evaluation,
     Verdict,
-    best_first,
     early_stop,
     put_evaluation,
+    rank_candidates,
     read_evaluations,
     read_scores,
 )
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json, to_json
-from ray_app.watch.terminal import best_line
+from ray_app.watch.terminal import describe_best
 
 NAN = math.nan
 
@@ -72,14 +72,14 @@ def test_with_patience_the_checkpoint_of_the_verdict_is_the_best(
 ) -> None:
     paths, section = RunPaths(tmp_path), EvaluateSection(patience=2)
     evaluated(paths, values)
-    assert [e.step for e in best_first(paths, section, "auroc", "max", planned)] == best
+    assert [e.step for e in rank_candidates(paths, section, "auroc", "max", planned)] == best
     if len(values) == 3 and best == [10]:
         assert early_stop(paths, section, "auroc", "max", planned) == Verdict(20, 10)
 
 
 def test_without_patience_none_is_the_best(tmp_path: Path) -> None:
     evaluated(RunPaths(tmp_path), [NAN, NAN])
-    assert best_first(RunPaths(tmp_path), replace(EvaluateSection(), patience=None), "auroc", "max", planned) == []
+    assert rank_candidates(RunPaths(tmp_path), replace(EvaluateSection(), patience=None), "auroc", "max", planned) == []
 
 
 @pytest.mark.parametrize(
@@ -96,5 +96,5 @@ def test_without_patience_none_is_the_best(tmp_path: Path) -> None:
     ],
 )
 def test_the_end_says_that_no_checkpoint_is_known_to_be_best(best: object, done: int, said: str | None) -> None:
-    found = best_line({"best": best, "evaluation": {"done": done}}, "auroc")
+    found = describe_best({"best": best, "evaluation": {"done": done}}, "auroc")
     assert found is None if said is None else found is not None and found.startswith(said)

@@ -23,20 +23,20 @@ from ray_app.runlog import journal as segments
 from ray_app.runlog.evaluations import Evaluation, early_stop, put_evaluation
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import (
-    MOST_SMALL,
+    MAX_SMALL_FILES,
     FirstRecords,
     MetricsReader,
     MetricsWriter,
     StepRecord,
-    in_order,
-    join,
+    join_segments,
+    list_segments,
     newest_record,
     put_segment,
 )
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
-from ray_app.task.base import TAKEN
-from ray_app.track.mlflow_client import OWN, Backlog, Point, Sent, evaluation_point, step_point
+from ray_app.task.base import STEP_METRICS
+from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, Point, SentState, make_evaluation_point, make_step_point
 from tests.support.waiting import until
 
 
@@ -95,14 +95,14 @@ def stopping(real: Callable[..., Any], left: list[int], after: bool) -> Callable
 def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "MOST_SMALL", 8)
+    monkeypatch.setattr(segments, "MAX_SMALL_FILES", 8)
     written(paths, 35)
-    whole, before = seen(paths), {name: (paths.metrics / name).read_bytes() for name in in_order(paths)}
+    whole, before = seen(paths), {name: (paths.metrics / name).read_bytes() for name in list_segments(paths)}
     assert (len(whole[0]), len(whole[1]), len({(r.step, r.generation) for r in whole[1]})) == (35, 5, 5)
     stops = 0
     for after in (False, True):
         for effect in range(1, 1000):
-            for name in in_order(paths):
+            for name in list_segments(paths):
                 (paths.metrics / name).unlink()
             for name, data in before.items():
                 (paths.metrics / name).write_bytes(data)
@@ -111,16 +111,16 @@ def test_joining_that_is_stopped_at_each_write_loses_and_doubles_nothing(
                 broken.setattr(segments, "put_atomic", stopping(segments.put_atomic, left, after))
                 broken.setattr(Path, "unlink", stopping(Path.unlink, left, after))
                 try:
-                    join(paths, 0, 5000)
+                    join_segments(paths, 0, 5000)
                 except Stopped:
                     stops += 1
             if left[0] > 0:
                 break
             assert seen(paths) == whole, effect
-            join(paths, 0, 5000)
+            join_segments(paths, 0, 5000)
             assert seen(paths) == whole, effect
     assert stops > 60
-    assert len(in_order(paths)) < 8
+    assert len(list_segments(paths)) < 8
 
 
 def test_two_join_at_once_while_others_read_and_write(paths: RunPaths) -> None:
@@ -135,7 +135,7 @@ def test_two_join_at_once_while_others_read_and_write(paths: RunPaths) -> None:
 
     def merge() -> None:
         for full_bytes in (700, 3000, 20000):
-            join(paths, 0, full_bytes)
+            join_segments(paths, 0, full_bytes)
 
     threads = [threading.Thread(target=merge) for _ in range(3)]
     looking = threading.Thread(target=look)
@@ -159,22 +159,22 @@ def test_a_writer_joins_by_itself_and_leaves_alone_what_was_just_written(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(paths)
-    count = len(in_order(paths))
-    assert join(paths) == 0
-    assert len(in_order(paths)) == count
-    monkeypatch.setattr(journal, "join", partial(join, settled_s=0))
+    count = len(list_segments(paths))
+    assert join_segments(paths) == 0
+    assert len(list_segments(paths)) == count
+    monkeypatch.setattr(journal, "join_segments", partial(join_segments, min_age_s=0))
     writer = MetricsWriter(paths, 2, flush_s=0.01)
-    until(lambda: len(in_order(paths)) < MOST_SMALL, "nothing is joined")
+    until(lambda: len(list_segments(paths)) < MAX_SMALL_FILES, "nothing is joined")
     writer.close()
 
 
 def test_many_that_were_left_are_joined_in_several_goes(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_MOST_JOINED", 70)
+    monkeypatch.setattr(segments, "_MAX_JOINED", 70)
     written(paths, 150)
-    whole, counts = seen(paths), [len(in_order(paths))]
+    whole, counts = seen(paths), [len(list_segments(paths))]
     for _ in range(4):
-        assert join(paths, 0, 3000) <= 70
-        counts.append(len(in_order(paths)))
+        assert join_segments(paths, 0, 3000) <= 70
+        counts.append(len(list_segments(paths)))
         assert seen(paths) == whole
     assert counts[0] - counts[1] < 70
     assert counts[-1] < 64 + counts[0] // 4
@@ -182,13 +182,17 @@ def test_many_that_were_left_are_joined_in_several_goes(paths: RunPaths, monkeyp
 
 def test_a_damaged_segment_is_named_and_nothing_is_joined(paths: RunPaths) -> None:
     written(paths)
-    [*_, last] = in_order(paths)
+    [*_, last] = list_segments(paths)
     (paths.metrics / last).write_bytes(b"{")  # type: ignore[union-attr]
-    before = in_order(paths)
-    for read in (lambda: join(paths, 0, 10**9), lambda: MetricsReader(paths).poll(), lambda: read_steps(paths)):
+    before = list_segments(paths)
+    for read in (
+        lambda: join_segments(paths, 0, 10**9),
+        lambda: MetricsReader(paths).poll(),
+        lambda: read_steps(paths),
+    ):
         with pytest.raises(ConfigError, match=f"{last} is damaged"):
             read()
-    assert in_order(paths) == before
+    assert list_segments(paths) == before
 
 
 def test_files_and_memory_hardly_grow_with_the_steps(paths: RunPaths) -> None:
@@ -199,14 +203,14 @@ def test_files_and_memory_hardly_grow_with_the_steps(paths: RunPaths) -> None:
             put_segment(
                 paths, 1, [record_of(step, logical_workers=64) for step in range(first, min(first + 10, high + 1))]
             )
-            join(paths, 0, 1 << 19)
-        files.append(len(in_order(paths)))
+            join_segments(paths, 0, 1 << 19)
+        files.append(len(list_segments(paths)))
         tracemalloc.start()
         course = read_steps(paths)
         held.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         assert (len(course.records), course.rows[0]) == (high, sum(3 + step % 2 for step in range(1, high + 1)))
-    assert files[1] <= MOST_SMALL + 12
+    assert files[1] <= MAX_SMALL_FILES + 12
     assert held[1] - held[0] < 1400 * 140
 
 
@@ -243,7 +247,8 @@ def test_weights_and_metrics_of_some_steps_are_those_of_the_records(paths: RunPa
     assert [(r.weight, r.metrics) for r in found] == [(None, {}), (0.0, {"a": 0.5}), (7.5, {"b": -1.0})]
     assert [r.over for r in found] == [8, 0.0, 7.5]
     assert [
-        segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes()) for name in in_order(paths)
+        segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes())
+        for name in list_segments(paths)
     ] == [[record] for record in some]
 
 
@@ -254,9 +259,9 @@ def test_means_are_over_what_each_step_was_over() -> None:
     ]
     assert means(steps) == {"loss": (8 + 64) / 24, "right": (4 + 16) / 24}
     assert means([record_of(3), *steps])["right"] == (4 + 16) / 24, "of the steps that have it"
-    assert "imbalance" not in step_point(steps, []).metrics, "of one worker"
-    known = step_point([steps[0], replace(steps[1], imbalance=1.25)], []).metrics
-    assert known.keys() == TAKEN | {"right"}, "what a metric of a task's own may not be called"
+    assert "imbalance" not in make_step_point(steps, []).metrics, "of one worker"
+    known = make_step_point([steps[0], replace(steps[1], imbalance=1.25)], []).metrics
+    assert known.keys() == STEP_METRICS | {"right"}, "what a metric of a task's own may not be called"
     assert known["imbalance"] == 1.25
 
 
@@ -287,13 +292,13 @@ def test_the_tracker_reads_an_evaluation_once_and_remembers_those_of_few_folders
     backlog = Backlog(paths, 10)
     for step in (10, 20, 30):
         evaluate(paths, step, 0.5)
-        backlog.read(Sent())
-    assert [point.step for point in backlog.unsent_evaluations(Sent())] == [10, 20, 30]
+        backlog.read(SentState())
+    assert [point.step for point in backlog.unsent_evaluations(SentState())] == [10, 20, 30]
     assert len(read) == 3
     for number in range(40):
         other = RunPaths(Path(str(paths.root)).with_name(f"run{number}"))
         evaluate(other, 1, 0.5)
-        Backlog(other, 10).read(Sent())
+        Backlog(other, 10).read(SentState())
     from ray_app.runlog import evaluations
 
     assert len(evaluations._scores) <= 16
@@ -301,7 +306,7 @@ def test_the_tracker_reads_an_evaluation_once_and_remembers_those_of_few_folders
 
 def test_a_backlog_does_not_get_what_was_joined_again(paths: RunPaths) -> None:
     written(paths)
-    backlog, sent = Backlog(paths, 10), Sent()
+    backlog, sent = Backlog(paths, 10), SentState()
     first = []
     for _ in range(3):
         backlog.read(sent)
@@ -309,27 +314,27 @@ def test_a_backlog_does_not_get_what_was_joined_again(paths: RunPaths) -> None:
             sent.add(point)
             first.append((point.step, json.dumps(point.metrics, sort_keys=True)))
         backlog.sent(sent)
-        join(paths, 0, 5000)
+        join_segments(paths, 0, 5000)
     assert [step for step, _ in first] == list(range(10, 101, 10))
     again = Backlog(paths, 10)
-    again.read(Sent())
-    assert [(p.step, json.dumps(p.metrics, sort_keys=True)) for p in again.points(Sent(), finished=True)] == first
+    again.read(SentState())
+    assert [(p.step, json.dumps(p.metrics, sort_keys=True)) for p in again.points(SentState(), finished=True)] == first
 
 
 def test_a_backlog_forgets_what_was_sent(paths: RunPaths) -> None:
     put_segment(paths, 1, [record_of(step) for step in range(1, 21)])
     backlog = Backlog(paths, 10)
-    backlog.read(Sent())
-    backlog.sent(Sent(10))
-    assert [point.step for point in backlog.points(Sent(), finished=True)] == [20]
+    backlog.read(SentState())
+    backlog.sent(SentState(10))
+    assert [point.step for point in backlog.points(SentState(), finished=True)] == [20]
 
 
-def test_the_point_of_a_block_has_the_time_of_its_last_step_and_the_failures_until_then() -> None:
+def test_a_metrics_block_has_the_time_of_its_last_step_and_the_failures_so_far() -> None:
     steps = [
         replace(record_of(step), time_s=1e9 + step, step_ms=250.0, data_wait_ms=2.0 * step, lr=0.1 * step)
         for step in (1, 2, 3)
     ]
-    point = step_point(steps, [1e9 + 2.5, 1e9 + 3, 1e9 + 3.5])
+    point = make_step_point(steps, [1e9 + 2.5, 1e9 + 3, 1e9 + 3.5])
     assert (point.step, point.time_ms) == (3, 1_000_000_003_000)
     assert point.metrics["restarts"] == 2.0
     assert point.metrics["rows_per_s"] == pytest.approx(sum(sum(step.rows) for step in steps) / 0.75)
@@ -342,13 +347,13 @@ def test_the_point_of_a_block_has_the_time_of_its_last_step_and_the_failures_unt
 
 def test_the_point_of_an_evaluation_has_its_time_and_only_its_numbers() -> None:
     evaluation = Evaluation(7, 0, "", {"accuracy": 0.5, "words": "none"}, 10, 0.1, 2.5)
-    assert evaluation_point(evaluation) == Point(7, 2500, {"eval_accuracy": 0.5}, OWN)
-    assert evaluation_point(evaluation, "other").metrics == {"eval_other_accuracy": 0.5}
+    assert make_evaluation_point(evaluation) == Point(7, 2500, {"eval_accuracy": 0.5}, RUN_EVALUATOR)
+    assert make_evaluation_point(evaluation, "other").metrics == {"eval_other_accuracy": 0.5}
 
 
 def test_joining_counts_the_files_that_it_replaced(paths: RunPaths) -> None:
-    for step in range(1, MOST_SMALL + 1):
+    for step in range(1, MAX_SMALL_FILES + 1):
         put_segment(paths, 1, [record_of(step)])
-    assert join(paths, 0, 10**6) == MOST_SMALL
-    assert len(in_order(paths)) == 1
-    assert join(paths, 0, 10**6) == 0
+    assert join_segments(paths, 0, 10**6) == MAX_SMALL_FILES
+    assert len(list_segments(paths)) == 1
+    assert join_segments(paths, 0, 10**6) == 0

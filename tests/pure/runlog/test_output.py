@@ -72,12 +72,12 @@ def test_a_storage_that_is_away_is_no_error(paths: RunPaths) -> None:
 
 def test_a_console_shows_at_most_twenty_lines_at_once(paths: RunPaths) -> None:
     new = NewLines(paths, 2)
-    assert new.look() == []
+    assert new.poll() == []
     paths.output(1, "worker", "out").parent.mkdir(parents=True)
     paths.output(1, "worker", "out").write_text("of the start before\n")
     file = paths.output(2, "worker", "out")
     file.write_text("".join(f"line {i}\n" for i in range(50)) + "half a")
-    assert new.look() == [*(f"line {i}" for i in range(20)), f"... 30 more lines in {paths.outputs}"]
-    assert new.look() == []
+    assert new.poll() == [*(f"line {i}" for i in range(20)), f"... 30 more lines in {paths.outputs}"]
+    assert new.poll() == []
     file.write_text(file.read_text() + " line\n")
-    assert new.look() == ["half a line"]
+    assert new.poll() == ["half a line"]

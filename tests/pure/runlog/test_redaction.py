@@ -24,15 +24,15 @@ from ray_app.errors import ConfigError
 from ray_app.runlog import redaction as module
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import guard, is_secret_name, redact, redacted, redacted_yaml
+from ray_app.runlog.redaction import is_secret_name, redact, redact_value, redact_yaml, register_secrets
 from ray_app.storage.files import put_atomic
-from ray_app.submit.options import refuse_secrets
+from ray_app.submit.options import check_no_secrets
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_guarded", set())
-    monkeypatch.setattr(module, "_guarded_runs", set())
+    monkeypatch.setattr(module, "_registered", set())
+    monkeypatch.setattr(module, "_registered_runs", set())
     for name in [name for name in os.environ if is_secret_name(name)]:
         monkeypatch.delenv(name)
 
@@ -63,8 +63,8 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name)
-    assert redacted({"deep": [{name: "canary"}]}) == {"deep": [{name: "***"}]}
-    assert redacted({name: {"value": "canary", "list": ["canary", 12345]}})[name]["value"] == "***"
+    assert redact_value({"deep": [{name: "canary"}]}) == {"deep": [{name: "***"}]}
+    assert redact_value({name: {"value": "canary", "list": ["canary", 12345]}})[name]["value"] == "***"
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,21 @@ def test_names_of_secrets(name: str) -> None:
 )
 def test_other_names(name: str) -> None:
     assert not is_secret_name(name)
-    assert redacted({name: "bert-base"}) == {name: "bert-base"}
+    assert redact_value({name: "bert-base"}) == {name: "bert-base"}
 
 
 def test_names_of_columns_and_the_tokens_of_a_text_hide_nothing_and_may_be_submitted() -> None:
     config = Config().replace(task__init_args={"token_column": "text", "pad_token": "[PAD]"})
-    refuse_secrets(config)
+    check_no_secrets(config)
     assert redact("the text [PAD] of a text") == "the text [PAD] of a text"
     with pytest.raises(ConfigError, match=r"holds a secret \(task\.init_args\.hf_token\)"):
-        refuse_secrets(config.replace(task__init_args={"hf_token": "canary-42"}))
+        check_no_secrets(config.replace(task__init_args={"hf_token": "canary-42"}))
 
 
 def test_numbers_and_switches() -> None:
     values = {"password": 12345678, "use_token": True, "token_count": 512, "secret": None, "api_key": ""}
-    assert redacted(values) == values | {"password": "***"}
-    guard(values)
+    assert redact_value(values) == values | {"password": "***"}
+    register_secrets(values)
     assert redact("it is 12345678 of 512, True, None") == "it is *** of 512, True, None"
 
 
@@ -116,7 +116,7 @@ def test_credentials_of_uris(text: str, expected: str) -> None:
 
 
 def test_the_password_of_a_configured_uri_is_hidden_alone_as_well() -> None:
-    assert guard({"tracking": {"uri": "https://me:long-enough@host/x"}})
+    assert register_secrets({"tracking": {"uri": "https://me:long-enough@host/x"}})
     assert redact("the password long-enough is wrong") == "the password *** is wrong"
 
 
@@ -132,8 +132,8 @@ SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size
 )
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_no_secret_is_left_however_it_is_quoted(secrets: list[str], around: str, form: str) -> None:
-    module._guarded.clear()
-    guard({"nested": [{"init_args": {"passwords": secrets}}]})
+    module._registered.clear()
+    register_secrets({"nested": [{"init_args": {"passwords": secrets}}]})
     quoted = {
         "raw": str,
         "json": lambda s: json.dumps(s, ensure_ascii=False)[1:-1],
@@ -149,7 +149,7 @@ def test_no_secret_is_left_however_it_is_quoted(secrets: list[str], around: str,
 
 def test_secrets_that_overlap_or_have_lines() -> None:
     pem = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0\n-----END KEY-----"
-    guard({"a": {"token": "abcdefgh"}, "b": {"token": "efghijkl"}, "private_key": pem})
+    register_secrets({"a": {"token": "abcdefgh"}, "b": {"token": "efghijkl"}, "private_key": pem})
     assert redact("<abcdefghijkl>") == "<***>"
     assert "MIIEvQ" not in redact("line 2 is MIIEvQIBADANBgkqhkiG9w0")
 
@@ -161,7 +161,7 @@ def test_environment_variables_count_from_eight_characters(monkeypatch: pytest.M
 
 
 def test_log_lines_with_their_tracebacks(caplog: pytest.LogCaptureFixture) -> None:
-    guard({"token": "canary-log"})
+    register_secrets({"token": "canary-log"})
     try:
         raise ValueError("canary-log")
     except ValueError:
@@ -186,7 +186,7 @@ def test_a_configuration_is_shown_without_secrets_and_stays_yaml() -> None:
         "task": {"init_args": {"token": "it's: canary", "size": 3}},
         "run": {"name": "x", "path": "s3://a:b@c/d"},
     }
-    shown = redacted_yaml(yaml.safe_dump(values))
+    shown = redact_yaml(yaml.safe_dump(values))
     assert yaml.safe_load(shown) == {
         "task": {"init_args": {"token": "***", "size": 3}},
         "run": {"name": "x", "path": "s3://***@c/d"},

@@ -17,14 +17,14 @@ from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import create_package
 
 from ray_app import load_config
-from ray_app.cluster.resources import fits_object_stores
+from ray_app.cluster.resources import check_object_stores
 from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError
 from ray_app.submit import server
-from ray_app.submit.on_cluster import storage
-from ray_app.submit.options import EndedJob, SubmitSection, given, judge, refuse_secrets, wait_s
-from ray_app.submit.package import data_in, packed, size_of
-from ray_app.submit.preflight import absolute_storage, agreement
+from ray_app.submit.on_cluster import check_shared_storage
+from ray_app.submit.options import EndedJob, SubmitSection, check_no_secrets, judge, non_default_fields, wait_s
+from ray_app.submit.package import check_size, check_uploaded_data, list_job_files
+from ray_app.submit.preflight import check_absolute_storage, compare_versions
 from ray_app.submit.server import JobServer, LostContactError, _Tail
 from tests.support.places import ROOT
 
@@ -80,15 +80,15 @@ RUNS = sorted(path for path in (ROOT / "conf").glob("*.yaml") if not path.stem.s
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_the_configuration_travels_whole(path: Path) -> None:
     config = load_config(path, run__name="it", train__epochs=7)
-    text = json.dumps(given(config))
+    text = json.dumps(non_default_fields(config))
     assert parse(["--config", text], exit_on_error=False) == config
     assert "drain_timeout_s" not in text
 
 
 def test_no_secret_stands_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_secrets(load_config(DIGITS))
+    check_no_secrets(load_config(DIGITS))
     with pytest.raises(ConfigError, match=r"tracking\.uri.*submit\.env") as refused:
-        refuse_secrets(load_config(DIGITS, tracking__uri="https://me:hunter22secret@host"))
+        check_no_secrets(load_config(DIGITS, tracking__uri="https://me:hunter22secret@host"))
     assert "hunter22secret" not in str(refused.value)
     monkeypatch.setenv("SOME_TOKEN", "value-of-the-token")
     section = SubmitSection(env="SOME_TOKEN")
@@ -135,7 +135,7 @@ def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
         "run__storage_path": str(project / "runs"),
     }
     config = load_config(DIGITS, **paths)
-    package = packed(config, SubmitSection(working_dir=str(project), exclude="left"))
+    package = list_job_files(config, SubmitSection(working_dir=str(project), exclude="left"))
     kept = {
         "mine/task.py",
         "runs.py",
@@ -152,25 +152,25 @@ def test_what_no_job_needs_stays_at_home_as_ray_sees_it(project: Path) -> None:
     with zipfile.ZipFile(archive) as made:
         packed_by_ray = {one.filename: one.file_size for one in made.infolist() if not one.is_dir()}
     assert packed_by_ray == package.files
-    assert data_in(package, config) == []
+    assert check_uploaded_data(package, config) == []
 
 
 def test_a_package_that_is_too_big_names_what_is_big(project: Path) -> None:
     (project / "pictures").mkdir()
     (project / "pictures" / "one.png").write_bytes(bytes(3 << 20))
     config, section = load_config(DIGITS), SubmitSection(working_dir=str(project), max_package_mb=2)
-    package = packed(config, section)
+    package = list_job_files(config, section)
     with pytest.raises(ConfigError, match=r"(?s)3\.0 MB.*more than the 2 MB.*submit\.exclude.*3\.00 MB  pictures/\n"):
-        size_of(package, section)
-    assert "3.00 MB  pictures/" in size_of(package, SubmitSection())
-    assert [(one.level, one.topic) for one in data_in(package, config)] == [
+        check_size(package, section)
+    assert "3.00 MB  pictures/" in check_size(package, SubmitSection())
+    assert [(one.level, one.topic) for one in check_uploaded_data(package, config)] == [
         ("refused", "training data"),
         ("refused", "evaluation data"),
     ]
 
 
 def test_values_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which is no folder"):
+    with pytest.raises(ConfigError, match="which is not a folder"):
         SubmitSection(working_dir=str(tmp_path / "missing")).check()
     with pytest.raises(ConfigError, match=r"submit\.retries is -1; it must be at least 0"):
         SubmitSection(retries=-1).check()
@@ -211,9 +211,9 @@ def test_the_application_goes_along_whole_whatever_stays_at_home(
 
 def test_versions_must_agree_where_it_matters() -> None:
     here = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.15.0"}
-    assert [one.level for one in agreement(here, here)] == ["ok"]
-    assert [one.level for one in agreement(here, here | {"python": "3.11.9"})] == ["ok"]
-    other = agreement(here, {"python": "3.12.1", "ray": "2.59.0", "torch": "2.14.0"})
+    assert [one.level for one in compare_versions(here, here)] == ["ok"]
+    assert [one.level for one in compare_versions(here, here | {"python": "3.11.9"})] == ["ok"]
+    other = compare_versions(here, {"python": "3.12.1", "ray": "2.59.0", "torch": "2.14.0"})
     assert [one.level for one in other] == ["refused", "refused", "warning"]
     assert [
         word in one.text for one, word in zip(other, ("3.11", "2.59.0", "torch 2.15.0 (cluster: 2.14.0)"), strict=True)
@@ -225,20 +225,20 @@ def test_a_cache_must_fit_into_each_object_store() -> None:
         {"NodeManagerAddress": name, "Alive": True, "Resources": {"object_store_memory": size}}
         for name, size in (("a", 3e9), ("b", 1e9))
     ]
-    assert "1,000.0 MB" in fits_object_stores(10**8, nodes)
+    assert "1,000.0 MB" in check_object_stores(10**8, nodes)
     with pytest.raises(ConfigError, match=r"needs 2,000\.0 MB .* b has 1,000\.0 MB\. Set data\.cache to disk"):
-        fits_object_stores(2 * 10**9, nodes)
+        check_object_stores(2 * 10**9, nodes)
 
 
 def test_a_storage_inside_the_job_is_refused(tmp_path: Path) -> None:
     config = load_config(DIGITS)
-    [found] = absolute_storage(config)
+    [found] = check_absolute_storage(config)
     assert (found.level, found.topic) == ("refused", "storage")
     assert "Give an absolute folder that all nodes share" in found.text
-    assert absolute_storage(config.replace(run__storage_path=str(tmp_path))) == []
-    assert absolute_storage(config.replace(run__storage_path="s3://bucket/prefix")) == []
+    assert check_absolute_storage(config.replace(run__storage_path=str(tmp_path))) == []
+    assert check_absolute_storage(config.replace(run__storage_path="s3://bucket/prefix")) == []
     with pytest.raises(ConfigError, match="Ray removes that copy"):
-        storage("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1/runs", [])
+        check_shared_storage("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1/runs", [])
 
 
 class Cluster:

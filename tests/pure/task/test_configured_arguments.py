@@ -11,10 +11,10 @@ from torchvision.ops import sigmoid_focal_loss
 
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch, Losses
-from ray_app.task.configured_arguments import loss_of_rows
+from ray_app.task.configured_arguments import compute_row_losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
-from ray_app.train.state.parameters import contiguous
+from ray_app.train.state.parameters import make_contiguous
 
 ROWS = 30
 KL = "torch.nn.KLDivLoss"
@@ -31,7 +31,7 @@ def task_of(loss: dict[str, Any], **init_args: Any) -> ModuleTask:
 )
 def test_the_reduction_of_a_divergence_is_torchs(reduction: dict[str, Any], over: int) -> None:
     outputs, target = torch.randn(ROWS, 4).log_softmax(1), torch.rand(ROWS, 4).softmax(1)
-    found = Losses.of(loss_of_rows({"class_path": KL, "init_args": reduction}, outputs, target))
+    found = Losses.of(compute_row_losses({"class_path": KL, "init_args": reduction}, outputs, target))
     weight = found.weights.sum() if found.weights is not None else torch.tensor(float(ROWS))
     assert float(found.values.sum() / weight) == pytest.approx(
         float(nn.KLDivLoss(**reduction)(outputs, target)), rel=1e-5
@@ -69,7 +69,7 @@ def test_a_reduction_that_a_step_cannot_have_is_refused(loss: dict[str, Any], sa
 def test_a_function_that_is_a_loss_is_called_with_outputs_and_target() -> None:
     outputs, target = torch.randn(ROWS), torch.randint(0, 2, (ROWS,)).float()
     spec = {"class_path": "torchvision.ops.sigmoid_focal_loss", "init_args": {"alpha": 0.5, "gamma": 1.0}}
-    found = loss_of_rows(spec, outputs, target)
+    found = compute_row_losses(spec, outputs, target)
     torch.testing.assert_close(found, sigmoid_focal_loss(outputs, target, 0.5, 1.0))
 
 
@@ -156,4 +156,4 @@ def test_a_parameter_made_by_expand_is_refused_with_its_name() -> None:
     with pytest.raises(
         ConfigError, match=r"Values of the parameter bias, of shape \(2,\), share their memory \(expand\)"
     ):
-        contiguous(model)
+        make_contiguous(model)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
-from ray_app.task.base import Losses, summed
-from ray_app.task.configured_arguments import loss_of_rows
+from ray_app.task.base import Losses, sum_losses
+from ray_app.task.configured_arguments import compute_row_losses
 
 SCORES, PIXELS = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), torch.randn(2, 3, 4, 4)
 LABELS, MASKS = (
@@ -40,9 +40,9 @@ NUMBERS, TAGS = torch.randn(6), torch.randint(0, 2, (6, 3))
 )
 def test_the_mean_is_the_one_of_torch(name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
-    found = Losses.of(loss_of_rows(spec, outputs, target))
+    found = Losses.of(compute_row_losses(spec, outputs, target))
     assert found.values.shape == (len(outputs),)
-    sums = summed(None, found)
+    sums = sum_losses(None, found)
     tensors = {
         key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
         for key, value in init_args.items()
@@ -63,7 +63,7 @@ def test_the_mean_of_a_function_is_the_one_of_torch(
     name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor
 ) -> None:
     spec = {"class_path": f"torch.nn.functional.{name}", "init_args": init_args}
-    sums = summed(None, Losses.of(loss_of_rows(spec, outputs, target)))
+    sums = sum_losses(None, Losses.of(compute_row_losses(spec, outputs, target)))
     tensors = {
         key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
         for key, value in init_args.items()
@@ -78,7 +78,7 @@ def test_two_outputs_are_not_compared_with_one_number() -> None:
         ConfigError,
         match=r"outputs are of shape \(rows, 6\), the target of \(rows\); torch.nn.MSELoss compares each with",
     ):
-        loss_of_rows({"class_path": "torch.nn.MSELoss"}, torch.randn(6, 6), NUMBERS)
+        compute_row_losses({"class_path": "torch.nn.MSELoss"}, torch.randn(6, 6), NUMBERS)
 
 
 WEIGHTED = torch.tensor([1.0, 2.0, 5.0])
@@ -111,9 +111,9 @@ def test_the_accuracy_of_training_counts_as_the_loss_does(
     name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor, right: Tensor, weights: Tensor
 ) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
-    sums = summed(None, Losses.of(loss_of_rows(spec, outputs, target, accuracy=True)))
+    sums = sum_losses(None, Losses.of(compute_row_losses(spec, outputs, target, accuracy=True)))
     assert sums.metrics["accuracy"] / sums.weight == pytest.approx(((right * weights).sum() / weights.sum()).item())
-    plain = summed(None, Losses.of(loss_of_rows(spec, outputs, target)))
+    plain = sum_losses(None, Losses.of(compute_row_losses(spec, outputs, target)))
     assert (plain.loss, plain.weight) == (sums.loss, sums.weight)
 
 
@@ -127,7 +127,7 @@ class OfRow(nn.CrossEntropyLoss):
 
 def test_the_accuracy_of_a_loss_with_one_value_for_all_pixels_of_a_row() -> None:
     spec = {"class_path": f"{__name__}.OfRow"}
-    found = Losses.of(loss_of_rows(spec, PIXELS, MASKS, accuracy=True))
+    found = Losses.of(compute_row_losses(spec, PIXELS, MASKS, accuracy=True))
     assert found.metrics["accuracy"].tolist() == pytest.approx(
         (PIXELS.argmax(1) == MASKS).float().flatten(1).mean(1).tolist()
     )
@@ -139,7 +139,7 @@ def test_the_accuracy_of_a_loss_with_one_value_for_all_pixels_of_a_row() -> None
 )
 def test_the_accuracy_of_what_are_no_classes_is_refused(outputs: Any, target: Tensor) -> None:
     with pytest.raises(ConfigError, match=r"train_accuracy is true, and the target, .* is not the index of a class"):
-        loss_of_rows({"class_path": "torch.nn.MSELoss"}, outputs, target, accuracy=True)
+        compute_row_losses({"class_path": "torch.nn.MSELoss"}, outputs, target, accuracy=True)
 
 
 LISTS, THERE = torch.tensor([[0, 1, 2, 7], [2, 7, 7, 7]]), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
@@ -159,7 +159,9 @@ def test_what_lists_are_padded_with_does_not_count(
     name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor
 ) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
-    sums = summed(None, Losses.of(loss_of_rows(spec, outputs, target, there=THERE, accuracy=name != "MSELoss")))
+    sums = sum_losses(
+        None, Losses.of(compute_row_losses(spec, outputs, target, is_value=THERE, accuracy=name != "MSELoss"))
+    )
     tensors = {
         key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
         for key, value in init_args.items()
@@ -178,14 +180,14 @@ def test_one_value_of_a_padded_list_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\), which are padded"
     ):
-        loss_of_rows({"class_path": f"{__name__}.OfRow"}, OF_LISTS, LISTS, there=THERE)
+        compute_row_losses({"class_path": f"{__name__}.OfRow"}, OF_LISTS, LISTS, is_value=THERE)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_targets_are_not_rounded_to_the_precision_of_the_outputs(half: torch.dtype) -> None:
     target = torch.tensor([345678.0, 0.123456])
     outputs = torch.tensor([345670.0, 0.0]).clamp(max=torch.finfo(half).max).to(half).requires_grad_()
-    losses = loss_of_rows({"class_path": "torch.nn.L1Loss"}, outputs, target)
+    losses = compute_row_losses({"class_path": "torch.nn.L1Loss"}, outputs, target)
     assert isinstance(losses, Tensor)
     assert torch.equal(losses, (outputs.float() - target).abs())
     losses.sum().backward()
@@ -198,7 +200,7 @@ def test_sums_and_weights_of_a_row_are_not_rounded_to_half_precision() -> None:
         ("MSELoss", torch.zeros(2, 1001), torch.ones(2, 1001)),
         ("NLLLoss", torch.ones(2, 3, 1001), LONG),
     ):
-        found = Losses.of(loss_of_rows({"class_path": f"torch.nn.{name}"}, outputs.bfloat16(), target))
+        found = Losses.of(compute_row_losses({"class_path": f"torch.nn.{name}"}, outputs.bfloat16(), target))
         assert found.weights is not None
         assert (found.values.abs().tolist(), found.weights.tolist()) == ([1001, 1001], [1001, 1001])
 
@@ -220,8 +222,8 @@ def test_a_loss_that_an_evaluation_asks_for_first_can_be_trained_with(
     if not target:
         spec["init_args"]["label_smoothing"] = 0.125  # no other test has made this one in this process
     with torch.inference_mode():
-        loss_of_rows(spec, torch.randn(4, 3), targets)
+        compute_row_losses(spec, torch.randn(4, 3), targets)
     scores = torch.randn(4, 3, requires_grad=True)
-    summed(None, Losses.of(loss_of_rows(spec, scores, targets)))
-    Losses.of(loss_of_rows(spec, scores, targets)).values.sum().backward()
+    sum_losses(None, Losses.of(compute_row_losses(spec, scores, targets)))
+    Losses.of(compute_row_losses(spec, scores, targets)).values.sum().backward()
     assert scores.grad is not None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_app.task.base import Batch, Task
-from ray_app.task.device import constant, sent
+from ray_app.task.device import constant_tensor, to_device
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification
 from tests.support.fake_cuda import DEVICE
@@ -99,12 +99,12 @@ def test_a_plain_copy_is_noticed() -> None:
 
 
 def test_a_constant_is_made_once_for_each_device_and_type() -> None:
-    first = constant([0.5, 1.5], DEVICE)
-    assert constant((0.5, 1.5), DEVICE) is first
-    assert constant([0.5, 1.5], DEVICE, torch.float64) is not first
-    assert constant([0.5, 1.5], CPU).tolist() == [0.5, 1.5]
+    first = constant_tensor([0.5, 1.5], DEVICE)
+    assert constant_tensor((0.5, 1.5), DEVICE) is first
+    assert constant_tensor([0.5, 1.5], DEVICE, torch.float64) is not first
+    assert constant_tensor([0.5, 1.5], CPU).tolist() == [0.5, 1.5]
 
 
 def test_on_the_host_values_stay_where_they_are() -> None:
     values = torch.arange(3)
-    assert sent(values, CPU) is values
+    assert to_device(values, CPU) is values

@@ -16,14 +16,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ray_app.data.arrays import lists_of, ragged_lists
+from ray_app.data.arrays import ragged_lists, to_list_array
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.predict.actor import _not_finite, part_file
+from ray_app.predict.actor import _find_non_finite_row, encode_part
 from ray_app.task.base import Losses, WithoutTargets
 from ray_app.task.detection import ObjectDetection
-from ray_app.task.metrics import combine, resampled, score
-from ray_app.task.ragged import Ragged, joined, to_batch
+from ray_app.task.metrics import combine, resample, score
+from ray_app.task.ragged import Ragged, concat_fields, to_batch
 from tests.support.pictures import encoded
 
 V2 = "torchvision.transforms.v2."
@@ -162,18 +162,19 @@ def test_a_class_that_is_never_found_counts() -> None:
 def test_precision_is_resampled_by_rows() -> None:
     task, chunks = scored(Seeing(blind=True), 1)
     counts = np.array([[1, 1, 1], [0, 0, 2], [2, 1, 0]])
-    assert resampled(task, chunks, "map", counts).tolist() == [0.5, 1.0, 0.5]
+    assert resample(task, chunks, "map", counts).tolist() == [0.5, 1.0, 0.5]
 
 
 def test_predictions_are_lists_that_are_written_and_read_as_such() -> None:
     task, model = task_of(), Seeing().eval()
-    found = [task.predictions(task.forward(model, to_batch(task.decode(ROWS), slice(low, low + 2)))) for low in (0, 2)]
-    whole = {name: joined([one[name] for one in found]) for name in found[0]}
-    table = pq.read_table(pa.BufferReader(part_file(pa.table({"position": [0, 1, 2]}), whole, "made from")))
+    batches = [to_batch(task.decode(ROWS), slice(low, low + 2)) for low in (0, 2)]
+    found = [task.predictions(task.forward(model, batch), batch) for batch in batches]
+    whole = {name: concat_fields([one[name] for one in found]) for name in found[0]}
+    table = pq.read_table(pa.BufferReader(encode_part(pa.table({"position": [0, 1, 2]}), whole, "made from")))
     assert table.column("boxes").to_pylist() == [ROWS["boxes"].row(i).tolist() for i in range(3)]
     assert table.column("labels").to_pylist() == [[1, 2], [], [1]]
     assert table.column("scores").to_pylist() == [[1.0, 1.0], [], [1.0]]
-    assert lists_of(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], "the last of the rows"
+    assert to_list_array(ROWS["boxes"][2:]).to_pylist() == [[[0.0, 0.0, 31.0, 33.0]]], "the last of the rows"
     again = ragged_lists(table.column("boxes"))
     assert again is not None
     assert np.array_equal(again.values, ROWS["boxes"].values)
@@ -183,17 +184,17 @@ def test_predictions_are_lists_that_are_written_and_read_as_such() -> None:
 def test_a_number_that_is_not_finite_is_found_in_its_row(place: int, row: int | None) -> None:
     values = np.array([1, 2, 3], np.float32)
     values[place:] = np.nan
-    assert _not_finite(Ragged(values, np.array([0, 2, 2, 3]))) == row
+    assert _find_non_finite_row(Ragged(values, np.array([0, 2, 2, 3]))) == row
 
-    assert _not_finite(values[:, None]) == (place if place < 3 else None)
+    assert _find_non_finite_row(values[:, None]) == (place if place < 3 else None)
 
 
 def test_where_nothing_is_found_all_is_finite() -> None:
-    assert _not_finite(Ragged.of([[], []], np.float32, row_shape=(4,))) is None
+    assert _find_non_finite_row(Ragged.of([[], []], np.float32, row_shape=(4,))) is None
 
 
 def test_rows_without_any_object_are_read() -> None:
-    empty = lists_of(Ragged.of([[], []], np.float32, row_shape=(4,)))
+    empty = to_list_array(Ragged.of([[], []], np.float32, row_shape=(4,)))
     of_lists = pa.chunked_array([pa.array([[], []], pa.list_(pa.list_(pa.float32())))])
     for column in (pa.chunked_array([empty]), of_lists):
         boxes = ragged_lists(column)
@@ -205,9 +206,9 @@ def test_rows_without_any_object_are_read() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"boxes": [[5, 5, 3, 9]]}, "the box [5.0, 5.0, 3.0, 9.0] is none in an image 40 wide and 30 high"),
+        ({"boxes": [[5, 5, 3, 9]]}, "the box [5.0, 5.0, 3.0, 9.0] is not a box in an image 40 wide and 30 high"),
         ({"boxes": [[5, 5, 45, 9]]}, "the box [5.0, 5.0, 45.0, 9.0] is none"),
-        ({"boxes": [[5, 5, np.nan, 9]]}, "is none in an image"),
+        ({"boxes": [[5, 5, np.nan, 9]]}, "is not a box in an image"),
         ({"labels": [0]}, "there is a label 0; labels go from 1, since 0 is the background, to num_classes - 1"),
         ({"labels": [3]}, "there is a label 3"),
         ({"labels": [1, 2]}, "there are 1 boxes and 2 labels"),

@@ -71,10 +71,10 @@ def test_a_process_whose_gpu_cannot_be_deterministic_any_more_is_refused(
     def refuse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(said)
 
-    environment._try_product(torch.device("cpu"))
+    environment._check_cublas_workspace(torch.device("cpu"))
     monkeypatch.setattr(torch, "mm", refuse)
     with pytest.raises(kind, match=message):
-        environment._try_product(torch.device("cpu"))
+        environment._check_cublas_workspace(torch.device("cpu"))
 
 
 _NEWER = """

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from ray_app.task.detection import ObjectDetection
 from ray_app.task.image import ImageClassification
-from ray_app.task.images import mask_of, pixels_of
+from ray_app.task.images import decode_image, decode_mask
 from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Ragged
 from tests.support.encoded_images import encode, every_kind, png, png_chunk, png_chunks, smooth
@@ -41,14 +41,14 @@ def orientation(number: Any) -> bytes:
 
 @pytest.mark.parametrize("kind", STILL)
 def test_pixels_are_those_of_another_decoder(kind: str) -> None:
-    np.testing.assert_array_equal(pixels_of(every_kind()[kind]), reference(every_kind()[kind]))
+    np.testing.assert_array_equal(decode_image(every_kind()[kind]), reference(every_kind()[kind]))
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2, "4:1:1"])
 @pytest.mark.parametrize("size", [(1, 1), (8, 8), (37, 53)])
 def test_jpeg_pixels_do_not_depend_on_the_decoder(subsampling: Any, size: tuple[int, int]) -> None:
     encoded = encode(Image.fromarray(smooth(*size)), "jpeg", subsampling=subsampling)
-    np.testing.assert_array_equal(pixels_of(encoded), reference(encoded))
+    np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
 
 
 def test_sampling_factors_without_a_name_are_decoded() -> None:
@@ -56,15 +56,15 @@ def test_sampling_factors_without_a_name_are_decoded() -> None:
     components = encoded.index(b"\xff\xc0") + 10
     for component, factors in enumerate((0x22, 0x21, 0x12)):
         encoded[components + 1 + 3 * component] = factors
-    np.testing.assert_array_equal(pixels_of(bytes(encoded)), reference(bytes(encoded)))
+    np.testing.assert_array_equal(decode_image(bytes(encoded)), reference(bytes(encoded)))
 
 
 def test_a_phone_s_jpeg_with_a_second_picture_is_its_first_one() -> None:
     encoded = encode(PHOTO, "mpo", save_all=True, append_images=[PHOTO.rotate(180)], exif=orientation(3))
     assert Image.open(io.BytesIO(encoded)).format == "MPO"
-    np.testing.assert_array_equal(pixels_of(encoded), reference(encoded))
+    np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
     with pytest.raises(ValueError, match="no mask"):
-        mask_of(encode(PHOTO.convert("L"), "mpo", save_all=True, append_images=[PHOTO.convert("L")]))
+        decode_mask(encode(PHOTO.convert("L"), "mpo", save_all=True, append_images=[PHOTO.convert("L")]))
 
 
 def test_images_of_16_bits_keep_their_brightness() -> None:
@@ -77,7 +77,7 @@ def test_images_of_16_bits_keep_their_brightness() -> None:
 
 @pytest.mark.parametrize("kind", ["gif", "webp"])
 def test_an_animated_image_has_all_its_frames(kind: str) -> None:
-    frames = pixels_of(every_kind()[f"animated {kind}"])
+    frames = decode_image(every_kind()[f"animated {kind}"])
     assert frames.shape == (3, 3, 12, 10)
     with Image.open(io.BytesIO(every_kind()[f"animated {kind}"])) as image:
         image.seek(2)
@@ -87,7 +87,7 @@ def test_an_animated_image_has_all_its_frames(kind: str) -> None:
 
 
 def test_an_animated_png_is_its_still_image() -> None:
-    np.testing.assert_array_equal(pixels_of(every_kind()["animated png"]), smooth(12, 10).transpose(2, 0, 1))
+    np.testing.assert_array_equal(decode_image(every_kind()["animated png"]), smooth(12, 10).transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in every_kind() if not kind.startswith(("bmp", "tiff"))])
@@ -96,7 +96,7 @@ def test_an_image_that_is_cut_off_is_refused(kind: str) -> None:
     # What a PNG file has at last is a checksum of nothing.
     for size in {len(encoded) * part // 20 for part in range(1, 20)} | {len(encoded) - (5 if "png" in kind else 1)}:
         with pytest.raises(ValueError, match=r"\w"):
-            pixels_of(encoded[:size])
+            decode_image(encoded[:size])
 
 
 def test_damaged_jpeg_data_is_refused_although_there_are_pixels() -> None:
@@ -104,7 +104,7 @@ def test_damaged_jpeg_data_is_refused_although_there_are_pixels() -> None:
     middle = (encoded.index(b"\xff\xda") + len(encoded)) // 2
     encoded[middle : middle + 60] = b"\xff\x00" * 30
     with pytest.raises(ValueError, match="Corrupt JPEG data"):
-        pixels_of(bytes(encoded))
+        decode_image(bytes(encoded))
 
 
 def test_oddities_of_jpeg_that_spoil_no_pixel_are_allowed() -> None:
@@ -113,7 +113,7 @@ def test_oddities_of_jpeg_that_spoil_no_pixel_are_allowed() -> None:
     at = encoded.index(b"JFIF\0") + 5
     version[at : at + 2] = b"\0\0"
     for odd in (surplus, bytes(version), encoded + b"behind the end"):
-        np.testing.assert_array_equal(pixels_of(odd), reference(encoded))
+        np.testing.assert_array_equal(decode_image(odd), reference(encoded))
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_kinds_of_jpeg_that_are_not_decoded_are_refused(marker: int, bits: int, 
     frame = encoded.index(b"\xff\xc0")
     encoded[frame + 1], encoded[frame + 4] = marker, bits
     with pytest.raises(ValueError, match=reason):
-        pixels_of(bytes(encoded))
+        decode_image(bytes(encoded))
 
 
 @pytest.mark.parametrize("interlaced", [0, 1])
-@pytest.mark.parametrize("decode", [pixels_of, mask_of])
+@pytest.mark.parametrize("decode", [decode_image, decode_mask])
 def test_a_png_with_too_few_rows_is_refused(interlaced: int, decode: Any) -> None:
     rows = bytes(79) if interlaced else b"".join(b"\0" + bytes(range(1, 9)) for _ in range(8))
     header = (8, 8, 8, 0, 0, 0, interlaced)
@@ -142,8 +142,8 @@ def test_a_colour_that_the_palette_of_a_png_lacks_is_refused() -> None:
     data, palette = zlib.compress(bytes([0, 0, 1, 0, 2, 3])), png_chunk(b"PLTE", bytes(9))
     encoded = png((2, 2, 8, 3, 0, 0, 0), data, palette)
     with pytest.raises(ValueError, match="a pixel has the colour 3 of a palette of 3 colours"):
-        pixels_of(encoded)
-    assert mask_of(encoded).tolist() == [[0, 1], [2, 3]], (
+        decode_image(encoded)
+    assert decode_mask(encoded).tolist() == [[0, 1], [2, 3]], (
         "of a mask the indices are the classes, whatever their colours"
     )
 
@@ -152,7 +152,7 @@ def test_a_wrong_checksum_of_image_data_is_refused() -> None:
     encoded = encode(PHOTO, "png")
     chunks = [png_chunk(kind, body, 7 if kind == b"IDAT" else None) for kind, body in png_chunks(encoded)]
     with pytest.raises(ValueError, match=r"checksum in b'IDAT'"):
-        pixels_of(encoded[:8] + b"".join(chunks))
+        decode_image(encoded[:8] + b"".join(chunks))
 
 
 @pytest.mark.parametrize(
@@ -175,19 +175,19 @@ def test_a_wrong_checksum_of_image_data_is_refused() -> None:
 )
 def test_what_is_no_image_is_named(content: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        pixels_of(content)
+        decode_image(content)
 
 
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
 def test_an_image_is_turned_as_its_exif_orientation_says(kind: str, number: int) -> None:
     encoded = with_exif(orientation(number), kind)
-    np.testing.assert_array_equal(pixels_of(encoded), reference(encoded))
+    np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
     assert (
-        pixels_of(encoded).stride()
-        == pixels_of(encode(Image.fromarray(reference(encoded).transpose(1, 2, 0)), "png")).stride()
+        decode_image(encoded).stride()
+        == decode_image(encode(Image.fromarray(reference(encoded).transpose(1, 2, 0)), "png")).stride()
     )
-    np.testing.assert_array_equal(pixels_of(encoded, exif_orientation=False), pixels_of(with_exif(b"", kind)))
+    np.testing.assert_array_equal(decode_image(encoded, exif_orientation=False), decode_image(with_exif(b"", kind)))
 
 
 def test_an_orientation_behind_the_image_data_of_a_png_counts() -> None:
@@ -196,7 +196,7 @@ def test_an_orientation_behind_the_image_data_of_a_png_counts() -> None:
     last = [(kind, body) for kind, body in chunks if kind != b"eXIf"]
     last.insert(-1, (b"eXIf", exif))
     encoded = b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in last)
-    assert pixels_of(encoded).shape == (3, 41, 33)
+    assert decode_image(encoded).shape == (3, 41, 33)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_an_orientation_behind_the_image_data_of_a_png_counts() -> None:
 )
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
 def test_exif_data_that_makes_no_sense_turns_nothing(kind: str, exif: bytes) -> None:
-    np.testing.assert_array_equal(pixels_of(with_exif(exif, kind)), pixels_of(with_exif(b"", kind)))
+    np.testing.assert_array_equal(decode_image(with_exif(exif, kind)), decode_image(with_exif(b"", kind)))
 
 
 def test_every_task_turns_images_masks_and_boxes_together() -> None:
@@ -245,8 +245,8 @@ def test_every_task_turns_images_masks_and_boxes_together() -> None:
 def test_a_mask_with_an_orientation_is_turned_as_its_image() -> None:
     numbers = np.arange(12, dtype=np.uint8).reshape(3, 4)
     encoded = encode(Image.fromarray(numbers), "png", exif=orientation(6))
-    assert mask_of(encoded).tolist() == np.rot90(numbers, -1).tolist()
-    assert mask_of(encoded, exif_orientation=False).tolist() == numbers.tolist()
+    assert decode_mask(encoded).tolist() == np.rot90(numbers, -1).tolist()
+    assert decode_mask(encoded, exif_orientation=False).tolist() == numbers.tolist()
 
 
 @pytest.mark.parametrize("kind", ["16 bits", "palette"])

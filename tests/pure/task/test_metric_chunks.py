@@ -14,7 +14,7 @@ from ray_app.errors import TaskError
 from ray_app.task.base import Batch
 from ray_app.task.device import use_deterministic_algorithms
 from ray_app.task.image import ImageClassification
-from ray_app.task.metrics import MOST_MISTAKES, combine, score
+from ray_app.task.metrics import MAX_MISTAKES, combine, score
 from ray_app.task.ragged import Ragged
 
 CLASSES, ROWS = 200, 64
@@ -89,7 +89,7 @@ def test_an_error_in_a_metric_names_the_rows_of_the_chunk() -> None:
 
 
 def test_the_worst_mistakes_of_all_chunks_are_kept_the_surest_first() -> None:
-    rows = 4 * MOST_MISTAKES
+    rows = 4 * MAX_MISTAKES
     scores = np.zeros((rows, 2), np.float32)
     scores[:, 1] = (np.random.default_rng(1).permutation(rows) + 1) / rows
     task = Given()
@@ -98,7 +98,7 @@ def test_the_worst_mistakes_of_all_chunks_are_kept_the_surest_first() -> None:
     task.picture = lambda batch, row: pictures.append(row) or b"picture"  # type: ignore[method-assign, func-returns-value]
     arrays = {"image": scores, "label": np.zeros(rows, np.int64)}
     mistakes = combine(task, score(task, nn.Identity(), arrays, 4, CPU, chunk_rows=4)).mistakes
-    assert [m.row for m in mistakes] == np.argsort(-scores[:, 1])[:MOST_MISTAKES].tolist()
+    assert [m.row for m in mistakes] == np.argsort(-scores[:, 1])[:MAX_MISTAKES].tolist()
     assert all(m.image == b"picture" for m in mistakes)
     assert len(pictures) < rows
 

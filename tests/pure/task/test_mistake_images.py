@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.base import Losses, WithoutTargets
-from ray_app.task.images import mask_of
+from ray_app.task.images import decode_mask
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
 from tests.support.pictures import encoded
@@ -81,13 +81,13 @@ def test_the_numbers_of_a_mask_are_those_that_are_stored(mode: str) -> None:
     if mode == "P":
         image = Image.fromarray(numbers.astype(np.uint8), "P")
         image.putpalette([200, 10, 10] * 256)  # all of one colour: only the indices tell them apart
-    assert mask_of(encoded(image)).tolist() == numbers.tolist()
+    assert decode_mask(encoded(image)).tolist() == numbers.tolist()
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("RGB", "png"), ("L", "jpeg"), ("RGB", "webp")])
 def test_what_is_no_mask_is_refused(mode: str, kind: str) -> None:
-    with pytest.raises(ValueError, match="which is no mask"):
-        mask_of(encoded(Image.new(mode, (4, 4)), kind))
+    with pytest.raises(ValueError, match="which is not a mask"):
+        decode_mask(encoded(Image.new(mode, (4, 4)), kind))
 
 
 @pytest.mark.parametrize("target", ["masks", "files", "numbers", "list"])
@@ -118,7 +118,7 @@ def test_the_loss_of_pixels_is_a_mean_over_those_that_count() -> None:
     assert found.weights.tolist() == [16, 56, 64]
     expected = torch.nn.CrossEntropyLoss(ignore_index=9)(outputs, masks)
     torch.testing.assert_close(found.values.sum() / found.weights.sum(), expected)
-    assert task.predictions(outputs)["predicted_index"].tolist() == outputs.argmax(1).tolist()
+    assert task.predictions(outputs, {"masks": masks})["predicted_index"].tolist() == outputs.argmax(1).tolist()
 
 
 class Scores(torch.nn.Module):

@@ -16,7 +16,7 @@ import yaml
 from ray_app import load_config
 from ray_app.errors import ConfigError, DataError
 from ray_app.preflight.prepare import prepare
-from ray_app.task.fields import of_kind, plain
+from ray_app.task.fields import convert_column, to_model_types
 from ray_app.task.ragged import Ragged
 from ray_app.train.job import Job
 from tests.support.pictures import table_data
@@ -110,7 +110,7 @@ def test_the_metric_says_whether_more_is_better(
         (
             module(best_metric="acc"),
             {},
-            "task.init_args.best_metric is 'acc', and nothing says whether less or more of it is better. The",
+            "task.init_args.best_metric is 'acc', and nothing defines whether less or more of it is better. The",
         ),
         (
             module(best_metric="mae"),
@@ -120,7 +120,7 @@ def test_the_metric_says_whether_more_is_better(
         (
             module(),
             {"evaluate__metric": "mae"},
-            "evaluate.metric is 'mae', and nothing says whether less or more of it is better.",
+            "evaluate.metric is 'mae', and nothing defines whether less or more of it is better.",
         ),
         (
             module(),
@@ -130,7 +130,7 @@ def test_the_metric_says_whether_more_is_better(
         (
             lightning(best_metric="accuracy"),
             {},
-            "best_metric is 'accuracy', and nothing says whether less or more of it is better. Set",
+            "best_metric is 'accuracy', and nothing defines whether less or more of it is better. Set",
         ),
     ],
 )
@@ -277,16 +277,17 @@ def test_an_argument_without_a_hint_is_needed_all_the_same_and_may_be_null() -> 
     ],
 )
 def test_numbers_in_lists_are_of_types_that_layers_take(kind: Any, wanted: Any) -> None:
-    lists = of_kind(Ragged.of([[1, 0], [1]], kind), "list")
+    lists = convert_column(Ragged.of([[1, 0], [1]], kind), "list")
     assert isinstance(lists, Ragged)
     assert lists.values.dtype == wanted
     assert lists.values.tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match="a list holds no numbers"):
-        of_kind([[1], [2]], "list")
+        convert_column([[1], [2]], "list")
 
 
 @pytest.mark.parametrize(
-    "decode", [lambda values: of_kind(values, "list" if isinstance(values, Ragged) else "integer"), plain]
+    "decode",
+    [lambda values: convert_column(values, "list" if isinstance(values, Ragged) else "integer"), to_model_types],
 )
 def test_integers_that_int64_does_not_hold_are_refused(decode: Any) -> None:
     for great in (2**63, 2**64 - 1):

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest
-from ray_app.predict.predict import parts_of
-from ray_app.task.classification import class_predictions
+from ray_app.predict.predict import cut_parts
+from ray_app.task.classification import predict_classes
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification, TabularRegression
 
 
 def test_a_class_has_a_name_a_number_and_a_confidence() -> None:
-    found = class_predictions(torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]]), ["cat", "dog", "sea lion"])
+    found = predict_classes(torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]]), ["cat", "dog", "sea lion"])
     assert found["predicted"].tolist() == ["dog", "cat"]
     assert found["predicted_index"].tolist() == [1, 0]
     expected = [np.exp(3) / (1 + np.exp(3) + np.exp(1)), np.exp(5) / (np.exp(5) + 2)]
@@ -31,7 +31,7 @@ def test_a_class_without_a_name_has_its_number_as_its_name(task: ImageClassifica
     columns = {"label": label, "image": ColumnFacts("array", "uint8", (8, 8)), "a": ColumnFacts("number", "float64")}
     made = task.prepare(DataFacts("data", 9, columns, ("cat", "dog")))
     scores, labels = torch.eye(4), torch.tensor([0, 1, 1, 0])
-    assert made.predictions(scores)["predicted"].tolist() == ["cat", "dog", "2", "3"]
+    assert made.predictions(scores, {"label": labels})["predicted"].tolist() == ["cat", "dog", "2", "3"]
     assert [(wrong.truth, wrong.predicted) for wrong in made.mistakes(scores, {"label": labels}, 9)] == [
         ("dog", "2"),
         ("cat", "3"),
@@ -42,13 +42,13 @@ def test_targets_are_not_inputs() -> None:
     assert ImageClassification().targets() == ["label"]
     task = TabularRegression(label="price", features=["a", "b"])
     assert (task.targets(), task.columns()) == (["price"], ["a", "b", "price"])
-    assert task.predictions(torch.tensor([[2.0], [3.0]]))["predicted"].tolist() == [2.0, 3.0]
+    assert task.predictions(torch.tensor([[2.0], [3.0]]), {})["predicted"].tolist() == [2.0, 3.0]
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=6), min_size=1, max_size=4), st.integers(1, 50))
 def test_parts_hold_every_row_once_in_order_and_are_bounded(files: list[list[int]], most_rows: int) -> None:
     manifest = Manifest.from_files((f"part-{i}.parquet", groups) for i, groups in enumerate(files))
-    parts = parts_of(manifest, most_rows)
+    parts = cut_parts(manifest, most_rows)
     spans = [span for part in parts for span in part]
     assert sum(span.rows for span in spans) == manifest.num_rows
     assert [span.position for span in spans] == [0, *accumulate(span.rows for span in spans)][: len(spans)]

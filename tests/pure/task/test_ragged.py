@@ -20,16 +20,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_app.data.arrays import from_column, ragged_lists, spec_of, to_column
-from ray_app.data.bad_rows import KEYS, decode_around
+from ray_app.data.arrays import from_column, ragged_lists, spec_of_field, to_column
+from ray_app.data.bad_rows import KEYS, decode_good_rows
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.local_readers import load_all
 from ray_app.data.prefetch import StreamedWindows
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.data.reader import Reader, RowSource, fetch_in_process
 from ray_app.data.windows import CachedWindows, MicroBatch, Windows
-from ray_app.plan.order import Cursor, Plan, by_length
-from ray_app.task.ragged import Ragged, put_together, to_batch
+from ray_app.plan.order import Cursor, Plan, order_by_length
+from ray_app.task.ragged import Ragged, concat_ragged, to_batch
 from ray_app.task.transforms import drawing
 from tests.support.delivered import Place, assert_same, delivered
 
@@ -62,9 +62,9 @@ def windows(dataset: Dataset, plan: Plan, cursor: Cursor, played: range, cache: 
     reader = Reader(dataset.root, ["tokens", "id"], used, probe(dataset, ["tokens", "id"], used), keyed=keyed)
     source = RowSource(reader, plan.manifest, 23)
     return (
-        CachedWindows(load_all(fetch_here, source))
+        CachedWindows(load_all(fetch_in_process, source))
         if cache
-        else StreamedWindows(plan, cursor, played, EPOCHS, fetch_here, source)
+        else StreamedWindows(plan, cursor, played, EPOCHS, fetch_in_process, source)
     )
 
 
@@ -99,7 +99,9 @@ def test_rows_of_different_length_are_in_memory_once_when_all_are_read(tmp_path:
     for length in (reader.fields["tokens"].length, 1.0):  # also where the first rows say nothing of the others
         fields = {"tokens": replace(reader.fields["tokens"], length=length), "id": reader.fields["id"]}
         tracemalloc.start()
-        loaded = load_all(fetch_here, RowSource(replace(reader, fields=fields), dataset.manifest, 100)).arrays["tokens"]
+        loaded = load_all(fetch_in_process, RowSource(replace(reader, fields=fields), dataset.manifest, 100)).arrays[
+            "tokens"
+        ]
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert isinstance(loaded, Ragged)
@@ -146,7 +148,7 @@ def test_grouped_by_length_little_is_padding(texts: Dataset) -> None:
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 9), st.integers(0, 2**40))
 def test_an_order_by_length_is_a_permutation_of_like_rows(lengths: list[int], micro_batch: int, base: int) -> None:
     given_lengths = np.array(lengths, np.int64)
-    order = by_length(given_lengths, micro_batch, base)
+    order = order_by_length(given_lengths, micro_batch, base)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     full = len(lengths) // micro_batch
     bounds = [given_lengths[order[i * micro_batch : (i + 1) * micro_batch]] for i in range(full)]
@@ -174,13 +176,13 @@ def test_columns_keep_rows_of_any_length(rows: list[list[int]], data: st.DataObj
     table = pa.table([column], pa.schema([field]))
     cut = data.draw(st.integers(0, len(rows)))
     moved = pa.concat_tables([table.slice(cut), table.slice(0, cut)])
-    spec = spec_of(moved.schema.field(0))
+    spec = spec_of_field(moved.schema.field(0))
     assert spec is not None
     found = from_column(moved.column(0), spec)
     assert isinstance(found, Ragged)
     assert [found.row(i).tolist() for i in range(len(found))] == rows[cut:] + rows[:cut]
     assert (found.fill, found.multiple, found.values.dtype) == (-7, 2, np.int16)
-    again = put_together([ragged[:cut], ragged[cut:]])
+    again = concat_ragged([ragged[:cut], ragged[cut:]])
     assert [again.row(i).tolist() for i in range(len(again))] == rows
 
 
@@ -200,10 +202,10 @@ def test_rows_that_cannot_be_decoded_have_no_length() -> None:
             raise ValueError("three")
         return {"x": Ragged.of([np.arange(n) for n in rows["n"]], np.int64)}
 
-    from ray_app.data.arrays import spec_like
+    from ray_app.data.arrays import spec_of_values
 
-    fields = {"x": spec_like(picky({"n": np.array([1])})["x"])}
-    found, reasons = decode_around(picky, {"n": np.array([2, 3, 1, 3, 4])}, 5, fields)
+    fields = {"x": spec_of_values(picky({"n": np.array([1])})["x"])}
+    found, reasons = decode_good_rows(picky, {"n": np.array([2, 3, 1, 3, 4])}, 5, fields)
     values = found["x"]
     assert isinstance(values, Ragged)
     assert values.lengths.tolist() == [2, 0, 1, 0, 4]

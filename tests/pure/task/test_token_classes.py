@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ray_app.data.arrays import spec_like, to_column
+from ray_app.data.arrays import spec_of_values, to_column
 from ray_app.data.dataset import open_dataset
 from ray_app.data.local_readers import load_all
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, RowSource, fetch_here
+from ray_app.data.reader import Reader, RowSource, fetch_in_process
 from ray_app.driver.result import Result
 from ray_app.errors import DataError
-from ray_app.predict.actor import PredictActor, part_file
-from ray_app.task.base import Losses, WithoutTargets, summed
+from ray_app.predict.actor import PredictActor, encode_part
+from ray_app.task.base import Losses, WithoutTargets, sum_losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, Ragged, joined, to_batch
+from ray_app.task.ragged import Arrays, Ragged, concat_fields, to_batch
 from ray_app.task.whole_batches import BatchTask
 from tests.support.pictures import table_data
 
@@ -91,7 +91,7 @@ def test_predictions_of_tokens_are_as_long_as_their_rows(
 ) -> None:
     rows = task.decode({"tokens": lists(TOKENS), "tags": np.zeros(5, np.int64)})
     batches = [to_batch(rows, slice(low, low + size)) for low in range(0, 5, size)]
-    found = joined([task.predicted(task.forward(model, batch), batch)[name] for batch in batches])
+    found = concat_fields([task.predictions(task.forward(model, batch), batch)[name] for batch in batches])
     scores = [[model.scores.weight[token] for token in row] for row in TOKENS]
     wanted: list[Any] = [[int(each.argmax()) for each in row] for row in scores]
     if name == "predicted":
@@ -103,12 +103,12 @@ def test_a_part_has_a_list_of_the_length_of_each_row_whatever_the_batches() -> N
     task = tagging()
     actor = PredictActor.__new__(PredictActor)
     actor._device, actor._predict = torch.device("cpu"), lambda batch: task.forward(OfToken(), batch)
-    fields = {name: spec_like(values) for name, values in WITHOUT_TAGS.items()}
+    fields = {name: spec_of_values(values) for name, values in WITHOUT_TAGS.items()}
     columns = {name: to_column(name, values)[1] for name, values in WITHOUT_TAGS.items()}
     parts = []
     for size in (1, 2, 5):
         actor._job = SimpleNamespace(fields=fields, batch_size=size, model=SimpleNamespace(task=task))  # type: ignore[assignment]
-        parts.append(part_file(pa.table({"position": range(5)}), actor._outputs(pa.table(columns), 0), "x"))
+        parts.append(encode_part(pa.table({"position": range(5)}), actor._outputs(pa.table(columns), 0), "x"))
     assert parts[0] == parts[1] == parts[2]
     read = pq.read_table(pa.BufferReader(parts[0]))["predicted_index"].to_pylist()
     assert [len(row) for row in read] == [len(row) for row in TOKENS]
@@ -136,7 +136,7 @@ def test_what_goes_along_with_no_list_is_not_predicted() -> None:
         DataError,
         match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which of these they go along",
     ):
-        tagging().predicted(tagging().forward(Halved(), batch), batch)
+        tagging().predictions(tagging().forward(Halved(), batch), batch)
 
 
 CLASSIFICATION = "torchmetrics.classification"
@@ -160,7 +160,7 @@ def test_a_micro_batch_of_one_token_for_each_row_is_compared_as_longer_ones_are(
     task, model = tagging(False, loss=loss), OfToken(outputs, last=outputs == 1)
     tags = [[token % 3 for token in row] for row in rows]
     batch = to_batch(task.decode({"tokens": lists(rows), "tags": lists(tags)}))
-    found = summed(task, Losses.of(task.loss(task.forward(model, batch), batch)))
+    found = sum_losses(task, Losses.of(task.loss(task.forward(model, batch), batch)))
     scores, target = model.scores.weight[[*chain(*rows)]], torch.tensor([*chain(*tags)])
     wanted = nn.CrossEntropyLoss()(scores, target) if outputs == 3 else nn.MSELoss()(scores[:, 0], target.float())
     assert found.loss / found.weight == pytest.approx(wanted.item())
@@ -183,7 +183,7 @@ def test_a_row_with_more_classes_than_tokens_is_named(tmp_path: Path) -> None:
         fields = probe(dataset, prepared.columns(), prepared.decode)
         source = RowSource(Reader(dataset.root, prepared.columns(), prepared.decode, fields), dataset.manifest, 64)
         with nullcontext() if said is None else pytest.raises(DataError, match=said):
-            load_all(fetch_here, source)
+            load_all(fetch_in_process, source)
     unread = WithoutTargets(tagging())({"tokens": lists(TOKENS)})
     assert len(unread["tags"]) == len(TOKENS), "what stands in for tags has other lengths"
 
@@ -204,14 +204,14 @@ def test_classes_in_arrays_are_of_any_type_of_integers(kind: Any, labels: bool) 
         batch, metrics = to_batch(task.decode({"tokens": tokens, "tags": some})), task.metrics()
         outputs = task.forward(model, batch)
         task.update(metrics, outputs, batch)
-        found.append((summed(task, Losses.of(task.loss(outputs, batch))), metrics.compute()))
+        found.append((sum_losses(task, Losses.of(task.loss(outputs, batch))), metrics.compute()))
     assert found[0] == found[1]
 
 
 class Boxed(BatchTask):
     """Compares lists of lists by itself."""
 
-    def evaluated(self, model: nn.Module, batch: Any) -> Any:
+    def eval_outputs(self, model: nn.Module, batch: Any) -> Any:
         """Not called."""
         raise NotImplementedError
 

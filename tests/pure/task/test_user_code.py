@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ray_app.errors import DataError, TaskError
-from ray_app.task.user_code import calls, user_code
+from ray_app.task.user_code import format_calls, user_code
 
 SOURCE = """
 import torch
@@ -64,14 +64,14 @@ def test_the_users_lines_are_shown_and_those_of_libraries_counted(module: Module
 def test_what_an_error_came_from_is_shown_first(module: ModuleType) -> None:
     with pytest.raises(ValueError, match="no labels") as caught:
         module.chained()
-    told = calls(caught.value)
+    told = format_calls(caught.value)
     assert told.index("KeyError: 'labels'") < told.index("which led to:") < told.index("ValueError: no labels")
 
 
 def test_endless_calls_are_cut(module: ModuleType) -> None:
     with pytest.raises(RecursionError) as caught:
         module.endless()
-    told = calls(caught.value).splitlines()
+    told = format_calls(caught.value).splitlines()
     assert len(told) < 70
     assert told[0].strip().startswith("...")
 
@@ -87,5 +87,5 @@ def test_without_a_line_of_the_users_all_calls_are_shown() -> None:
     with pytest.raises(IndexError) as caught:
         torch.nn.functional.embedding(torch.tensor([11]), torch.zeros(10, 3))
     error = caught.value.with_traceback(caught.tb.tb_next)
-    assert "functional.py" in calls(error)
-    assert "..." not in calls(error)
+    assert "functional.py" in format_calls(error)
+    assert "..." not in format_calls(error)

@@ -21,7 +21,7 @@ from ray_app.reduction.base import World
 from ray_app.runlog.evaluations import Evaluation, Verdict, put_evaluation
 from ray_app.runlog.history import recoveries
 from ray_app.runlog.journal import MetricsReader, StepRecord, put_event, read_events
-from ray_app.storage.files import Location, listing
+from ray_app.storage.files import Location, list_tree
 from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job
@@ -105,7 +105,7 @@ def test_a_newcomer_that_has_to_leave_before_it_begins_writes_no_checkpoint(
     job = new_job(train__strategy=strategy)
     with pytest.raises(PreemptedError, match="before it got a state"):
         train(job, ToldToLeave(), cached, CPU, Hooks())
-    assert listing(job.paths.root) == {}
+    assert list_tree(job.paths.root) == {}
 
 
 class Outage:
@@ -118,17 +118,17 @@ class Outage:
         if self.lasts:
             self.refused += 1
             raise OSError("503 Slow Down")
-        return listing(*args, **options)
+        return list_tree(*args, **options)
 
 
 @pytest.fixture
 def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
     outage = Outage()
-    monkeypatch.setattr(store_module, "listing", outage)
+    monkeypatch.setattr(store_module, "list_tree", outage)
     return outage
 
 
-def test_a_checkpoint_that_was_due_is_made_by_who_goes_on_from_a_snapshot_of_that_step(
+def test_a_checkpoint_that_was_due_is_made_after_a_restore_from_a_snapshot(
     new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All workers are lost behind the last step, before its checkpoint is committed."""
@@ -252,7 +252,7 @@ def test_who_waits_for_the_storage_says_so(new_job: Callable[..., Job]) -> None:
     assert membership.phases[-1] == "done"
 
 
-def test_a_checkpoint_that_could_not_be_written_does_not_keep_training_from_stopping_early(
+def test_early_stopping_works_although_a_checkpoint_could_not_be_written(
     new_job: Callable[..., Job],
 ) -> None:
     job = new_job(evaluate__patience=1, checkpoint__every_steps=2, data__eval_path="somewhere")

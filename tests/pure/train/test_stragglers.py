@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_app.plan.assignment import shares_by_speed
+from ray_app.plan.assignment import blocks_by_speed
 from ray_app.reduction.base import World
-from ray_app.train.step.timing import Spent
+from ray_app.train.step.timing import TimeBreakdown
 from ray_app.train.stragglers import Straggler, StragglerDetector
 
 Times = Callable[[int, int], tuple[float, ...]]
@@ -31,21 +31,21 @@ class Steps:
     def go(self, steps: int) -> Steps:
         for _ in range(steps):
             times = [(*self._times(self.done, rank), 0.0, 0.0)[:3] for rank in range(self.world.size)]
-            blocks = [self.world.played_by(rank) for rank in range(self.world.size)]
-            spent = [Spent(*times[rank], self.step_s[-1]) for rank, block in enumerate(blocks) for _ in block]
+            blocks = [self.world.assigned_to(rank) for rank in range(self.world.size)]
+            spent = [TimeBreakdown(*times[rank], self.step_s[-1]) for rank, block in enumerate(blocks) for _ in block]
             self.done += 1
             self.found += [(self.done, slow) for slow in self.pace.add(spent) or []]
             busy = [len(block) * unit + data + other for block, (unit, data, other) in zip(blocks, times, strict=True)]
             self.step_s.append(max(busy) + 0.002)
             if self.pace.shares is not None:
-                self.world = World(0, self.world.size, self.world.logical_workers, shares=self.pace.shares)
+                self.world = World(0, self.world.size, self.world.logical_workers, assignment=self.pace.shares)
                 self.moves.append((self.done, [len(block) for block in self.pace.shares]))
                 self.pace.begin(self.world)
         return self
 
     @property
     def told(self) -> list[tuple[str, int, str]]:
-        return [(slow.what, slow.rank, slow.cause) for _, slow in self.found]
+        return [(slow.event, slow.rank, slow.cause) for _, slow in self.found]
 
 
 def noisy(
@@ -115,14 +115,14 @@ def test_who_keeps_up_again_is_told_once() -> None:
         return 0.04 if rank == 1 and step < 100 else 0.02, 0.0
 
     steps = Steps(2, 2, times).go(300)
-    assert steps.told == [("slowed", 1, "compute"), ("kept_up", 1, "compute")]
+    assert steps.told == [("slowed", 1, "compute"), ("straggler_recovered", 1, "compute")]
     assert not steps.pace.slow
 
 
 def test_a_slow_worker_gets_less_to_do() -> None:
     steps = Steps(4, 16, noisy(0.02, {3: 2.0}, noise=0.02), balances=True).go(1000)
     assert steps.moves[0][0] <= 50
-    assert [len(steps.world.played_by(rank)) for rank in range(4)] in ([5, 5, 4, 2], [5, 4, 5, 2], [4, 5, 5, 2])
+    assert [len(steps.world.assigned_to(rank)) for rank in range(4)] in ([5, 5, 4, 2], [5, 4, 5, 2], [4, 5, 5, 2])
     assert len(steps.moves) <= 3
     ideal = 16 * 0.02 / 3.5
     assert ideal / np.median(steps.step_s[-200:]) >= 0.85
@@ -139,7 +139,7 @@ def test_what_was_not_worth_it_is_taken_back_for_good() -> None:
     steps = Steps(2, 8, lambda step, rank: (0.02, 0.0), balances=True)
 
     def times(step: int, rank: int) -> tuple[float, float]:
-        return (0.02, 0.0) if rank == 0 else (0.16 / len(steps.world.played_by(1)), 0.0)
+        return (0.02, 0.0) if rank == 0 else (0.16 / len(steps.world.assigned_to(1)), 0.0)
 
     steps._times = times
     steps.go(1000)
@@ -157,7 +157,7 @@ def test_moves_become_rare() -> None:
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(0, 10))
 def test_shares_are_the_quickest(seconds: list[float], more: int) -> None:
-    shares = shares_by_speed(seconds, len(seconds) + more)
+    shares = blocks_by_speed(seconds, len(seconds) + more)
     assert [v for block in shares for v in block] == list(range(len(seconds) + more))
     assert all(shares)
     ends = max(len(block) * each for block, each in zip(shares, seconds, strict=True))
@@ -167,6 +167,6 @@ def test_shares_are_the_quickest(seconds: list[float], more: int) -> None:
 
 def test_where_the_time_went() -> None:
     steps = Steps(2, 2, lambda step, rank: (0.02 + 0.02 * rank, 0.01 * (1 - rank))).go(100)
-    first, second = steps.pace.spent()
+    first, second = steps.pace.time_fractions()
     assert first == pytest.approx({"compute": 20 / 42, "data": 10 / 42, "other": 0.0, "waits": 12 / 42}, abs=0.01)
     assert second["waits"] == pytest.approx(2 / 42, abs=0.01)

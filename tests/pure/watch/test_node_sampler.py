@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.watch.node_sampler import _free_name
@@ -17,4 +17,4 @@ def test_names_of_nodes_that_share_an_address() -> None:
 
 def test_the_pause_between_looks_must_be_one() -> None:
     with pytest.raises(ConfigError, match="system_metrics_s is 0; it must be greater than 0"):
-        check(Config().replace(tracking__system_metrics_s=0))
+        check_config(Config().replace(tracking__system_metrics_s=0))

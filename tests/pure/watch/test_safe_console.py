@@ -152,7 +152,7 @@ def job(tmp_path: Path) -> Any:
 def test_a_run_is_shown_where_nothing_can_be_shown(
     job: Any, broken: Callable[[], Any], is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shown_by, "_PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(shown_by, "_PLAIN_LINE_INTERVAL_S", 0.0)
     stream, reported = broken(), list[str]()
     console = SafeConsole(Console(file=SafeStream(stream, "standard output"), force_terminal=is_terminal))
     console.report_to(reported.append)

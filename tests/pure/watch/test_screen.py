@@ -19,7 +19,7 @@ from ray_app.report.page import render
 from ray_app.runlog import journal
 from ray_app.runlog import journal as segments
 from ray_app.runlog.paths import RunPaths
-from ray_app.watch.screen import Looking, Sight, left_s, line, screen, speed
+from ray_app.watch.screen import RunState, RunWatcher, format_line, remaining_seconds, render_screen, rows_per_second
 from ray_app.watch.server import PageServer
 from tests.support.made_run import MadeRun, full_run
 from tests.support.waiting import until
@@ -38,14 +38,14 @@ def run(tmp_path: Path) -> MadeRun:
     return made
 
 
-def drawn(*sights: Sight, width: int = 120) -> str:
+def drawn(*sights: RunState, width: int = 120) -> str:
     console = Console(width=width, force_terminal=False, record=True, file=io.StringIO())
-    console.print(screen(sights))
+    console.print(render_screen(sights))
     return console.export_text()
 
 
-def seen(*runs: MadeRun) -> list[Sight]:
-    return [Sight(made.paths, read_facts(made.paths, with_earlier=False)) for made in runs]
+def seen(*runs: MadeRun) -> list[RunState]:
+    return [RunState(made.paths, read_facts(made.paths, with_earlier=False)) for made in runs]
 
 
 # --- what is read
@@ -79,7 +79,7 @@ def test_what_was_read_once_is_not_read_again(run: MadeRun, monkeypatch: pytest.
 
 
 def test_looks_follow_a_run_and_outlive_a_storage_that_is_away(run: MadeRun) -> None:
-    with Looking([run.paths], EVERY_S) as looking:
+    with RunWatcher([run.paths], EVERY_S) as looking:
         [first] = looking.sights
         assert first.facts is not None
         assert first.facts.status == "running"
@@ -109,8 +109,8 @@ def test_a_run_on_the_terminal(run: MadeRun) -> None:
     [sight] = seen(run)
     facts = sight.facts
     assert isinstance(facts, Facts)
-    assert speed(facts) == pytest.approx(320)  # 32 rows in a tenth of a second
-    assert left_s(facts) == pytest.approx(30)
+    assert rows_per_second(facts) == pytest.approx(320)  # 32 rows in a tenth of a second
+    assert remaining_seconds(facts) == pytest.approx(30)
     text = drawn(sight)
     for said in (
         "live  running",
@@ -127,7 +127,7 @@ def test_a_run_on_the_terminal(run: MadeRun) -> None:
         ["1.2", "100", "1"],
     ]
     assert "KilledError: gone" in text
-    assert line(sight).startswith("live: running, step 100 of 400, loss ")
+    assert format_line(sight).startswith("live: running, step 100 of 400, loss ")
 
 
 def test_the_job_of_the_newest_start_is_linked_if_it_is_a_page(run: MadeRun) -> None:
@@ -150,7 +150,7 @@ def test_of_a_run_without_steps_and_of_one_with_all_kinds_of_things(tmp_path: Pa
     empty.hold()
     empty.start()
     assert "step 0 of 400" in drawn(*seen(empty))
-    assert "empty: running, step 0 of 400" in line(*seen(empty))
+    assert "empty: running, step 0 of 400" in format_line(*seen(empty))
     full = full_run(tmp_path, "full", text="a[bold]b")
     assert "a[bold]b" in drawn(*seen(full), width=200), "what comes from a run is no markup"
     assert max(map(len, drawn(*seen(full), width=60).splitlines())) <= 60
@@ -160,7 +160,7 @@ def test_slow_workers_are_told_while_they_are_slow(run: MadeRun) -> None:
     where = {"name": "host-7", "host": "10.0.0.7", "device": "cuda NVIDIA H200"}
     run.event("slowed", 12.0, rank=2, cause="compute", times=1.5, step=60, **where)
     run.event("slowed", 12.5, rank=1, cause="data", times=1.4, step=61, **where)
-    run.event("kept_up", 13.0, rank=1, cause="data", times=1.0, step=90, **where)
+    run.event("straggler_recovered", 13.0, rank=1, cause="data", times=1.0, step=90, **where)
     shown = drawn(*seen(run), width=200)
     assert "1: rank 2 (host-7, 10.0.0.7, cuda NVIDIA H200) computed 1.5 times as long as the others at step 60" in shown
     run.event("formed", 14.0, generation=9, workers=2, step=95)
@@ -208,7 +208,7 @@ class Asked:
 
 @pytest.fixture
 def asked(run: MadeRun) -> Iterator[Asked]:
-    with Looking([run.paths], EVERY_S) as looking, PageServer(looking) as server:
+    with RunWatcher([run.paths], EVERY_S) as looking, PageServer(looking) as server:
         assert server.url.startswith("http://127.0.0.1:")
         yield Asked(server.url)
 

@@ -89,7 +89,7 @@ class Ready:
     def __len__(self) -> int:
         return self.count
 
-    def ready(self, since_s: float = 0.0) -> int:
+    def count_ready(self, since_s: float = 0.0) -> int:
         return self.count
 
 
@@ -100,20 +100,20 @@ def decided(
     to train, if that is to change, and how many are to be on their way.
     """
     waits: list[str | None] = []
-    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=2, most_workers=4, standby_workers=1)
+    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=2, worker_limit=4, standby_workers=1)
     config = SimpleNamespace(logical_workers=4, scaling=scaling)
     control = SimpleNamespace(config=config)
     policy: Any = SimpleNamespace(
-        _control=control,
-        newcomers=Ready(ready),
-        coming=0,
+        context=control,
+        pending_workers=Ready(ready),
+        target_pending=0,
         is_stopping=lambda: False,
         _maybe_send_resource_request=lambda: None,
         _get_resize_decision=lambda workers: workers,
-        possible=lambda *_: possible,
-        wait=lambda reason, *_: waits.append(reason),
-        full_until_s=0.0,
-        changed_s=0.0,
+        possible_workers=lambda *_: possible,
+        set_waiting_reason=lambda reason, *_: waits.append(reason),
+        no_starts_until_s=0.0,
+        last_change_s=0.0,
     )
     if now:
         found: Any = ElasticPolicy.make_decision_for_running_worker_group(
@@ -122,11 +122,11 @@ def decided(
     else:
         found = ElasticPolicy.make_decision_for_non_running_worker_group(policy)
     [reason] = waits
-    return reason, found if isinstance(found, int) else None, policy.coming
+    return reason, found if isinstance(found, int) else None, policy.target_pending
 
 
 def test_below_the_minimum_it_waits_and_goes_on_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decided(monkeypatch, 0, 1) == ("room for 1 of at least 2 workers; waiting for capacity", None, 0)
+    assert decided(monkeypatch, 0, 1) == ("nodes for 1 of at least 2 workers; waiting for capacity", None, 0)
     assert decided(monkeypatch, 0, 3) == (None, 3, 0)
     assert decided(monkeypatch, 1, 1) == ("1 of at least 2 workers; waiting for capacity", None, 0)
     assert decided(monkeypatch, 1, 2) == (None, None, 1), "one begins"
@@ -148,25 +148,25 @@ class Late(Ready):
         super().__init__(count)
         self.since = since
 
-    def ready(self, since_s: float = 0.0) -> int:
+    def count_ready(self, since_s: float = 0.0) -> int:
         return self.since if since_s else self.count
 
 
 def decision_of(changed_s: float, now: int, possible: int, ready: int, ready_since: int = 0) -> tuple[Any, Any, int]:
     """The policy, its decision, and how often it asked the autoscaler for nodes."""
     requests: list[None] = []
-    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=1, most_workers=4, standby_workers=0)
+    scaling = SimpleNamespace(resize_interval_s=30.0, min_workers=1, worker_limit=4, standby_workers=0)
     policy: Any = SimpleNamespace(
-        _control=SimpleNamespace(config=SimpleNamespace(logical_workers=4, scaling=scaling)),
-        newcomers=Late(ready, ready_since),
-        coming=0,
+        context=SimpleNamespace(config=SimpleNamespace(logical_workers=4, scaling=scaling)),
+        pending_workers=Late(ready, ready_since),
+        target_pending=0,
         is_stopping=lambda: False,
         _maybe_send_resource_request=lambda: requests.append(None),
         _get_resize_decision=lambda workers: workers,
-        possible=lambda *_: possible,
-        wait=lambda *_: None,
-        full_until_s=0.0,
-        changed_s=changed_s,
+        possible_workers=lambda *_: possible,
+        set_waiting_reason=lambda *_: None,
+        no_starts_until_s=0.0,
+        last_change_s=changed_s,
     )
     if now:
         decision: Any = ElasticPolicy.make_decision_for_running_worker_group(
@@ -186,10 +186,10 @@ def test_a_start_with_fewer_workers_than_possible_may_grow_at_once() -> None:
     began = time.monotonic()
     policy, decision, _ = decision_of(0.0, now=0, possible=4, ready=2)
     assert decision == 2
-    assert policy.changed_s <= time.monotonic() - 30.0
+    assert policy.last_change_s <= time.monotonic() - 30.0
     policy, decision, _ = decision_of(0.0, now=0, possible=4, ready=4)
     assert decision == 4
-    assert policy.changed_s >= began
+    assert policy.last_change_s >= began
 
 
 @pytest.mark.parametrize(("ready", "ready_since", "workers"), [(1, 0, None), (1, 1, 3), (2, 0, 4)])

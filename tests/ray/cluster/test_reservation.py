@@ -13,7 +13,7 @@ from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import create_scaling_policy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from ray_app.cluster.controller.backend import ControllerContext, take_over
+from ray_app.cluster.controller.backend import ControllerContext, use_stable_run_id
 from ray_app.cluster.controller.scaling_policy import ElasticPolicy
 from ray_app.config.config import Config
 
@@ -24,7 +24,7 @@ def started(run_root: str, config: Config, workers: int) -> Any:
     control = ControllerContext(run_root, 1, config, None, 0, True)
     made = ElasticPolicy(scaling, control) if config.failure.recovery == "in_place" else create_scaling_policy(scaling)
     trainer = DataParallelTrainer(lambda: None, scaling_config=scaling)
-    take_over(trainer, run_root)
+    use_stable_run_id(trainer, run_root)
     made.after_controller_start(trainer.train_run_context)
     return made
 
@@ -32,7 +32,7 @@ def started(run_root: str, config: Config, workers: int) -> Any:
 def possible(policy: Any) -> int:
     """Workers that it finds room for."""
     return (
-        policy.possible()
+        policy.possible_workers()
         if isinstance(policy, ElasticPolicy)
         else policy._count_possible_workers(policy._get_reserved_resources())
     )
@@ -77,7 +77,9 @@ def test_a_start_begins_as_many_workers_as_are_sure_to_fit_before_it_asks(
         control = ControllerContext(
             "/runs/this", 1, config.replace(scaling__min_workers=least), None, reading_cpus, True
         )
-        return ElasticPolicy(ScalingConfig(num_workers=(least, cpus), resources_per_worker={"CPU": 1}), control).free()
+        return ElasticPolicy(
+            ScalingConfig(num_workers=(least, cpus), resources_per_worker={"CPU": 1}), control
+        ).free_slots()
 
     assert (free(0), free(1), free(cpus - 2)) == (cpus, cpus - 1, 2)
     assert free(cpus - 1) == 0, "the run could not start"

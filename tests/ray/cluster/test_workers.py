@@ -16,7 +16,7 @@ import ray
 from ray_app import run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
-from ray_app.drill.faults import Several
+from ray_app.drill.faults import HookChain
 from ray_app.driver.run import Faults
 from ray_app.errors import BudgetSpentError, RepeatedFailureError
 from ray_app.runlog.journal import Event, MetricsReader, read_events
@@ -70,7 +70,7 @@ def test_the_others_go_on_and_a_new_worker_joins(
     kill = Kill(str(tmp_path / "killed"), step=13, rank=rank)
     run = str(tmp_path / "runs" / "run")
     joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
-    summary, events = run_with(config, reference, after_step=Several((kill, AwaitNewcomer(run, 14), joined)))
+    summary, events = run_with(config, reference, after_step=HookChain((kill, AwaitNewcomer(run, 14), joined)))
     assert kill.happened == 1
     assert sizes(events) == [2, 1, 2]
     assert summary["redone_steps"] == 0
@@ -85,11 +85,11 @@ def test_a_spare_takes_the_place_of_a_killed_worker(
 ) -> None:
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, scaling__standby_workers=1)
     kill, run = Kill(str(tmp_path / "killed"), step=13, rank=1), str(tmp_path / "runs" / "run")
-    ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
+    ready = Linger(run, "standbys", {"ready": 1}, after=5, each_s=60)
     joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
-    summary, events = run_with(config, reference, after_step=Several((ready, kill, joined)))
+    summary, events = run_with(config, reference, after_step=HookChain((ready, kill, joined)))
     assert kill.happened == 1
-    assert [event.details["ready"] for event in events["spares"]][:2] == [1, 0], "it was there before, and joined"
+    assert [event.details["ready"] for event in events["standbys"]][:2] == [1, 0], "it was there before, and joined"
     assert sizes(events) == [2, 1, 2]
     assert (summary["restarts"]["failures"], summary["redone_steps"]) == (1, 0)
     [replaced] = events["replaced"]
@@ -103,10 +103,10 @@ def test_all_are_killed_and_the_run_goes_on_with_the_spare(
         scaling__min_workers=1, scaling__max_workers=2, scaling__standby_workers=1, checkpoint__snapshot_every_steps=1
     )
     kill, run = Kill(str(tmp_path / "killed"), step=13), str(tmp_path / "runs" / "run")
-    ready = Linger(run, "spares", {"ready": 1}, after=5, each_s=60)
+    ready = Linger(run, "standbys", {"ready": 1}, after=5, each_s=60)
     committed = Linger(run, "checkpointed", {"step": 8}, after=12, each_s=60)
     joined = Linger(run, "formed", {"workers": 2, "generation": 3}, after=15)
-    summary, events = run_with(config, reference, after_step=Several((ready, committed, kill, joined)))
+    summary, events = run_with(config, reference, after_step=HookChain((ready, committed, kill, joined)))
     assert kill.happened == 2
     assert sizes(events) == [2, 1, 2]
     assert summary["redone_steps"] <= 1
@@ -123,10 +123,10 @@ def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: 
     }
     run = tmp_path / "runs" / "run"
     drag = Drag(str(tmp_path / "slow"), step=20, rank=1)
-    ready = Linger(str(run), "spares", {"ready": 1}, after=5, each_s=60)
+    ready = Linger(str(run), "standbys", {"ready": 1}, after=5, each_s=60)
     joined = Linger(str(run), "formed", {"workers": 2, "generation": 3}, after=490, each_s=10)
     result = run_training(
-        short_run(**scaling, **longer), faults=Faults(train=Hooks(after_step=Several((ready, drag, joined))))
+        short_run(**scaling, **longer), faults=Faults(train=Hooks(after_step=HookChain((ready, drag, joined))))
     )
     assert result.summary["params_digest"] == alone.summary["params_digest"]
     paths = RunPaths(run)
@@ -180,7 +180,7 @@ def test_the_actor_with_the_decoded_data_dies(short_run: ShortRun, reference: di
         AwaitNewcomer(run, 14),
         Linger(run, "formed", {"workers": 2, "generation": 3}, after=15),
     )
-    summary, events = run_with(config, reference, after_step=Several(acts), watch=watch)
+    summary, events = run_with(config, reference, after_step=HookChain(acts), watch=watch)
     assert len(pids) == 2, "the actor died and was there again"
     assert kill.happened == 1
     assert sizes(events) == [2, 1, 2]
@@ -201,7 +201,7 @@ def test_deaths_in_every_phase_of_a_step(short_run: ShortRun, reference: dict[st
         KillAt(str(tmp_path / "exchange"), "exchange", rank=0, step=11),
         KillAt(str(tmp_path / "forming"), "forming", rank=1, step=11),
     ]
-    summary, events = run_with(config, reference, at=Several(tuple(kills)))
+    summary, events = run_with(config, reference, at=HookChain(tuple(kills)))
     assert [kill.happened for kill in kills] == [1, 1, 1]
     assert sizes(events)[:2] == [4, 3]
     assert 1 in sizes(events)
@@ -212,7 +212,7 @@ def test_deaths_in_every_phase_of_a_step(short_run: ShortRun, reference: dict[st
 def test_two_at_once(short_run: ShortRun, reference: dict[str, Any], tmp_path: Path) -> None:
     config = short_run(scaling__min_workers=1, scaling__max_workers=3)
     kills = [Kill(str(tmp_path / f"killed{rank}"), step=13, rank=rank) for rank in (0, 1)]
-    summary, events = run_with(config, reference, after_step=Several(tuple(kills)))
+    summary, events = run_with(config, reference, after_step=HookChain(tuple(kills)))
     assert [kill.happened for kill in kills] == [1, 1]
     assert summary["redone_steps"] == 0
     assert sizes(events)[-1] == 1
@@ -228,7 +228,7 @@ def test_a_new_worker_that_dies_while_it_joins(short_run: ShortRun, reference: d
     Path(f"{join.proof}-1").touch()  # spares the first start
 
     acts = (Spare(join.proof), kill, AwaitNewcomer(run, 14), Linger(run, "failed", {"number": 2}, after=15))
-    summary, events = run_with(config, reference, after_step=Several(acts), at=join)
+    summary, events = run_with(config, reference, after_step=HookChain(acts), at=join)
     assert (kill.happened, join.happened) == (1, 1)
     assert summary["restarts"]["failures"] == 2
     assert summary["redone_steps"] == 0
@@ -242,7 +242,7 @@ def test_the_loss_of_all_workers_redoes_little(
     config = short_run(scaling__min_workers=2, scaling__max_workers=2, checkpoint__snapshot_every_steps=every)
     kill = Kill(str(tmp_path / "killed"), step=13)
     committed = Linger(str(tmp_path / "runs" / "run"), "checkpointed", {"step": 8}, after=12, each_s=10)
-    summary, events = run_with(config, reference, after_step=Several((committed, kill)))
+    summary, events = run_with(config, reference, after_step=HookChain((committed, kill)))
     assert kill.happened == 2
     assert summary["redone_steps"] <= most
     [resumed] = events["resumed"]
@@ -289,7 +289,7 @@ def test_the_rendezvous_is_killed(short_run: ShortRun, reference: dict[str, Any]
     config = short_run(scaling__min_workers=2, scaling__max_workers=2)
     kill = Kill(str(tmp_path / "killed"), step=20, rank=0)
     slow = WaitFor(str(done), step=5)
-    summary, events = run_with(config, reference, after_step=Several((slow, kill)), watch=watch)
+    summary, events = run_with(config, reference, after_step=HookChain((slow, kill)), watch=watch)
     assert done.exists()
     assert kill.happened == 1
     assert summary["redone_steps"] == 0

@@ -17,9 +17,9 @@ import pytest
 
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import Dataset, open_dataset
-from ray_app.data.memory_cache import end_memory_cache, from_memory_cache, start_memory_cache
-from ray_app.data.ray_tasks import Pool, fetch_ray, through
-from ray_app.data.reader import POSITION, Decode, Reader, RowSource, named, whole
+from ray_app.data.memory_cache import end_memory_cache, read_memory_cache, start_memory_cache
+from ray_app.data.ray_tasks import ActorPool, fetch_ray, map_in_actors
+from ray_app.data.reader import POSITION, Decode, Reader, RowSource, describe_spec, plan_all_reads
 from ray_app.errors import ProcessDiedError
 from ray_app.ingest.ingest import run_on_cluster
 
@@ -83,7 +83,7 @@ def test_a_row_that_kills_its_reader_ends_the_reading_with_its_place(
 ) -> None:
     dataset = dataset_of(tmp_path, group=group)
     with pytest.raises(ProcessDiedError) as error:
-        list(fetch_ray(reader_of(dataset, Deadly(35, 99, deaths)), whole(dataset.manifest, 10)))
+        list(fetch_ray(reader_of(dataset, Deadly(35, 99, deaths)), plan_all_reads(dataset.manifest, 10)))
     assert str(error.value).startswith(said)
     assert not error.value.retryable
     assert 3 <= len(list(deaths.iterdir())) <= 4, "Ray Data does not say which task it lost"
@@ -93,7 +93,7 @@ def test_a_row_that_kills_its_reader_ends_the_reading_with_its_place(
 def test_readers_that_die_twice_change_nothing(tmp_path: Path, deaths: Path, group: int) -> None:
     dataset = dataset_of(tmp_path, group=group)
     table = pa.concat_tables(
-        fetch_ray(reader_of(dataset, Deadly(35, 2, deaths, signal.SIGKILL)), whole(dataset.manifest, 10))
+        fetch_ray(reader_of(dataset, Deadly(35, 2, deaths, signal.SIGKILL)), plan_all_reads(dataset.manifest, 10))
     )
     assert numbers(table, "a") == numbers(table, POSITION) == list(range(60))
     assert len(list(deaths.iterdir())) == 2
@@ -103,7 +103,7 @@ def test_the_actor_of_a_memory_cache_tells_of_what_its_readers_died(tmp_path: Pa
     dataset = dataset_of(tmp_path)
     cache = start_memory_cache(RowSource(reader_of(dataset, Deadly(35, 99, deaths)), dataset.manifest, 10))
     with pytest.raises(ProcessDiedError, match=r"part-0\.parquet, row group 3, rows 0 to 9"):
-        from_memory_cache(cache)
+        read_memory_cache(cache)
     end_memory_cache(cache)
 
 
@@ -120,7 +120,7 @@ def test_the_actor_of_a_memory_cache_that_dies_three_times_is_given_up(tmp_path:
 
     cache = start_memory_cache(RowSource(reader_of(dataset, EndsItsActor()), dataset.manifest, 10))
     with pytest.raises(ProcessDiedError, match=r"died 3 times while it decoded the data set for data\.cache: memory"):
-        from_memory_cache(cache)
+        read_memory_cache(cache)
 
 
 def _end_of_an_actor() -> Any:
@@ -151,9 +151,9 @@ def test_parts_that_kill_are_tried_three_times(tmp_path: Path, deaths: Path, die
     dataset = dataset_of(tmp_path)
     deadly = Deadly(35, times, deaths)
     reader = reader_of(dataset, deadly if dies == "the reader" else Deadly(-1, 0, deaths))
-    specs = whole(dataset.manifest, 10)
-    pool = Pool(Doubled, (deadly,) if dies == "the actor" else (), 1, 1, 0)
-    flow = through(pool, reader, specs, lambda found: specs[found["first"] // 10])
+    specs = plan_all_reads(dataset.manifest, 10)
+    pool = ActorPool(Doubled, (deadly,) if dies == "the actor" else (), 1, 1, 0)
+    flow = map_in_actors(pool, reader, specs, lambda found: specs[found["first"] // 10])
     if times == 2:
         assert sorted((found["first"], found["twice"]) for found in flow) == [(10 * i, 200 * i + 90) for i in range(6)]
     else:
@@ -178,5 +178,5 @@ def test_an_input_that_kills_its_ingest_is_named(deaths: Path) -> None:
 
 def test_rows_of_many_row_groups_are_named_in_brief(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path)
-    [spec] = whole(dataset.manifest, 60)
-    assert named(spec, 1) == "part-0.parquet, row group 0, rows 0 to 9; and 5 more row groups"
+    [spec] = plan_all_reads(dataset.manifest, 60)
+    assert describe_spec(spec, 1) == "part-0.parquet, row group 0, rows 0 to 9; and 5 more row groups"

@@ -14,7 +14,7 @@ import pytest
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.ray_tasks import fetch_ray
-from ray_app.data.reader import POSITION, Decode, Reader, whole
+from ray_app.data.reader import POSITION, Decode, Reader, plan_all_reads
 from ray_app.errors import BadRowError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -32,14 +32,14 @@ def picky(rows: dict[str, Any]) -> dict[str, Any]:
 
 def read(dataset: Dataset, decode: Decode, task_rows: int) -> pa.Table:
     reader = Reader(dataset.root, ["a"], decode, {name: ArraySpec("<i8", ()) for name in ("a", "pid")})
-    return pa.concat_tables(fetch_ray(reader, whole(dataset.manifest, task_rows)))
+    return pa.concat_tables(fetch_ray(reader, plan_all_reads(dataset.manifest, task_rows)))
 
 
 def test_slices_are_decoded_in_tasks_and_come_in_order(tmp_path: Path) -> None:
     for i, rows in enumerate((500, 3, 300)):
         pq.write_table(pa.table({"a": np.arange(rows)}), tmp_path / f"{i}.parquet", row_group_size=rows)
     dataset = open_dataset(str(tmp_path))
-    assert any(span.of for spec in whole(dataset.manifest, 20) for span in spec)
+    assert any(span.group_rows for spec in plan_all_reads(dataset.manifest, 20) for span in spec)
     table = read(dataset, decoded, 20)
     columns = {name: np.frombuffer(table[name].combine_chunks().buffers()[1], "<i8") for name in ("a", "pid", POSITION)}
     assert columns["a"].tolist() == [*range(500), *range(3), *range(300)]

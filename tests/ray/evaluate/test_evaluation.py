@@ -138,7 +138,7 @@ def test_a_run_whose_last_evaluations_are_not_made_is_no_finished_one(
         open_run(config, Console(file=StringIO()), Faults(before_evaluation=Gate(str(go_on))), background=True) as run,
         ThreadPoolExecutor(1) as pool,
     ):
-        result = pool.submit(run.go)
+        result = pool.submit(run.run)
         if not fields:
             until(lambda: any(commit.step == 30 for commit in store.commits()), "the last step is not there")
             run.stop()
@@ -151,7 +151,7 @@ def test_a_run_whose_last_evaluations_are_not_made_is_no_finished_one(
     assert read_evaluations(RunPaths(again.path))[-1].step == 30
     with open_run(config, Console(file=StringIO()), background=True) as run:
         run.stop()
-        assert run.go().summary["status"] == "finished", "there was nothing left to do"
+        assert run.run().summary["status"] == "finished", "there was nothing left to do"
 
 
 @pytest.mark.parametrize("on_error", ["fail", "warn"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.data.parquet_files import KEPT, kept_footers
+from ray_app.data.parquet_files import FOOTERS_FILE, load_footers
 from ray_app.errors import DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest, run_on_cluster
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 def content(folder: Path) -> dict[str, object]:
     """Every file; of what is kept of footers all but the times at which the files were written."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return {name: footers(path) if path.name == KEPT else path.read_bytes() for name, path in files.items()}
+    return {name: footers(path) if path.name == FOOTERS_FILE else path.read_bytes() for name, path in files.items()}
 
 
 def footers(kept: Path) -> list[dict[str, object]]:
-    found = kept_footers(kept.parent)
+    found = load_footers(kept.parent)
     assert found is not None
     return found.table.drop_columns("version").to_pylist()
 

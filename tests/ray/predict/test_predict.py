@@ -27,14 +27,14 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.predict import main
 from ray_app.cli.train import main as train
-from ray_app.data.arrays import from_column, spec_of
+from ray_app.data.arrays import from_column, spec_of_field
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, fetch_here, whole
+from ray_app.data.reader import Reader, fetch_in_process, plan_all_reads
 from ray_app.driver.model_export import ExportOptions, export_run
 from ray_app.errors import BadRowError
 from ray_app.predict.actor import Model, PredictActor, PredictJob
-from ray_app.predict.predict import parts_of
+from ray_app.predict.predict import cut_parts
 from ray_app.task.base import Task
 from ray_app.task.tabular import TabularRegression
 from tests.support.finished_run import CHAMPION, Finished, champion_run, predict_command
@@ -60,7 +60,7 @@ def state_of(out: Path) -> dict[str, tuple[bytes, int]]:
 
 def images_of(path: Path) -> tuple[list[str], np.ndarray]:
     table = pq.read_table(path / "part-00000.parquet")
-    pixels = from_column(table.column("image"), spec_of(table.schema.field("image")))  # type: ignore[arg-type]
+    pixels = from_column(table.column("image"), spec_of_field(table.schema.field("image")))  # type: ignore[arg-type]
     return table.column("row_id").to_pylist(), np.ascontiguousarray(
         pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
     )
@@ -111,7 +111,7 @@ def test_the_champion_predicts_every_row_once_in_order(
     assert set(after) - kept == {"part-00001.parquet", "part-00003.parquet", "part-00005.parquet"}
 
 
-def test_a_run_predicts_what_has_no_labels_and_an_export_with_the_same_bits_on_a_cluster_and_without(
+def test_predictions_without_labels_are_bit_identical_with_and_without_a_cluster(
     ray_cluster: None, run: Finished, digits: Path, tmp_path: Path
 ) -> None:
     table = pq.read_table(digits / "eval" / "part-00000.parquet")
@@ -198,12 +198,12 @@ def predictor_of(task: Task, data: Path, out: Path) -> tuple[PredictActor, list[
     reader = Reader(dataset.root, task.columns(), task.decode, probe(dataset, task.columns(), task.decode))
     model = task.build_model().eval()
     state = dict(model.state_dict())
-    parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(parts_of(dataset.manifest, 4))}
+    parts = {spec[0].position: (f"part-{i:05d}.parquet", spec) for i, spec in enumerate(cut_parts(dataset.manifest, 4))}
     made = Model(task, safetensors.torch.save(state), None, params_digest(state))
     job = PredictJob(
         made, dataset.root, reader.fields, [], {}, parts, str(out), "digest", 3, torch.get_num_threads(), "cpu"
     )
-    return PredictActor(ray.put(job)), list(fetch_here(reader, whole(dataset.manifest, 4))), model
+    return PredictActor(ray.put(job)), list(fetch_in_process(reader, plan_all_reads(dataset.manifest, 4))), model
 
 
 def test_a_number_is_predicted_and_a_row_without_a_value_is_named(ray_cluster: None, tmp_path: Path) -> None:

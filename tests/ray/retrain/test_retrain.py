@@ -24,8 +24,8 @@ from ray_app.cli.retrain import main
 from ray_app.config.config import from_yaml
 from ray_app.data.dataset import open_dataset, sha256
 from ray_app.models.registry import champion_of
-from ray_app.retrain.gate import gate_rows
-from ray_app.retrain.rounds import STAGES, RetrainPaths, digest_of, entries, open_rounds
+from ray_app.retrain.gate import select_gate_rows
+from ray_app.retrain.rounds import STAGES, RetrainPaths, digest_json, open_rounds, read_audit_entries
 from ray_app.storage.files import read_json
 from ray_app.track.mlflow_client import connect
 from tests.support.mlflow_server import database, mlflow_runs
@@ -102,7 +102,9 @@ class Days:
         """Evaluation rows that the gate judges on."""
         manifest = open_dataset(str(self.folder / "data" / "eval")).manifest
         files = [self.folder / "data" / "eval" / path for path in manifest.paths]
-        judges = gate_rows(manifest, {path: sha256(file) for path, file in zip(manifest.paths, files, strict=True)})
+        judges = select_gate_rows(
+            manifest, {path: sha256(file) for path, file in zip(manifest.paths, files, strict=True)}
+        )
         assert 140 < judges.sum() < 359 - 140
         return int(judges.sum())
 
@@ -113,7 +115,7 @@ class Days:
         return sorted(connect(self.uri).search_model_versions("name = 'digits'"), key=lambda v: int(v.version))
 
     def what(self) -> list[str]:
-        return [entry["what"] for entry in entries(self.paths)]
+        return [entry["what"] for entry in read_audit_entries(self.paths)]
 
     def facts(self) -> dict[str, Any]:
         """What must be the same whatever happened on the way."""
@@ -125,13 +127,13 @@ class Days:
             ],
             "champion": self.serves(),
             "replaces": versions[-1].tags["ray_app.replaces"],
-            "audit": [(entry["key"], entry["what"], entry["figures"]) for entry in entries(self.paths)],
+            "audit": [(entry["key"], entry["what"], entry["figures"]) for entry in read_audit_entries(self.paths)],
             "runs": runs,
             "tracked": [len(mlflow_runs(self.uri, name)) for name in runs],
             "open": open_rounds(self.paths),
             # The keys of rounds have the digest of the package: who edits it while this runs, for minutes, sees that
             # here first.
-            "code": digest_of({str(file): file.read_text() for file in sorted((ROOT / "ray_app").rglob("*.py"))}),
+            "code": digest_json({str(file): file.read_text() for file in sorted((ROOT / "ray_app").rglob("*.py"))}),
         }
 
 
@@ -178,7 +180,7 @@ def test_from_day_to_day(undisturbed: tuple[Days, dict[str, Any]], start: Callab
         assert (corrupted.code, days.serves(), len(days.versions())) == (2, "2", 2)
         assert "labels of the training data: the champion's accuracy on them is 0." in corrupted.out
         assert days.what() == ["promoted", "promoted", "data refused"]
-    refused = entries(days.paths)[-1]
+    refused = read_audit_entries(days.paths)[-1]
     assert refused["validation"]["agreement"]["training"] < 0.3
     assert refused["validation"]["agreement"]["accepted"] > 0.8
     told = connect(days.uri).get_registered_model("digits").tags
@@ -196,7 +198,7 @@ def test_from_day_to_day(undisturbed: tuple[Days, dict[str, Any]], start: Callab
     worse = start(days, "--retrain.min_new_rows=1", "--optimizer.lr=0.0000001")
     assert (worse.code, days.serves()) == (0, "2"), worse.err
     assert "so it may be no better" in worse.out
-    gate = entries(days.paths)[-1]
+    gate = read_audit_entries(days.paths)[-1]
     assert (gate["what"], gate["version"], gate["figures"]["rows"]) == ("gate refused", "3", days.judged)
     assert gate["figures"]["low"] <= 0 <= gate["figures"]["high"]
     assert days.versions()[2].tags["ray_app.gate"] == "gate refused"
@@ -246,7 +248,7 @@ import json, os, signal, sys
 from pathlib import Path
 import mlflow, ray, torch
 from ray_app.errors import RunHeldError
-from ray_app.driver.parsing import parse_more
+from ray_app.driver.parsing import parse_with_sections
 from ray_app.retrain.retraining import EXIT_CODES, retrain
 from ray_app.retrain.options import RetrainSection
 
@@ -257,9 +259,9 @@ def child(arguments, stage):
     def at(reached):
         if reached == stage:
             os.kill(os.getpid(), signal.SIGKILL)
-    config, sections = parse_more(arguments, {"retrain": RetrainSection}, "retrain.py")
+    config, sections = parse_with_sections(arguments, {"retrain": RetrainSection}, "retrain.py")
     try:
-        code = EXIT_CODES[retrain(config, sections["retrain"], at=at).what]
+        code = EXIT_CODES[retrain(config, sections["retrain"], at=at).kind]
     except RunHeldError as error:
         print(error)
         code = 75

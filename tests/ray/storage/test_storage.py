@@ -21,9 +21,9 @@ from ray_app.config.config import Config
 from ray_app.driver.run import Faults
 from ray_app.errors import LeaseLostError, NonFiniteError, RunHeldError
 from ray_app.runlog.journal import read_events
-from ray_app.runlog.lease import Holder, Record
+from ray_app.runlog.lease import LeaseHolder, LeaseRecord
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import listing, names, put_atomic, put_json, read_json
+from ray_app.storage.files import list_files, list_tree, put_atomic, put_json, read_json
 from ray_app.storage.object_stores import S3Path
 from ray_app.train.job import Hooks, Job
 from tests.support.injector import Break
@@ -42,7 +42,7 @@ def test_a_run_on_s3_is_the_same(
     """With its data there, an end, a damaged newest checkpoint, other workers afterwards, an evaluator, and a server
     that fails.
     """
-    for name, file in listing(digits).items():
+    for name, file in list_tree(digits).items():
         put_atomic(s3_folder / "digits" / name, file.read_bytes())
     config = short_run(
         run__storage_path=str(s3_folder),
@@ -79,7 +79,7 @@ def test_a_run_on_s3_is_the_same(
     assert params_digest(dict(result.load_model("newest").state_dict())) == reference["params_digest"]
     assert len(result.metrics()) == 30
     assert summary["mlflow_run_id"] == read_json(paths.tracking)["run_id"]
-    assert sorted(names(paths.root)) == [
+    assert sorted(list_files(paths.root)) == [
         "code.json",
         "config.yaml",
         "data.json",
@@ -112,7 +112,7 @@ def test_a_second_driver_is_refused(short_run: ShortRun, tmp_path: Path) -> None
     [refused] = refusals
     assert refused.returncode == 2, refused.stderr
     assert "RunHeldError: The run 'run' is being written by process" in refused.stderr
-    assert names(tmp_path / "runs" / "run" / "fences") == ["0001.json"]
+    assert list_files(tmp_path / "runs" / "run" / "fences") == ["0001.json"]
     assert run_training(config).status == "finished", "a released run can be started again"
 
 
@@ -121,12 +121,12 @@ def test_a_driver_that_lost_its_lease_ends_and_writes_nothing(short_run: ShortRu
 
     def take_over(job: Job) -> None:
         if read_events(paths, "checkpointed") and not paths.fence(2).exists():
-            put_json(paths.fence(2), asdict(Record(Holder("node-7", "another", 1, 1), 0.0, 0.0, 30.0)))
+            put_json(paths.fence(2), asdict(LeaseRecord(LeaseHolder("node-7", "another", 1, 1), 0.0, 0.0, 30.0)))
 
     config = short_run(train__epochs=40, train__max_steps=None, checkpoint__every_steps=8)
     with pytest.raises(LeaseLostError, match=r"taken over by its start number 2 .* on node-7"):
         run_training(config, observe=take_over)
     assert not paths.summary.exists()
     kinds: list[Any] = [e.kind for e in read_events(paths)]
-    assert "gave_up" not in kinds
+    assert "run_failed" not in kinds
     assert "finished" not in kinds

@@ -18,7 +18,7 @@ from ray_app.driver import run as run_module
 from ray_app.driver.run import Faults
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import MetricsReader, StepRecord
-from ray_app.runlog.node_metrics import read_looks
+from ray_app.runlog.node_metrics import read_samples
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import read_json
 from ray_app.train.job import Hooks, Job
@@ -67,7 +67,7 @@ def assert_all_sent(paths: RunPaths, uri: str, status: str = "FINISHED") -> Any:
     evaluations = read_evaluations(paths)
     got = history(uri, run_id, "eval_accuracy") if evaluations else []
     assert got == [(e.step, int(e.time_s * 1e3), e.metrics["accuracy"]) for e in evaluations]
-    looks = list(read_looks(paths, "").values())
+    looks = list(read_samples(paths, "").values())
     for node in {name for look in looks for name in look.nodes}:
         expected = [
             (look.step, int(look.time_s * 1e3), look.nodes[node]["memory_gb"]) for look in looks if node in look.nodes
@@ -209,7 +209,7 @@ def test_absent_to_the_end_and_replayed(
     assert "holds no run" in capsys.readouterr().err
 
     paths = RunPaths(tmp_path / "runs" / "absent")
-    points = 30 + len(read_looks(paths, ""))
+    points = 30 + len(read_samples(paths, ""))
     assert replay(["--replay", command, "--uri", server.uri, "--experiment", "second"]) == 0
     assert f"Sent {points} points, 0 of them evaluations" in capsys.readouterr().out
     run = assert_all_sent(paths, server.uri)

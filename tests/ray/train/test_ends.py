@@ -15,7 +15,7 @@ import ray
 
 from ray_app import run_training
 from ray_app.config.config import Config
-from ray_app.data.ray_tasks import anchor_here
+from ray_app.data.ray_tasks import start_shared_actors
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.job import Job
@@ -26,7 +26,7 @@ ShortRun = Callable[..., Config]
 @pytest.fixture
 def frozen_coordinator(ray_cluster: None) -> Iterator[None]:
     """Ray's autoscaling coordinator, which neither answers nor dies."""
-    anchor_here()
+    start_shared_actors()
     actor = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
     pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGSTOP)

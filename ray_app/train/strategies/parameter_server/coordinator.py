@@ -1,17 +1,14 @@
-"""The coordinator of parameter servers: hands out units, ends steps, makes checkpoints and mends what is lost.
+"""The coordinator of parameter servers: it hands out units, ends steps, makes checkpoints and restores lost servers.
 
-It holds no gradient. Its training state is that of the last cut: a moment when every unit before it is done and none
-after it is begun, so that all servers together hold the state of one step. Checkpoints and snapshots are cuts, and a
-lost server takes all back to the last one.
+A unit is one logical worker's share of one step. `UnitScheduler` decides which worker computes which unit. A logical
+worker's units are computed one after the other by the worker that it is assigned to, so that reading ahead pays; the
+assignment changes only when workers join or leave. How far a logical worker may be ahead of the slowest is bounded: Ho
+et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
 
-Who does what with parameter servers: pure bookkeeping of units, a unit being one logical worker's share of one step.
-
-A logical worker's steps are done one after the other, by the worker that holds it, so that reading ahead pays. Its
-holder changes only when workers come and go. How far it may be ahead of the slowest is bounded: Ho et al., "More
-Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
-
-What all parameter servers hold together, as one: moved step by step, taken over whole, and given to them anew in
-another era.
+The coordinator has no gradients. Its training state is that of the last cut: a moment when every unit before it is done
+and none after it has begun, so that all servers together have the state of one step. Checkpoints and snapshots are
+cuts, and after the loss of a server all servers return to the last one. `ServedState` is the state of all servers as
+one.
 """
 
 from __future__ import annotations
@@ -34,206 +31,42 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import put_event
 from ray_app.task import device
-from ray_app.train.checkpointing.restore import restore
+from ray_app.train.checkpointing.restore import restore_state
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Phase, SingleProcessMembership
-from ray_app.train.state.state import NOTHING, TrainingState
-from ray_app.train.step.step import norm_of
-from ray_app.train.step.step_stats import added, refuse_different
+from ray_app.train.state.state import NO_STATE, TrainingState
+from ray_app.train.step.step import total_norm
+from ray_app.train.step.step_stats import check_same_metrics, combine_stats
 from ray_app.train.strategies.parameter_server.layout import Layout, from_bytes, to_bytes
-from ray_app.train.strategies.parameter_server.protocol import Answer, Done, NotReadyError, Servers, Unit, call_each
-
-
-class Units:
-    """What is done, by whom, and what may be done next.
-
-    Args:
-        logical_workers: L.
-        first: The first step to do, counted from 0.
-        staleness: Steps that a logical worker may be ahead of the slowest.
-    """
-
-    def __init__(self, logical_workers: int, first: int, staleness: int) -> None:
-        self._staleness = staleness
-        self._next = [first] * logical_workers
-        self._behind = logical_workers
-        self._holder: list[str | None] = [None] * logical_workers
-        self._held: dict[str, set[int]] = {}
-        self._running: dict[int, str] = {}
-        self._doing: dict[str, int] = {}
-        self._is_even = True
-        self.complete = first
-        """Steps of which every unit is done."""
-        self.begun = first
-        """Steps of which a unit was handed out; whoever got it may have sent its gradient before it was lost."""
-        self.workers: list[str] = []
-        """Those who asked and were not lost since."""
-
-    def take(self, worker: str, end: int) -> tuple[int, int] | None:
-        """The next unit for a worker, who has nothing else to do any more.
-
-        Args:
-            worker: Who.
-            end: The first step not to be begun yet.
-
-        Returns:
-            Step and logical worker; None: it has to wait.
-        """
-        self._drop(worker)
-        if worker not in self._held:
-            self.workers.append(worker)
-            self._held[worker], self._is_even = set(), False
-        if not self._is_even:
-            self._claim(worker)
-        end = min(end, self.complete + self._staleness + 1)
-        ready = [(self._next[v], v) for v in self._held[worker] if self._next[v] < end]
-        if not ready:
-            return None
-        step, logical_worker = min(ready)
-        self._running[logical_worker], self._doing[worker] = worker, logical_worker
-        self.begun = max(self.begun, step + 1)
-        return step, logical_worker
-
-    def finish(self, step: int, logical_worker: int) -> bool:
-        """A unit is done; returns whether that is new."""
-        if self._next[logical_worker] != step:
-            return False
-        self._next[logical_worker] += 1
-        if step == self.complete:
-            self._behind -= 1
-            if not self._behind:
-                self.complete = min(self._next)
-                self._behind = self._next.count(self.complete)
-        if (worker := self._running.get(logical_worker)) is not None:
-            self._drop(worker)
-        return True
-
-    def held_by(self, worker: str) -> tuple[int, ...]:
-        """The logical workers that a worker holds."""
-        return tuple(sorted(self._held.get(worker, ())))
-
-    def lose(self, worker: str) -> None:
-        """A worker is gone; what it held is for the others."""
-        self._drop(worker)
-        if worker in self._held:
-            self.workers.remove(worker)
-            self._is_even = False
-            for v in self._held.pop(worker):
-                self._holder[v] = None
-
-    def _drop(self, worker: str) -> None:
-        """A worker works at nothing any more."""
-        if worker in self._doing:
-            del self._running[self._doing.pop(worker)]
-
-    def _claim(self, worker: str) -> None:
-        """Takes a fair share of what nobody holds, and takes over from who holds two more; nothing, once all hold as
-        many or one more.
-        """
-        mine, most = self._held[worker], -(-len(self._holder) // len(self.workers))
-        for v, held in enumerate(self._holder):
-            if held is None and len(mine) < most:
-                self._give(v, worker)
-        for v, held in reversed(list(enumerate(self._holder))):
-            if held not in (None, worker) and v not in self._running and len(self._held[held]) - len(mine) >= 2:
-                self._held[held].discard(v)
-                self._give(v, worker)
-        counts = [len(each) for each in self._held.values()]
-        self._is_even = sum(counts) == len(self._holder) and max(counts) - min(counts) < 2
-
-    def _give(self, v: int, worker: str) -> None:
-        self._holder[v] = worker
-        self._held[worker].add(v)
-
-
-class ServedState:
-    """See the module. Every method raises `NotReadyError` if a server is lost.
-
-    Args:
-        job: The run.
-        servers: The parameter servers, whatever they hold.
-        state: The state that is taken over from them and given to them.
-    """
-
-    def __init__(self, job: Job, servers: Servers, state: TrainingState) -> None:
-        self._servers, self._state = servers, state
-        self._clips = job.config.train.grad_clip_norm is not None
-        self.layout = Layout(state.model, state.optimizer, job.config.train)
-        self.era = 0
-
-    def eras(self) -> list[int]:
-        """In which era each server is; 0 for one that holds nothing."""
-        return call_each(self._servers, "era", [()] * len(self.layout.parts))
-
-    def norm(self, step: int, factor: float) -> float:
-        """The norm of a step's gradient, times a factor. If it decides how far parameters move, its bits are those of
-        `ddp`.
-        """
-        asked = self.layout.incomplete() if self._clips else [[] for _ in self.layout.parts]
-        answers = call_each(self._servers, "norms", [(self.era, step, some) for some in asked])
-        norms = [n for some, _ in answers for n in some]
-        norms += self.layout.norms_of_joined([data for _, data in answers]) if self._clips else []
-        return norm_of(norms, factor)
-
-    def move(self, step: int, norm: float, factor: float) -> None:
-        """Lets the servers move their parameters by the gradient that `norm` looked at, times the factor; 0: they go on
-        without.
-        """
-        self._call("apply", step, norm, factor)
-
-    def take_over(self) -> None:
-        """Makes what they hold the state here."""
-        held = self._call("state")
-        for buffer, value in zip(self.layout.buffers, from_bytes(held[0][1], self.layout.buffers), strict=True):
-            buffer.copy_(value)
-        self._state.load(self.layout.merge([unpack(files) for files, _ in held], self._state.snapshot()))
-
-    def give(self, eras: list[int]) -> None:
-        """Begins an era, in which the servers, whose eras those are, hold the state here."""
-        era = (
-            max(self.era, *eras, time.time_ns() // 1_000_000) + 1
-        )  # never one of a coordinator that died with all servers
-        buffers, none = to_bytes(self.layout.buffers), np.empty(0, np.uint8)
-        parts = self.layout.split(self._state.snapshot())
-        sent = [(era, pack(part), none if place else buffers) for place, part in enumerate(parts)]
-        if self._servers.call("load", sent) is None:
-            raise NotReadyError
-        self.era = era
-
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return call_each(self._servers, method, [(self.era, *arguments)] * len(self.layout.parts))
-
+from ray_app.train.strategies.parameter_server.protocol import (
+    CoordinatorReply,
+    NotReadyError,
+    Servers,
+    Unit,
+    UnitResult,
+    call_all_servers,
+)
 
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-_PAUSE_S = 0.5  # between two looks at servers that are lost
-
-
-class _Membership(SingleProcessMembership):
-    """That of the coordinator, whose workers all wait while it does."""
-
-    is_held_up = False
-    """Whether it waits for the storage, or for all state on its way to or from the servers."""
-
-    def enter(self, phase: Phase) -> None:
-        """See `Membership.enter`."""
-        self.is_held_up = phase == "saving"
+_PAUSE_S = 0.5
+"""Pause between two checks whether lost servers are back."""
 
 
 class Coordinator:
-    """See the module. Its methods may be called from several threads.
+    """The coordinator, see the module; its methods may be called from several threads.
 
-    It begins when a worker asks for the first time, which is told what goes wrong: an actor whose constructor raises is
-    not started again.
+    It restores the state when a worker asks for the first time, and that worker gets the errors: Ray does not restart
+    an actor if its constructor raises.
 
     Args:
         job: The run.
-        servers: The parameter servers, whatever they hold.
-        sender: Where snapshots go and come from.
-        hooks: For fault tests.
+        servers: The parameter servers, with any state or none.
+        sender: Sends snapshots to the snapshot actors and fetches the newest.
+        hooks: Callbacks for fault tests.
     """
 
     def __init__(
@@ -243,27 +76,29 @@ class Coordinator:
         self._job, self._plan, self._synchronous = job, job.plan, job.config.train.staleness == 0
         self._state = TrainingState(job.config, job.task, CPU, job.total_steps)
         self._served = ServedState(job, servers, self._state)
-        put_event(job.paths, "partitioned", job.fence, servers=self._served.layout.held())
+        put_event(job.paths, "partitioned", job.fence, servers=self._served.layout.describe())
         self._membership = _Membership(self._plan.logical_workers, lambda: False)
         self._sender = sender or SnapshotSender([])
-        self._make_recorder = partial(StepLog, job, self._state, self._membership, self._sender, CPU, hooks)
-        self._recorder = self._make_recorder()
+        self._make_step_log = partial(StepLog, job, self._state, self._membership, self._sender, CPU, hooks)
+        self._step_log = self._make_step_log()
         self._lock = threading.Condition()
         self._error: Exception | None = None
         self._paused = self._stopping = self._over = False
         self._broken = self._halfway = True
         self._end = self._workers = self._saved_step = 0
-        self._units = Units(self._plan.logical_workers, self._state.step, job.config.train.staleness)
+        self._units = UnitScheduler(self._plan.logical_workers, self._state.step, job.config.train.staleness)
         self._lost_s: float | None = None
 
-    def ask(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
-        """What a worker is to do next.
+    def ask(
+        self, worker: str, done: UnitResult | None, broken_era: int | None, wait_s: float | None
+    ) -> CoordinatorReply:
+        """Takes a worker's result and returns its next unit.
 
         Args:
-            worker: Who asks; it works at nothing else any more.
-            done: What it has done.
-            broken_era: The era in which it found a server lost.
-            wait_s: Most seconds to wait until there is something to do; None: it leaves, and takes on nothing more.
+            worker: The worker that asks; it computes no other unit any more.
+            done: Its last result.
+            broken_era: The era in which a call of it met a lost server.
+            wait_s: Limit in seconds of the wait for a unit; None if the worker leaves and takes no further unit.
 
         Raises:
             RayAppError: The run has to end.
@@ -276,18 +111,18 @@ class Coordinator:
             except NotReadyError:
                 self._broken = self._halfway = True
                 self._lock.wait(min(wait_s or 0.0, _PAUSE_S))
-                return Answer(waiting=True, step=self._units.complete)
+                return CoordinatorReply(waiting=True, step=self._units.complete)
             except Exception as error:
                 self._error = error
                 self._lock.notify_all()
                 raise
 
-    def keep(self, live: set[str], paused: bool, stopping: bool) -> None:
-        """Says how things are with the workers; called a few times a second.
+    def update_workers(self, live: set[str], paused: bool, stopping: bool) -> None:
+        """Takes over the status of the workers; called several times a second.
 
         Args:
-            live: Workers that are there, also those that are to leave; the others are lost.
-            paused: Whether to wait for more of them.
+            live: The live workers, also those that are to leave; the others are lost.
+            paused: Whether to wait for more workers.
             stopping: Whether the run is to stop, with a checkpoint.
         """
         with self._lock:
@@ -302,27 +137,28 @@ class Coordinator:
             self._lock.notify_all()
 
     @property
-    def is_held_up(self) -> bool:
-        """Whether it, and with it every worker that asks, waits for the storage, or for all state on its way to or from
-        the servers.
+    def is_waiting(self) -> bool:
+        """Whether the coordinator waits for the storage, or for the transfer of a whole state to or from the servers.
 
-        Known also while `ask` and `keep` wait for that.
+        Every worker that asks waits then, too. The property can be read while `ask` and `update_workers` wait.
         """
-        return self._membership.is_held_up
+        return self._membership.is_waiting
 
     @contextmanager
-    def _held_up(self) -> Iterator[None]:
-        self._membership.is_held_up = True
+    def _waiting(self) -> Iterator[None]:
+        self._membership.is_waiting = True
         try:
             yield
         finally:
-            self._membership.is_held_up = False
+            self._membership.is_waiting = False
 
-    def _answer(self, worker: str, done: Done | None, broken_era: int | None, wait_s: float | None) -> Answer:
+    def _answer(
+        self, worker: str, done: UnitResult | None, broken_era: int | None, wait_s: float | None
+    ) -> CoordinatorReply:
         until_s = time.monotonic() + (wait_s or 0.0)
         self._broken = self._broken or broken_era == self._served.era
         if self._broken:
-            self._mend()
+            self._restore_servers()
         if done is not None:
             self._finish(done)
         if wait_s is None:
@@ -331,20 +167,21 @@ class Coordinator:
         while True:
             if self._stopping and not self._over:
                 self._stop()
-            found = None if wait_s is None or self._over or self._paused else self._units.take(worker, self._end)
+            is_idle = wait_s is None or self._over or self._paused
+            step_and_worker = None if is_idle else self._units.take(worker, self._end)
             self._note_workers()
-            left_s = until_s - time.monotonic()
-            if found is not None or self._over or self._error is not None or left_s <= 0:
+            remaining_s = until_s - time.monotonic()
+            if step_and_worker is not None or self._over or self._error is not None or remaining_s <= 0:
                 break
-            self._lock.wait(left_s)
-        unit = Unit(self._served.era, *found) if found is not None else None
+            self._lock.wait(remaining_s)
+        unit = Unit(self._served.era, *step_and_worker) if step_and_worker is not None else None
         rank = self._units.workers.index(worker) if worker in self._units.workers else 0
-        held = self._units.held_by(worker)
-        return Answer(unit, held, rank, self._units.complete, self._membership.newest, self._paused, self._over)
+        assigned = self._units.assigned_to(worker)
+        return CoordinatorReply(
+            unit, assigned, rank, self._units.complete, self._membership.newest, self._paused, self._over
+        )
 
-    # Steps.
-
-    def _finish(self, done: Done) -> None:
+    def _finish(self, done: UnitResult) -> None:
         unit = done.unit
         if unit.era != self._served.era or not self._units.finish(unit.step, unit.logical_worker):
             return
@@ -353,12 +190,12 @@ class Coordinator:
             self._end_step(unit.step, self._tables.pop(unit.step))
             self._lock.notify_all()
 
-    def _end_step(self, step: int, table: dict[int, Done]) -> None:
-        """Every unit of a step is done."""
-        cursor, parts = Cursor.at(step, self._plan.steps_per_epoch), [table[v] for v in sorted(table)]
-        lines, planned = [part.row for part in parts], self._plan.global_rows(cursor.step)
-        refuse_different(tuple(sorted(row.metrics)) for row in lines if row.rows)
-        result = added(lines)
+    def _end_step(self, step: int, table: dict[int, UnitResult]) -> None:
+        """Ends a step, after every unit of it is done: `table` has the result of each logical worker."""
+        cursor, unit_results = Cursor.at(step, self._plan.steps_per_epoch), [table[v] for v in sorted(table)]
+        stats, planned = [unit_result.stats for unit_result in unit_results], self._plan.global_rows(cursor.step)
+        check_same_metrics(tuple(sorted(replica.metrics)) for replica in stats if replica.rows)
+        result = combine_stats(stats)
         if sum(result.rows) != planned:
             raise DataError(
                 f"Step {cursor} consumed {sum(result.rows)} rows, {planned} were planned; please report this."
@@ -368,26 +205,26 @@ class Coordinator:
             result = result._replace(
                 grad_norm=self._apply(cursor, step, planned / result.weight if result.weight else 0.0)
             )
-        wait_s = sum(part.wait_s for part in parts) / max(1, self._workers)
-        self._recorder.finished(cursor, step + 1, result, parts[0].lr, wait_s, max(1, self._workers))
+        num_workers = max(1, self._workers)
+        wait_s = sum(unit_result.wait_s for unit_result in unit_results) / num_workers
+        self._step_log.record_step(cursor, step + 1, result, unit_results[0].lr, wait_s, num_workers)
         if step + 1 == self._end:
             self._cut()
 
     def _apply(self, cursor: Cursor, step: int, correction: float) -> float:
-        """Lets the servers move their parameters by the corrected sum of a step's gradients; 0: nothing moves. Returns
-        its norm.
+        """Makes the servers update their parameters by the rescaled sum of a step's gradients; returns its norm.
+
+        Args:
+            correction: Factor for the sum; 0 leaves the parameters as they are.
         """
         norm = self._served.norm(step, correction)
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The"
-                f" optimizer did not"
-                " move. Lower the learning rate, or set train.grad_clip_norm."
+                " optimizer did not move. Lower the learning rate, or set train.grad_clip_norm."
             )
         self._served.move(step, norm, correction)
         return norm
-
-    # Cuts.
 
     def _next_cut(self) -> int:
         job, step = self._job, self._units.complete + 1
@@ -402,69 +239,72 @@ class Coordinator:
             self._cut()
 
     def _cut(self) -> None:
-        """Takes over the state that the servers hold, keeps it if that is due, and ends the run if that is due."""
+        """Fetches the servers' state, makes the snapshot and the checkpoint that are due, and ends the run if due."""
         job, step = self._job, self._units.complete
         if step > self._state.step:
-            with self._held_up():
-                self._served.take_over()
+            with self._waiting():
+                self._served.fetch()
             if job.is_snapshot_due(step):
-                self._recorder.snapshot()
+                self._step_log.snapshot()
         if step > self._saved_step and (self._stopping or job.is_checkpoint_due(step)):
             self._saved_step = step
-            self._recorder.checkpoint(
+            self._step_log.checkpoint(
                 Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra"
             )
         if self._stopping or step >= job.total_steps:
-            self._recorder.check()
-            with self._held_up():
-                self._recorder.close()
+            self._step_log.check()
+            with self._waiting():
+                self._step_log.close()
             self._over = True
         self._end = self._next_cut()
 
-    # Losses.
-
     def _restore(self) -> None:
-        """Finds the state to go on from; if the storage does not answer, it is looked for again."""
+        """Restores the coordinator's state.
+
+        Raises:
+            NotReadyError: The storage does not answer; the next call tries again.
+        """
         try:
-            with self._held_up():
-                restore(self._job, self._state, self._recorder, self._sender, CPU)
+            with self._waiting():
+                restore_state(self._job, self._state, self._step_log, self._sender, CPU)
         except OSError as error:
             logger.warning("The state to go on from cannot be read, will try again: %s", error)
             raise NotReadyError from error
         self._saved_step = self._state.step
 
     def _begin_era(self, eras: list[int]) -> None:
-        """Gives the servers, whose eras these are, the state of the last cut, and goes on from there."""
-        with self._held_up():
-            self._served.give(eras)
+        """Sends the state of the last cut to the servers and continues from there; `eras` are the servers' eras."""
+        with self._waiting():
+            self._served.begin_era(eras)
         self._broken = self._halfway = False
-        with self._held_up():
-            self._recorder.align(World(0, 1, self._plan.logical_workers), self._served.era)
-        self._units = Units(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
-        self._tables: dict[int, dict[int, Done]] = {}
+        with self._waiting():
+            self._step_log.align(World(0, 1, self._plan.logical_workers), self._served.era)
+        self._units = UnitScheduler(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
+        self._tables: dict[int, dict[int, UnitResult]] = {}
         self._over = self._over or self._state.step >= self._job.total_steps
         self._end = self._next_cut()
 
-    def _mend(self) -> None:
-        """Looks whether all servers hold what they should; if not, all go back to the last cut."""
-        if self._state.step == NOTHING:
+    def _restore_servers(self) -> None:
+        """Checks that all servers have the state of the present era; if not, all return to the last cut."""
+        if self._state.step == NO_STATE:
             self._restore()
         eras = self._served.eras()
         self._broken = False
         if eras == [self._served.era] * len(eras) and not self._halfway:
             return
-        if self._served.era:  # else this is the first
+        # Era 0 is that before the first one, so no server was lost.
+        if self._served.era:
             step, self._lost_s = self._units.complete, time.time()
             put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
             logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
-            with self._held_up():
-                self._recorder.close()
-            self._recorder = self._make_recorder()
+            with self._waiting():
+                self._step_log.close()
+            self._step_log = self._make_step_log()
             self._workers = 0
         self._begin_era(eras)
 
     def _note_workers(self) -> None:
-        """Records how many workers there are, when that has changed."""
+        """Records the number of workers if it has changed."""
         before, self._workers = self._workers, len(self._units.workers)
         if self._workers in (0, before):
             return
@@ -472,3 +312,191 @@ class Coordinator:
         lost = {"lost_s": self._lost_s} if self._lost_s is not None else {}
         put_event(self._job.paths, "formed", self._job.fence, **details, **lost)
         self._lost_s = None
+
+
+class _Membership(SingleProcessMembership):
+    """The membership of the coordinator; all workers wait while the coordinator does."""
+
+    is_waiting = False
+    """Whether the coordinator waits for the storage, or for the transfer of a whole state to or from the servers."""
+
+    def enter(self, phase: Phase) -> None:
+        """Notes whether the coordinator waits for the storage, see `Membership.enter`."""
+        self.is_waiting = phase == "saving"
+
+
+class UnitScheduler:
+    """Assigns logical workers to workers and hands out their units in order.
+
+    Args:
+        logical_workers: L.
+        first: The first step, counted from 0.
+        staleness: Steps that a logical worker may be ahead of the slowest.
+    """
+
+    def __init__(self, logical_workers: int, first: int, staleness: int) -> None:
+        self._staleness = staleness
+        self._next = [first] * logical_workers
+        self._num_behind = logical_workers
+        """Logical workers that have not done the unit of step `complete`."""
+        self._worker_of: list[str | None] = [None] * logical_workers
+        self._assigned: dict[str, set[int]] = {}
+        self._running: dict[int, str] = {}
+        """The worker that computes a unit of a logical worker, by logical worker."""
+        self._running_of: dict[str, int] = {}
+        """The logical worker that a worker computes a unit of, by worker."""
+        self._is_balanced = True
+        self.complete = first
+        """Number of steps of which every unit is done."""
+        self.begun = first
+        """Number of steps of which a unit was handed out; a worker may have sent its gradient before it was lost."""
+        self.workers: list[str] = []
+        """The workers that have asked for a unit and were not lost since."""
+
+    def take(self, worker: str, end: int) -> tuple[int, int] | None:
+        """Returns the next unit for a worker, which computes no other unit any more.
+
+        Args:
+            worker: The worker.
+            end: The first step that must not begin yet.
+
+        Returns:
+            Step and logical worker; None if the worker has to wait.
+        """
+        self._end_unit(worker)
+        if worker not in self._assigned:
+            self.workers.append(worker)
+            self._assigned[worker] = set()
+            self._is_balanced = False
+        if not self._is_balanced:
+            self._claim(worker)
+        end = min(end, self.complete + self._staleness + 1)
+        ready = [(self._next[v], v) for v in self._assigned[worker] if self._next[v] < end]
+        if not ready:
+            return None
+        step, logical_worker = min(ready)
+        self._running[logical_worker] = worker
+        self._running_of[worker] = logical_worker
+        self.begun = max(self.begun, step + 1)
+        return step, logical_worker
+
+    def finish(self, step: int, logical_worker: int) -> bool:
+        """Notes that a unit is done; returns whether that is new."""
+        if self._next[logical_worker] != step:
+            return False
+        self._next[logical_worker] += 1
+        if step == self.complete:
+            self._num_behind -= 1
+            if not self._num_behind:
+                self.complete = min(self._next)
+                self._num_behind = self._next.count(self.complete)
+        if (worker := self._running.get(logical_worker)) is not None:
+            self._end_unit(worker)
+        return True
+
+    def assigned_to(self, worker: str) -> tuple[int, ...]:
+        """Returns the logical workers that are assigned to a worker."""
+        return tuple(sorted(self._assigned.get(worker, ())))
+
+    def lose(self, worker: str) -> None:
+        """Removes a worker that left or was lost, and frees its logical workers for the others."""
+        self._end_unit(worker)
+        if worker in self._assigned:
+            self.workers.remove(worker)
+            self._is_balanced = False
+            for v in self._assigned.pop(worker):
+                self._worker_of[v] = None
+
+    def _end_unit(self, worker: str) -> None:
+        """Notes that a worker computes no unit any more."""
+        if worker in self._running_of:
+            del self._running[self._running_of.pop(worker)]
+
+    def _claim(self, worker: str) -> None:
+        """Assigns a fair share of the free logical workers to a worker, and others of workers with at least two more.
+
+        After all workers have claimed, their numbers of logical workers differ by at most one.
+        """
+        assigned, max_assigned = self._assigned[worker], -(-len(self._worker_of) // len(self.workers))
+        for v, present in enumerate(self._worker_of):
+            if present is None and len(assigned) < max_assigned:
+                self._assign(v, worker)
+        for v, present in reversed(list(enumerate(self._worker_of))):
+            if present in (None, worker) or v in self._running:
+                continue
+            if len(self._assigned[present]) - len(assigned) >= 2:
+                self._assigned[present].discard(v)
+                self._assign(v, worker)
+        counts = [len(logical_workers) for logical_workers in self._assigned.values()]
+        self._is_balanced = sum(counts) == len(self._worker_of) and max(counts) - min(counts) < 2
+
+    def _assign(self, v: int, worker: str) -> None:
+        self._worker_of[v] = worker
+        self._assigned[worker].add(v)
+
+
+class ServedState:
+    """The state of all parameter servers as one; every method raises `NotReadyError` if a server is lost.
+
+    Args:
+        job: The run.
+        servers: The parameter servers, with any state or none.
+        state: The coordinator's training state, which is fetched from the servers and sent to them.
+    """
+
+    def __init__(self, job: Job, servers: Servers, state: TrainingState) -> None:
+        self._servers, self._state = servers, state
+        self._clips = job.config.train.grad_clip_norm is not None
+        self.layout = Layout(state.model, state.optimizer, job.config.train)
+        self.era = 0
+
+    def eras(self) -> list[int]:
+        """Returns the era of each server; 0 for a server without a state."""
+        return call_all_servers(self._servers, "era", [()] * len(self.layout.parts))
+
+    def norm(self, step: int, factor: float) -> float:
+        """Returns the norm of a step's gradient, times a factor.
+
+        If gradients are clipped, the norm is bit-identical to that of `ddp`: that of a variable on several servers is
+        computed from its whole gradient.
+        """
+        incomplete = self.layout.incomplete() if self._clips else [[] for _ in self.layout.parts]
+        answers = call_all_servers(self._servers, "norms", [(self.era, step, numbers) for numbers in incomplete])
+        norms = [norm for server_norms, _ in answers for norm in server_norms]
+        norms += self.layout.norms_of_joined([data for _, data in answers]) if self._clips else []
+        return total_norm(norms, factor)
+
+    def move(self, step: int, norm: float, factor: float) -> None:
+        """Makes the servers update their parameters by a step's gradient, after `norm`.
+
+        Args:
+            step: Number of the step, from 0 over the run.
+            norm: The result of `norm` for this factor.
+            factor: Factor for the gradient; 0 leaves the parameters as they are.
+        """
+        self._call("apply", step, norm, factor)
+
+    def fetch(self) -> None:
+        """Loads the state of the servers into the coordinator's state."""
+        parts = self._call("state")
+        for buffer, value in zip(self.layout.buffers, from_bytes(parts[0][1], self.layout.buffers), strict=True):
+            buffer.copy_(value)
+        self._state.load(self.layout.merge([unpack(files) for files, _ in parts], self._state.snapshot()))
+
+    def begin_era(self, eras: list[int]) -> None:
+        """Begins a new era by sending the coordinator's state to all servers.
+
+        Args:
+            eras: The present eras of the servers.
+        """
+        # The time makes the era higher than that of a coordinator that died together with all servers.
+        era = max(self.era, *eras, time.time_ns() // 1_000_000) + 1
+        buffers, no_buffers = to_bytes(self.layout.buffers), np.empty(0, np.uint8)
+        parts = self.layout.split(self._state.snapshot())
+        arguments = [(era, pack(part), no_buffers if number else buffers) for number, part in enumerate(parts)]
+        if self._servers.call("load", arguments) is None:
+            raise NotReadyError
+        self.era = era
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return call_all_servers(self._servers, method, [(self.era, *arguments)] * len(self.layout.parts))

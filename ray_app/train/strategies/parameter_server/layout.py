@@ -1,10 +1,9 @@
-"""A training state in the parts that parameter servers hold, and back.
+"""The layout of a training state on parameter servers: it splits a state into the servers' parts and merges them.
 
-Which server holds which part of which variable: a pure function of shapes, so that everyone computes it alike.
-
-As TensorFlow's `MinSizePartitioner`: a variable is split along its first dimension into at most one part per server,
-none of them smaller than a given size. The parts then go to servers, the largest first, each to the one that holds
-least.
+Which server has which part of which variable is a pure function of shapes, which every process computes alike. As in
+TensorFlow's `MinSizePartitioner` a variable is split along its first dimension into at most one part per server, none
+of them smaller than a configured size. The parts then go to servers, the largest first, each to the server with the
+fewest bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.train.state.parameters import in_order
+from ray_app.train.state.parameters import ordered_parameters
 
 _ALIGNED = 64
 """Parts are multiples of so many values, so that vector instructions treat each value as they would in the whole
@@ -41,85 +40,87 @@ class Strip:
     high: int
 
     def of(self, value: Tensor) -> Tensor:
-        """This part of a tensor that has the variable's shape, sharing its memory."""
+        """Returns this part of a tensor that has the variable's shape, sharing its memory."""
         return value[self.low : self.high] if value.ndim else value
 
 
-def strips_of(variable: int, shape: Sequence[int], item_bytes: int, most: int, min_bytes: int) -> list[Strip]:
-    """Splits a variable.
+def split_variable(variable: int, shape: Sequence[int], item_bytes: int, max_parts: int, min_bytes: int) -> list[Strip]:
+    """Returns the parts of a variable.
 
     Args:
-        variable: Its number.
-        shape: Its shape.
+        variable: Number of the variable.
+        shape: Shape of the variable.
         item_bytes: Bytes of one value.
-        most: Most parts.
-        min_bytes: Fewest bytes of a part, unless the whole has fewer.
+        max_parts: Maximum number of parts.
+        min_bytes: Minimum bytes of a part, unless the whole variable has fewer.
     """
     rows, row = (shape[0], prod(shape[1:])) if shape else (1, 1)
     aligned = _ALIGNED // gcd(_ALIGNED, max(1, row))
-    count = max(1, min(most, rows * row * item_bytes // min_bytes, rows // aligned))
+    count = max(1, min(max_parts, rows * row * item_bytes // min_bytes, rows // aligned))
     ends = [rows * i // count // aligned * aligned for i in range(count)] + [rows]
     return [Strip(variable, low, high) for low, high in pairwise(ends)]
 
 
-def partition(shapes: Sequence[Sequence[int]], item_bytes: int, servers: int, min_bytes: int) -> list[list[Strip]]:
-    """Deals the parts of all variables to servers.
+def partition_variables(
+    shapes: Sequence[Sequence[int]], item_bytes: int, servers: int, min_bytes: int
+) -> list[list[Strip]]:
+    """Distributes the parts of all variables over servers.
 
     Args:
-        shapes: Of the variables.
+        shapes: Shapes of the variables.
         item_bytes: Bytes of one value.
-        servers: How many.
-        min_bytes: See `strips_of`.
+        servers: Number of servers.
+        min_bytes: See `split_variable`.
 
     Returns:
-        What each server holds, in the order of variables and rows; nothing for servers that are too many.
+        The parts of each server, in the order of variables and rows; none for superfluous servers.
     """
     weight = {
         p: strip_bytes(p, shapes, item_bytes)
         for i, s in enumerate(shapes)
-        for p in strips_of(i, s, item_bytes, servers, min_bytes)
+        for p in split_variable(i, s, item_bytes, servers, min_bytes)
     }
-    held: list[list[Strip]] = [[] for _ in range(servers)]
+    strips_of_server: list[list[Strip]] = [[] for _ in range(servers)]
     load = [0] * servers
     for strip in sorted(weight, key=lambda p: (-weight[p], p)):
-        least = load.index(min(load))
-        held[least].append(strip)
-        load[least] += weight[strip]
-    return [sorted(strips) for strips in held]
+        server = load.index(min(load))
+        strips_of_server[server].append(strip)
+        load[server] += weight[strip]
+    return [sorted(strips) for strips in strips_of_server]
 
 
 def strip_bytes(strip: Strip, shapes: Sequence[Sequence[int]], item_bytes: int) -> int:
-    """Bytes of a part."""
+    """Returns the bytes of a part."""
     return (strip.high - strip.low) * prod(shapes[strip.variable][1:]) * item_bytes
 
 
 Bytes = npt.NDArray[np.uint8]
-"""Tensors as they travel: one after the other."""
+"""The bytes of tensors, one after the other, as they are sent."""
 
 
 def to_bytes(tensors: list[Tensor]) -> Bytes:
-    """Tensors of any types and devices as one array."""
+    """Returns tensors of any types and devices as one array."""
     parts = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors]
     return torch.cat(parts).numpy() if parts else np.empty(0, np.uint8)
 
 
 def from_bytes(data: Bytes, like: list[Tensor]) -> list[Tensor]:
-    """What `to_bytes` was given, sharing the array's memory; `like` tells types and shapes."""
+    """Returns the tensors in an array of `to_bytes`, sharing its memory; `like` has their types and shapes."""
     parts = torch.from_numpy(data).split([t.numel() * t.element_size() for t in like])
     return [_aligned(part).view(t.dtype).view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 def _aligned(part: Tensor) -> Tensor:
-    """Bytes that may be looked at as any type."""
+    """Returns bytes that can be viewed as any type: a copy if their address is not a multiple of 8."""
     return part if part.storage_offset() % 8 == 0 else part.clone()
 
 
 class Layout:
-    """Where the trained parameters of a model lie; they are numbered as the optimizer numbers them.
+    """The distribution of a model's trained parameters over servers; the optimizer numbers the parameters.
 
     Args:
-        model: Whose parameters.
-        optimizer: What moves them.
+        model: The model.
+        optimizer: The optimizer of its trained parameters.
         train: Number of servers and size of the smallest part.
 
     Raises:
@@ -127,7 +128,7 @@ class Layout:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, train: TrainSection) -> None:
-        self.trained = in_order(optimizer)
+        self.trained = ordered_parameters(optimizer)
         self.buffers = list(model.buffers())
         numbers = {id(p): i for i, p in enumerate(self.trained)}
         self._names: list[list[str]] = [[] for _ in self.trained]
@@ -140,40 +141,41 @@ class Layout:
                 f"train.strategy parameter_server needs trained parameters of one type; the model has"
                 f" {sorted(map(str, types))}."
             )
-        shapes, each = [tuple(p.shape) for p in self.trained], self.trained[0].element_size()
-        self.parts = partition(shapes, each, train.servers, train.min_shard_kb << 10)
+        shapes, item_bytes = [tuple(p.shape) for p in self.trained], self.trained[0].element_size()
+        self.parts = partition_variables(shapes, item_bytes, train.servers, train.min_shard_kb << 10)
         if not all(self.parts):
             filled = sum(bool(part) for part in self.parts)
             raise ConfigError(
                 f"train.servers is {train.servers}, but the model has no more than {filled} parts of at least"
-                f" train.min_shard_kb ="
-                f" {train.min_shard_kb}. Set train.servers to at most {filled}, or lower train.min_shard_kb."
+                f" train.min_shard_kb = {train.min_shard_kb}. Set train.servers to at most {filled}, or lower"
+                " train.min_shard_kb."
             )
 
-    def held(self) -> list[dict[str, Any]]:
-        """What each server holds, for the record: bytes of parameters, and of each variable by name the rows `[low,
-        high)` of its parts.
+    def describe(self) -> list[dict[str, Any]]:
+        """Returns a description of each server's parts, for the record.
+
+        It has the bytes of the parameters, and for each variable by name the rows `[low, high)` of its parts.
         """
-        found = []
+        descriptions = []
         for part in self.parts:
             rows: dict[str, list[list[int]]] = {}
             for strip in part:
                 rows.setdefault(self._names[strip.variable][0], []).append([strip.low, strip.high])
-            found.append({"bytes": sum(value.nbytes for value in self.strips(part)), "variables": rows})
-        return found
+            descriptions.append({"bytes": sum(value.nbytes for value in self.strips(part)), "variables": rows})
+        return descriptions
 
     def incomplete(self) -> list[list[int]]:
-        """For each server the numbers of those of its parts that are not a whole variable."""
+        """Returns for each server the numbers of its parts that are not a whole variable."""
         rows = [p.shape[0] if p.ndim else 1 for p in self.trained]
         return [
             [i for i, strip in enumerate(part) if strip.high - strip.low < rows[strip.variable]] for part in self.parts
         ]
 
     def norms_of_joined(self, gradients: list[Bytes]) -> list[float]:
-        """The norm of the gradient of every variable that is split.
+        """Returns the norm of the gradient of every variable that is split.
 
         Args:
-            gradients: What `incomplete` says of each server.
+            gradients: The gradients of each server's `incomplete` parts.
         """
         whole: dict[int, Tensor] = {}
         for part, chosen, data in zip(self.parts, self.incomplete(), gradients, strict=True):
@@ -184,12 +186,12 @@ class Layout:
         return torch.stack(torch._foreach_norm(list(whole.values()))).tolist() if whole else []
 
     def strips(self, part: list[Strip]) -> list[Tensor]:
-        """Views of a server's parts of the parameters."""
+        """Returns views of a server's parts of the parameters."""
         return [strip.of(self.trained[strip.variable].detach()) for strip in part]
 
     @torch.no_grad()
     def put(self, parameters: list[Bytes], buffers: Bytes) -> None:
-        """Writes what the servers sent into the model."""
+        """Copies the parameters and buffers that the servers sent into the model."""
         for part, data in zip(self.parts, parameters, strict=True):
             views = self.strips(part)
             for view, value in zip(views, from_bytes(data, views), strict=True):
@@ -198,20 +200,24 @@ class Layout:
             buffer.copy_(value)
 
     def gradients(self) -> list[Bytes]:
-        """The parameters' gradients for each server; zeros where there is none."""
+        """Returns the gradients of each server's parameters; zeros for parameters without one."""
         values = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.trained]
         return [to_bytes([strip.of(values[strip.variable]) for strip in part]) for part in self.parts]
 
     def split(self, whole: Snapshot) -> list[Snapshot]:
-        """What each server gets of a state, in memory of its own; its parameters are called by their numbers there."""
+        """Returns each server's part of a state, in memory of its own; parameters have their number there as name."""
         return [self._part(whole, part) for part in self.parts]
 
     def _part(self, whole: Snapshot, part: list[Strip]) -> Snapshot:
         def cut(state: dict[str, Tensor]) -> dict[str, Tensor]:
             return {str(i): strip.of(state[self._names[strip.variable][0]]).clone() for i, strip in enumerate(part)}
 
-        held, more = whole.optimizer["state"], {name: cut(value) for name, value in whole.more.items()}
-        state = {i: self._cut(held[strip.variable], strip) for i, strip in enumerate(part) if strip.variable in held}
+        whole_state, more = whole.optimizer["state"], {name: cut(value) for name, value in whole.more.items()}
+        state = {
+            i: self._cut(whole_state[strip.variable], strip)
+            for i, strip in enumerate(part)
+            if strip.variable in whole_state
+        }
         groups = [
             {**group, "params": [i for i, strip in enumerate(part) if strip.variable in group["params"]]}
             for group in whole.optimizer["param_groups"]
@@ -225,23 +231,23 @@ class Layout:
         }
 
     def merge(self, parts: list[Snapshot], whole: Snapshot) -> Snapshot:
-        """The state that the servers hold together.
+        """Returns the whole state made of the servers' parts.
 
         Args:
-            parts: What each of them holds.
-            whole: A state of the whole model, from which all else is taken; it is written to.
+            parts: The state of each server.
+            whole: A state of the whole model with everything that servers do not have; its tensors are overwritten.
         """
-        found: dict[int, list[dict[str, Any]]] = {}
-        for variable, _, place, i in sorted(
-            (p.variable, p.low, at, i) for at, part in enumerate(self.parts) for i, p in enumerate(part)
+        values_of: dict[int, list[dict[str, Any]]] = {}
+        for variable, _, server, i in sorted(
+            (p.variable, p.low, number, i) for number, part in enumerate(self.parts) for i, p in enumerate(part)
         ):
-            strip, held = self.parts[place][i], parts[place]
+            strip, part = self.parts[server][i], parts[server]
             for name in self._names[variable]:
-                strip.of(whole.model[name]).copy_(held.model[str(i)])
-                for kind, values in held.more.items():
+                strip.of(whole.model[name]).copy_(part.model[str(i)])
+                for kind, values in part.more.items():
                     strip.of(whole.more[kind][name]).copy_(values[str(i)])
-            found.setdefault(variable, []).append(held.optimizer["state"].get(i, {}))
-        state = {variable: self._joined(values, variable) for variable, values in found.items() if values[0]}
+            values_of.setdefault(variable, []).append(part.optimizer["state"].get(i, {}))
+        state = {variable: self._join(values, variable) for variable, values in values_of.items() if values[0]}
         members = [group["params"] for group in whole.optimizer["param_groups"]]
         groups = [
             {**group, "params": params}
@@ -250,7 +256,7 @@ class Layout:
         optimizer = {"state": state, "param_groups": groups}
         return Snapshot(parts[0].step, whole.model, optimizer, parts[0].schedule, whole.more)
 
-    def _joined(self, values: list[dict[str, Any]], variable: int) -> dict[str, Any]:
+    def _join(self, values: list[dict[str, Any]], variable: int) -> dict[str, Any]:
         if len(values) == 1:
             return values[0]
         dims = self.trained[variable].ndim

@@ -1,9 +1,8 @@
-"""Connections to parameter servers, over which gradients, parameters and state travel.
+"""The messages between workers, parameter servers and their coordinator, and the connections to the servers.
 
-A call of a Ray actor with half a megabyte goes through its object store, and takes ten times the CPU of a call over one
-of these. Who connects shows a secret first, which only Ray's own calls tell; nothing that comes is unpickled.
-
-What workers, parameter servers and their coordinator say to each other.
+Gradients, parameters and state travel over connections of their own: a call of a Ray actor with half a megabyte goes
+through Ray's object store, and takes ten times the CPU of a call over one of these. A client shows a secret first,
+which it gets only by a call of Ray; received data is never unpickled.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ logger = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<Q")
 _SECRET_BYTES = 32
 _INTRODUCTION_S, _PAUSE_S = 10.0, 1.0
-_MOST_STRANGERS = 256
+_MAX_UNKNOWN_CLIENTS = 256
 """Connections at a time that have not shown the secret yet."""
 _ARRAY, _BYTES = "__array__", "__bytes__"
 _IDLE_S, _AGAIN_S, _TRIES = 10, 5, 3
-"""After so much silence the kernel asks whether the other host is still there, so often and so many times."""
+"""TCP keep-alive: seconds of silence before the kernel probes the other host, seconds between probes, and probes."""
 
 
 def connect(address: tuple[str, int], secret: str, timeout_s: float) -> socket.socket:
-    """A connection to a `Listener`.
+    """Returns a connection to a `Listener`.
 
     Args:
-        address: Where it listens.
-        secret: What it wants to be shown.
-        timeout_s: Most seconds that anything on this connection may take.
+        address: Address of the listener.
+        secret: Secret of the listener.
+        timeout_s: Limit in seconds of each operation on the connection.
 
     Raises:
-        OSError: Nobody answers.
+        OSError: No server answers.
     """
     line = socket.create_connection(address, timeout=timeout_s)
     _tune(line)
@@ -66,38 +65,39 @@ def _tune(line: socket.socket) -> None:
         (socket.TCP_KEEPCNT, _TRIES),
     ):
         line.setsockopt(socket.IPPROTO_TCP, option, value)
-    # no TCP_USER_TIMEOUT: it would end who waits while the other end has something else to read first
+    # TCP_USER_TIMEOUT is not set: it would end a connection while the other end is busy with something else.
 
 
 def send(line: socket.socket, values: Any) -> None:
-    """Sends what JSON knows, bytes, and NumPy arrays of bytes.
+    """Sends values that JSON supports, bytes, and NumPy arrays of bytes.
 
     Raises:
         OSError: The other end is gone.
     """
     raw: list[Any] = []
 
-    def noted(value: Any) -> dict[str, int]:
+    def describe(value: Any) -> dict[str, int]:
         if not isinstance(value, bytes | np.ndarray):
             raise TypeError(f"{type(value).__name__} cannot be sent to or from a parameter server; please report this.")
         raw.append(value)
         return {_BYTES: len(value)} if isinstance(value, bytes) else {_ARRAY: value.nbytes}
 
-    text = json.dumps(values, default=noted).encode()
+    text = json.dumps(values, default=describe).encode()
     line.sendall(_LENGTH.pack(len(text)) + text)
     for value in raw:
         line.sendall(value)
 
 
 def receive(line: socket.socket) -> Any:
-    """Receives what `send` was given; tuples have become lists, arrays are of this process and may be written to.
+    """Returns the values of a `send`, with tuples as lists, and with writable arrays.
 
     Raises:
         OSError: The other end is gone.
-        ValueError: That was no message.
+        ValueError: The received data is not a message.
     """
 
-    def found(part: dict[str, Any]) -> Any:  # in the order in which they were noted
+    # JSON calls this in the order of the text, which is the order of the raw data after it.
+    def read_raw(part: dict[str, Any]) -> Any:
         if part.keys() == {_ARRAY}:
             array = np.empty(part[_ARRAY], np.uint8)
             _fill(line, array.data)
@@ -105,7 +105,7 @@ def receive(line: socket.socket) -> Any:
         return _read(line, part[_BYTES]) if part.keys() == {_BYTES} else part
 
     [length] = _LENGTH.unpack(_read(line, _LENGTH.size))
-    return json.loads(_read(line, length), object_hook=found)
+    return json.loads(_read(line, length), object_hook=read_raw)
 
 
 def _read(line: socket.socket, size: int) -> bytes:
@@ -114,45 +114,47 @@ def _read(line: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _fill(line: socket.socket, left: memoryview) -> None:
-    while left:
-        got = line.recv_into(left)
-        if not got:
+def _fill(line: socket.socket, remaining: memoryview) -> None:
+    while remaining:
+        num_bytes = line.recv_into(remaining)
+        if not num_bytes:
             raise ConnectionResetError("the other end is gone")
-        left = left[got:]
+        remaining = remaining[num_bytes:]
 
 
-def _introduction(line: socket.socket) -> bytes:
-    """What who connects shows, within some seconds in all."""
-    shown, until_s = b"", time.monotonic() + _INTRODUCTION_S
-    while len(shown) < _SECRET_BYTES:
+def _receive_secret(line: socket.socket) -> bytes:
+    """Returns what a client sends as the secret, within a limit of time for all of it."""
+    received, until_s = b"", time.monotonic() + _INTRODUCTION_S
+    while len(received) < _SECRET_BYTES:
         line.settimeout(max(0.001, until_s - time.monotonic()))
-        part = line.recv(_SECRET_BYTES - len(shown))
+        part = line.recv(_SECRET_BYTES - len(received))
         if not part:
             break
-        shown += part
-    return shown
+        received += part
+    return received
 
 
 class Listener:
-    """A server's end of all connections, each with a thread of its own.
+    """Accepts the connections to a server and serves each in a thread of its own.
 
     Args:
-        answer: Makes the answer to what came.
+        answer: Returns the reply to a message.
 
     Attributes:
-        secret: What who connects has to show.
+        secret: The secret that clients have to show.
     """
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
         self._answer, self.secret = answer, secrets.token_hex(_SECRET_BYTES // 2)
         self._door: socket.socket | None = None
-        self._strangers, self._counting = 0, threading.Lock()
+        self._unknown_clients = 0
+        self._count_lock = threading.Lock()
 
     def listen(self, host: str) -> tuple[str, int]:
-        """Begins to listen, if it does not yet, and returns where."""
+        """Starts to listen, if it does not yet; returns host and port."""
         if self._door is None:
-            with suppress(OSError, ValueError):  # a descriptor for each connection
+            # Each connection needs a file descriptor.
+            with suppress(OSError, ValueError):
                 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
             self._door = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
@@ -164,33 +166,36 @@ class Listener:
         while True:
             try:
                 line, _ = door.accept()
-            except OSError as error:  # too many files are open
+            # Too many files are open.
+            except OSError as error:
                 logger.warning("A connection cannot be taken: %s", error)
                 time.sleep(_PAUSE_S)
                 continue
-            with self._counting:
-                self._strangers += 1
-                is_welcome = self._strangers <= _MOST_STRANGERS
+            with self._count_lock:
+                self._unknown_clients += 1
+                is_accepted = self._unknown_clients <= _MAX_UNKNOWN_CLIENTS
             try:
-                if is_welcome:
+                if is_accepted:
                     threading.Thread(target=self._serve, args=(line,), name="connection", daemon=True).start()
                     continue
-            except RuntimeError as error:  # too many threads
+            # Too many threads run.
+            except RuntimeError as error:
                 logger.warning("A connection cannot be served: %s", error)
-            self._known()
+            self._end_introduction()
             line.close()
 
-    def _known(self) -> None:
-        with self._counting:
-            self._strangers -= 1
+    def _end_introduction(self) -> None:
+        """Counts one unknown client less."""
+        with self._count_lock:
+            self._unknown_clients -= 1
 
     def _serve(self, line: socket.socket) -> None:
         with line, suppress(OSError, ValueError):
             try:
-                shown = _introduction(line)
+                secret = _receive_secret(line)
             finally:
-                self._known()
-            if not hmac.compare_digest(shown, self.secret.encode()):
+                self._end_introduction()
+            if not hmac.compare_digest(secret, self.secret.encode()):
                 return
             line.settimeout(None)
             _tune(line)
@@ -203,9 +208,9 @@ class Unit:
     """One logical worker's share of one step.
 
     Args:
-        era: The time between two restores of all servers that it belongs to.
-        step: Which, counted from 0 over the run.
-        logical_worker: Whose.
+        era: Era of the unit: the time between two restores of all servers.
+        step: Number of the step, from 0 over the run.
+        logical_worker: Number of the logical worker.
     """
 
     era: int
@@ -214,38 +219,38 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Done:
-    """A unit whose gradient is on all servers.
+class UnitResult:
+    """The result of a unit, after its gradient has arrived at all servers.
 
     Args:
-        unit: Which.
-        row: What it has to say about the step.
-        lr: Learning rate that it was used with.
-        wait_s: Seconds that it waited for data.
+        unit: The unit.
+        stats: Statistics of the logical worker for the step.
+        lr: Learning rate for the gradient.
+        wait_s: Seconds that the worker waited for data.
     """
 
     unit: Unit
-    row: ReplicaStats
+    stats: ReplicaStats
     lr: float
     wait_s: float
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a worker is to do.
+class CoordinatorReply:
+    """The coordinator's reply to a worker.
 
     Args:
-        unit: What to do next; None: ask again.
-        held: The logical workers that it holds.
-        rank: Its place among the workers of now.
+        unit: The next unit for the worker; None: it asks again.
+        assigned: The logical workers that are assigned to the worker.
+        rank: The worker's number among the present workers.
         step: Finished steps of the run.
-        record: The newest of them.
+        record: Record of the newest finished step.
         waiting: Whether the run waits for servers or for more workers.
         over: Whether the run has ended.
     """
 
     unit: Unit | None = None
-    held: tuple[int, ...] = ()
+    assigned: tuple[int, ...] = ()
     rank: int = 0
     step: int = 0
     record: StepRecord | None = None
@@ -254,34 +259,34 @@ class Answer:
 
 
 Pulled = tuple[int, Bytes, Bytes]
-"""Steps of which a server has every gradient, its parameters, and the buffers if it keeps them."""
+"""Number of steps of which a server has every gradient, its parameters, and the buffers if it keeps them."""
 Pushed = tuple[float, Pulled | None]
-"""See `ParameterServer.push`."""
+"""The learning rate for a gradient, and in asynchronous training the parameters, see `ParameterServer.push`."""
 
 
 class NotReadyError(Exception):
-    """A server is gone or has lost what it held, or the state to go on from cannot be read now."""
+    """Raised when a server or its state is lost, or the state to continue from cannot be read now."""
 
 
 class Servers(Protocol):
-    """All parameter servers."""
+    """The link to all parameter servers."""
 
     def call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
-        """Calls a method of every server, with arguments of its own.
+        """Calls a method of every server, each with its own arguments.
 
         Returns:
-            Their answers; None if a server is lost.
+            The replies of the servers; None if a server is lost.
         """
         ...
 
 
-def call_each(servers: Servers, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-    """Calls a method of every server that returns something.
+def call_all_servers(servers: Servers, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+    """Calls a method of every server and returns the replies.
 
     Raises:
-        NotReadyError: A server is lost, or is not in the era that it was asked for.
+        NotReadyError: A server is lost, or is not in the era of the call, and so returns None.
     """
-    answers = servers.call(method, arguments)
-    if answers is None or any(answer is None for answer in answers):
+    replies = servers.call(method, arguments)
+    if replies is None or any(reply is None for reply in replies):
         raise NotReadyError
-    return answers
+    return replies

@@ -1,10 +1,9 @@
-"""A parameter server: a part of the parameters, their optimizer and schedule, and what happens to them when gradients
-arrive.
+"""A parameter server: it keeps a part of the parameters with their optimizer and schedule, and applies gradients.
 
-Synchronous, the gradients of a step are added in the fixed tree over the logical workers and applied once, when the
-coordinator has the norm over all servers. Otherwise each is applied when it arrives (Dean et al., "Large Scale
-Distributed Deep Networks", NIPS 2012). Either way each logical worker's gradient of each step counts once, however
-often it is sent.
+In synchronous training the gradients of a step are added in the fixed tree over the logical workers and applied once,
+when the coordinator has the norm over all servers. In asynchronous training each gradient is applied when it arrives
+(Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012). Either way each logical worker's gradient of each
+step counts once, however often it is sent.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from ray_app.checkpoint.format import pack, unpack
 from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.errors import DataError
-from ray_app.reduction.tree import TreeSum, parents
+from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.step import correct
+from ray_app.train.step.step import scale_and_clip
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import Pulled, Pushed
 
@@ -30,13 +29,13 @@ CPU = torch.device("cpu")
 
 
 class ParameterServer:
-    """See the module. Its methods are called one after the other.
+    """One parameter server, see the module; its methods are called one after the other.
 
-    An era is the time between two restores of all servers. Who calls for another era than the present one gets None,
-    and nothing happens.
+    An era is the time between two restores of all servers. A call for another era than the present one returns None and
+    changes nothing.
 
     Args:
-        config: The run's.
+        config: The run's configuration.
         total_steps: Steps of the run.
     """
 
@@ -44,75 +43,83 @@ class ParameterServer:
         torch.set_num_threads(config.scaling.threads_per_worker)
         self._config, self._total_steps = config.replace(train__freeze=None, train__init_from=None), total_steps
         self._synchronous = config.train.staleness == 0
-        self._parents = parents(config.logical_workers)
+        self._parents = tree_parents(config.logical_workers)
         self._era = 0
-        self._sums: dict[int, _Sum] = {}
+        self._sums: dict[int, _StepGradients] = {}
 
     def era(self) -> int:
-        """The era of what it holds; 0: nothing."""
+        """Returns the era of the server's state; 0 without a state."""
         return self._era
 
     def load(self, era: int, files: dict[str, bytes], buffers: Bytes) -> None:
-        """Begins an era with a state, as `checkpoint.format.pack` makes it, and the model's buffers, which one server
-        keeps.
+        """Begins an era with a state.
+
+        Args:
+            era: The new era.
+            files: This server's part of the state, as `checkpoint.format.pack` makes it.
+            buffers: The model's buffers, which one server keeps; empty for the others.
         """
         snapshot = unpack(files)
         trained = snapshot.more.get("parameters", snapshot.model)
-        held = _Held([trained[str(i)] for i in range(len(trained))])
-        self._state = _Part(self._config, held, snapshot.optimizer["param_groups"], self._total_steps)
+        task = _ServerTask([trained[str(i)] for i in range(len(trained))])
+        self._state = _ServerState(self._config, task, snapshot.optimizer["param_groups"], self._total_steps)
         self._state.load(snapshot)
         self._parameters: list[Tensor] = list(self._state.model.parameters())
         self._buffers = buffers
         self._era, self._sums = era, {}
 
     def pull(self, era: int) -> Pulled | None:
-        """What is needed to compute a gradient."""
+        """Returns what a worker needs to compute a gradient, see `Pulled`."""
         return (self._state.step, to_bytes(self._parameters), self._buffers) if era == self._era else None
 
     def push(
         self, era: int, step: int, logical_worker: int, gradient: Bytes | None, buffers: Bytes | None
     ) -> Pushed | None:
-        """Takes a gradient, whose memory is the server's from then on.
+        """Receives a gradient; its memory belongs to the server from then on.
 
         Args:
-            era: See the class.
-            step: The step it is of, counted from 0 over the run.
-            logical_worker: Whose it is.
-            gradient: That of this server's parameters; None: it had no rows.
-            buffers: What the buffers became in this step, if this server keeps them.
+            era: Era of the gradient, see the class.
+            step: Number of the step, from 0 over the run.
+            logical_worker: Logical worker of the gradient.
+            gradient: Gradient of this server's parameters; None if the logical worker had no rows.
+            buffers: The buffers after this step, if this server keeps them.
 
         Returns:
-            The learning rate that it is used with and, unless synchronous, what the next unit needs: nothing waits for
-            others before that.
+            The learning rate for the gradient and, in asynchronous training, the parameters for the next unit, which
+            waits for no other worker then.
         """
         if era != self._era:
             return None
         lr = self._state.lr
-        found = self._sums.setdefault(step, _Sum(TreeSum(self._parents))) if step >= self._state.step else _NONE
-        if found is not _NONE and logical_worker not in found.seen:
-            found.seen.add(logical_worker)
-            found.buffers = buffers if buffers is not None else found.buffers
+        step_gradients = (
+            self._sums.setdefault(step, _StepGradients(TreeSum(self._parents)))
+            if step >= self._state.step
+            else _NO_GRADIENTS
+        )
+        if step_gradients is not _NO_GRADIENTS and logical_worker not in step_gradients.received:
+            step_gradients.received.add(logical_worker)
+            step_gradients.buffers = buffers if buffers is not None else step_gradients.buffers
             if self._synchronous:
-                sent = to_bytes([torch.zeros_like(p) for p in self._parameters]) if gradient is None else gradient
-                found.add(logical_worker, torch.from_numpy(sent).view(self._parameters[0].dtype))
+                data = to_bytes([torch.zeros_like(p) for p in self._parameters]) if gradient is None else gradient
+                step_gradients.add(logical_worker, torch.from_numpy(data).view(self._parameters[0].dtype))
             else:
-                self._apply_now(gradient, found)
+                self._apply_now(gradient, step_gradients)
         return lr, None if self._synchronous else self.pull(era)
 
     def norms(self, era: int, step: int, incomplete: list[int]) -> tuple[list[float], Bytes] | None:
-        """The norm of each parameter's gradient in a step whose gradients are all there; synchronous only.
+        """Returns the norm of each parameter's gradient in a step with all gradients; only in synchronous training.
 
         Args:
-            era: See the class.
-            step: The step, counted from 0 over the run.
-            incomplete: Numbers of the parameters of which the gradient itself is wanted, since they are parts of one.
+            era: Era of the step, see the class.
+            step: Number of the step, from 0 over the run.
+            incomplete: Numbers of the parameters that are only a part of one; of these the gradient itself is returned.
 
         Raises:
-            DataError: They are not all there.
+            DataError: Gradients of the step are missing.
         """
         if era != self._era or step < self._state.step:
             return None
-        added = self._sums.get(step, _NONE).tree.nodes
+        added = self._sums.get(step, _NO_GRADIENTS).tree.nodes
         if [node for node, _ in added] != [(0, self._config.logical_workers)]:
             raise DataError(
                 f"Step {step} is to end with the gradients of {[node for node, _ in added]} only; please report this."
@@ -126,81 +133,88 @@ class ParameterServer:
         return norms, to_bytes([parts[i] for i in incomplete])
 
     def apply(self, era: int, step: int, norm: float, factor: float) -> bool | None:
-        """Ends a step after `norms`; `norm` is that of the gradient on all servers times a factor; 0: nothing moves.
-        Synchronous.
+        """Ends a step after `norms`; only in synchronous training.
+
+        Args:
+            era: Era of the step, see the class.
+            step: Number of the step, from 0 over the run.
+            norm: Norm of the gradient on all servers, times the factor.
+            factor: Factor for the gradient; 0 leaves the parameters as they are.
         """
         if era != self._era:
             return None
         if step == self._state.step:
             if factor:
-                correct(
+                scale_and_clip(
                     [p.grad for p in self._parameters if p.grad is not None],
                     factor,
                     norm,
                     self._config.train.grad_clip_norm,
                 )
             self._keep_buffers(self._sums.pop(step))
-            self._state.advance() if factor else self._state.pass_over()
+            self._state.optimizer_step() if factor else self._state.advance_schedule()
         return True
 
     def state(self, era: int) -> tuple[dict[str, bytes], Bytes] | None:
-        """What it holds, as `load` takes it."""
+        """Returns this server's part of the state and the buffers, for `load`."""
         return (pack(self._state.snapshot()), self._buffers) if era == self._era else None
 
-    def _apply_now(self, gradient: Bytes | None, found: _Sum) -> None:
+    def _apply_now(self, gradient: Bytes | None, step_gradients: _StepGradients) -> None:
+        """Applies a gradient in asynchronous training, and ends the steps that have all gradients."""
         if gradient is not None:
             for p, value in zip(
                 self._parameters, from_bytes(gradient, [p.detach() for p in self._parameters]), strict=True
             ):
                 p.grad = value
             self._state.optimizer.step()
-        self._keep_buffers(found)
-        while len(self._sums.get(self._state.step, _NONE).seen) == self._config.logical_workers:
+        self._keep_buffers(step_gradients)
+        while len(self._sums.get(self._state.step, _NO_GRADIENTS).received) == self._config.logical_workers:
             del self._sums[self._state.step]
             if self._state.average is not None:
                 self._state.average.update(self._state.step)
-            self._state.pass_over()
+            self._state.advance_schedule()
 
-    def _keep_buffers(self, found: _Sum) -> None:
-        if found.buffers is not None:
-            self._buffers, found.buffers = found.buffers, None
+    def _keep_buffers(self, step_gradients: _StepGradients) -> None:
+        if step_gradients.buffers is not None:
+            self._buffers, step_gradients.buffers = step_gradients.buffers, None
 
 
-class _Sum:
+class _StepGradients:
     """The gradients of one step."""
 
     def __init__(self, tree: TreeSum) -> None:
         self.tree = tree
         self.buffers: Bytes | None = None
-        self.seen: set[int] = set()
+        self.received: set[int] = set()
+        """The logical workers with a gradient that has arrived."""
         self._waiting: dict[int, Tensor] = {}
         self._next = 0
 
     def add(self, logical_worker: int, gradient: Tensor) -> None:
-        """The tree takes them in the order of the logical workers."""
+        """Adds a gradient; the tree gets the gradients in the order of the logical workers."""
         self._waiting[logical_worker] = gradient
         while self._next in self._waiting:
             self.tree.push((self._next, self._next + 1), self._waiting.pop(self._next))
             self._next += 1
 
 
-_NONE = _Sum(TreeSum({}))
+_NO_GRADIENTS = _StepGradients(TreeSum({}))
 
 
-class _Part(TrainingState):
-    """What a server trains, in the groups of the whole, of which some may have no parameter here."""
+class _ServerState(TrainingState):
+    """The state of a server's part, in the parameter groups of the whole model; some may have no parameter here."""
 
-    def __init__(self, config: Config, held: _Held, groups: list[dict[str, Any]], total_steps: int) -> None:
+    def __init__(self, config: Config, task: _ServerTask, groups: list[dict[str, Any]], total_steps: int) -> None:
         self._members = [group["params"] for group in groups]
-        super().__init__(config, held, CPU, total_steps)
+        super().__init__(config, task, CPU, total_steps)
 
-    def _groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> list[Any]:
+    def _parameter_groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> list[Any]:
         parameters = list(named.values())
         return [{"params": [parameters[i] for i in members]} for members in self._members]
 
 
-class _Held:
-    """What a server's state trains, see `Trainable`: the parts of parameters that it holds."""
+class _ServerTask:
+    """The task of a server's training state, see `Trainable`: its model is the server's parts of parameters."""
 
     def __init__(self, values: list[Tensor]) -> None:
         self._values = values

@@ -1,5 +1,6 @@
-"""A worker of parameter servers: asks for a unit, fetches the parameters, computes, sends the gradient. It meets no
-other worker.
+"""A worker with parameter servers: it asks for a unit, fetches the parameters, computes, and sends the gradient.
+
+It takes part in no collective with other workers.
 """
 
 from __future__ import annotations
@@ -14,45 +15,45 @@ from ray_app.data.feed import Feed
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, backward_of
-from ray_app.reduction.bucketed import build_exchange
+from ray_app.reduction.base import World, run_backward
+from ray_app.reduction.bucketed import build_reducer
 from ray_app.task import device as environment
-from ray_app.task.base import NOTHING, summed
+from ray_app.task.base import ZERO_SUMS, sum_losses
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, Membership, Phase
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.micro_batch import restore
-from ray_app.train.step.step import Step, line
+from ray_app.train.step.micro_batch import restore_modes
+from ray_app.train.step.step import Step, make_replica_stats
 from ray_app.train.step.step_stats import ReplicaStats, StepResult
-from ray_app.train.step.timing import UNTOLD
+from ray_app.train.step.timing import NO_TIME
 from ray_app.train.strategies.parameter_server.layout import Layout, to_bytes
-from ray_app.train.strategies.parameter_server.protocol import Answer, Done, Pulled, Servers, Unit
+from ray_app.train.strategies.parameter_server.protocol import CoordinatorReply, Pulled, Servers, Unit, UnitResult
 
-Ask = Callable[[str, Done | None, int | None, float | None], Answer]
-"""See `Coordinator.ask`."""
-_ALONE = World(0, 1, 1)
+Ask = Callable[[str, UnitResult | None, int | None, float | None], CoordinatorReply]
+"""The signature of `Coordinator.ask`."""
+_SINGLE_WORLD = World(0, 1, 1)
 
 
 @dataclass
-class _Stream:
-    """The data of one logical worker, and the step that it is at."""
+class _DataStream:
+    """The data feed of one logical worker, and the step of its next micro-batch."""
 
     feed: Feed
     step: int = -1
 
 
 class ParameterWorker:
-    """See the module.
+    """Computes units of a run with parameter servers.
 
     Args:
-        job: What to train.
-        name: Who this is.
-        ask: Asks the coordinator.
-        servers: Where the parameters are.
-        membership: Is told what this worker does.
-        open_windows: Where the data comes from.
-        device: Where to compute.
-        hooks: For fault tests.
+        job: The run to train.
+        name: Name of this worker.
+        ask: Asks the coordinator for the next unit.
+        servers: The parameter servers.
+        membership: Gets reports of this worker's phases and steps.
+        open_windows: Opens the training data.
+        device: Device to compute on.
+        hooks: Callbacks for fault tests.
     """
 
     def __init__(
@@ -70,146 +71,154 @@ class ParameterWorker:
         self._job, self._name, self._ask, self._servers, self._membership = job, name, ask, servers, membership
         self._open, self._device, self._hooks, self._staleness = open_windows, device, hooks, job.config.train.staleness
         state = TrainingState(job.config.replace(train__ema_decay=None), job.task, device, job.total_steps)
-        if job.config.train.freeze is not None:  # servers hold no more than what is trained
-            state.begin(job.read_initial())
+        # Servers have only trained parameters, so the frozen ones are loaded here.
+        if job.config.train.freeze is not None:
+            state.initialize(job.read_initial())
         self._layout = Layout(state.model, state.optimizer, job.config.train)
         self._step = _UnitStep(
-            job.config, job.task, state, build_exchange(job.config.train, state.model, _ALONE), _ALONE, device
+            job.config,
+            job.task,
+            state,
+            build_reducer(job.config.train, state.model, _SINGLE_WORLD),
+            _SINGLE_WORLD,
+            device,
         )
-        self._streams: dict[int, _Stream] = {}
-        self._done: Done | None = None
-        self._broken: int | None = None
-        self._rank = self._finished = 0
+        self._streams: dict[int, _DataStream] = {}
+        self._result: UnitResult | None = None
+        self._broken_era: int | None = None
+        self._rank = self._finished_steps = 0
         self._pulled = (0, 0)
+        """Era of the parameters in the model, and the steps of which they have every gradient."""
 
     def once(self, wait_s: float) -> bool:
-        """Does one unit, if there is one within so many seconds; returns whether there may be more."""
+        """Computes one unit, if there is one within `wait_s` seconds; returns whether there may be more."""
         self._enter("exchange")
-        answer = self._ask(self._name, self._done, self._broken, wait_s)
-        self._done = self._broken = None
-        self._rank, self._finished = answer.rank, answer.step
-        self._membership.report(answer.step, answer.record if answer.rank == 0 else None, 0)
-        if answer.waiting or answer.unit is not None:
+        reply = self._ask(self._name, self._result, self._broken_era, wait_s)
+        self._result = self._broken_era = None
+        self._rank, self._finished_steps = reply.rank, reply.step
+        self._membership.report(reply.step, reply.record if reply.rank == 0 else None, 0)
+        if reply.waiting or reply.unit is not None:
             self._membership.moved()
-        for logical_worker in self._streams.keys() - set(answer.held):
+        for logical_worker in self._streams.keys() - set(reply.assigned):
             self._streams.pop(logical_worker).feed.close()
-        if answer.unit is not None:
-            self._done = self._do(answer.unit)
-            if self._done is None:
-                self._broken = answer.unit.era
-        return not answer.over
+        if reply.unit is not None:
+            self._result = self._compute_unit(reply.unit)
+            if self._result is None:
+                self._broken_era = reply.unit.era
+        return not reply.over
 
     def finish(self) -> None:
-        """Says what it has done last, and that it leaves."""
-        self._ask(self._name, self._done, self._broken, None)
+        """Reports the last result, and that this worker leaves."""
+        self._ask(self._name, self._result, self._broken_era, None)
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Closes the data feeds."""
         self._enter("done")
         for stream in self._streams.values():
             stream.feed.close()
 
-    def _do(self, unit: Unit) -> Done | None:
-        """Does a unit; None: a server is lost."""
+    def _compute_unit(self, unit: Unit) -> UnitResult | None:
+        """Computes a unit and sends its gradient; returns None if a server is lost."""
         cursor = Cursor.at(unit.step, self._job.plan.steps_per_epoch)
         self._enter("data")
         batch, wait_s = self._batch(unit, cursor)
         if not self._is_fresh(unit):
             self._enter("exchange")
-            if not self._take(unit, self._servers.call("pull", [(unit.era,)] * len(self._layout.parts))):
+            if not self._load_parameters(unit, self._servers.call("pull", [(unit.era,)] * len(self._layout.parts))):
                 return None
         self._enter("compute")
         try:
-            row = self._step.play(cursor, batch, self._job.plan.global_rows(cursor.step))
+            stats = self._step.compute(cursor, batch, self._job.plan.global_rows(cursor.step))
         except TaskError as error:
-            rows = self._job.plan.manifest.named(error.positions)
-            raise error.met(f"rank {self._rank} after step {unit.step}", rows) from error.__cause__
+            rows = self._job.plan.manifest.describe_rows(error.positions)
+            raise error.with_context(f"rank {self._rank} after step {unit.step}", rows) from error.__cause__
         buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None
-        sent = enumerate(self._layout.gradients() if self._step.moves(row) else [None] * len(self._layout.parts))
+        has_gradient = self._step.has_gradient(stats)
+        gradients = enumerate(self._layout.gradients() if has_gradient else [None] * len(self._layout.parts))
         self._enter("exchange")
         pushed = self._servers.call(
-            "push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in sent]
+            "push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in gradients]
         )
         if pushed is None or None in pushed:
-            self._pulled = (0, 0)  # what is in the model is no longer what came
+            # The forward may have changed the model's buffers since they were pulled.
+            self._pulled = (0, 0)
             return None
         if self._staleness:
-            self._take(unit, [pulled for _, pulled in pushed])
+            self._load_parameters(unit, [pulled for _, pulled in pushed])
         if self._hooks.after_step is not None:
             self._hooks.after_step(self._rank, unit.step + 1)
-        return Done(unit, row, pushed[0][0], wait_s)
+        return UnitResult(unit, stats, pushed[0][0], wait_s)
 
     def _is_fresh(self, unit: Unit) -> bool:
-        """Whether the parameters here, which came with the last answer of the servers, have all that a unit may not do
-        without.
-        """
+        """Returns whether the parameters in the model, from the servers' last reply, are recent enough for a unit."""
         era, complete = self._pulled
         return self._staleness > 0 and era == unit.era and complete >= unit.step - self._staleness
 
-    def _take(self, unit: Unit, pulled: list[Pulled | None] | None) -> bool:
-        """Puts what the servers hold into the model; whether they are all in the era of a unit."""
-        there = [each for each in pulled or () if each is not None]
-        if len(there) < len(self._layout.parts):
+    def _load_parameters(self, unit: Unit, pulled: list[Pulled | None] | None) -> bool:
+        """Loads the servers' parameters into the model; returns whether all servers are in the era of the unit."""
+        replies = [reply for reply in pulled or () if reply is not None]
+        if len(replies) < len(self._layout.parts):
             return False
-        self._layout.put([parameters for _, parameters, _ in there], there[0][2])
-        self._pulled = unit.era, min(complete for complete, _, _ in there)
+        self._layout.put([parameters for _, parameters, _ in replies], replies[0][2])
+        self._pulled = unit.era, min(complete for complete, _, _ in replies)
         return True
 
     def _batch(self, unit: Unit, cursor: Cursor) -> tuple[MicroBatch, float]:
-        """The rows of a unit, and the seconds that they took."""
+        """Returns the rows of a unit, and the seconds that the worker waited for them."""
         v = unit.logical_worker
         if v not in self._streams:
-            feed = Feed(self._job.plan, lambda cursor, played: self._open(self._job, cursor, played), self._device)
-            self._streams[v] = _Stream(feed)
+            feed = Feed(self._job.plan, lambda cursor, assigned: self._open(self._job, cursor, assigned), self._device)
+            self._streams[v] = _DataStream(feed)
         stream = self._streams[v]
         if stream.step != unit.step:
-            stream.feed.play(cursor, range(v, v + 1))
-        waited = stream.feed.wait_s
+            stream.feed.seek(cursor, range(v, v + 1))
+        wait_before_s = stream.feed.wait_s
         [batch] = stream.feed.next()
         stream.step = unit.step + 1
-        return batch, stream.feed.wait_s - waited
+        return batch, stream.feed.wait_s - wait_before_s
 
     def _enter(self, phase: Phase) -> None:
         self._membership.enter(phase)
         if self._hooks.at is not None:
-            self._hooks.at(phase, self._rank, self._finished)
+            self._hooks.at(phase, self._rank, self._finished_steps)
 
 
 class _UnitStep(Step):
-    """Forward and backward of one logical worker; the parameters' `.grad` is its share of the step's gradient.
+    """Runs forward and backward of one logical worker and leaves its share of the step's gradient in `.grad`.
 
-    With staleness a gradient is applied before anybody knows what the step's rows weigh: it is then that of the mean
-    over the own weight, and counts by rows.
+    With staleness a gradient is applied before the total weight of the step's rows is known: it is then that of the
+    mean over the logical worker's own weight, and is weighted by the number of its rows.
     """
 
-    def moves(self, row: ReplicaStats) -> bool:
-        """Whether a unit has a gradient for the servers."""
-        return row.rows > 0 and (row.weight > 0 or not self._config.train.staleness)
+    def has_gradient(self, stats: ReplicaStats) -> bool:
+        """Returns whether a unit has a gradient for the servers."""
+        return stats.rows > 0 and (stats.weight > 0 or not self._config.train.staleness)
 
-    def play(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> ReplicaStats:
-        """Computes a unit; its norm is weighted by rows.
+    def compute(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> ReplicaStats:
+        """Computes a unit; its norm is weighted by the number of rows.
 
         Raises:
             NonFiniteError: Loss or norm is not finite.
         """
         for p in self._parameters:
             p.grad = None
-        restore(self._modes)
+        restore_modes(self._modes)
         if not batch.rows:
-            return line(batch, NOTHING, 0.0, Flags(0), UNTOLD)
-        with self._blaming(batch):
+            return make_replica_stats(batch, ZERO_SUMS, 0.0, Flags(0), NO_TIME)
+        with self._error_context(batch):
             losses, share = self._losses(cursor, batch, self._state.model), batch.rows / global_rows
-            sums = summed(self._task, losses)
-            own = (sums.weight / batch.rows or 1.0) if self._config.train.staleness else 1.0
-            for p in self._parameters:  # of what the task has left
+            sums = sum_losses(self._task, losses)
+            mean_weight = (sums.weight / batch.rows or 1.0) if self._config.train.staleness else 1.0
+            # The task may have left gradients of its own.
+            for p in self._parameters:
                 p.grad = None
-            backward_of(losses.values, self._forward.weights(batch.rows, global_rows * own, 1.0))
+            run_backward(losses.values, self._forward.weights(batch.rows, global_rows * mean_weight, 1.0))
         loss = sums.loss / global_rows
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = math.sqrt(math.fsum(n * n for n in torch.stack(torch._foreach_norm(gradients)).tolist())) / share
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._refuse(cursor, [batch], global_rows, StepResult(loss, norm, [], [], Flags(0), [], []))
-        most = self._config.train.grad_clip_norm
-        if self._config.train.staleness and most is not None and norm > most:
-            torch._foreach_mul_(gradients, most / norm)
-        return line(batch, sums, loss, Flags(0), UNTOLD, norm * norm * share)
+            self._raise_non_finite(cursor, [batch], global_rows, StepResult(loss, norm, [], [], Flags(0), [], []))
+        max_norm = self._config.train.grad_clip_norm
+        if self._config.train.staleness and max_norm is not None and norm > max_norm:
+            torch._foreach_mul_(gradients, max_norm / norm)
+        return make_replica_stats(batch, sums, loss, Flags(0), NO_TIME, norm * norm * share)

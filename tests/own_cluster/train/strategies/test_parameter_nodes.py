@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ray_app.config.config import Config
 from ray_app.driver.finalize import newest_commit
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
@@ -27,8 +27,8 @@ import ray, sys
 from pathlib import Path
 from ray_app import run_training
 from ray_app.config.config import from_yaml
-from ray_app.drill.cluster import local_nodes
-from ray_app.drill.faults import Several
+from ray_app.drill.cluster import open_drill_cluster
+from ray_app.drill.faults import HookChain
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import read_events
 from ray_app.train.job import Hooks
@@ -45,24 +45,24 @@ class Nodes:
         if not self.drained and read_events(job.paths, "checkpointed"):
             beats = ray.get(rendezvous.workers.remote())
             if len(beats) == 2:
-                nodes.drain(beats[1].node, 60)
+                nodes.drain_node(beats[1].node, 60)
                 self.drained = True
         if self.drained and not self.lost and read_events(job.paths, "preempted"):
             server = ray.get_actor(f"server-{job.paths.unique_name}-{job.fence}-0")
-            nodes.lose(ray.get(server.__ray_call__.remote(lambda self: __import__("ray").get_runtime_context().get_node_id())))
+            nodes.kill_node(ray.get(server.__ray_call__.remote(lambda self: __import__("ray").get_runtime_context().get_node_id())))
             self.lost = True
 
-with local_nodes(3, evaluates=False) as nodes:
+with open_drill_cluster(3, evaluates=False) as nodes:
     slow = (Linger(run, "preempted", {}, after=9, each_s=10), Linger(run, "server_lost", {}, after=18, each_s=10))
     acts = Nodes()
-    run_training(config, faults=Faults(train=Hooks(after_step=Several(slow))), observe=acts)
+    run_training(config, faults=Faults(train=Hooks(after_step=HookChain(slow))), observe=acts)
     assert acts.drained and acts.lost
 """  # noqa: E501
 
 
 def test_nodes_with_a_worker_and_with_a_server_go_away(short_run: Callable[..., Config], tmp_path: Path) -> None:
     alone = claim(prepare(short_run(run__name="undisturbed", scaling__max_workers=2)), 1).job
-    train_here(alone, SingleProcessMembership(4, lambda: False), Hooks())
+    train_in_process(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
     config = short_run(
         train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5, scaling__max_workers=2

@@ -21,7 +21,7 @@ import torch
 from ray_app.cluster.rendezvous import client
 from ray_app.cluster.rendezvous.members import Member
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.cluster.rendezvous.server import Lines, packed
+from ray_app.cluster.rendezvous.server import ConnectionServer, encode
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.membership import Flags, Heartbeat
 from tests.support.waiting import until
@@ -45,7 +45,7 @@ class _Meeting:
     def __init__(self) -> None:
         self.now_s, self.beats = 1000.0, 0
         self.rendezvous = Rendezvous(SILENCE_S, None, lambda: self.now_s)
-        self.lines, self.loop = Lines(self.rendezvous), asyncio.new_event_loop()
+        self.lines, self.loop = ConnectionServer(self.rendezvous), asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.door = self.do(self.lines.listen(HERE)), self.lines.secret
 
@@ -55,7 +55,7 @@ class _Meeting:
 
     async def look(self) -> None:
         """The rendezvous looks who is silent."""
-        self.rendezvous.look(self.now_s)
+        self.rendezvous.check_liveness(self.now_s)
 
     def member(self) -> Member | None:
         """The worker, as the rendezvous knows it."""
@@ -80,7 +80,7 @@ def worker(meeting: _Meeting, tmp_path: Path) -> Iterator[Any]:
         target=_live, args=(meeting.door, tmp_path / "run"), daemon=True
     )
     made.start()
-    until(lambda: meeting.member() is not None, "no sign of life")
+    until(lambda: meeting.member() is not None, "no heartbeat")
     yield made
     made.kill()
 
@@ -97,7 +97,7 @@ def test_who_was_given_up_while_it_was_frozen_ends_when_it_wakes(meeting: _Meeti
     meeting.now_s += SILENCE_S + 1
     meeting.do(meeting.look())
     assert set(meeting.rendezvous._lost) == {"a"}, "it is silent"
-    meeting.do(meeting.rendezvous.dismiss({"a"}))
+    meeting.do(meeting.rendezvous.evict({"a"}))
     os.kill(worker.pid, signal.SIGCONT)
     worker.join(60)
     assert worker.exitcode == 1, "it goes on"
@@ -107,27 +107,27 @@ def test_what_changes_for_all_is_said_at_once_however_rare_signs_of_life_are(mee
     """Each is due every 1,000 s; the worker of a generation that breaks is told so, and ends since its process is given
     up.
     """
-    meeting.do(meeting.rendezvous.expect(1_000_000))
+    meeting.do(meeting.rendezvous.set_expected(1_000_000))
     member = meeting.member()
     until(lambda: member.period_s == 1000, "it was not told when the next is due")
-    seen_s = member.seen_s
+    heartbeat_s = member.heartbeat_s
     meeting.now_s += 500
     meeting.do(meeting.look())
     assert meeting.rendezvous._lost == {}, "its next sign of life is not due yet"
     member.exit = True
     meeting.do(meeting.rendezvous.raise_flags(Flags.STOP))
     worker.join(60)
-    assert (worker.exitcode, member.seen_s) == (1, seen_s), "it was told with an answer, not at once"
+    assert (worker.exitcode, member.heartbeat_s) == (1, heartbeat_s), "it was told with an answer, not at once"
 
 
 def test_the_end_of_a_process_is_known_at_once(meeting: _Meeting, worker: Any) -> None:
     worker.kill()
     until(lambda: set(meeting.rendezvous._lost) == {"a"}, "nobody noticed")
-    assert meeting.lines.open == {}
+    assert meeting.lines.connections == {}
 
 
 def test_who_does_not_know_the_secret_is_not_heard(meeting: _Meeting) -> None:
     with socket.create_connection(meeting.door[0], timeout=60) as line:
-        line.sendall(b"secret\n" + packed(Heartbeat("b", "node", HERE, 1)))
+        line.sendall(b"secret\n" + encode(Heartbeat("b", "node", HERE, 1)))
         assert line.recv(1) == b""
     assert meeting.rendezvous._members.get("b") is None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.runlog.journal import read_events
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import SingleProcessMembership
@@ -108,7 +108,7 @@ def test_threads_that_read_change_no_bit(tmp_path: Path, monkeypatch: pytest.Mon
             fields["data__cache_dir"] = str(tmp_path / "cache")
         job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
         readers.clear()
-        train_here(job, SingleProcessMembership(4, lambda: False), Hooks())
+        train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks())
         assert ("reader" in readers) == (name != "0"), readers
         bits.append((result_of(job).bits, result_of(job).steps))
     assert bits[1:] == [bits[0]] * 2

@@ -20,7 +20,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError, PeerLostError
 from ray_app.runlog.journal import read_events
 from ray_app.train.job import Hooks, Job
-from ray_app.train.state.transfer import odd_ones
+from ray_app.train.state.transfer import divergent_ranks
 from tests.support.local_world import KilledError, Pool, TinyImages, cached, make_job, result_of, write_images
 from tests.support.shifting_world import train_shifting
 from tests.support.waiting import until
@@ -73,7 +73,7 @@ def job_in(folder: Path, update: int = 0) -> Job:
 
 def differed(job: Job) -> list[tuple[list[int], int]]:
     """The ranks that did, and the step that was gone on from."""
-    return [(event.details["ranks"], event.details["step"]) for event in read_events(job.paths, "states_differed")]
+    return [(event.details["ranks"], event.details["step"]) for event in read_events(job.paths, "params_diverged")]
 
 
 def test_the_one_that_differs_gets_the_state_of_the_others(pool: Pool, tmp_path: Path) -> None:
@@ -123,4 +123,4 @@ def test_without_a_checkpoint_either_the_run_ends(pool: Pool, tmp_path: Path) ->
     ],
 )
 def test_more_than_half_of_those_with_the_newest_step_are_right(steps: list[int], digests: str, odd: list[int]) -> None:
-    assert odd_ones(steps, list(digests)) == odd
+    assert divergent_ranks(steps, list(digests)) == odd

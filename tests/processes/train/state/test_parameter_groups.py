@@ -92,7 +92,7 @@ def test_a_group_is_that_of_plain_torch(pool: Pool, data: Path, tmp_path: Path) 
         for ours, theirs in zip(state.model.parameters(), twin.model.parameters(), strict=True):
             ours.grad = torch.full_like(ours, 0.1 * (step + 1))
             theirs.grad = ours.grad.clone()
-        state.advance()
+        state.optimizer_step()
         plain.step()
     for ours, theirs in zip(state.model.parameters(), twin.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -152,7 +152,7 @@ def test_frozen_parameters_are_in_no_group(data: Path, tmp_path: Path) -> None:
         ),
         (
             [{"names": ["*.bias"], "wight_decay": 0}],
-            r"sets 'wight_decay', which is no option of AdamW; the nearest is weight_decay",
+            r"sets 'wight_decay', which is not an option of AdamW; the nearest is weight_decay",
         ),
         ([{"names": ["*.bias"], "lr": "fast"}], r"groups has lr = 'fast'; it must be a number"),
         ([{"lr": 0.1}], r"has {'lr': 0.1}; say whose options these are by names, a list, or by norms_and_biases: true"),

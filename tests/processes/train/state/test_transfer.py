@@ -19,7 +19,7 @@ from ray_app.config.config import Config
 from ray_app.reduction.base import World
 from ray_app.train.state import transfer as transfer_module
 from ray_app.train.state.state import TrainingState
-from ray_app.train.state.transfer import transfer
+from ray_app.train.state.transfer import transfer_snapshot
 from tests.support.device_group import BACKEND
 from tests.support.local_world import CPU, LocalMembership, Pool, plain
 
@@ -52,7 +52,7 @@ def everything() -> Snapshot:
 def passed_on(rank: int, store: Path, size: int, source: int, to: list[int], backend: str) -> Any:
     given = everything() if rank == source else None
     with LocalMembership(World(rank, size, size), store, backend=backend).generation(0, False):
-        got = transfer(given, rank, source, to)
+        got = transfer_snapshot(given, rank, source, to)
     if rank == source:
         assert got is given
     return got and plain(got)
@@ -107,7 +107,7 @@ def joined(rank: int, store: Path, megabytes: int) -> float:
     config = Config().replace(optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
     state = TrainingState(config, Wide(megabytes), CPU, 10)
     if rank == 0:
-        state.begin(None)
+        state.initialize(None)
         with torch.no_grad():
             for number, p in enumerate(state.model.parameters()):
                 p.fill_(number + 0.5)
@@ -158,7 +158,7 @@ def four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
             received[0] += piece.nbytes
 
         patch.setattr(transfer_module, "receive", counted)
-        transfer(Snapshot(1, model, {}, None) if rank == 0 else None, rank, 0, [1])
+        transfer_snapshot(Snapshot(1, model, {}, None) if rank == 0 else None, rank, 0, [1])
     return silence[0], received[0]
 
 

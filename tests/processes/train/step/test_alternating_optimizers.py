@@ -16,7 +16,7 @@ import yaml
 from torch import nn
 
 from ray_app.checkpoint.format import params_digest
-from ray_app.config.checks import check
+from ray_app.config.checks import check_config
 from ray_app.config.import_paths import TurnSpec
 from ray_app.drill.faults import Evidence
 from ray_app.drill.memory_faults import Flip
@@ -26,7 +26,7 @@ from ray_app.models.export import load_model, write_export
 from ray_app.runlog.journal import MetricsReader, read_events
 from ray_app.task.base import Task
 from ray_app.train.job import Hooks, Job
-from ray_app.train.state.alternating_optimizers import steps_of, turn_of
+from ray_app.train.state.alternating_optimizers import steps_in_turn, turn_at
 from ray_app.train.state.state import TrainingState
 from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
 from tests.support.pages import blocks
@@ -128,7 +128,7 @@ def test_a_turn_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
         for ours, theirs in zip(state.model.parameters(), twin.model.parameters(), strict=True):
             ours.grad = torch.full_like(ours, 0.1 * (step + 1)) if ours.requires_grad else None
             theirs.grad = ours.grad.clone() if ours.grad is not None else None
-        state.advance()
+        state.optimizer_step()
         moving = other if step % 4 else plain
         moving.step()
         schedules[moving].step()
@@ -137,10 +137,10 @@ def test_a_turn_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
 
 def test_whose_turn_it_is() -> None:
     turns = {name: TurnSpec("x", steps=steps) for name, steps in (("a", 2), ("b", 1), ("c", 3))}
-    assert "".join(turn_of(turns, step) for step in range(14)) == "aabcccaabcccaa"
+    assert "".join(turn_at(turns, step) for step in range(14)) == "aabcccaabcccaa"
     for steps in range(20):
-        assert [steps_of(turns, name, steps) for name in turns] == [
-            sum(turn_of(turns, s) == name for s in range(steps)) for name in turns
+        assert [steps_in_turn(turns, name, steps) for name in turns] == [
+            sum(turn_at(turns, s) == name for s in range(steps)) for name in turns
         ]
 
 
@@ -152,7 +152,7 @@ def test_what_is_computed_twice_is_that_of_the_turn(pool: Pool, data: Path, tmp_
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=OfPart(flip, part)))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     assert [outcomes[rank].value for rank in (0, 2)] == ["done"] * 2, [outcome.trace for outcome in outcomes]
-    assert [event.details["rank"] for event in read_events(job.paths, "lied")] == [1]
+    assert [event.details["rank"] for event in read_events(job.paths, "sdc_detected")] == [1]
 
 
 def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(
@@ -163,7 +163,7 @@ def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(
     kill = KillOnce(tmp_path / "killed", step=4, rank=0)
     train_shifting(pool, job := job_of(tmp_path / "killed-run", data), [[0, 1], [1]], [], Hooks(after_step=kill))
     assert kill.proof.exists(), "the fault did not happen"
-    assert turn_of(job.config.optimizers or {}, 3) == turn_of(job.config.optimizers or {}, 4) == "critic"
+    assert turn_at(job.config.optimizers or {}, 3) == turn_at(job.config.optimizers or {}, 4) == "critic"
     assert result_of(job).bits == alone.bits
 
 
@@ -234,7 +234,7 @@ def test_a_parameter_belongs_to_one_optimizer(
 def test_what_does_not_go_together_is_refused(data: Path, tmp_path: Path, fields: dict[str, Any], said: str) -> None:
     job = job_of(tmp_path / "run", data)
     with pytest.raises(ConfigError, match=said):
-        check(job.config.replace(**fields))
+        check_config(job.config.replace(**fields))
 
 
 def test_yaml_is_checked_against_the_signatures(tmp_path: Path) -> None:

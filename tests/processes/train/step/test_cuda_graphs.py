@@ -23,7 +23,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.step import cuda_graphs
-from ray_app.train.step.cuda_graphs import Captured, _Inputs, graphs_of
+from ray_app.train.step.cuda_graphs import CapturedPasses, _InputRecorder, make_graph_backend
 from tests.support.local_world import (
     CPU,
     DieAfter,
@@ -52,9 +52,9 @@ def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_ki
     """Trains with the stand-in; returns how many captures and replays there were."""
     graphs = RecordedGraphs()
     with (
-        patch("ray_app.train.step.step.graphs_of", lambda device: graphs),
-        patch.object(cuda_graphs, "_MOST_KINDS", most_kinds),
-        patch.object(cuda_graphs, "_EVERY", 5),
+        patch("ray_app.train.step.step.make_graph_backend", lambda device: graphs),
+        patch.object(cuda_graphs, "_MAX_GRAPHS", most_kinds),
+        patch.object(cuda_graphs, "_CHECK_EVERY_USES", 5),
     ):
         _train(rank, store, job, size, hooks, cached, {})
     return graphs.captures, graphs.replays
@@ -150,7 +150,7 @@ def test_what_depends_on_the_host_is_refused(pool: Pool, data: Path, tmp_path: P
 
 def test_a_worker_that_computes_on_its_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="a worker computes on its CPU, which has no CUDA graphs"):
-        graphs_of(torch.device("cpu"))
+        make_graph_backend(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ class Failing(RecordedGraphs):
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
 
 
-def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> Captured:
+def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> CapturedPasses:
     model = nn.Linear(3, 1)
 
     def compute(fields: Batch, weights: Tensor) -> DeviceSums:
@@ -192,7 +192,7 @@ def _small(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> 
         losses.backward(weights)
         return DeviceSums(losses.detach().sum(), len(weights), None)
 
-    return Captured(model, torch.device(device), compute, graphs)
+    return CapturedPasses(model, torch.device(device), compute, graphs)
 
 
 @pytest.mark.parametrize(
@@ -235,16 +235,16 @@ def test_a_cut_out_of_a_field_is_captured_in_its_layout() -> None:
     for _ in range(3):
         sums = small.run({"x": cut}, torch.ones(2))
         assert sums.values == small._compute({"x": cut}, torch.ones(2)).values
-        small._forget()
-    [kind] = small._kinds.values()
+        small._drop_gradients()
+    [kind] = small._graphs.values()
     assert kind.fields["x"].stride() == cut.stride()
 
 
 def test_a_graph_is_looked_at_after_1_2_4_uses_and_every_so_many() -> None:
     small, looked = _small(RecordedGraphs()), list[int]()
     with (
-        patch.object(cuda_graphs, "_EVERY", 6),
-        patch.object(small, "_hold_against_eager", lambda kind, *_: looked.append(kind.uses)),
+        patch.object(cuda_graphs, "_CHECK_EVERY_USES", 6),
+        patch.object(small, "_run_and_compare", lambda kind, *_: looked.append(kind.uses)),
     ):
         for _ in range(20):
             small.run({"x": torch.ones(2, 3)}, torch.ones(2))
@@ -256,7 +256,7 @@ def test_numbers_that_are_drawn_on_the_host_are_refused_at_once() -> None:
     states = {"get_rng_state": lambda device: torch.zeros(1), "set_rng_state": lambda state, device: None}
     with (
         patch.multiple(torch.cuda, **states),
-        patch("ray_app.train.step.cuda_graphs.Captured._copy", lambda self, name, field: field.clone()),
+        patch("ray_app.train.step.cuda_graphs.CapturedPasses._copy", lambda self, name, field: field.clone()),
     ):
         with pytest.raises(ConfigError, match="it draws random numbers on the host"):
             _small(RecordedGraphs(), "cuda", draws=True).run({"x": torch.ones(2, 3)}, torch.ones(2))
@@ -266,7 +266,7 @@ def test_numbers_that_are_drawn_on_the_host_are_refused_at_once() -> None:
 def test_what_a_graph_reads_is_kept_alive_and_what_it_makes_is_not() -> None:
     """A model may keep a table as a plain attribute, and make another for longer rows."""
     table, weight = torch.ones(3), nn.Parameter(torch.ones(3))
-    with _Inputs() as inputs:
+    with _InputRecorder() as inputs:
         ((weight * table + 1).relu() * 2).sum().backward()
     assert {t.data_ptr() for t in inputs.alive} == {table.data_ptr(), weight.data_ptr()}
 
@@ -274,7 +274,7 @@ def test_what_a_graph_reads_is_kept_alive_and_what_it_makes_is_not() -> None:
 def test_a_closed_step_keeps_no_graph(data: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **CAPTURE)
     state = build_state(job.config, job.task, CPU, 1)
-    with patch("ray_app.train.step.step.graphs_of", lambda device: RecordedGraphs()):
+    with patch("ray_app.train.step.step.make_graph_backend", lambda device: RecordedGraphs()):
         step = build_step(job, state, World(0, 1, 1), CPU, lambda phase: None)
     step.close()
     gone, captured = weakref.ref(step), step._captured

@@ -54,17 +54,17 @@ class CountWaits:
     """A hook after each step of rank 0: what `STEPS` of them waited for, as JSON in a file."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._calls, self._operators, self._are_here = file, _Calls(), _Operators(), base._are_here
+        self._file, self._calls, self._operators, self._are_here = file, _Calls(), _Operators(), base._are_on_cpu
 
     def __call__(self, rank: int, step: int) -> None:
         if rank == 0 and step == FIRST:
-            base._are_here = lambda held: False
+            base._are_on_cpu = lambda held: False
             self._calls.__enter__()
             self._operators.__enter__()
         if rank == 0 and step == FIRST + STEPS:
             self._operators.__exit__(None, None, None)
             self._calls.__exit__(None, None, None)
-            base._are_here = self._are_here
+            base._are_on_cpu = self._are_here
             self._file.write_text(json.dumps((self._calls.number + self._operators.number) / STEPS))
 
 

@@ -19,7 +19,7 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_exchange
+from ray_app.reduction.bucketed import build_reducer
 from ray_app.runlog.journal import MetricsReader
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
@@ -130,7 +130,7 @@ def run_steps(job: Job, steps: int) -> tuple[TrainingState, list[Any]]:
     state.step = 0
     world = World(0, 1, 4)
     step = build_step(job, state, world, CPU, lambda phase: None)
-    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+    feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
     rows = job.plan.rows_of_step
     return state, [
         step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)) for i in range(steps)
@@ -213,8 +213,8 @@ def test_with_staleness_a_gradient_is_that_of_the_own_mean(data: Path, tmp_path:
     server_world.World(job, 1).run()
     state = build_state(job.config.replace(train__strategy="ddp"), job.task, CPU, 100)
     state.step, world = 0, World(0, 1, 1)
-    step = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, world), world, CPU)
-    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+    step = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU)
+    feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
     for i in range(6):
         step.run(Cursor.at(i, 9), feed.next(), sum(job.plan.rows_of_step(i)), Flags(0))
     for name, value in result_of(job).snapshot.model.items():

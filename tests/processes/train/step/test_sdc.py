@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ray_app.checkpoint.store import SUSPECT, CheckpointStore
 from ray_app.drill.faults import Evidence
-from ray_app.drill.memory_faults import Flip, What
+from ray_app.drill.memory_faults import Flip, FlipTarget
 from ray_app.errors import ConfigError, IrreproducibleError, WrongResultError
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.step_records import read_steps
@@ -47,7 +47,7 @@ def undisturbed(pool: Pool, tmp_path: Path) -> str:
     return pool.trained(job_in(tmp_path, "undisturbed"), 2, cached).commit.params_digest
 
 
-def hooks(folder: Path, what: What, rank: int, step: int) -> Hooks:
+def hooks(folder: Path, what: FlipTarget, rank: int, step: int) -> Hooks:
     flip = Flip(Evidence(str(folder / "proofs")), "flip", what, rank, step)
     return Hooks(after_step=flip, built=flip.built)
 
@@ -60,7 +60,7 @@ def hooks(folder: Path, what: What, rank: int, step: int) -> Hooks:
     ],
 )
 def test_a_flipped_bit_is_found_and_nothing_of_it_stays(
-    pool: Pool, tmp_path: Path, undisturbed: str, what: What, rank: int
+    pool: Pool, tmp_path: Path, undisturbed: str, what: FlipTarget, rank: int
 ) -> None:
     job = job_in(tmp_path, "flipped", **ALL)
     others = [each for each in range(3) if each != rank]
@@ -68,7 +68,7 @@ def test_a_flipped_bit_is_found_and_nothing_of_it_stays(
     assert Evidence(str(tmp_path / "proofs")).has("flip")
     assert isinstance(outcomes[rank].error, WrongResultError), outcomes[rank].trace
     assert [outcomes[each].value for each in others] == ["done"] * 2, [outcome.trace for outcome in outcomes]
-    [lied] = read_events(job.paths, "lied")
+    [lied] = read_events(job.paths, "sdc_detected")
     assert (lied.details["rank"], lied.details["step"], lied.details["clean"]) == (rank, 4, 3)
     assert result_of(job).commit.params_digest == undisturbed
     [suspected] = read_events(job.paths, "suspected")
@@ -82,7 +82,7 @@ def test_checkpoints_since_it_was_right_are_marked(pool: Pool, tmp_path: Path) -
     job = job_in(tmp_path, "flipped", failure__sdc_check_rate=0.125, train__max_steps=12)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], hooks(tmp_path, "parameter", 1, 1))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
-    [lied] = read_events(job.paths, "lied")
+    [lied] = read_events(job.paths, "sdc_detected")
     [suspected] = read_events(job.paths, "suspected")
     assert lied.details["clean"] < 1, "the flip came after step 1"
     assert suspected.details["steps"] == [step for step in range(2, 13, 2) if step <= lied.details["step"]] != []
@@ -96,7 +96,7 @@ def test_checkpoints_since_it_was_right_are_marked(pool: Pool, tmp_path: Path) -
 
 @pytest.mark.parametrize("what", ["gradient", "activation"])
 def test_of_two_workers_the_one_that_erred_once_is_found(
-    pool: Pool, tmp_path: Path, undisturbed: str, what: What
+    pool: Pool, tmp_path: Path, undisturbed: str, what: FlipTarget
 ) -> None:
     job = job_in(tmp_path, "flipped", **ALL)
     outcomes = train_shifting(pool, job, [[0, 1], [1]], [], hooks(tmp_path, what, 0, 2))
@@ -150,7 +150,7 @@ def test_no_false_alarm_and_the_same_bits(pool: Pool, tmp_path: Path, workers: i
     pool.run_job(job, workers, cached)
     assert result_of(job).commit.params_digest == without.commit.params_digest
     assert read_steps(job.paths).replayed == L * 6
-    assert not read_events(job.paths, "lied")
+    assert not read_events(job.paths, "sdc_detected")
 
 
 @pytest.mark.search
@@ -163,7 +163,7 @@ def test_ten_thousand_shares_without_a_false_alarm(
     job = job_in(tmp_path, "many", **ALL, **fields, **often)
     pool.run_job(job, workers, cached)
     assert read_steps(job.paths).replayed == 2600 * L
-    assert not read_events(job.paths, "lied")
+    assert not read_events(job.paths, "sdc_detected")
 
 
 def test_rows_are_computed_twice_where_they_are_read(pool: Pool, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_parameters_are_compared_where_that_is_asked_for(pool: Pool, tmp_path: P
     job = job_in(tmp_path, "compared", failure__compare_params_every_steps=1)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1, 2]], [], hooks(tmp_path, "parameter", 1, 3))
     assert [outcome.value for outcome in outcomes] == ["done"] * 3, [outcome.trace for outcome in outcomes]
-    [differed] = read_events(job.paths, "states_differed")
+    [differed] = read_events(job.paths, "params_diverged")
     assert differed.details["ranks"] == [1]
     assert differed.details["step"] == 4
     assert len(result_of(job).steps) == 6

@@ -23,14 +23,14 @@ from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import build_exchange
+from ray_app.reduction.bucketed import build_reducer
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState, seed_step
-from ray_app.train.step.micro_batch import ReplicaBuffers, single_values
+from ray_app.train.step.micro_batch import ReplicaBuffers, allow_single_values
 from ray_app.train.step.step import Step, StepResult
 from tests.support.local_world import (
     CPU,
@@ -87,9 +87,9 @@ def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Steppe
     state.step = 0
     plan, results = job.plan, []
     with LocalMembership(World(rank, size, plan.logical_workers), store).generation(0, False) as (world, _):
-        strategy = build_exchange(job.config.train, state.model, world)
+        strategy = build_reducer(job.config.train, state.model, world)
         step = Step(job.config, job.task, state, strategy, world, CPU)
-        feed = feed_of(plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+        feed = feed_of(plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
         with closing(strategy):
             for i in range(steps):
                 before = digests(state)
@@ -128,7 +128,7 @@ def bad_job(folder: Path, data: Path, where: list[tuple[int, int]], value: float
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0], ids="loss {}".format)
-def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_optimizer_moves(
+def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_update(
     pool: Pool, data: Path, tmp_path: Path, size: int, value: float
 ) -> None:
     """A loss of 0 stands for a finite loss with a gradient that is not."""
@@ -226,8 +226,8 @@ def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float
     state.step = 0
     world = World(rank, 1, job.plan.logical_workers)
     before = [p.detach().clone() for p in state.model.parameters()]
-    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
-    result = Step(job.config, job.task, state, build_exchange(job.config.train, state.model, world), world, CPU).run(
+    feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+    result = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU).run(
         Cursor(), feed.next(), 12, flags=Flags(0)
     )
     after = list(state.model.parameters())
@@ -271,7 +271,7 @@ def test_batch_norm_over_one_value_uses_the_running_statistics_and_leaves_them()
     model(torch.randn(8, 6) * 3 + 1)  # statistics unlike those of the start
     before = {name: value.clone() for name, value in model.state_dict().items()}
     row = torch.randn(1, 6)
-    with single_values(model):
+    with allow_single_values(model):
         found = model(row)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "statistics moved"
     assert all(layer.training for layer in model.modules())
@@ -286,7 +286,7 @@ def test_batch_norm_over_more_values_is_left_alone() -> None:
         twin = nn.Sequential(*model)
         twin.load_state_dict(model.state_dict())
         statistics = [b.clone() for b in model.buffers()]
-        with single_values(model):
+        with allow_single_values(model):
             found = model(rows)
         assert not torch.equal(statistics[0], next(model.buffers())), "the statistics do not move"
         assert torch.equal(found, model.train()(rows)), "it is not what training gives"
@@ -294,7 +294,7 @@ def test_batch_norm_over_more_values_is_left_alone() -> None:
 
 def test_batch_norm_is_in_training_again_after_an_error() -> None:
     model = batch_norms()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), single_values(model):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), allow_single_values(model):
         nn.Sequential(model[1], nn.Linear(7, 1))(torch.randn(1, 6))
     assert all(layer.training for layer in model.modules())
     with pytest.raises(ValueError, match="more than 1 value"):
@@ -417,7 +417,7 @@ def test_schedule_and_optimizer_go_on_from_a_checkpoint(
             rates.append(state.lr)
             for i, p in enumerate(state.model.parameters()):
                 p.grad = torch.full_like(p, math.sin(state.step + i))
-            state.advance()
+            state.optimizer_step()
         return rates
 
     def made() -> TrainingState:
@@ -447,7 +447,7 @@ def rates_of(name: str, args: dict[str, Any], steps: int) -> list[float]:
     for _ in range(steps):
         found.append(state.lr)
         state.optimizer.step()
-        state.pass_over()
+        state.advance_schedule()
     return found
 
 
@@ -497,10 +497,10 @@ def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields:
     def generation() -> list[weakref.ref[Any]]:
         with LocalMembership(World(0, 1, 4), tmp_path / "store").generation(0, False) as (world, _):
             step = build_step(job, state, world, CPU, lambda phase: None)
-            feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+            feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
             with closing(step), closing(feed):
                 step.run(Cursor(), feed.next(), sum(job.plan.rows_of_step(0)), Flags(0))
-        return [weakref.ref(step), weakref.ref(step._exchange)]
+        return [weakref.ref(step), weakref.ref(step._reducer)]
 
     alive = generation()
     gc.collect()
@@ -514,7 +514,7 @@ def test_a_snapshot_is_memory_of_its_own() -> None:
     before = params_digest(snapshot.model)
     for p in state.model.parameters():
         p.grad = torch.ones_like(p)
-    state.advance()
+    state.optimizer_step()
     assert params_digest(snapshot.model) == before != params_digest(state.model.state_dict())
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_here
-from ray_app.preflight.prepare import evaluation_source
+from ray_app.data.reader import fetch_in_process
+from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
@@ -66,7 +66,7 @@ def evaluated_job(folder: Path, data: Path, **fields: Any) -> Job:
     job = make_job(
         folder / "run", data, logical_workers=4, batch=12, task=Counted(str(folder / "notes")), **(defaults | fields)
     )
-    return dataclasses.replace(job, evaluation=evaluation_source(job.task, eval_path, 64.0))
+    return dataclasses.replace(job, evaluation=open_evaluation_source(job.task, eval_path, 64.0))
 
 
 def found_in(job: Job) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def rows_evaluated(job: Job) -> int:
     return sum(map(int, Path(job.task.notes).read_text().split()))
 
 
-def test_every_planned_checkpoint_is_evaluated_whoever_is_there_and_however_often_it_stops(
+def test_every_planned_checkpoint_is_evaluated_whatever_the_workers_and_stops(
     pool: Pool, data: Path, tmp_path: Path
 ) -> None:
     one, stopped = (evaluated_job(tmp_path / name, data) for name in ("one", "stopped"))
@@ -149,7 +149,7 @@ def test_a_storage_that_refuses_for_a_while_stops_no_training(
         SingleProcessMembership(4, lambda: False),
         cached,
         torch.device("cpu"),
-        load_evaluation=lambda: load_all(fetch_here, evaluation).arrays,
+        load_evaluation=lambda: load_all(fetch_in_process, evaluation).arrays,
     )
     assert (refused[8], refused[12]) == (3, validation_module._ATTEMPTS)
     assert steps_in(found_in(job)) == [4, 8, 16]

@@ -213,15 +213,15 @@ def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
     def begin() -> None:
         state.step = 0
 
-    with LocalMembership(world, store).generation(-1, False), state.among(world):
+    with LocalMembership(world, store).generation(-1, False), state.bind(world):
         state.share(world, begin)
         step = build_step(job, state, world, CPU, lambda phase: None)
-        feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+        feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
         for i in range(2):
             step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
         on_device = {p.data_ptr() for p in state.model.parameters()}
         on_host = {p.data_ptr() for p in state.master.parameters()}
-        with state.returned() as model:
+        with state.eval_model() as model:
             shown = params_digest(model.state_dict())
         moments = [v for values in state.optimizer.state.values() for v in values.values() if v.ndim]
         return {
@@ -283,10 +283,10 @@ def test_only_the_memory_of_the_rank_that_moves_the_parameters_is_page_locked(
     )
     before = params_digest(state.master.state_dict())
     state._lock_pages()
-    state._device, state._holds = torch.device("cuda", 0), False
+    state._device, state._has_master = torch.device("cuda", 0), False
     state._lock_pages()
     assert not pieces, "neither on a CPU nor on a rank that computes alone"
-    state._holds = True
+    state._has_master = True
     for _ in range(2):
         state._lock_pages()
     numbers = [p.numel() for p in state.master.parameters()]

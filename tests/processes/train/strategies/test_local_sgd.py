@@ -124,7 +124,7 @@ def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[
     world = World(0, 1, job.plan.logical_workers)
     with LocalMembership(world, store).generation(0, False):
         step = build_step(job, state, world, CPU, lambda phase: None)
-    feed = feed_of(job.plan, Cursor(), world.played, cached(job, Cursor(), world.played))
+    feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
     return step, state, feed  # type: ignore[return-value]
 
 

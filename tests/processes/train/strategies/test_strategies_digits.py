@@ -13,10 +13,10 @@ import pytest
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.data.local_readers import load_all
-from ray_app.data.reader import fetch_here
-from ray_app.drill.faults import Several
-from ray_app.driver.single import train_here
-from ray_app.preflight.prepare import evaluation_source
+from ray_app.data.reader import fetch_in_process
+from ray_app.drill.faults import HookChain
+from ray_app.driver.single import train_in_process
+from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.runlog.journal import read_events
 from ray_app.task.image import ImageClassification
 from ray_app.task.metrics import combine, score
@@ -40,7 +40,7 @@ def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, fields:
     job = digits_job(tmp_path, digits, fields)
     kill = KillOnce(tmp_path / "killed", step=60, rank=0)
     stop = DieAfter(160)
-    train_shifting(pool, job, [[0, 1], [1]], [], Hooks(after_step=Several((kill, stop))))
+    train_shifting(pool, job, [[0, 1], [1]], [], Hooks(after_step=HookChain((kill, stop))))
     assert kill.proof.exists()
     assert CheckpointStore(job.paths).commits()[-1].step == 6 * job.plan.steps_per_epoch == 138
     pool.run_job(job, 3, cached)
@@ -57,7 +57,7 @@ def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Pa
     world.kill("0")
     while world.coordinator._units.complete < 160:
         world.run(turns=1)
-    world.coordinator._recorder.close()
+    world.coordinator._step_log.close()
     job = dataclasses.replace(digits_job(tmp_path, digits, fields | {"train__servers": 1}), fence=2)
     World(job, 3).run()
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]
@@ -68,8 +68,8 @@ def test_the_digits_are_learnt_with_parameter_servers(digits: Path, tmp_path: Pa
 def test_the_digits_are_learnt_in_the_calling_process(digits: Path, tmp_path: Path) -> None:
     job = digits_job(tmp_path, digits, {"train__strategy": "single"})
     with pytest.raises(KilledError):
-        train_here(job, SingleProcessMembership(4, lambda: False), Hooks(after_step=DieAfter(160)))
-    train_here(job, SingleProcessMembership(4, lambda: False), Hooks())
+        train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks(after_step=DieAfter(160)))
+    train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks())
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]
     assert accuracy_of(job, digits) >= 0.97
 
@@ -96,5 +96,7 @@ def accuracy_of(job: Job, digits: Path) -> float:
     assert commit.step == job.total_steps
     model = job.task.build_model()
     model.load_state_dict(unpack(store.load(commit)).model)
-    source = evaluation_source(job.task, str(digits / "eval"), 64.0)
-    return combine(job.task, score(job.task, model, load_all(fetch_here, source).arrays, 256, CPU)).values["accuracy"]
+    source = open_evaluation_source(job.task, str(digits / "eval"), 64.0)
+    return combine(job.task, score(job.task, model, load_all(fetch_in_process, source).arrays, 256, CPU)).values[
+        "accuracy"
+    ]

@@ -50,28 +50,30 @@ class Controller(controller._Controller):
 
     def __init__(self, group: Group, draining: set[str], retired: set[str]) -> None:
         self._worker_group: Any = group
-        self._retiring: Any = SimpleNamespace(retired=retired)
-        self._scaling_policy: Any = SimpleNamespace(draining=dict.fromkeys(draining, 0), suspect=lambda nodes: None)
+        self._evictor: Any = SimpleNamespace(evicted=retired)
+        self._scaling_policy: Any = SimpleNamespace(
+            draining_nodes=dict.fromkeys(draining, 0), suspect=lambda nodes: None
+        )
         self.charged: list[tuple[int, int, int]] = []
 
     @property
     def _budget(self) -> Any:
-        return SimpleNamespace(budget=SimpleNamespace(preempted=lambda *charge: self.charged.append(charge)))
+        return SimpleNamespace(budget=SimpleNamespace(charge_preemption=lambda *charge: self.charged.append(charge)))
 
     @property
     def _rendezvous(self) -> Any:
         return SimpleNamespace(
-            dismiss=SimpleNamespace(remote=id), status=SimpleNamespace(remote=lambda: SimpleNamespace(step=7))
+            evict=SimpleNamespace(remote=id), status=SimpleNamespace(remote=lambda: SimpleNamespace(step=7))
         )
 
     @property
-    def _dwell_s(self) -> float:
+    def _resize_interval_s(self) -> float:
         return 10.0
 
     def _shutdown_worker_group(self) -> None:
         self._worker_group = None
 
-    def _expect(self) -> None: ...
+    def _send_expected(self) -> None: ...
 
     def _running(self) -> str:
         return "running"
@@ -99,7 +101,7 @@ def test_who_has_left_does_not_count_as_going_on(
     """None: the others start again; where all have ended without an error the next look takes the run for finished."""
     decide = "_make_and_handle_scaling_decision_for_non_running_worker_group"
     monkeypatch.setattr(backend, "ray", SimpleNamespace(get=lambda asked, timeout: asked, exceptions=ray.exceptions))
-    monkeypatch.setattr(controller, "id_of", lambda actor: actor)
+    monkeypatch.setattr(controller, "actor_id_of", lambda actor: actor)
     monkeypatch.setattr(TrainController, decide, lambda self, state: "restart")
     ours = Controller(Group(**workers), draining, retired)
     decided = ours._make_and_handle_scaling_decision_for_non_running_worker_group(None)
@@ -108,7 +110,7 @@ def test_who_has_left_does_not_count_as_going_on(
     assert ours.charged == charged
 
 
-def test_a_run_that_was_given_up_ends_its_workers_and_its_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_abandoned_ends_its_workers_and_its_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up, ended = threading.Event(), list[Any]()
 
     async def look(self: Any) -> None:
@@ -118,7 +120,7 @@ def test_a_run_that_was_given_up_ends_its_workers_and_its_newcomers(monkeypatch:
     monkeypatch.setattr(TrainController, "_run_control_loop_iteration", look)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     ours: Any = Controller(Group(a=TRAINS), set(), set())
-    ours._given_up, ours._newcomers = given_up, SimpleNamespace(keep=ended.append)
+    ours._abandoned, ours._pending_workers = given_up, SimpleNamespace(limit_to=ended.append)
     ours._worker_group.abort = lambda: ended.append("aborted")
     ours._set_state = lambda state: ended.append(state.is_terminal())
     asyncio.run(ours._run_control_loop_iteration())

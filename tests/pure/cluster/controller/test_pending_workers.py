@@ -25,7 +25,7 @@ from ray_app.cluster.controller import backend
 from ray_app.cluster.controller import controller as elastic
 from ray_app.cluster.controller import pending_workers as module
 from ray_app.cluster.controller.backend import ControllerContext, FailureBudget
-from ray_app.cluster.controller.pending_workers import NO_ROOM, PendingWorker, PendingWorkers, Slot
+from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorker, PendingWorkers, Slot
 from ray_app.cluster.controller.worker_group import ElasticGroup
 from ray_app.errors import RepeatedFailureError
 from ray_app.runlog.journal import read_events
@@ -49,9 +49,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_each_is_asked_for_its_slot_once_and_those_without_are_given_up(asked: Counter[str]) -> None:
     ours, now = PendingWorkers(None, 1, bool), time.monotonic()
-    ours._all = [PendingWorker(None, group, None, group, now - 1, now + 60) for group in ("a", "no slot", "b")]  # type: ignore[arg-type]
-    assert ours.look() == [NO_ROOM]
-    assert [ours.look() for _ in range(9)] == [[]] * 9
+    ours._pending = [PendingWorker(None, group, None, group, now - 1, now + 60) for group in ("a", "no slot", "b")]  # type: ignore[arg-type]
+    assert ours.poll() == [NO_CAPACITY]
+    assert [ours.poll() for _ in range(9)] == [[]] * 9
     assert len(ours) == 2
     assert asked == {"a": 1, "no slot": 1, "b": 1}
 
@@ -129,18 +129,18 @@ def test_who_is_ready_does_not_hide_that_others_die_while_they_prepare_themselve
     """
     ours = PendingWorkers("prepare", 2, bool)
     node.now = "ready"
-    ours.begin(1, SLOT)
-    ours.wait(1)
+    ours.start(1, SLOT)
+    ours.wait_until_ready(1)
     node.now, node.prepared = "dead", []
     for _ in range(5):
-        ours.begin(1, SLOT)
-        assert ours.wait(2) == ["the node kills who comes"]
+        ours.start(1, SLOT)
+        assert ours.wait_until_ready(2) == ["the node kills who comes"]
     assert node.prepared == [True, True, True, False, False]
-    assert ours.in_vain == 2
+    assert ours.failed_rounds == 2
     node.now = "ready"
-    ours.begin(1, SLOT)
-    ours.wait(2)
-    assert (ours.ready(), ours.in_vain) == (2, 0)
+    ours.start(1, SLOT)
+    ours.wait_until_ready(2)
+    assert (ours.count_ready(), ours.failed_rounds) == (2, 0)
 
 
 @pytest.fixture
@@ -151,7 +151,8 @@ def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FailureBudget:
     )
     monkeypatch.setattr(backend, "ray", SimpleNamespace(get=lambda found, timeout: found))
     rendezvous = SimpleNamespace(
-        status=SimpleNamespace(remote=lambda: SimpleNamespace(step=0)), expect=SimpleNamespace(remote=lambda _: None)
+        status=SimpleNamespace(remote=lambda: SimpleNamespace(step=0)),
+        set_expected=SimpleNamespace(remote=lambda _: None),
     )
     return FailureBudget(ControllerContext(str(tmp_path), 1, config, rendezvous, 1.0, in_place=True))
 
@@ -173,7 +174,7 @@ def test_a_start_at_which_workers_die_again_and_again_is_recorded_and_ends(node:
     group = group_of(control, ours)
 
     def fail_to_start() -> None:
-        ours.begin(1, SLOT)
+        ours.start(1, SLOT)
         with pytest.raises(WorkerGroupStartupFailedError):
             group._create_workers(2)
         control.before_controller_execute_failure_decision(None)
@@ -189,11 +190,11 @@ def test_a_start_at_which_workers_die_again_and_again_is_recorded_and_ends(node:
 
 def test_a_node_without_room_is_no_failure(node: Node, control: FailureBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": "PENDING"})
-    monkeypatch.setattr(module, "_PLACE_S", -60.0)
+    monkeypatch.setattr(module, "_PLACEMENT_TIMEOUT_S", -60.0)
     node.now, ours = "slow", PendingWorkers("prepare", 2, bool)
     group = group_of(control, ours)
     for _ in range(9):
-        ours.begin(2, SLOT)
+        ours.start(2, SLOT)
         with pytest.raises(WorkerGroupStartupFailedError):
             group._create_workers(2)
         control.before_controller_execute_failure_decision(None)
@@ -206,13 +207,17 @@ def test_while_others_train_it_is_tried_less_and_less_often(
     now = {"s": 0.0}
     monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now["s"]))
     ours, begun = PendingWorkers("prepare", 2, bool), list[float]()
-    policy = SimpleNamespace(draining={}, coming=1, has_spares=False, shunned=(), full_until_s=0.0)
-    group = SimpleNamespace(slot=lambda shunned: SLOT)
-    controller: Any = SimpleNamespace(_newcomers=ours, _scaling_policy=policy, _budget=control, _worker_group=group)
-    controller._note_lost = functools.partial(elastic._Controller._note_lost, controller)
+    policy = SimpleNamespace(
+        draining_nodes={}, target_pending=1, has_standbys=False, excluded_nodes=(), no_starts_until_s=0.0
+    )
+    group = SimpleNamespace(slot=lambda excluded_nodes: SLOT)
+    controller: Any = SimpleNamespace(
+        _pending_workers=ours, _scaling_policy=policy, _budget=control, _worker_group=group
+    )
+    controller._record_failed_starts = functools.partial(elastic._Controller._record_failed_starts, controller)
     while now["s"] < 400:
         before = node.number
-        elastic._Controller._welcome(controller)
+        elastic._Controller._manage_pending_workers(controller)
         begun += [now["s"]] * (node.number - before)
         now["s"] += 1
     pauses = [later - earlier for earlier, later in itertools.pairwise(begun)]
@@ -230,25 +235,25 @@ def test_who_is_not_ready_holds_a_start_up_for_a_while_only(
 ) -> None:
     """Of three two are ready, and the third prepares itself for ever: the run starts with two if that is enough."""
     now = {"s": 1000.0}
-    look = PendingWorkers.look
+    look = PendingWorkers.poll
 
     def later(self: PendingWorkers) -> list[str]:
         now["s"] += 1
         return look(self)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now["s"]))
-    monkeypatch.setattr(PendingWorkers, "look", later)
+    monkeypatch.setattr(PendingWorkers, "poll", later)
     ours = PendingWorkers("prepare", least, bool)
     node.now = "ready"
-    ours.begin(2, SLOT)
-    for newcomer in ours._all:
-        newcomer.began_s = now["s"] + 1 - took_s
+    ours.start(2, SLOT)
+    for newcomer in ours._pending:
+        newcomer.started_s = now["s"] + 1 - took_s
     node.now = "slow"
-    ours.begin(1, SLOT)
+    ours.start(1, SLOT)
     with pytest.raises(WorkerGroupStartupFailedError, match="2 of 3 workers are ready"):
         group_of(control, ours)._create_workers(3)
     assert now["s"] - 1001 == waited_s
-    assert (ours.ready(), len(ours)) == (2, 3 if waited_s < 600 else 2)
+    assert (ours.count_ready(), len(ours)) == (2, 3 if waited_s < 600 else 2)
     assert not read_events(control.budget.paths, "failed")
 
 
@@ -256,8 +261,8 @@ def test_who_waits_for_newcomers_heeds_a_stop(node: Node) -> None:
     asked = itertools.count()
     ours = PendingWorkers("prepare", 2, lambda: next(asked) > 3)
     node.now = "slow"
-    ours.begin(2, SLOT)
-    assert ours.wait(2) == []
+    ours.start(2, SLOT)
+    assert ours.wait_until_ready(2) == []
     assert next(asked) == 5
 
 
@@ -270,7 +275,7 @@ class Died(ray.exceptions.RayActorError):
 
 @pytest.mark.parametrize("raised", [Died(), ray.exceptions.RayTaskError("run", "wrong", ValueError("wrong"))])
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_a_worker_lost_while_the_group_starts_is_a_failure_after_which_it_starts_again(
+def test_a_worker_lost_while_the_group_starts_is_a_failure_and_it_starts_again(
     control: FailureBudget, monkeypatch: pytest.MonkeyPatch, raised: Exception, has_begun: bool
 ) -> None:
     """Ray launches the training outside of where it looks for lost workers; before that it names no cause."""
@@ -312,7 +317,7 @@ def test_a_worker_that_does_not_answer_at_the_start_is_a_lost_worker(
         group._init_train_context_on_workers(workers, None, {})
 
 
-def test_the_actor_for_collectives_that_nobody_calls_is_ended_before_workers_are_waited_for(
+def test_the_unused_collectives_actor_is_ended_before_the_workers_are_awaited(
     control: FailureBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take a worker's time to import what it needs."""

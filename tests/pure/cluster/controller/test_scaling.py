@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ray_app.cluster.controller.scaling_policy import sizing
+from ray_app.cluster.controller.scaling_policy import choose_size
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError
-from ray_app.train.checkpointing.snapshots import copies_doubts, refuse_if_too_big
+from ray_app.train.checkpointing.snapshots import check_snapshot_memory, page_locked_memory_warnings
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ from ray_app.train.checkpointing.snapshots import copies_doubts, refuse_if_too_b
         (2, 4, 4, 1, 4, 3, 2, "last change was 3 s ago"),
         (2, 8, 4, 1, 4, 60, 4, "instead of"),
         (4, 8, 4, 1, 4, 60, 4, "as many as configured"),
-        (2, 1, 4, 1, 4, 60, 2, "no room"),
+        (2, 1, 4, 1, 4, 60, 2, "no capacity"),
         (1, 2, 4, 2, 4, 0, 2, "below scaling.min_workers"),
-        (1, 2, 4, 3, 4, 0, 1, "not room for enough"),
+        (1, 2, 4, 3, 4, 0, 1, "not enough capacity"),
         (3, 5, 8, 1, 8, 60, 5, "2 logical workers instead of 3"),
         (4, 7, 8, 1, 8, 60, 4, "as slow as 4"),
     ],
@@ -29,7 +29,7 @@ from ray_app.train.checkpointing.snapshots import copies_doubts, refuse_if_too_b
 def test_growing_where_it_pays(
     now: int, possible: int, logical: int, least: int, most: int, since_s: float, workers: int, reason: str
 ) -> None:
-    decided = sizing(now, possible, logical, least, most, since_s, dwell_s=10.0)
+    decided = choose_size(now, possible, logical, least, most, since_s, min_interval_s=10.0)
     assert decided.workers == workers
     assert reason in decided.reason
 
@@ -41,14 +41,14 @@ def test_growing_where_it_pays(
 def test_copies_of_the_state_that_do_not_fit_beside_each_other_are_told(fields: dict[str, Any], copies: int) -> None:
     model, train = nn.Linear(999, 1000), TrainSection(**fields)
     needed = 4 * copies * 1_000_000 * 4 * (3 + ("ema_decay" in fields))
-    assert copies_doubts(model, train, 4, needed) == []
-    [said] = copies_doubts(model, train, 4, needed - 1)
+    assert page_locked_memory_warnings(model, train, 4, needed) == []
+    [said] = page_locked_memory_warnings(model, train, 4, needed - 1)
     assert f"{copies} copies of the state" in said
     assert f"4 of them on a machine like this {needed / 1e9:.1f} GB" in said
 
 
 def test_snapshots_that_do_not_fit_are_refused() -> None:
     model = nn.Linear(1000, 1000)
-    refuse_if_too_big(model, 30_000_000)
+    check_snapshot_memory(model, 30_000_000)
     with pytest.raises(ConfigError, match="of memory on the driver"):
-        refuse_if_too_big(model, 10_000_000)
+        check_snapshot_memory(model, 10_000_000)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_app.cluster.controller.scaling_policy import Retirement, StragglerEvictor
+from ray_app.cluster.controller.scaling_policy import Eviction, StragglerEvictor
 
 
 class Clock:
@@ -35,7 +35,7 @@ def decide(
     room: int = 1,
     ready: int = 0,
     seconds: float = 61.0,
-) -> Retirement | None:
+) -> Eviction | None:
     """What is decided once they have been slow for a while."""
     found.decide(slow, workers, ready, lambda worker: room)
     clock.now_s += seconds
@@ -44,7 +44,7 @@ def decide(
 
 def test_who_stays_slow_leaves_for_another(clock: Clock) -> None:
     found = decide(retiring(clock), clock, {"a": 1.5})
-    assert found == Retirement("a", 1.5, "1.5 times as slow as the others for 61 s; another takes its place")
+    assert found == Eviction("a", 1.5, "1.5 times as slow as the others for 61 s; another takes its place")
 
 
 def test_who_is_slow_for_a_while_stays(clock: Clock) -> None:
@@ -85,4 +85,4 @@ def test_the_slowest_first_one_at_a_time_and_so_many_at_most(clock: Clock) -> No
     assert second is not None
     assert second.worker == "c"
     assert ours.decide(slow, 4, 0, lambda worker: 1) is None
-    assert ours.retired == {"b", "c"}
+    assert ours.evicted == {"b", "c"}

@@ -19,6 +19,6 @@ def test_signs_of_life_go_on_after_any_error(error: Exception) -> None:
         raise error
 
     closed = SimpleNamespace(is_set=lambda: next(over), wait=lambda seconds: None)
-    worker = SimpleNamespace(_closed=closed, _line=None, _connect=connect, _hang_up=lambda: None)
+    worker = SimpleNamespace(_closed=closed, _connection=None, _connect=connect, _disconnect=lambda: None)
     RendezvousClient._run(worker)  # type: ignore[arg-type]
     assert tried == [error, error]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ray_app.cluster.rendezvous.members import Members
-from ray_app.cluster.rendezvous.rendezvous import ranked
+from ray_app.cluster.rendezvous.rendezvous import sort_by_rank
 from ray_app.train.membership import Heartbeat
 
 
@@ -14,5 +14,5 @@ def test_workers_of_one_host_rank_side_by_side_behind_the_first_who_has_the_stat
         member = members.add(
             Heartbeat(worker, f"node of {host}", host, 1, 1, generation=3 if step >= 0 else 0, rank=place, step=step)
         )
-        member.joined_s = float(place)
-    assert [m.beat.worker for m in ranked(list(members))] == ["b", "d", "c", "a"]
+        member.waiting_since_s = float(place)
+    assert [m.heartbeat.worker for m in sort_by_rank(list(members))] == ["b", "d", "c", "a"]

@@ -63,7 +63,7 @@ class Group:
         """(generation, rank, size) of those who are through."""
         found = {}
         for name in list(self.waiting):
-            result = self.rendezvous.orders(name).formed
+            result = self.rendezvous.reply_for(name).formed
             if result is not None:
                 self.beats[name] = in_generation(self.beats[name], result, step)
                 found[name] = (result.number, result.rank, result.size)
@@ -71,7 +71,7 @@ class Group:
         return found
 
     async def beat(self, name: str) -> module.Orders:
-        return self.rendezvous.answer(self.beats[name])
+        return self.rendezvous.handle_heartbeat(self.beats[name])
 
 
 def play(story: Callable[[Group], Coroutine[Any, Any, None]], step_timeout_s: float | None = None) -> None:
@@ -82,7 +82,7 @@ def play(story: Callable[[Group], Coroutine[Any, Any, None]], step_timeout_s: fl
 
 
 async def start(group: Group, names: str, clock: Clock, step: int = 0) -> None:
-    await group.rendezvous.expect(len(names))
+    await group.rendezvous.set_expected(len(names))
     await group.join(names)
     assert len(group.formed(step)) == len(names)
     clock.now += 2 * SILENCE_S
@@ -92,7 +92,7 @@ async def start(group: Group, names: str, clock: Clock, step: int = 0) -> None:
 
 def test_the_first_generation_waits_for_everybody(clock: Clock) -> None:
     async def story(group: Group) -> None:
-        await group.rendezvous.expect(3)
+        await group.rendezvous.set_expected(3)
         await group.join("ab")
         clock.now += 100
         assert group.formed() == {}
@@ -104,18 +104,18 @@ def test_the_first_generation_waits_for_everybody(clock: Clock) -> None:
 
 def test_fewer_than_the_least_number_wait_unless_the_run_stops(clock: Clock) -> None:
     async def story(group: Group) -> None:
-        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, least=2)
+        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, min_workers=2)
         await start(group, "ab", clock)
-        await group.rendezvous.dismiss({"b"})
-        await group.rendezvous.expect(1)
+        await group.rendezvous.evict({"b"})
+        await group.rendezvous.set_expected(1)
         await group.join("a", lost=True)
         clock.now += 10 * SILENCE_S
-        group.rendezvous.look(clock.now - 10 * SILENCE_S)
+        group.rendezvous.check_liveness(clock.now - 10 * SILENCE_S)
         assert group.formed() == {}
         await group.join("c")
-        await group.rendezvous.expect(2)
+        await group.rendezvous.set_expected(2)
         assert group.formed() == {"a": (2, 0, 2), "c": (2, 1, 2)}
-        await group.rendezvous.dismiss({"c"})
+        await group.rendezvous.evict({"c"})
         await group.rendezvous.raise_flags(Flags.STOP)
         await group.join("a", lost=True)
         assert group.formed() == {"a": (3, 0, 1)}, "who is left saves"
@@ -125,20 +125,20 @@ def test_fewer_than_the_least_number_wait_unless_the_run_stops(clock: Clock) -> 
 
 def test_it_says_that_too_few_are_there_and_forms_what_is_left_once_one_has_ended(clock: Clock) -> None:
     async def story(group: Group) -> None:
-        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, least=2)
+        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, min_workers=2)
         assert (await group.rendezvous.status()).waiting is None
         await start(group, "ab", clock)
         assert (await group.rendezvous.status()).waiting is None
-        await group.rendezvous.dismiss({"b"})
+        await group.rendezvous.evict({"b"})
         assert (await group.rendezvous.status()).waiting == "1 of at least 2 workers; waiting for others"
         group.rendezvous = Rendezvous(
-            SILENCE_S, None, CLOCK.monotonic, least=2
+            SILENCE_S, None, CLOCK.monotonic, min_workers=2
         )  # started anew, after b has ended as it should
         await group.join("a", lost=True)
         clock.now += 10 * SILENCE_S
-        await group.rendezvous.expect(2)
+        await group.rendezvous.set_expected(2)
         assert group.formed() == {}
-        await group.rendezvous.expect(2, over=True)
+        await group.rendezvous.set_expected(2, over=True)
         assert [size for _, _, size in group.formed().values()] == [1]
 
     play(story)
@@ -148,7 +148,7 @@ def test_it_tells_who_steps_now_by_rank(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "abc", clock)
         assert [beat.worker for beat in await group.rendezvous.workers()] == ["a", "b", "c"]
-        await group.rendezvous.dismiss({"a"})
+        await group.rendezvous.evict({"a"})
         assert [(beat.worker, beat.rank) for beat in await group.rendezvous.workers()] == [("b", 1), ("c", 2)]
         await group.join("cb", lost=True)
         group.formed()
@@ -160,7 +160,7 @@ def test_it_tells_who_steps_now_by_rank(clock: Clock) -> None:
 def test_survivors_form_the_next_at_once_and_keep_their_order(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "abc", clock)
-        await group.rendezvous.dismiss({"a"})
+        await group.rendezvous.evict({"a"})
         assert (await group.beat("b")).abort
         assert (await group.beat("a")).exit
         await group.join("c", lost=True)
@@ -175,7 +175,7 @@ def test_survivors_form_the_next_at_once_and_keep_their_order(clock: Clock) -> N
 def test_a_newcomer_joins_at_a_step_boundary_with_the_flag(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "ab", clock, step=7)
-        await group.rendezvous.expect(3)
+        await group.rendezvous.set_expected(3)
         assert (await group.beat("a")).flags == Flags(0)
         await group.join("c")
         orders = await group.beat("a")
@@ -192,7 +192,7 @@ def test_a_newcomer_does_not_wait_for_those_who_have_finished_the_run(clock: Clo
 
     async def story(group: Group) -> None:
         await start(group, "ab", clock, step=7)
-        await group.rendezvous.expect(3)
+        await group.rendezvous.set_expected(3)
         await group.join("c")
         await group.rendezvous.leave(group.beats["a"], over=True)
         assert group.formed() == {}, "another one has not finished yet"
@@ -205,7 +205,7 @@ def test_a_newcomer_does_not_wait_for_those_who_have_finished_the_run(clock: Clo
 def test_newcomers_are_waited_for_together_but_not_long(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "a", clock)
-        await group.rendezvous.expect(3)
+        await group.rendezvous.set_expected(3)
         await group.join("b")
         assert (await group.beat("a")).flags == Flags(0)
         clock.now += 3
@@ -237,12 +237,12 @@ def test_a_newcomer_without_a_state_is_nobody_who_keeps_it(clock: Clock) -> None
 
     async def story(group: Group) -> None:
         await start(group, "ab", clock, step=7)
-        await group.rendezvous.expect(3)
+        await group.rendezvous.set_expected(3)
         await group.join("c")
         await group.rendezvous.drain({"node-a", "node-b"})
         assert (await group.beat("a")).flags == Flags.REFORM | Flags.SAVE
         await group.rendezvous.leave(group.beats["b"])
-        await group.rendezvous.expect(1)
+        await group.rendezvous.set_expected(1)
         assert group.formed() == {}, "a has not saved it yet"
         await group.rendezvous.leave(group.beats["a"])
         assert group.formed() == {"c": (2, 0, 1)}
@@ -257,7 +257,7 @@ def test_who_leaves_brings_a_step_that_nobody_else_has_finished_first(clock: Clo
         await start(group, "abcd", clock, step=6)
         await group.rendezvous.drain({"node-b"})
         assert (await group.beat("b")).leave
-        await group.rendezvous.dismiss({"d"})
+        await group.rendezvous.evict({"d"})
         await group.join("ac", lost=True)
         assert group.formed() == {}, "b may have finished the step"
         group.beats["b"] = replace(group.beats["b"], step=7)
@@ -273,7 +273,7 @@ def test_who_leaves_with_what_the_others_have_leaves_at_once(clock: Clock) -> No
     async def story(group: Group) -> None:
         await start(group, "abc", clock, step=6)
         await group.rendezvous.drain({"node-b"})
-        await group.rendezvous.dismiss({"c"})
+        await group.rendezvous.evict({"c"})
         await group.join("b", lost=True)
         orders = await group.beat("b")
         assert (orders.leave, orders.waits) == (True, True)
@@ -287,7 +287,7 @@ def test_a_sign_of_life_from_before_its_generation_takes_nobody_out_of_it(clock:
     """It is sent by another thread than the one that hears of the generation."""
 
     async def story(group: Group) -> None:
-        await group.rendezvous.expect(1)
+        await group.rendezvous.set_expected(1)
         await group.join("a")
         await group.beat("a")
         await group.join("b")
@@ -297,9 +297,9 @@ def test_a_sign_of_life_from_before_its_generation_takes_nobody_out_of_it(clock:
 
 
 def test_a_new_instance_gives_no_number_again() -> None:
-    rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, first=5000)
-    asyncio.run(rendezvous.expect(1))
-    formed = rendezvous.answer(worker("a", waits=1)).formed
+    rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, first_generation=5000)
+    asyncio.run(rendezvous.set_expected(1))
+    formed = rendezvous.handle_heartbeat(worker("a", waits=1)).formed
     assert formed is not None
     assert formed.number == 5000
 
@@ -307,13 +307,13 @@ def test_a_new_instance_gives_no_number_again() -> None:
 def test_below_the_minimum_all_wait_until_told_otherwise(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "ab", clock)
-        await group.rendezvous.dismiss({"b"})
-        await group.rendezvous.expect(1, "1 of at least 2 workers")
+        await group.rendezvous.evict({"b"})
+        await group.rendezvous.set_expected(1, "1 of at least 2 workers")
         await group.join("a", lost=True)
         assert group.formed() == {}
         assert (await group.rendezvous.status()).waiting == "1 of at least 2 workers"
         await group.rendezvous.raise_flags(Flags.STOP)
-        await group.rendezvous.expect(1, "1 of at least 2 workers")
+        await group.rendezvous.set_expected(1, "1 of at least 2 workers")
         assert group.formed() == {"a": (2, 0, 1)}, "a stop needs no minimum"
 
     play(story)
@@ -326,7 +326,7 @@ def test_silence_is_a_loss_and_the_silent_one_may_come_back(clock: Clock) -> Non
         await group.beat("a")
         clock.now += SILENCE_S
         await group.beat("a")
-        group.rendezvous.look(clock.now)
+        group.rendezvous.check_liveness(clock.now)
         assert list((await group.rendezvous.status()).silent) == ["b"]
         await group.join("a", lost=True)
         assert group.formed() == {"a": (2, 0, 1)}
@@ -343,7 +343,7 @@ def test_a_new_instance_learns_from_heartbeats_who_is_there(clock: Clock) -> Non
     async def story(group: Group) -> None:
         await start(group, "ab", clock)
         group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic)
-        await group.rendezvous.expect(2)
+        await group.rendezvous.set_expected(2)
         assert not (await group.beat("a")).abort
         await group.join("b", lost=True)
         assert (await group.beat("a")).abort
@@ -368,7 +368,7 @@ def test_a_standstill_ends_who_holds_the_others_up(clock: Clock) -> None:
         clock.now += 4.5
         await group.beat("a")
         await group.beat("b")
-        group.rendezvous.look(clock.now)
+        group.rendezvous.check_liveness(clock.now)
         orders = [await group.beat(name) for name in "bab"]
         assert [(order.dump, order.exit) for order in orders] == [(True, False), (True, False), (False, True)], (
             "a has not shown its stacks"
@@ -390,16 +390,16 @@ def test_nobody_is_ended_for_a_slow_storage(clock: Clock, who: str) -> None:
         for _ in range(20):
             clock.now += 4
             if who == "a coordinator":
-                await group.rendezvous.excuse()
+                await group.rendezvous.pause_watchdog()
             orders = [await group.beat(name) for name in "ab"]
-            group.rendezvous.look(clock.now)
+            group.rendezvous.check_liveness(clock.now)
             assert not any(order.abort or order.exit or order.dump for order in orders)
         group.beats["a"] = replace(group.beats["a"], phase="data")
         for _ in range(3):
             clock.now += 4
             for name in "ab":
                 await group.beat(name)
-            group.rendezvous.look(clock.now)
+            group.rendezvous.check_liveness(clock.now)
         assert (await group.beat("a")).exit, "it is a standstill all the same once nobody waits for the storage"
 
     play(story, step_timeout_s=8.0)
@@ -419,7 +419,7 @@ def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(cl
             clock.now += 4.5
             for name in "ab":
                 await group.beat(name)
-            group.rendezvous.look(clock.now)
+            group.rendezvous.check_liveness(clock.now)
             await group.beat("b")
             orders = await group.beat("a")
             assert (orders.abort, orders.exit) == expected
@@ -436,7 +436,7 @@ def test_who_begins_on_its_own_has_time_to(clock: Clock) -> None:
         """Whether the worker is ended, after a look."""
         group.beats[name] = replace(group.beats.get(name, worker(name)), generation=1, **fields)
         await group.beat(name)
-        group.rendezvous.look(clock.now)
+        group.rendezvous.check_liveness(clock.now)
         return (await group.beat(name)).exit
 
     async def story(group: Group) -> None:
@@ -461,7 +461,7 @@ def test_flags_reach_all_workers_without_a_heartbeat(clock: Clock) -> None:
     async def story(group: Group) -> None:
         await start(group, "ab", clock)
         calls: list[Flags] = []
-        group.rendezvous.call = lambda: calls.append(group.rendezvous.orders("a").flags)
+        group.rendezvous.on_change = lambda: calls.append(group.rendezvous.reply_for("a").flags)
         await group.rendezvous.raise_flags(Flags.STOP)
         assert calls == [Flags.STOP]
         await group.rendezvous.raise_flags(Flags.STOP)

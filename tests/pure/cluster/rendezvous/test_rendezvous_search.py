@@ -50,7 +50,7 @@ def test_who_cannot_hear_that_its_generation_is_over_may_begin_it_behind() -> No
     assert begun[:2] == ["generation 2001 of w2, w3 begins at step 0", "generation 1 of w1 begins at step 0"]
 
 
-def test_workers_that_do_not_reach_each_other_give_their_generation_up_and_form_another() -> None:
+def test_workers_that_cannot_reach_each_other_abandon_the_generation_and_re_form() -> None:
     world = World(1, 2, 6, 0)
     world.live[0].apart_until_s = world.now + 12
     world.run()
@@ -104,8 +104,8 @@ def test_a_thousand_workers_form_their_next_generation_at_once() -> None:
             for i in workers
         ]
         for beat in beats:
-            meeting.answer(beat)
-        formed = [meeting.orders(beat.worker).formed for beat in beats]
+            meeting.handle_heartbeat(beat)
+        formed = [meeting.reply_for(beat.worker).formed for beat in beats]
         assert {each.number for each in formed if each} == {generation + 1}
         assert None not in formed
     assert time.process_time() - began_s < 5

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.cluster.rendezvous.server import beat_of, orders_of, packed
+from ray_app.cluster.rendezvous.server import decode_heartbeat, decode_reply, encode
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import BEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply
+from ray_app.train.membership import HEARTBEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply
 from tests.support.operations import operations
 
 
@@ -22,8 +22,8 @@ class Crowd:
     def __init__(self, workers: int) -> None:
         self.now_s, self.called = 1000.0, 0
         self.rendezvous = Rendezvous(5.0, None, lambda: self.now_s)
-        self.rendezvous.call = self._count
-        asyncio.run(self.rendezvous.expect(workers))
+        self.rendezvous.on_change = self._count
+        asyncio.run(self.rendezvous.set_expected(workers))
         self.beats = [Heartbeat(f"w{i}", f"n{i // 8}", f"10.0.0.{i // 8}", 1) for i in range(workers)]
 
     def _count(self) -> None:
@@ -32,14 +32,14 @@ class Crowd:
     def join(self, ticket: int, lost: bool = False) -> None:
         """All wait, and hear of the generation."""
         for beat in self.beats:
-            self.rendezvous.answer(replace(beat, waits=ticket, lost=lost))
+            self.rendezvous.handle_heartbeat(replace(beat, waits=ticket, lost=lost))
         for i, beat in enumerate(self.beats):
-            formed = self.rendezvous.orders(beat.worker).formed
+            formed = self.rendezvous.reply_for(beat.worker).formed
             assert formed is not None
             self.beats[i] = replace(beat, generation=formed.number, rank=formed.rank, step=ticket, phase="compute")
 
     def beat(self, worker: int) -> HeartbeatReply:
-        return self.rendezvous.answer(self.beats[worker])
+        return self.rendezvous.handle_heartbeat(self.beats[worker])
 
 
 def beating(workers: int, drained: int) -> int:
@@ -66,70 +66,71 @@ def test_a_generation_costs_each_worker_the_same() -> None:
     assert costs[1] < 1.05 * costs[0]
 
 
-def test_all_are_called_once_when_a_generation_breaks_and_once_when_the_next_has_formed() -> None:
+def test_observers_are_called_once_when_a_generation_breaks_and_when_one_forms() -> None:
     crowd = Crowd(1000)
     crowd.join(1)
     for i in range(1000):
         crowd.beat(i)
     crowd.called = 0
     for worker in ("w7", "w8", "w9"):
-        crowd.rendezvous.lose(worker)
+        crowd.rendezvous.on_disconnect(worker)
     assert crowd.called == 1
     crowd.beats = [beat for beat in crowd.beats if beat.worker not in ("w7", "w8", "w9")]
     crowd.now_s += 10
-    asyncio.run(crowd.rendezvous.expect(997))
+    asyncio.run(crowd.rendezvous.set_expected(997))
     crowd.join(2, lost=True)
     assert crowd.called == 2
 
 
 @pytest.mark.parametrize(
-    ("workers", "period_s"), [(1, BEAT_S), (100, BEAT_S), (250, BEAT_S), (500, 0.5), (1000, 1.0), (10_000, 10.0)]
+    ("workers", "period_s"),
+    [(1, HEARTBEAT_S), (100, HEARTBEAT_S), (250, HEARTBEAT_S), (500, 0.5), (1000, 1.0), (10_000, 10.0)],
 )
 def test_the_more_there_are_the_rarer_is_a_sign_of_life_of_each(workers: int, period_s: float) -> None:
     """A thousand per second of all together; those who are still to come count, and those who were not expected."""
     crowd = Crowd(workers)
-    assert crowd.beat(0).period_s == crowd.rendezvous.orders("w0").period_s == period_s
-    asyncio.run(crowd.rendezvous.expect(1))
-    assert crowd.beat(0).period_s == BEAT_S
+    assert crowd.beat(0).period_s == crowd.rendezvous.reply_for("w0").period_s == period_s
+    asyncio.run(crowd.rendezvous.set_expected(1))
+    assert crowd.beat(0).period_s == HEARTBEAT_S
     for i in range(workers):
         crowd.beat(i)
     assert crowd.beat(0).period_s == period_s
 
 
-def test_who_is_told_more_between_two_signs_of_life_has_the_longest_time_that_it_was_told() -> None:
+def test_the_longest_interval_between_two_heartbeats_counts() -> None:
     """It may not have heard of a shorter one; from its next sign of life on that counts."""
     crowd = Crowd(10)
     crowd.beat(0)
-    for expected, period_s in ((10_000, 10.0), (10, BEAT_S)):
-        asyncio.run(crowd.rendezvous.expect(expected))
-        assert crowd.rendezvous.orders("w0").period_s == period_s, "it is told so unasked"
-    crowd.now_s += 5.0 + 10.0 - BEAT_S
-    crowd.rendezvous.look(crowd.now_s)
+    for expected, period_s in ((10_000, 10.0), (10, HEARTBEAT_S)):
+        asyncio.run(crowd.rendezvous.set_expected(expected))
+        assert crowd.rendezvous.reply_for("w0").period_s == period_s, "it is told so unasked"
+    crowd.now_s += 5.0 + 10.0 - HEARTBEAT_S
+    crowd.rendezvous.check_liveness(crowd.now_s)
     assert crowd.rendezvous._lost == {}
     crowd.beat(0)
     crowd.now_s += 5.0
-    crowd.rendezvous.look(crowd.now_s)
+    crowd.rendezvous.check_liveness(crowd.now_s)
     assert crowd.rendezvous._lost == {}
     crowd.now_s += 0.01
-    crowd.rendezvous.look(crowd.now_s)
+    crowd.rendezvous.check_liveness(crowd.now_s)
     assert set(crowd.rendezvous._lost) == {"w0"}
 
 
 def test_who_gives_signs_of_life_more_rarely_counts_as_silent_later() -> None:
     crowd = Crowd(10_000)
     period_s = crowd.beat(0).period_s
-    crowd.now_s += 5.0 + period_s - BEAT_S
-    crowd.rendezvous.look(crowd.now_s)
+    crowd.now_s += 5.0 + period_s - HEARTBEAT_S
+    crowd.rendezvous.check_liveness(crowd.now_s)
     assert crowd.rendezvous._lost == {}
     crowd.now_s += 0.01
-    crowd.rendezvous.look(crowd.now_s)
+    crowd.rendezvous.check_liveness(crowd.now_s)
     assert set(crowd.rendezvous._lost) == {"w0"}
 
 
 def test_who_tells_how_far_all_are_does_so_as_often_as_ever() -> None:
     crowd = Crowd(10_000)
     record = StepRecord(1, 0, 0.0, 0.5, 0.1, 1.0, 3.0, 0.1, 2, [3, 4], [5, 2**63], "1.1")
-    assert crowd.rendezvous.answer(replace(crowd.beats[0], record=record)).period_s == BEAT_S
+    assert crowd.rendezvous.handle_heartbeat(replace(crowd.beats[0], record=record)).period_s == HEARTBEAT_S
 
 
 def test_messages_come_as_they_were_sent() -> None:
@@ -139,6 +140,6 @@ def test_messages_come_as_they_were_sent() -> None:
     beat = Heartbeat("w", "n", "10.0.0.1", 1, 2, 3, 4, 5, "saving", record, 6, 7, 8, True)
     formed = GenerationInfo(3, 1, 2, "10.0.0.1", 5, ("10.0.0.1", "10.0.0.2"))
     orders = HeartbeatReply(3, Flags.STOP | Flags.SAVE, True, True, True, True, 9, True, formed, 2.5)
-    assert beat_of(packed(beat)) == beat
-    assert orders_of(packed(orders)) == orders
-    assert orders_of(packed(HeartbeatReply())) == HeartbeatReply()
+    assert decode_heartbeat(encode(beat)) == beat
+    assert decode_reply(encode(orders)) == orders
+    assert decode_reply(encode(HeartbeatReply())) == HeartbeatReply()

@@ -27,8 +27,8 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import json_lines as raw_jsonl
 from ray_app.ingest.readers import webdataset as raw_tar
-from ray_app.ingest.readers.base import expanded
-from ray_app.ingest.readers.cifar import unpickled
+from ray_app.ingest.readers.base import expand_braces
+from ray_app.ingest.readers.cifar import unpickle
 from tests.support.ingest_inputs import CIFAR_NAMES, RNG, done, read, refusal, write_cifar, write_tar
 from tests.support.places import ROOT, SUPPORT
 
@@ -107,7 +107,7 @@ def test_what_parquet_cannot_hold_is_no_error_of_the_storage(tmp_path: Path) -> 
     write_tar(tmp_path / "in" / "x.tar", {"0.npy": npy(np.ones((2, 0)))})
     message = refusal(tmp_path, "webdataset", tmp_path / "in")
     assert "the columns ['row_id', 'array'] cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0" in message
-    assert "Once that is mended" not in message
+    assert "Once that is fixed" not in message
 
 
 def test_a_long_json_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_a_hostile_pickle_is_refused_and_nothing_of_it_runs(tmp_path: Path) -> N
 )
 def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - each has its own message
-        unpickled(io.BytesIO(data))
+        unpickle(io.BytesIO(data))
 
 
 @pytest.mark.parametrize(
@@ -323,8 +323,8 @@ def test_tuples_in_tuples_in_a_pickle_are_refused(value: str, before: str, after
     not end.
     """
     run_apart(
-        "import io; from ray_app.ingest.readers.cifar import unpickled\n"
-        f"try: unpickled(io.BytesIO(b'{before}' + {value} + b'{after}'))\n"
+        "import io; from ray_app.ingest.readers.cifar import unpickle\n"
+        f"try: unpickle(io.BytesIO(b'{before}' + {value} + b'{after}'))\n"
         f"except ValueError as error: assert {expected!r} in str(error), error\nelse: assert False"
     )
 
@@ -338,7 +338,7 @@ def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
         "h": np.asfortranarray(np.ones((2, 3), ">f4")),
         "i": np.arange(3, dtype="<u2"),
     }
-    got = unpickled(io.BytesIO(pickle.dumps(value | arrays, protocol=protocol)))
+    got = unpickle(io.BytesIO(pickle.dumps(value | arrays, protocol=protocol)))
     assert {key: got[key] for key in value} == value
     for key, array in arrays.items():
         np.testing.assert_array_equal(got[key], array)
@@ -487,7 +487,7 @@ def test_member_names_need_not_be_utf8(tmp_path: Path) -> None:
 
 
 def test_braces_expand_as_the_shell_does() -> None:
-    assert expanded("s3://b/x-{08..10}-{a,b}") == [f"s3://b/x-{n}-{c}" for n in ("08", "09", "10") for c in "ab"]
+    assert expand_braces("s3://b/x-{08..10}-{a,b}") == [f"s3://b/x-{n}-{c}" for n in ("08", "09", "10") for c in "ab"]
 
 
 @pytest.mark.parametrize(

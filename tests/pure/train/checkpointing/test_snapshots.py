@@ -11,23 +11,23 @@ import pytest
 
 from ray_app.checkpoint.format import MODEL, pack
 from ray_app.train.checkpointing import snapshots
-from ray_app.train.checkpointing.snapshots import Kept, SnapshotActor, SnapshotSender
+from ray_app.train.checkpointing.snapshots import PackedSnapshot, SnapshotActor, SnapshotSender
 from tests.support.checkpoints import snapshot_of
 
 
-def kept_of(step: int) -> Kept:
+def kept_of(step: int) -> PackedSnapshot:
     files = pack(snapshot_of(step))
-    return Kept(step, files, {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}, [])
+    return PackedSnapshot(step, files, {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}, [])
 
 
-def flipped(kept: Kept) -> Kept:
+def flipped(kept: PackedSnapshot) -> PackedSnapshot:
     """With a bit of the parameters that is another."""
     data = bytearray(kept.files[MODEL])
     data[-1] ^= 1
     return dataclasses.replace(kept, files={**kept.files, MODEL: bytes(data)})
 
 
-def sender_of(monkeypatch: pytest.MonkeyPatch, *held: Kept) -> SnapshotSender:
+def sender_of(monkeypatch: pytest.MonkeyPatch, *held: PackedSnapshot) -> SnapshotSender:
     """One with a keeper, here in this process, for each of what is held."""
     monkeypatch.setattr(snapshots.ray, "get", lambda answer, timeout: answer)
     handles: list[Any] = []

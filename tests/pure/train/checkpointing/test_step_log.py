@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from ray_app.reduction.transport import rounds
-from ray_app.train.checkpointing.step_log import senders, spans
+from ray_app.reduction.transport import doubling_rounds
+from ray_app.train.checkpointing.step_log import step_spans, steps_to_send
 
 
 def play(size: int) -> tuple[list[set[int]], int]:
     """Whose values are in each rank's sum, and the longest chain of messages that wait for each other."""
-    todo = {rank: rounds(rank, size) for rank in range(size)}
+    todo = {rank: doubling_rounds(rank, size) for rank in range(size)}
     have, depth = [{rank} for rank in range(size)], [0] * size
     mail: dict[tuple[int, int], list[tuple[set[int], int]]] = {}
     sent = set[int]()
@@ -54,22 +54,22 @@ def test_a_thousand_ranks_need_eleven_messages_one_after_the_other() -> None:
 
 
 def test_spans_are_the_steps() -> None:
-    assert spans([]) == ()
-    assert spans([3, 4, 5, 7, 9, 10]) == ((3, 5), (7, 7), (9, 10))
+    assert step_spans([]) == ()
+    assert step_spans([3, 4, 5, 7, 9, 10]) == ((3, 5), (7, 7), (9, 10))
 
 
 def test_nobody_sends_what_all_have() -> None:
-    assert senders([((1, 500),)] * 1000) == {}
-    assert senders([()] * 1000) == {}
-    assert senders([((1, 500),)] * 999 + [((1, 501),)]) == {999: [501]}
-    assert senders([()] * 2 + [((1, 3),)] * 998) == {2: [1, 2, 3]}
+    assert steps_to_send([((1, 500),)] * 1000) == {}
+    assert steps_to_send([()] * 1000) == {}
+    assert steps_to_send([((1, 500),)] * 999 + [((1, 501),)]) == {999: [501]}
+    assert steps_to_send([()] * 2 + [((1, 3),)] * 998) == {2: [1, 2, 3]}
 
 
 def test_whatever_ranks_have_all_have_it_afterwards_and_each_record_is_sent_once() -> None:
     for seed in range(300):
         random = Random(seed)
         held = [{step for step in range(8) if random.random() < 0.6} for _ in range(random.randint(1, 6))]
-        sent = senders([spans(sorted(steps)) for steps in held])
+        sent = steps_to_send([step_spans(sorted(steps)) for steps in held])
         steps = [step for each in sent.values() for step in each]
         assert len(steps) == len(set(steps))
         assert all(set(each) <= held[rank] for rank, each in sent.items())

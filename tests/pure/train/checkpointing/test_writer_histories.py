@@ -189,7 +189,7 @@ class Saving(RuleBasedStateMachine):
     def listen(self) -> None:
         self.is_deaf = False
         if self.fence:
-            self.saver.tell()
+            self.saver.put_pending_events()
 
     @invariant()
     def what_could_be_written_and_is_needed_is_there(self) -> None:
@@ -228,9 +228,9 @@ def test_many_histories() -> None:
 
 
 @pytest.mark.search
-@pytest.mark.parametrize("broken", ["tell", "skipped", "discard"])
+@pytest.mark.parametrize("broken", ["put_pending_events", "skipped", "discard"])
 def test_a_saver_without_one_of_its_duties_would_be_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place: Any = {"tell": CheckpointWriter, "skipped": module, "discard": CheckpointStore}[broken]
-    monkeypatch.setattr(place, broken, lambda *_: set())
+    owner: Any = {"put_pending_events": CheckpointWriter, "skipped": module, "discard": CheckpointStore}[broken]
+    monkeypatch.setattr(owner, broken, lambda *_: set())
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Saving, settings=settings(MANY, phases=(Phase.generate,)))

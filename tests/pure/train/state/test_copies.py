@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ray_app.train.state import transfer
-from ray_app.train.state.transfer import copied
+from ray_app.train.state.transfer import copy_to_host
 from tests.support.fake_cuda import DEVICE, Streams
 
 CPU = torch.device("cpu")
@@ -17,10 +17,10 @@ CPU = torch.device("cpu")
 
 def test_a_copy_has_memory_of_its_own_or_that_of_another_that_is_alike() -> None:
     state = {"a": torch.arange(3.0), "b": [torch.arange(6.0).view(2, 3).T, 7], "c": torch.zeros(4)}
-    first = copied(state)
+    first = copy_to_host(state)
     state["a"] += 1
     old: dict[str, Any] = {"a": first["a"], "c": torch.zeros(5)}
-    second = copied(state, old)
+    second = copy_to_host(state, old)
     assert second["a"] is first["a"]
     assert second["a"].tolist() == [1.0, 2.0, 3.0]
     assert second["c"] is not old["c"], "another shape"
@@ -32,7 +32,7 @@ def test_a_device_is_given_all_copies_before_one_is_waited_for(monkeypatch: pyte
     streams = Streams(monkeypatch)
     monkeypatch.setattr(transfer, "cuda", streams)
     monkeypatch.setattr(
-        transfer, "views_like", lambda values: [streams.note("page-locked", torch.empty(v.shape)) for v in values]
+        transfer, "page_locked_like", lambda values: [streams.note("page-locked", torch.empty(v.shape)) for v in values]
     )
     monkeypatch.setattr(
         Tensor,
@@ -41,7 +41,7 @@ def test_a_device_is_given_all_copies_before_one_is_waited_for(monkeypatch: pyte
     )
     state = {"a": torch.zeros(3, device=DEVICE), "b": [torch.zeros(2, device=DEVICE)]}
     old = {"a": torch.zeros(3)}
-    found = copied(state, old)
+    found = copy_to_host(state, old)
     waits = [call for call in streams.calls if "wait" in call]
     assert waits == streams.calls[-1:], "a copy is handed out that may not be there yet"
     assert found["a"] is old["a"]

@@ -9,7 +9,7 @@ import torch
 
 from ray_app.checkpoint.format import TRAINING, Snapshot, pack, unpack
 from ray_app.train.state import transfer
-from ray_app.train.state.transfer import bytes_of, views_like
+from ray_app.train.state.transfer import aligned_bytes, page_locked_like
 
 
 class Driver:
@@ -24,7 +24,7 @@ class Driver:
         self.locked: dict[int, int] = {}
         self.error = 0
         patch.setattr(transfer, "cuda", self)
-        patch.setattr(transfer, "_spare", [])
+        patch.setattr(transfer, "_free_blocks", [])
         patch.setattr(transfer, "_is_refused", False)
 
     def cudart(self) -> Driver:
@@ -59,7 +59,7 @@ STATE = [
 
 
 def test_copies_lie_in_one_piece_of_their_size(driver: Driver) -> None:
-    found = views_like(STATE)
+    found = page_locked_like(STATE)
     assert [(v.shape, v.dtype, v.is_contiguous()) for v in found] == [(v.shape, v.dtype, True) for v in STATE]
     assert sum(driver.locked.values()) == 192 + 64 + 64 + 64 + 64, "not rounded up to a power of two"
     for number, value in enumerate(found):
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_a_copy_holds_each_tensor_once_and_takes_all_types(drive
     """`torch.save` writes the whole storage of a tensor: one that all tensors shared would put the model into
     `training.pt`, too.
     """
-    model, moment, mask, empty, half = views_like(
+    model, moment, mask, empty, half = page_locked_like(
         [torch.zeros(9999), torch.zeros(9), torch.zeros(9, dtype=torch.bool), *STATE[3:0:-2]]
     )
     copy = Snapshot(
@@ -85,28 +85,28 @@ def test_a_checkpoint_of_a_copy_holds_each_tensor_once_and_takes_all_types(drive
 
 
 def test_memory_is_used_again_once_nothing_uses_it(driver: Driver) -> None:
-    first = views_like(STATE)
+    first = page_locked_like(STATE)
     [address] = driver.locked
     last = first[-1]
     del first
     gc.collect()
-    other = views_like(STATE)
+    other = page_locked_like(STATE)
     assert len(driver.locked) == 2, "a part of the first is still used"
     del last
     gc.collect()
-    again = views_like(STATE)
+    again = page_locked_like(STATE)
     assert again[0].data_ptr() == address
     assert len(driver.locked) == 2
     del other, again
     gc.collect()
-    kept = views_like(STATE)
+    kept = page_locked_like(STATE)
     assert [*driver.locked] == [kept[0].data_ptr()], "what the next copy does not take is given back"
 
 
 def test_memory_of_another_size_is_not_kept_beside_new_one(driver: Driver) -> None:
     for size in (100, 200, 300):
-        views = views_like([torch.zeros(size)])
-        assert list(driver.locked.values()) == [bytes_of(views[0])]
+        views = page_locked_like([torch.zeros(size)])
+        assert list(driver.locked.values()) == [aligned_bytes(views[0])]
         del views
         gc.collect()
 
@@ -114,7 +114,7 @@ def test_memory_of_another_size_is_not_kept_beside_new_one(driver: Driver) -> No
 def test_memory_is_pageable_where_the_driver_locks_none(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     driver.error = 2
     for _ in range(2):
-        [value] = views_like([torch.zeros(3)])
+        [value] = page_locked_like([torch.zeros(3)])
         value.fill_(1)
     assert value.tolist() == [1.0, 1.0, 1.0]
     assert [record.getMessage() for record in caplog.records] == [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ray_app.train.strategies.fully_sharded import InPieces, pieces
+from ray_app.train.strategies.fully_sharded import PiecewiseKernels, cut_shard
 
 SHAPES = [(5,), (7, 3), (13, 17), (31, 3, 3, 3), (100, 33), (1, 9), (64,), (130,)]
 STEPS = 4
@@ -20,7 +20,7 @@ STEPS = 4
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 300))
 def test_pieces_are_the_shard_and_stand_where_they_stand_in_the_whole(start: int, count: int, behind: int) -> None:
     total = start + count + behind
-    found = pieces(start, count, total)
+    found = cut_shard(start, count, total)
     assert [value for low, high, _, _ in found for value in range(low, high)] == list(range(count))
     assert len(found) <= 3
     for low, high, offset, size in found:
@@ -47,12 +47,12 @@ def moved(
     parameters = [nn.Parameter(shard(value, rank, size)) for value in wholes]
     cuts = {}
     for p, value in zip(parameters, wholes, strict=True):
-        cuts[p] = pieces(rank * -(-value.shape[0] // size) * value.shape[1:].numel(), p.numel(), value.numel())
+        cuts[p] = cut_shard(rank * -(-value.shape[0] // size) * value.shape[1:].numel(), p.numel(), value.numel())
     made = optimizer(parameters, **args, fused=True)
     for _ in range(STEPS):
         for p, value in zip(parameters, wholes, strict=True):
             p.grad = shard(torch.randn(value.shape, generator=generator), rank, size)
-        with InPieces(cuts):
+        with PiecewiseKernels(cuts):
             made.step()
     return parameters, made, cuts
 

@@ -15,7 +15,7 @@ from ray_app import load_config, run_training
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
-from ray_app.drill.faults import Several
+from ray_app.drill.faults import HookChain
 from ray_app.driver.run import Faults
 from ray_app.errors import NonFiniteError
 from ray_app.runlog.journal import read_events
@@ -54,7 +54,7 @@ def test_digits_are_learnt_without_waiting_for_each_other(digits: Path, tmp_path
     )
     stop, kill = Break(str(tmp_path / "stopped"), step=160, rank=0), Kill(str(tmp_path / "killed"), step=60, rank=1)
     with pytest.raises(NonFiniteError, match="injected"):
-        run_training(config, faults=Faults(train=Hooks(after_step=Several((kill, stop)))))
+        run_training(config, faults=Faults(train=Hooks(after_step=HookChain((kill, stop)))))
     assert (kill.happened, stop.happened) == (1, 1)
     result = run_training(config.replace(train__servers=1, scaling__max_workers=3))
     assert [e.details["step"] for e in read_events(RunPaths(result.path), "resumed")] == [115]
@@ -68,7 +68,7 @@ def test_a_killed_worker_and_a_resume_on_others(short_run: ShortRun, reference: 
     """Synchronous, so even the bits are those of the undisturbed run of another strategy."""
     stop, kill = Break(str(tmp_path / "stopped"), step=20, rank=0), Kill(str(tmp_path / "killed"), step=13, rank=1)
     with pytest.raises(NonFiniteError, match="injected"):
-        run_training(short_run(**SERVERS), faults=Faults(train=Hooks(after_step=Several((kill, stop)))))
+        run_training(short_run(**SERVERS), faults=Faults(train=Hooks(after_step=HookChain((kill, stop)))))
     assert (kill.happened, stop.happened) == (1, 1)
     paths = RunPaths(tmp_path / "runs" / "run")
     assert len(read_events(paths, "resumed")) == 0, "a lost worker took the others back"

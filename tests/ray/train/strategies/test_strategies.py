@@ -15,7 +15,7 @@ from ray_app import load_config, run_training
 from ray_app.config.config import Config
 from ray_app.driver.finalize import newest_commit
 from ray_app.driver.run import Faults
-from ray_app.driver.single import train_here
+from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
@@ -84,7 +84,7 @@ def test_a_worker_is_killed_in_the_middle_of_a_round(short_run: Callable[..., Co
     fields |= {"data__cache": "none", "data__shuffle_window_rows": 16}
     alone = claim(prepare(short_run(run__name="undisturbed", **fields)), 1).job
     assert 12 // alone.plan.steps_per_window < 13 // alone.plan.steps_per_window
-    train_here(alone, SingleProcessMembership(4, lambda: False), Hooks())
+    train_in_process(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
     result = run_training(short_run(**fields), faults=Faults(train=Hooks(after_step=kill)))

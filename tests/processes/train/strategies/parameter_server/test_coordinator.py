@@ -29,8 +29,8 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, RayServers, ServerActor
-from ray_app.train.strategies.parameter_server.coordinator import Coordinator, Units
-from ray_app.train.strategies.parameter_server.server import _NONE
+from ray_app.train.strategies.parameter_server.coordinator import Coordinator, UnitScheduler
+from ray_app.train.strategies.parameter_server.server import _NO_GRADIENTS
 from tests.support.local_world import (
     CLASSES,
     Pool,
@@ -154,7 +154,7 @@ def test_a_resume_on_other_workers_and_servers_changes_nothing(data: Path, tmp_p
     first = World(job_of(tmp_path / "run", data, train__servers=1, **fields), 2)
     while first.coordinator._units.complete < 8:
         first.run(turns=1)
-    first.coordinator._recorder.close()
+    first.coordinator._step_log.close()
     again = World(dataclasses.replace(job_of(tmp_path / "run", data, train__servers=3, **fields), fence=2), 3)
     again.run()
     assert [e.details["step"] for e in read_events(again.job.paths, "resumed")] == [5]
@@ -168,16 +168,16 @@ def test_a_worker_is_lost_and_another_joins(pool: Pool, data: Path, tmp_path: Pa
     """
     world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 3)
     world.run(turns=6)
-    while world.workers["1"]._done is None:
+    while world.workers["1"]._result is None:
         world.run(turns=1)
     world.kill("1")
     world.run(turns=6)
     name = world.add()
     for _ in range(100):
-        if world.workers[name]._done is not None:
+        if world.workers[name]._result is not None:
             break
         assert not world.run(turns=1), "the new one did nothing"
-    assert world.workers[name]._done is not None, "the new one gets nothing to do"
+    assert world.workers[name]._result is not None, "the new one gets nothing to do"
     world.run()
     job = world.job
     assert consumed(job) == planned(data, tmp_path / "plan", pool)
@@ -196,11 +196,11 @@ def test_who_leaves_finishes_what_it_has_and_takes_on_nothing_more(data: Path, t
 
     world.servers.call = noted  # type: ignore[method-assign]
     world.run(turns=5)
-    while world.workers["1"]._done is None:
+    while world.workers["1"]._result is None:
         world.run(turns=1)
     world.workers.pop("1").finish()
     assert world.coordinator._units.workers == ["0"]
-    world.coordinator.keep({"0"}, False, False)
+    world.coordinator.update_workers({"0"}, False, False)
     world.run()
     assert len(sent) == len(set(sent)) == 4 * world.job.total_steps, "a unit was done twice"
     formed = [e.details for e in read_events(world.job.paths, "formed")]
@@ -253,7 +253,7 @@ def test_large_rows_are_gathered_ahead_also_after_going_back(
 ) -> None:
     fields: dict[str, Any] = {"data__shuffle_window_rows": 16, "train__max_steps": 8}
     undisturbed = trained(job_of(tmp_path / "undisturbed", data, **fields), 1)
-    monkeypatch.setattr("ray_app.data.feed._WORTH_A_THREAD", 0)
+    monkeypatch.setattr("ray_app.data.feed._MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
     world = World(job_of(tmp_path / "run", data, **fields), 2, streamed)
     assert world.job.plan.steps_per_window > 1
@@ -272,7 +272,7 @@ def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tm
     while world.coordinator._units.complete < 8:
         world.run(turns=1)
     former, call = world.coordinator, world.servers.call
-    former._recorder.close()
+    former._step_log.close()
     world.servers.lose(1)
     world.servers.call = lambda method, arguments: None  # type: ignore[method-assign]
     world.coordinator = Coordinator(world.job, world.servers)
@@ -292,12 +292,12 @@ def test_a_coordinator_that_begins_while_the_storage_does_not_answer_tries_again
     world, load, refused = World(job_of(tmp_path / "run", data), 2), CheckpointStore.load_newest, []
     while world.coordinator._units.complete < 8:
         world.run(turns=1)
-    world.coordinator._recorder.close()
+    world.coordinator._step_log.close()
 
     def fails_twice(self: CheckpointStore, on_fallback: Any, above: int) -> Any:
         if len(refused) == 2:
             return load(self, on_fallback, above=above)
-        assert world.coordinator.is_held_up
+        assert world.coordinator.is_waiting
         refused.append(OSError("the disk does not answer"))
         raise refused[-1]
 
@@ -305,7 +305,7 @@ def test_a_coordinator_that_begins_while_the_storage_does_not_answer_tries_again
     world.coordinator = Coordinator(world.job, world.servers)
     world.workers = {name: world.worker(name) for name in world.workers}
     assert [world.coordinator.ask("0", None, None, 0.0).waiting for _ in range(3)] == [True, True, False]
-    assert not world.coordinator.is_held_up
+    assert not world.coordinator.is_waiting
     world.run()
     assert [e.details["step"] for e in read_events(world.job.paths, "resumed")] == [5]
     assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
@@ -332,7 +332,7 @@ class Patient:
             raise SystemExit
         return RendezvousStatus({"0"}, set(), {}, 1, 0, None, None, False, 60.0)
 
-    def excuse(self) -> None:
+    def pause_watchdog(self) -> None:
         self.told.set()
 
 
@@ -340,7 +340,7 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
     monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
 ) -> None:
     world, killed = World(job_of(tmp_path / "run", data), 1), list[Any]()
-    monkeypatch.setattr(CoordinatorActor, "_watch", lambda self, look: None)
+    monkeypatch.setattr(CoordinatorActor, "_repeat", lambda self, monitor: None)
     actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {
         world.job.rendezvous: Handle(None)
     }
@@ -352,7 +352,7 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
 
     def call(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
         coordinator._calls = {server: (None, time.monotonic() - 100) for server in coordinator._calls}
-        coordinator._look_after_servers(RendezvousStatus({"0"}, set(), {}, 1, 0, None, None, False, 60.0))
+        coordinator._monitor_servers(RendezvousStatus({"0"}, set(), {}, 1, 0, None, None, False, 60.0))
         waited.setdefault(method, []).append(len(killed))
         killed.clear()
         return world.servers.call(method, arguments)
@@ -400,7 +400,7 @@ def test_the_rendezvous_is_told_while_the_coordinator_waits_for_the_storage(
         for thread in watching:
             thread.join()
     assert written == [True] * 4
-    assert not world.coordinator.is_held_up
+    assert not world.coordinator.is_waiting
 
 
 def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(
@@ -417,18 +417,18 @@ def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_what_was_done_for_a_coordinator_that_died_with_all_servers_counts_for_nothing(
+def test_work_for_a_coordinator_that_died_with_all_servers_counts_for_nothing(
     pool: Pool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
     """Ray sends what a worker said to the former coordinator again to the new one; the gradients are gone with the
     servers.
     """
     world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 2)
-    while world.coordinator._units.complete < 5 or not all(worker._done for worker in world.workers.values()):
+    while world.coordinator._units.complete < 5 or not all(worker._result for worker in world.workers.values()):
         world.run(turns=1)
-    former, said = world.coordinator, {name: worker._done for name, worker in world.workers.items()}
+    former, said = world.coordinator, {name: worker._result for name, worker in world.workers.items()}
     assert 5 in [done.unit.step for done in said.values() if done is not None], "none is of the step that is restored"
-    former._recorder.close()
+    former._step_log.close()
     for place in range(2):
         world.servers.lose(place)
     world.coordinator = Coordinator(world.job, world.servers)
@@ -447,7 +447,7 @@ def test_steps_that_another_coordinator_does_again_are_counted(data: Path, tmp_p
     world = World(job_of(tmp_path / "run", data), 2)
     while world.coordinator._units.complete < 8:
         world.run(turns=1)
-    world.coordinator._recorder.close()
+    world.coordinator._step_log.close()
     for place in range(2):
         world.servers.lose(place)
     world.coordinator = Coordinator(world.job, world.servers)
@@ -458,7 +458,7 @@ def test_steps_that_another_coordinator_does_again_are_counted(data: Path, tmp_p
 
 def test_a_step_does_not_end_with_some_of_its_gradients(data: Path, tmp_path: Path) -> None:
     world = World(job_of(tmp_path / "run", data), 1)
-    while len(world.servers.servers[0]._sums.get(0, _NONE).seen) < 2:
+    while len(world.servers.servers[0]._sums.get(0, _NO_GRADIENTS).received) < 2:
         world.run(turns=1)
     with pytest.raises(DataError, match=r"Step 0 is to end with the gradients of \[\(0, 2\)\] only"):
         world.servers.servers[0].norms(world.coordinator._served.era, 0, [])
@@ -470,7 +470,7 @@ def test_who_calls_for_another_era_changes_nothing(data: Path, tmp_path: Path, s
     world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 1)
     world.run(turns=2)
     server, now = world.servers.servers[0], world.coordinator._served.era
-    held, seen = server.pull(now), {step: set(found.seen) for step, found in server._sums.items()}
+    held, seen = server.pull(now), {step: set(found.received) for step, found in server._sums.items()}
     assert held is not None
     before = held[1].tobytes()
     zeros = held[1] * 0
@@ -484,10 +484,10 @@ def test_who_calls_for_another_era_changes_nothing(data: Path, tmp_path: Path, s
     after = server.pull(now)
     assert after is not None
     assert after[1].tobytes() == before
-    assert {step: set(found.seen) for step, found in server._sums.items()} == seen
+    assert {step: set(found.received) for step, found in server._sums.items()} == seen
     assert 3 not in seen.get(0, set()), "it was sent already, and would not have counted again"
     assert server.push(now, 0, 3, zeros, None) is not None
-    assert 3 in server._sums[0].seen
+    assert 3 in server._sums[0].received
 
 
 def test_a_step_ends_once(data: Path, tmp_path: Path) -> None:
@@ -520,9 +520,9 @@ def test_a_sum_that_is_not_finite_moves_nothing(data: Path, tmp_path: Path) -> N
 
 def test_a_step_without_all_of_its_rows_ends_the_run(data: Path, tmp_path: Path) -> None:
     world = World(job_of(tmp_path / "run", data), 1)
-    while (done := world.workers["0"]._done) is None:
+    while (done := world.workers["0"]._result) is None:
         world.run(turns=1)
-    world.workers["0"]._done = dataclasses.replace(done, row=done.row._replace(rows=done.row.rows - 1))
+    world.workers["0"]._result = dataclasses.replace(done, stats=done.stats._replace(rows=done.stats.rows - 1))
     with pytest.raises(DataError, match=r"consumed 11 rows, 12 were planned"):
         world.run()
 
@@ -596,7 +596,7 @@ def test_a_stop_makes_a_checkpoint_at_the_next_common_step(pool: Pool, data: Pat
         world.turn("0")
         if world.coordinator._units.complete < 4:
             world.turn("1")
-    world.coordinator.keep(set(world.workers), False, True)
+    world.coordinator.update_workers(set(world.workers), False, True)
     begun = world.coordinator._units.begun
     world.run()
     [commit] = CheckpointStore(world.job.paths).commits()
@@ -611,17 +611,17 @@ def test_a_stop_ends_a_run_that_waits_for_more_workers(data: Path, tmp_path: Pat
     world.run(turns=3)
     half_done = world.coordinator._units.begun
     world.kill("1")
-    world.coordinator.keep(set(world.workers), True, False)
+    world.coordinator.update_workers(set(world.workers), True, False)
     world.run(turns=3)
     assert world.coordinator._units.complete == half_done - 1, "it went on although it should wait"
-    world.coordinator.keep(set(world.workers), True, True)
+    world.coordinator.update_workers(set(world.workers), True, True)
     assert world.run(turns=5)
     assert [commit.step for commit in CheckpointStore(world.job.paths).commits()] == [half_done]
 
 
 def test_who_asks_while_the_run_waits_is_answered_late(data: Path, tmp_path: Path) -> None:
     world = World(job_of(tmp_path / "run", data), 1)
-    world.coordinator.keep(set(world.workers), True, False)
+    world.coordinator.update_workers(set(world.workers), True, False)
     began_s = time.monotonic()
     assert world.coordinator.ask("0", None, None, 0.2).waiting
     assert time.monotonic() - began_s >= 0.2
@@ -635,7 +635,7 @@ def test_a_stop_after_a_lost_worker_counts_what_it_had_sent(data: Path, tmp_path
         if units.complete < 1:
             world.turn("1")
     world.kill("0")
-    world.coordinator.keep(set(world.workers), False, True)
+    world.coordinator.update_workers(set(world.workers), False, True)
     world.run()
     store = CheckpointStore(world.job.paths)
     [commit] = store.commits()
@@ -666,7 +666,7 @@ def test_parameters_that_came_with_the_last_answer_serve_unless_too_much_is_miss
 
     world.servers.call = noted  # type: ignore[method-assign]
     world.turn("1")
-    while world.turn("0") and world.workers["0"]._done is not None:
+    while world.turn("0") and world.workers["0"]._result is not None:
         pass
     ahead, methods[:] = methods.count("push") - 1, []
     assert ahead == 3 * 2
@@ -716,7 +716,7 @@ def test_what_does_not_fit_is_refused(data: Path, tmp_path: Path) -> None:
 def test_units_are_done_in_order_within_the_bound_and_never_by_two(
     logical: int, staleness: int, asks: list[tuple[str, bool]]
 ) -> None:
-    units, end = Units(logical, 3, staleness), 9
+    units, end = UnitScheduler(logical, 3, staleness), 9
     running: dict[str, tuple[int, int]] = {}
     done = [3] * logical
     for worker, dies in asks:

@@ -104,7 +104,7 @@ def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: tuple[
     listened to.
     """
     monkeypatch.setattr(protocol, "_INTRODUCTION_S", 0.3)
-    monkeypatch.setattr(protocol, "_MOST_STRANGERS", 2)
+    monkeypatch.setattr(protocol, "_MAX_UNKNOWN_CLIENTS", 2)
     listener, address = echo
     strangers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(4)]
     until(lambda: any(is_closed(each) for each in strangers), "nobody was sent away", WAIT_S)
@@ -115,7 +115,7 @@ def test_strangers_keep_nobody_out(monkeypatch: pytest.MonkeyPatch, echo: tuple[
         for each in strangers:
             with suppress(OSError):
                 each.send(b"0")
-        return not listener._strangers
+        return not listener._unknown_clients
 
     until(are_gone, "they are heard out", WAIT_S)
     assert len(said) < 32, "they were heard until they had shown as much as the secret has"

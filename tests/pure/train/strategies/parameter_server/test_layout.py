@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_app.train.strategies.parameter_server.layout import Strip, partition, strip_bytes, strips_of
+from ray_app.train.strategies.parameter_server.layout import Strip, partition_variables, split_variable, strip_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 300), max_size=3).map(tuple), min_size=1, max_size=12)
 
 
 @given(SHAPES, st.integers(1, 6), st.sampled_from([1, 64, 4096]))
 def test_every_value_is_on_one_server(shapes: list[tuple[int, ...]], servers: int, min_bytes: int) -> None:
-    parts = partition(shapes, 4, servers, min_bytes)
+    parts = partition_variables(shapes, 4, servers, min_bytes)
     assert len(parts) == servers
     rows: Counter[tuple[int, int]] = Counter(
         (p.variable, row) for part in parts for p in part for row in range(p.low, p.high)
@@ -27,22 +27,24 @@ def test_every_value_is_on_one_server(shapes: list[tuple[int, ...]], servers: in
 
 @given(SHAPES, st.integers(1, 6), st.sampled_from([1, 64, 4096]))
 def test_the_load_is_even_but_for_one_part(shapes: list[tuple[int, ...]], servers: int, min_bytes: int) -> None:
-    parts = partition(shapes, 4, servers, min_bytes)
+    parts = partition_variables(shapes, 4, servers, min_bytes)
     load = [sum(strip_bytes(p, shapes, 4) for p in part) for part in parts]
     assert max(load) - min(load) <= max(strip_bytes(p, shapes, 4) for part in parts for p in part)
 
 
-def test_a_variable_is_split_along_its_first_dimension_into_parts_that_are_large_enough() -> None:
-    assert strips_of(0, (1000, 64), 4, 4, 1) == [
+def test_a_variable_is_split_along_its_first_dimension_into_large_enough_parts() -> None:
+    assert split_variable(0, (1000, 64), 4, 4, 1) == [
         Strip(0, 0, 250),
         Strip(0, 250, 500),
         Strip(0, 500, 750),
         Strip(0, 750, 1000),
     ]
-    assert len(strips_of(0, (1000, 64), 4, 4, 100_000)) == 2
-    assert strips_of(0, (1000, 64), 4, 4, 1 << 20) == [Strip(0, 0, 1000)]
-    assert strips_of(0, (), 4, 4, 1) == [Strip(0, 0, 1)]
-    assert [p.low for p in strips_of(0, (1000,), 4, 3, 1)] == [0, 320, 640], "parts begin at multiples of 64 values"
+    assert len(split_variable(0, (1000, 64), 4, 4, 100_000)) == 2
+    assert split_variable(0, (1000, 64), 4, 4, 1 << 20) == [Strip(0, 0, 1000)]
+    assert split_variable(0, (), 4, 4, 1) == [Strip(0, 0, 1)]
+    assert [p.low for p in split_variable(0, (1000,), 4, 3, 1)] == [0, 320, 640], (
+        "parts begin at multiples of 64 values"
+    )
 
 
 def test_a_piece_of_a_tensor_shares_its_memory() -> None:

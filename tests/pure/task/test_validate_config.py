@@ -35,7 +35,7 @@ OWN = "The script makes its optimizer and keeps it (loop.keep); leave optimizer 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("unfit") / "data", [[50, 1], [46]])
+    return write_images(tmp_path_factory.mktemp("validate") / "data", [[50, 1], [46]])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             LIGHTNING,
             {"train__compile": True, "optimizer": ADAM},
-            "train.compile compiles calls of the module, and training_step is none",
+            "train.compile compiles calls of the module, and training_step is not one",
         ),
     ],
 )

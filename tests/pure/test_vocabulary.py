@@ -1,0 +1,183 @@
+"""The words of the project: `docs/glossary.md` has its terms; what is refused here has a better name there.
+
+`python tests/pure/test_vocabulary.py FILE_OR_FOLDER ...` prints what it finds in Python files and pages.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Names that say how a value was obtained and not what it is.
+EMPTY_NAMES = {
+    *("found", "told", "held", "given", "said", "there", "mine", "twice", "made", "got", "own", "each", "place"),
+    *("places", "seen", "asked", "wanted", "took", "gone", "shown", "known", "what", "which", "them", "these"),
+    *("those", "thing", "things", "stuff"),
+}
+# Words of an identifier that have a standard term.
+WORDS = {
+    "most": "max",
+    "least": "min",
+    "exchange": "reduction, reducer",
+    "exchanges": "reductions",
+    "exchanged": "reduced",
+    "played": "assigned",
+    "plays": "runs",
+    "replay": "recompute, SDC check (MLflow's replay of a run stays)",
+    "lied": "sdc_detected",
+    "lies": "sdc",
+    "liar": "corrupt_rank",
+    "guilty": "corrupt_rank",
+    "trust": "sdc",
+    "newcomer": "pending_worker, joining",
+    "newcomers": "pending_workers, joining",
+    "spare": "standby",
+    "spares": "standbys",
+    "standstill": "stalled, step watchdog",
+    "settle": "synchronize, raise_device_errors",
+    "settled": "synchronized",
+    "dismiss": "evict",
+    "dismissed": "evicted",
+    "excuse": "pause_watchdog",
+    "excused": "watchdog_paused",
+    "shunned": "excluded",
+    "rehearse": "dry_run",
+    "rehearsal": "dry_run",
+    "room": "capacity, buffer pool, package",
+    "rooms": "capacity, buffer pool, package",
+    "beyond": "rare_rows",
+    "pace": "straggler detection, delay",
+    "pacing": "straggler reporter",
+    "keeper": "snapshot actor",
+    "keepers": "snapshot actors",
+    "whoever": "the noun",
+    "nobody": "none",
+}
+# Phrases of prose (docstrings, comments, pages).
+PHRASES = {
+    r"\bwho(ever|m|se)?\b": "name the subject: the worker, the rank, the process, the user",
+    r"\b(no|some|every|any)body\b": "name the subject",
+    r"^(Which|Whose|Likewise|They|Those|Whether)\.": "a complete sentence",
+    r"\bsigns? of life\b": "heartbeat",
+    r"\bof one mind\b": "with the same digest",
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\b(holds?|held|holding) (the )?others up\b": "straggler, stalls the group",
+    r"\bstands? still\b|\bstood still\b": "stalls, is stalled",
+    r"\bplay(s|ed|ing)? (a|the|its|their|all|more|fewer|each)? ?logical\b": "runs",
+    r"\blying\b|\blied\b": "silent data corruption",
+    r"\bnewcomers?\b": "joining worker, pending worker",
+    r"\bspare workers?\b|\bspares\b": "standby workers",
+    r"\brooms?\b": "package, capacity, buffer pool",
+    r"\brehears\w+": "dry run",
+    r"\btells? of\b|\btold of\b": "reports",
+    r"\bis no (run|file|folder|number|mapping|list|name|field|class|image|mean|row|column|task)\b": "is not a ...",
+}
+EXCEPTIONS: dict[str, str] = {
+    "ray_app/checkpoint/store.py: most": "a key of the stored files of holds",
+    "ray_app/drill/process_scenarios.py: kill_exchange": "the name of a scenario, on the command line",
+    "ray_app/retrain/gate.py: least_drop": "a key of the audit record",
+}
+"""What is allowed, as `FILE: NAME` or `FILE: PHRASE`, and why."""
+
+
+def words_of(name: str) -> list[str]:
+    """Returns the words of an identifier in lower case."""
+    return [word.lower() for part in name.split("_") for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", part)]
+
+
+def names_defined(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yields each name that a module defines, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname, node.lineno
+
+
+def prose_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Yields the lines of docstrings and comments of a module, or of a page outside its code, with their numbers."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        is_code = False
+        for number, line in enumerate(text.splitlines(), 1):
+            is_code ^= line.lstrip().startswith("```")
+            if not is_code:
+                yield re.sub(r"`[^`]*`", "`", line), number
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string.lstrip("# "), token.start[0]
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            if isinstance(statement, ast.Expr) and isinstance(value := statement.value, ast.Constant):
+                for offset, line in enumerate(str(value.value).splitlines()):
+                    yield re.sub(r"`[^`]*`", "`", line.strip()), statement.lineno + offset
+
+
+def problems(path: Path) -> list[str]:
+    """Returns what a file says in other words than the project's, each as `FILE:LINE: ...`."""
+    found = list[str]()
+    relative = path.resolve().relative_to(ROOT)
+    if path.suffix == ".py":
+        for name, line in names_defined(ast.parse(path.read_text())):
+            bare = name.strip("_").lower()
+            words = words_of(name)
+            if bare in EMPTY_NAMES and f"{relative}: {name}" not in EXCEPTIONS:
+                found.append(f"{relative}:{line}: the name {name!r} does not say what it is")
+            for word in WORDS.keys() & set(words):
+                if f"{relative}: {name}" not in EXCEPTIONS:
+                    found.append(f"{relative}:{line}: {word!r} in {name!r}; say {WORDS[word]}")
+    for line_text, line in prose_of(path):
+        for phrase, better in PHRASES.items():
+            if (match := re.search(phrase, line_text)) and f"{relative}: {match[0]}" not in EXCEPTIONS:
+                found.append(f"{relative}:{line}: {match[0]!r}; {better}")
+    return found
+
+
+def files_below(*places: str) -> list[Path]:
+    """Returns the Python files and pages below some folders, but the project template."""
+    return [
+        path
+        for place in places
+        for path in sorted((ROOT / place).rglob("*") if (ROOT / place).is_dir() else [ROOT / place])
+        if path.suffix in (".py", ".md") and "project" not in path.parts
+    ]
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("path", files_below("ray_app"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_speaks_the_language_of_its_field(path: Path) -> None:
+    assert problems(path) == []
+
+
+@pytest.mark.search
+def test_the_name_of_a_class_is_used_once() -> None:
+    classes = Counter(
+        node.name
+        for path in files_below("ray_app")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
+
+
+if __name__ == "__main__":
+    lines = [problem for path in files_below(*sys.argv[1:]) for problem in problems(path)]
+    print("\n".join(lines), f"{len(lines)} problems", sep="\n")
