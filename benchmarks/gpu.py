@@ -49,7 +49,7 @@ ORDER = (
     "bits: NCCL, a GPU each",
     "SIGKILL of a worker, in place",
     "Ray: SIGKILL to the next step",
-    "NCCL: overlap of the exchange in a profile",
+    "NCCL: overlap of the reduction in a profile",
     "bits: fsdp",
     "bits: fsdp, cpu_offload",
     "bits: central_storage",

@@ -127,5 +127,5 @@ def exchange_hidden(bench: Bench) -> Found:
 
 LINES = [
     Line("Ray: SIGKILL to the next step", killed_on_ray, 60, "2 s"),
-    Line("NCCL: overlap of the exchange in a profile", exchange_hidden, 60, gpus=2),
+    Line("NCCL: overlap of the reduction in a profile", exchange_hidden, 60, gpus=2),
 ]

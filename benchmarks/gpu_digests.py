@@ -21,9 +21,9 @@ from ray_app.runlog.evaluations import read_evaluations
 from ray_app.task import device
 from ray_app.task.base import Task
 from ray_app.task.detection import ObjectDetection
+from ray_app.testing import DieAfter, KilledError
 from ray_app.train.job import Hooks
 from tests.support.campaign import Campaign
-from tests.support.local_world import DieAfter, KilledError
 from tests.support.server_world import World as ServedWorld
 from tests.support.shipped_data import write_shipped_data
 

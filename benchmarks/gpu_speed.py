@@ -17,8 +17,8 @@ from benchmarks.gpu_loops import WARM_UP, Clock, bare, plain_ddp
 from benchmarks.gpu_models import Dense, resnet
 from benchmarks.gpu_workers import Bench
 from ray_app.runlog.journal import read_events
+from ray_app.testing import WorkerPool
 from ray_app.train.job import Hooks, Job
-from tests.support.local_world import Pool
 
 SHARDED: dict[str, Any] = {"train__strategy": "fsdp", "train__reduction": "overlapped"}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ MOMENTUM = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01, "momentum
 ADAM = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001, "fused": True}}}
 
 
-def clocked(bench: Bench, pool: Pool, job: Job, size: int = 1) -> tuple[list[float], int]:
+def clocked(bench: Bench, pool: WorkerPool, job: Job, size: int = 1) -> tuple[list[float], int]:
     """Trains a run to its end; returns the seconds of its steps after the first few, and the most bytes that rank 0's
     device held.
     """

@@ -21,11 +21,11 @@ from ray_app.reduction import group_state
 from ray_app.reduction.base import collective
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.task import device as environment
+from ray_app.testing import DieAfter, KilledError
 from ray_app.train.job import Hooks
 from ray_app.train.membership import GenerationInfo, SingleProcessMembership
 from ray_app.train.process_group import ProcessGroup
 from tests.support.library_names import LIBRARIES, missing, names
-from tests.support.local_world import DieAfter, KilledError
 
 CLASSES: dict[str, dict[str, str]] = {
     "as torch chooses": {},

@@ -24,11 +24,12 @@ from ray_app.plan.order import Cursor
 from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.reduction.base import World, collective
 from ray_app.task.base import Task
+from ray_app.testing import RankResult, TrainedRun, WorkerPool, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import GenerationInfo, SingleProcessMembership
 from ray_app.train.process_group import ProcessGroup
-from tests.support.local_world import Outcome, Pool, Trained, make_job, result_of
+from tests.support.local_world import make_job
 
 PRELOADED = ("ray_app.train.loop", "ray_app.task.image", "torchmetrics", "torchvision", "benchmarks.gpu_models")
 HERE = "127.0.0.1"
@@ -77,11 +78,11 @@ class Bench:
         return write_rows(self.folder / "large", self.sizes.large_rows, self.sizes.large_pixels)
 
     @contextmanager
-    def pool(self, size: int) -> Iterator[Pool]:
+    def pool(self, size: int) -> Iterator[WorkerPool]:
         """New worker processes for a line, which end with it."""
         folder = self.new("pool")
         folder.mkdir()
-        pool = Pool(size, folder, PRELOADED)
+        pool = WorkerPool(size, folder, PRELOADED)
         try:
             yield pool
         finally:
@@ -108,20 +109,20 @@ class Bench:
         )
 
     def outcomes(
-        self, pool: Pool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()
-    ) -> list[Outcome]:
+        self, pool: WorkerPool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()
+    ) -> list[RankResult]:
         """Trains on `size` processes, all on the first GPU with gloo, or on one each with NCCL; returns what became of
         each.
         """
         store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
-        return pool.outcomes(size, work, job, size, store.port, self.device, own_gpus, hooks)
+        return pool.call(size, work, job, size, store.port, self.device, own_gpus, hooks)
 
-    def trained(self, pool: Pool, job: Job, size: int, own_gpus: bool = False) -> Trained:
+    def trained(self, pool: WorkerPool, job: Job, size: int, own_gpus: bool = False) -> TrainedRun:
         """Trains to the end; returns what the run left behind."""
         failed = [outcome.trace for outcome in self.outcomes(pool, job, size, own_gpus) if outcome.error is not None]
         if failed:
             raise RuntimeError(failed[0])
-        return result_of(job)
+        return read_trained_run(job)
 
 
 class Group(SingleProcessMembership):

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ray_app.testing import KilledError, WorkerPool
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup
-from tests.support.local_world import KilledError, Pool
 
 HERE, SIZES, ROUNDS = "127.0.0.1", (3, 5), 5
 _TIMEOUT = timedelta(seconds=20)
@@ -93,10 +93,10 @@ def _reconfigure(meet: Any, number: int, rank: int, size: int) -> None:
     dist._reconfigure(uuid=number, handles=handles, timeout=_TIMEOUT).wait()  # type: ignore[attr-defined]
 
 
-def measure(pool: Pool, side: Any, size: int) -> float:
+def measure(pool: WorkerPool, side: Any, size: int) -> float:
     """Seconds of the slowest of those who are left."""
     store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
-    outcomes = pool.outcomes(size, side, size, store.port)
+    outcomes = pool.call(size, side, size, store.port)
     *left, lost = outcomes
     assert isinstance(lost.error, KilledError), lost
     for outcome in left:
@@ -111,7 +111,7 @@ def main() -> None:
     options = parser.parse_args()
     sides = {"ours": ours, "reconfigure": reconfigured, "ours again": ours}
     with tempfile.TemporaryDirectory() as folder:
-        pool = Pool(max(SIZES), Path(folder))
+        pool = WorkerPool(max(SIZES), Path(folder))
         try:
             for size in SIZES:
                 found: dict[str, list[float]] = {name: [] for name in sides}

@@ -17,7 +17,7 @@ pytest_plugins = ["tests.support.cluster", "tests.support.train_command"]
 
 if TYPE_CHECKING:
     from ray_app.storage.object_stores import S3Path
-    from tests.support.local_world import Pool
+    from ray_app.testing import WorkerPool
     from tests.support.s3_server import S3Server
 
 
@@ -71,11 +71,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
     """Four worker processes without Ray, for the tests of a file: what others left in a process is not theirs."""
-    from tests.support.local_world import Pool
+    from ray_app.testing import WorkerPool
 
-    made = Pool(4, tmp_path_factory.mktemp("stores"))
+    made = WorkerPool(4, tmp_path_factory.mktemp("stores"))
     yield made
     made.close()
 

@@ -1,5 +1,6 @@
-"""Converts snapshots to files and back: safetensors for the model, torch's zip format without pickled code for the
-rest.
+"""Converts snapshots to files and back.
+
+The model is written as safetensors, and the rest by `torch.save` in a format that is read without running pickled code.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ MODEL, TRAINING = "model.safetensors", "training.pt"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The training state at a step boundary, in memory of its own.
+    """A copy of the training state at a step boundary, in host memory that training does not change.
 
     Args:
         step: Number of finished steps.
-        model: Parameters and persistent buffers of the model that training returns, by name, on the CPU.
+        model: Parameters and persistent buffers of the model that training returns, by name.
         optimizer: State of the optimizer.
-        schedule: State of the learning-rate schedule, if there is one.
-        more: Other state for a resume: the trained parameters if `model` is their average, the scale of the loss.
+        schedule: State of the learning-rate schedule; None without one.
+        more: Other state that a resume needs: the trained parameters if `model` has their average, and the scale of the
+            loss.
     """
 
     step: int
@@ -42,7 +44,7 @@ class Snapshot:
 def file_writers(snapshot: Snapshot) -> dict[str, Content]:
     """Returns functions, by file name, that write the files of a snapshot directly from its memory.
 
-    They copy nothing and do not keep the GIL for long, so that training goes on in another thread meanwhile.
+    The functions copy nothing and do not hold the GIL for long, so that training goes on in another thread.
     """
     rest = {
         "step": snapshot.step,
@@ -59,16 +61,18 @@ def pack(snapshot: Snapshot) -> dict[str, bytes]:
 
 
 def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
-    """Writes a file by `torch.save` without zip's CRC-32, which is computed under the GIL.
+    """Writes everything except the model by `torch.save`, without the CRC-32 of zip files.
 
-    The commit has a SHA-256 of the file.
+    The CRC-32 would be computed under the GIL, and `COMMIT.json` has the SHA-256 of the file.
     """
+    # torch keeps this option per thread (torch 2.15), so a write in another thread is not affected.
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(rest, file)
     except RuntimeError as error:
-        # After an error of the storage torch tries to end the file, and raises that this failed.
+        # After an error of the storage torch tries to complete the file and raises that this failed, too. The error of
+        # the storage is the cause, and the caller expects it.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -77,34 +81,34 @@ def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
 
 
 def _write_model(model: dict[str, Tensor], file: IO[bytes]) -> None:
-    """Writes the bytes that `safetensors.torch.save` would return, without a copy of the model.
-
-    The header of tensors without data gives the order and the names of the types.
-    """
+    """Writes the bytes that `safetensors.torch.save` would return, without a copy of the model."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
+    # safetensors writes the header for empty tensors of the same names and types. The order of the tensors and the
+    # names of the types are taken from it; shapes and offsets are filled in.
     data = safetensors.torch.save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()})
     header = json.loads(data[8:])
     offset = 0
-    for name, facts in header.items():
+    for name, entry in header.items():
         size = tensors[name].nbytes
-        facts["shape"], facts["data_offsets"] = list(tensors[name].shape), [offset, offset + size]
+        entry["shape"], entry["data_offsets"] = list(tensors[name].shape), [offset, offset + size]
         offset += size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    encoded_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded_header += b" " * (-len(encoded_header) % 8)
+    file.write(len(encoded_header).to_bytes(8, "little") + encoded_header)
     for name in header:
         file.write(_bytes_of(tensors[name]))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a tensor's elements, without a copy if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def unpack(files: dict[str, bytes]) -> Snapshot:
-    """Returns the snapshot that `pack` wrote; nothing is unpickled that could run code.
+    """Returns the snapshot in files that `pack` or `file_writers` wrote; pickled code in them is refused and not run.
 
     Raises:
-        CheckpointError: The files contain something else, such as pickled code, which is not run.
+        CheckpointError: The files contain something else than a snapshot.
         MemoryError: There is not enough memory for their contents.
     """
     try:
@@ -116,10 +120,10 @@ def unpack(files: dict[str, bytes]) -> Snapshot:
 
 
 def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
-    """Returns the parameters and persistent buffers alone.
+    """Returns only the parameters and persistent buffers of a snapshot, by name.
 
     Raises:
-        CheckpointError: The file contains something else.
+        CheckpointError: The file of the model contains something else.
         MemoryError: There is not enough memory for its contents.
     """
     try:
@@ -129,26 +133,31 @@ def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:
 
 
 def _refusal(name: str, error: Exception) -> Exception:
-    """Returns the error for a file that cannot be read; a lack of memory says nothing about the file."""
-    # On the CPU torch has no error type for a lack of memory.
+    """Returns the error to raise for a file that cannot be read.
+
+    A lack of memory is a `MemoryError` and not a `CheckpointError`, since the file may be intact.
+    """
+    # On the CPU torch has no error type for a lack of memory, only a message.
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return MemoryError(f"Not enough memory for {name} of a checkpoint: {error}")
     return CheckpointError(f"{name} is refused: {error}")
 
 
 def has_same_values(one: bytes, other: bytes) -> bool:
-    """Returns whether two `training.pt` have equal values.
+    """Returns whether two contents of `training.pt` have equal values.
 
-    Those of two workers may differ in their bytes even so, since pickle writes references to objects, not to values.
+    Two workers may write equal values in different bytes, because pickle writes a second occurrence of the same object
+    as a reference, and of an equal object in full.
     """
     try:
         return _equal(*(torch.load(io.BytesIO(data), weights_only=True) for data in (one, other)))
     except Exception:
-        # For a damaged file torch may raise any error.
+        # torch may raise any error for a damaged file.
         return False
 
 
 def _equal(one: Any, other: Any) -> bool:
+    """Returns whether two nested values are equal, their tensors in dtype, shape and every byte."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return (one.dtype, one.shape) == (other.dtype, other.shape) and _bytes_of(one) == _bytes_of(other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -159,7 +168,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def params_digest(model: dict[str, Tensor]) -> str:
-    """Returns the SHA-256 over name, dtype, shape and bytes of every tensor, sorted by name."""
+    """Returns the SHA-256 over name, dtype, shape and bytes of every tensor, in the order of their names."""
     sha = hashlib.sha256()
     for name, tensor in sorted(model.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

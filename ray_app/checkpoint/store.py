@@ -1,11 +1,17 @@
 """The checkpoint store: a directory per step and fence, with the files of a checkpoint, and `COMMIT.json` last.
 
-A directory without a valid `COMMIT.json` does not count. Loading verifies the digest of every file, takes the newest
-step and its highest fence, and falls back past bad checkpoints; those with changed bytes are marked. No file is moved,
-appended to, or replaced before the commit, and two workers may write the same checkpoint at once: a file is put only if
-it is absent. A writer commits nothing if a later start has taken its run over. If both happen at the same moment, the
-run can be resumed from that commit, too, which has the fence of its writer. `removable_steps` decides which checkpoints
-are removed.
+A directory without a valid `COMMIT.json` is not a checkpoint. Loading takes the checkpoint with the highest step and,
+of several of this step, the one with the highest fence, and verifies the digest of every file. It skips a checkpoint
+that it cannot use and takes the next one; a checkpoint with changed bytes is marked bad.
+
+Two workers may write the same checkpoint at the same time. So a file is put only if it is absent, and no file is moved,
+appended to, or replaced before the commit.
+
+A writer checks right before the commit that no later start of the driver has taken the run over, and otherwise commits
+nothing. A start that takes the run over between this check and the commit does no harm: the checkpoint is intact, its
+directory has the fence of its writer, and a run can be resumed from it like from any other.
+
+`removable_steps` decides which checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -40,12 +46,27 @@ from ray_app.storage.files import (
     render_content,
 )
 
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 2
+"""The version of the fields of `COMMIT.json`; a checkpoint of another version is refused."""
+COMMIT = "COMMIT.json"
+"""The file that makes a directory a checkpoint; it is written last."""
+SUSPECT = "SUSPECT.json"
+"""The file that marks a checkpoint to which a corrupt rank may have contributed, see `CheckpointStore.mark_suspect`."""
+_BAD = "BAD.json"
+"""The file that marks a checkpoint that is not read again."""
+NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
+"""The name of a checkpoint's directory: step and fence, see `RunPaths.checkpoint`."""
+_FILE = re.compile(r"\w[\w.-]*")
+"""The names that a file of a checkpoint may have; a name with a slash would lead out of its directory."""
+
 
 class _HashingFile:
     """A file to write to that computes the digest and the size of its content.
 
     Args:
-        file: The file to write to; None only computes.
+        file: The file that receives the content; None if only the digest and the size are needed.
     """
 
     def __init__(self, file: IO[bytes] | None) -> None:
@@ -60,66 +81,72 @@ class _HashingFile:
         if self._file is not None:
             self._file.flush()
 
-    def facts(self) -> dict[str, Any]:
+    def digest_and_size(self) -> dict[str, Any]:
+        """Returns the digest and the size of what was written so far, in the form of `Commit.files`."""
         return {"sha256": self._sha.hexdigest(), "bytes": self.size}
 
 
 def put_if_absent(path: Location, content: Content) -> dict[str, Any] | None:
     """Writes a file unless it exists; returns its digest and size, or None if it exists with another content.
 
-    The digest is computed from the content that is to be written, not from the file that the storage returns.
+    The digest is computed from the content while it is written, not from the file that the storage returns, which may
+    be damaged.
     """
-    measured: list[_HashingFile] = []
+    # Each call of `write` adds one; all of them have the same digest.
+    hashing_files: list[_HashingFile] = []
 
     def write(file: IO[bytes] | None) -> None:
-        measured.append(_HashingFile(file))
-        measured[-1].write(content) if isinstance(content, bytes) else content(cast(IO[bytes], measured[-1]))
+        hashing_files.append(_HashingFile(file))
+        if isinstance(content, bytes):
+            hashing_files[-1].write(content)
+        else:
+            content(cast(IO[bytes], hashing_files[-1]))
 
     if not path.exists() and put_atomic(path, write, if_absent=True):
-        return measured[-1].facts()
+        return hashing_files[-1].digest_and_size()
+    # The file exists. Its digest is compared with that of the content, which is computed without writing it.
     write(None)
-    if _facts_of(path) == measured[-1].facts():
-        return measured[-1].facts()
+    expected = hashing_files[-1].digest_and_size()
+    if _read_digest_and_size(path) == expected:
+        return expected
     stored = path.read_bytes()
     # Two workers may write `training.pt` with equal values in different bytes.
-    return _facts(stored) if path.name == TRAINING and has_same_values(stored, render_content(content)) else None
+    if path.name == TRAINING and has_same_values(stored, render_content(content)):
+        return _digest_and_size(stored)
+    return None
 
 
-def _facts_of(path: Location) -> dict[str, Any]:
-    """Returns digest and size of a file."""
+def _read_digest_and_size(path: Location) -> dict[str, Any]:
+    """Returns the digest and the size of a file; a file on a disk is not read into memory as a whole."""
     if not isinstance(path, Path):
-        return _facts(path.read_bytes())
+        return _digest_and_size(path.read_bytes())
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
 
 
-def _facts(data: bytes) -> dict[str, Any]:
+def _digest_and_size(data: bytes) -> dict[str, Any]:
+    """Returns the digest and the size of the content of a file."""
     return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-
-
-SCHEMA_VERSION = 1
-COMMIT = "COMMIT.json"
-NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The contents of `COMMIT.json`, which makes a folder a checkpoint.
+    """The contents of `COMMIT.json`, which makes a directory a checkpoint.
 
     Args:
         step: Number of finished steps of the run.
-        fence: Number of the driver's start that wrote it.
-        epoch: Epoch of the next step.
-        epoch_step: The next step, counted in its epoch.
+        fence: Number of the driver's start that wrote the checkpoint.
+        epoch: Epoch of the next step, from 0.
+        epoch_step: Number of finished steps in that epoch, which is the index of the next step in it.
         why: `cadence` for a planned checkpoint, `extra` for one before a stop or a resize.
         config_digest: Digest of the run's configuration.
         manifest_digest: Digest of the run's data.
         logical_workers: L.
         params_digest: Digest of the parameters and persistent buffers.
-        environment: What else the parameters depend on, bit for bit: torch build, instruction set, device.
-        time_s: Time of the commit, seconds since 1970 (UTC).
-        files: SHA-256 and size of every file.
-        schema_version: Version of this layout.
+        environment: What else every bit of the parameters depends on: torch build, instruction set, device.
+        time_s: Time at which the successful attempt to write the checkpoint began, seconds since 1970 (UTC).
+        files: For each other file by name its SHA-256 (`sha256`) and its size (`bytes`).
+        schema_version: See `SCHEMA_VERSION`.
     """
 
     step: int
@@ -138,24 +165,25 @@ class Commit:
 
 
 def seal(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of `COMMIT.json` with a digest over them, by which any change is detected."""
+    """Returns the values of `COMMIT.json` together with a digest of them, by which any later change is detected."""
     return values | {"sha256": _digest(values)}
 
 
 def _digest(values: dict[str, Any]) -> str:
+    """Returns the SHA-256 of values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def parse_commit(name: str, data: bytes) -> Commit:
-    """Returns the commit in a `COMMIT.json`.
+    """Returns the commit in a `COMMIT.json`, after it was verified.
 
     Args:
-        name: Name of the checkpoint's folder.
+        name: Name of the checkpoint's directory.
         data: Content of the file.
 
     Raises:
-        DamagedError: The file differs from the one that was committed.
-        CheckpointError: Another version of this application has committed the checkpoint.
+        DamagedError: The content differs from what was committed, or belongs to another checkpoint.
+        CheckpointError: The checkpoint has another schema version.
     """
     try:
         values: dict[str, Any] = dict(json.loads(data))
@@ -163,7 +191,9 @@ def parse_commit(name: str, data: bytes) -> Commit:
         raise DamagedError(f"{COMMIT} is damaged: {error}") from error
     version = values.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise CheckpointError(f"{COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}")
+        raise CheckpointError(
+            f"{COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}. Use the version that wrote it"
+        )
     digest = values.pop("sha256", None)
     if digest != _digest(values):
         raise DamagedError(f"{COMMIT} is damaged: it differs from what was committed (SHA-256)")
@@ -176,24 +206,25 @@ def parse_commit(name: str, data: bytes) -> Commit:
 
 
 def parse_folder_name(name: str) -> tuple[int, int]:
-    """Returns the step and the fence in the name of a checkpoint's folder."""
+    """Returns the step and the fence in the name of a checkpoint's directory, which must match `NAME`."""
     match = NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2])
 
 
 ALL = 1_000_000_000
-"""`Hold.most` of a reader that needs every checkpoint; the file of a hold has a number."""
+"""The `Hold.most` of an evaluator that needs every checkpoint. It is a number, because JSON has no infinity."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A declaration of a reader (an evaluator) that it still needs the newest checkpoints after `done_step`.
+    """A pin: the declaration of an evaluator that it still needs the newest checkpoints after `done_step`.
 
     Args:
-        done_step: The newest step that the reader has finished.
+        done_step: The newest step that the evaluator has evaluated.
         expires_s: Time at which the hold ends unless it is renewed, seconds since 1970 (UTC).
-        most: The maximum number of checkpoints that it keeps; older ones are removed and recorded as skipped.
+        most: The maximum number of checkpoints that the hold keeps, at least 1. Older ones are removed, and their
+            evaluations are recorded as skipped.
         evaluator: Name of the evaluator; None is the run's own evaluator.
     """
 
@@ -212,7 +243,7 @@ def removable_steps(
         steps: Steps of all intact checkpoints.
         keep_last: Number of newest checkpoints to keep; at least one always stays.
         best: Other steps to keep.
-        holds: The holds of the readers; expired ones do not count.
+        holds: The holds of the evaluators; expired ones do not count.
         now_s: The time, seconds since 1970 (UTC).
     """
     ordered = sorted(set(steps))
@@ -224,52 +255,59 @@ def removable_steps(
 
 
 def skipped_evaluations(removed: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[tuple[int, str | None]]:
-    """Returns the removed steps that an evaluator still waited for, with the evaluator's name (None: the run's own).
+    """Returns the removed steps that an evaluator has not evaluated, with its name (None is the run's own evaluator).
 
-    A named evaluator counts until its hold expires. The run's own evaluator counts always, since it may be waiting for
+    A named evaluator counts until its hold expires. The run's own evaluator always counts, since it may be waiting for
     capacity or restarting.
     """
     waiting = [hold for hold in holds if hold.evaluator is None or hold.expires_s > now_s]
     return {(step, hold.evaluator) for hold in waiting for step in removed if step > hold.done_step}
 
 
-logger = logging.getLogger(__name__)
-
-_BAD = "BAD.json"
-SUSPECT = "SUSPECT.json"
-_FILE = re.compile(r"\w[\w.-]*")
-
 _Folders = dict[str, dict[str, Location]]
-"""For each checkpoint folder, by its name, its files by their names."""
+"""The files of each checkpoint directory: by the name of the directory, and then by the name of the file."""
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """A checkpoint that loading has skipped, and the reason."""
+    """A checkpoint that loading has skipped, and the reason.
+
+    Args:
+        name: Name of the checkpoint's directory.
+        reason: Why the checkpoint cannot be used.
+    """
 
     name: str
     reason: str
 
 
 class CheckpointStore:
-    """The checkpoints of one run."""
+    """The checkpoints of one run, and the holds of its evaluators.
+
+    Args:
+        paths: The paths of the run.
+    """
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
 
     def write(self, files: Mapping[str, Content], commit: Commit) -> Location:
-        """Writes and commits a checkpoint; returns its folder.
+        """Writes and commits a checkpoint; returns its directory.
 
         A checkpoint that is committed already stays as it is, unless it is marked bad. Two workers may write the same
-        checkpoint at once: one that leaves its node, and the next rank 0. So a file is put only if it is absent, and
-        stays until the checkpoint is committed or discarded; the first worker commits, and the other one has nothing
-        left to do.
+        checkpoint at the same time: one that leaves its node, and the next rank 0. So a file is put only if it is
+        absent, and stays until the checkpoint is committed or discarded; the first worker commits, and the other one
+        has nothing left to do.
+
+        Args:
+            files: The contents of the files by name.
+            commit: Describes the checkpoint; its `files` are filled in.
 
         Raises:
             LeaseLostError: A later start has taken the run over; nothing was committed, and the written files are
                 removed.
-            OSError: The storage refused; nothing was committed. Whole files stay for another attempt; `discard` removes
-                them.
+            OSError: The storage refused; nothing was committed. Complete files stay for another attempt; `discard`
+                removes them.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if (folder / _BAD).exists():
@@ -284,6 +322,7 @@ class CheckpointStore:
                 self.discard(commit)
             raise
         except OSError:
+            # If another worker has committed the checkpoint, this worker's error does not matter.
             if not (folder / COMMIT).exists():
                 raise
         # A writer that was killed, or that was slower than this one, may have left temporary files.
@@ -292,24 +331,30 @@ class CheckpointStore:
         return folder
 
     def _put_all(self, folder: Location, files: Mapping[str, Content], commit: Commit) -> None:
-        """Puts all files and then `COMMIT.json`, and checks that no other writer has discarded files meanwhile."""
+        """Puts all files and then `COMMIT.json`, and checks that no other writer has discarded files meanwhile.
+
+        Raises:
+            LeaseLostError: A later start has taken the run over.
+            OSError: The storage refused, a file exists with another content, or another writer has discarded files.
+        """
         digests = {}
         for name, content in files.items():
             digests[name] = put_if_absent(folder / name, content)
             if digests[name] is None:
                 self.discard(commit)
                 raise OSError(
-                    f"{folder / name} was left damaged, or by steps that were done differently before; it is removed"
+                    f"{folder / name} exists with another content: it is damaged, or an earlier attempt wrote it from"
+                    " another state. The uncommitted checkpoint is removed, and the next attempt writes it anew."
                 )
         check_lease(self._paths, commit.fence)
         _check_files_exist(folder, files.keys())
-        is_ours = put_json(folder / COMMIT, seal(asdict(commit) | {"files": digests}), if_absent=True)
-        # A writer that gives up may have removed files before it saw the commit. Only their absence counts: an error of
-        # the storage says nothing about them.
+        has_committed = put_json(folder / COMMIT, seal(asdict(commit) | {"files": digests}), if_absent=True)
+        # Another writer that gives up may have removed files without seeing this commit, which is then withdrawn. It is
+        # not withdrawn if the storage fails to list the files, since they may be there.
         try:
             _check_files_exist(folder, files.keys())
         except _FilesRemovedError:
-            if is_ours:
+            if has_committed:
                 (folder / COMMIT).unlink(missing_ok=True)
             raise
 
@@ -324,12 +369,19 @@ class CheckpointStore:
             remove_tree(folder)
 
     def commits(self) -> list[Commit]:
-        """Returns all committed checkpoints that are not marked bad, by step and then fence."""
-        intact = {
+        """Returns all committed checkpoints that are not marked bad, in the order of step and fence.
+
+        Checkpoints with a `COMMIT.json` that is damaged or of another version are left out.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        commit_files = {
             name: files[COMMIT] for name, files in self._folders().items() if COMMIT in files and _BAD not in files
         }
         commits: list[Commit] = []
-        for name, data in zip(intact, read_all(intact.values(), missing=b""), strict=True):
+        # A checkpoint may be removed between the listing and the reading; an empty file is not a commit.
+        for name, data in zip(commit_files, read_all(commit_files.values(), missing=b""), strict=True):
             with suppress(CheckpointError):
                 commits.append(parse_commit(name, data))
         return sorted(commits, key=lambda c: (c.step, c.fence))
@@ -339,13 +391,13 @@ class CheckpointStore:
 
         Raises:
             DamagedError: A file is missing, cut short or changed.
-            CheckpointError: A file is not in the checkpoint's folder.
+            CheckpointError: The name of a file would lead out of the checkpoint's directory.
             FileNotFoundError: The whole checkpoint was removed meanwhile.
             OSError: The storage does not answer; the checkpoint may be intact.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         files = {}
-        for name, facts in commit.files.items():
+        for name, committed in commit.files.items():
             if not _FILE.fullmatch(name):
                 raise CheckpointError(
                     f"{folder.name}/{COMMIT} names the file {name!r}, which cannot be one of the checkpoint's own"
@@ -356,21 +408,21 @@ class CheckpointStore:
                 if not (folder / COMMIT).exists():
                     raise
                 raise DamagedError(f"{folder.name}/{name} is missing") from error
-            if len(data) != facts["bytes"]:
-                raise DamagedError(f"{folder.name}/{name} has {len(data)} bytes, {facts['bytes']} were committed")
-            if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            if len(data) != committed["bytes"]:
+                raise DamagedError(f"{folder.name}/{name} has {len(data)} bytes, {committed['bytes']} were committed")
+            if hashlib.sha256(data).hexdigest() != committed["sha256"]:
                 raise DamagedError(f"{folder.name}/{name} differs from what was committed (SHA-256)")
             files[name] = data
         return files
 
     def load_newest(self, on_fallback: Callable[[Fallback], None], above: int = -1) -> tuple[Commit, Snapshot] | None:
-        """Returns the newest intact checkpoint, or None if none was ever committed.
+        """Returns the newest intact checkpoint after a step, or None if none was committed after it.
 
         Args:
-            on_fallback: Called for every checkpoint that is skipped, also if it was marked before. A damaged checkpoint
-                is marked and not read again; one with refused content stays as it is, since another version may read
-                it.
-            above: Checkpoints up to this step are ignored and not read.
+            on_fallback: Called for every checkpoint that is skipped, even if it was marked bad before. A damaged
+                checkpoint is marked bad and not read again. One with content that this version refuses is not marked,
+                since another version may read it.
+            above: The step; checkpoints up to it are ignored and not read.
 
         Raises:
             CheckpointError: There are checkpoints, but none can be used; nothing is deleted.
@@ -403,9 +455,13 @@ class CheckpointStore:
         return None
 
     def mark_suspect(self, after: int, reason: str) -> list[int]:
-        """Marks the checkpoints after a step, to which a corrupt rank may have contributed; returns their steps.
+        """Marks the checkpoints after a step as suspect; returns their steps.
 
-        They are still used like others.
+        A corrupt rank may have contributed to them. They are still used like others.
+
+        Args:
+            after: The step; checkpoints up to it are not marked.
+            reason: Why the others are suspect.
 
         Raises:
             OSError: The storage does not answer.
@@ -426,9 +482,13 @@ class CheckpointStore:
     def clean(self, fence: int) -> None:
         """Removes the uncommitted checkpoints of earlier starts.
 
+        Args:
+            fence: Number of this start.
+
         Raises:
             OSError: The storage does not answer.
         """
+        # A directory with temporary and other files is in both listings; the second one shows whether it is committed.
         for name, files in (self._folders(temporary=True) | self._folders()).items():
             if COMMIT not in files and parse_folder_name(name)[1] < fence:
                 remove_tree(self._paths.checkpoints / name)
@@ -440,13 +500,16 @@ class CheckpointStore:
         holds: Sequence[Hold] = (),
         before: Callable[[list[int]], None] | None = None,
     ) -> list[int]:
-        """Removes the checkpoints that are not needed any more; returns their steps.
+        """Removes the checkpoints that are no longer needed; returns their steps.
 
         Args:
             keep_last: Number of newest intact checkpoints to keep.
             best: Steps of the best checkpoints, which are kept as well.
-            holds: Holds that count besides the present ones.
+            holds: Holds that the caller read earlier; they count in addition to those that exist now.
             before: Called with the steps to remove, before the first one is removed.
+
+        Raises:
+            OSError: The storage does not answer.
         """
         commits = self.commits()
         removed = removable_steps([c.step for c in commits], keep_last, best, [*holds, *self.holds()], time.time())
@@ -455,29 +518,31 @@ class CheckpointStore:
         for commit in commits:
             if commit.step in removed:
                 folder = self._paths.checkpoint(commit.step, commit.fence)
+                # Without its commit a checkpoint of which only some files are removed is not taken for a damaged one.
                 (folder / COMMIT).unlink(missing_ok=True)
                 remove_tree(folder)
         return sorted(removed)
 
     def holds(self) -> list[Hold]:
-        """Returns the holds of all readers of this run."""
-        # A reader may remove its hold between the listing and the reading.
+        """Returns the holds of all evaluators of this run."""
+        # An evaluator may remove its hold between the listing and the reading.
         values = read_all_json(list_tree(self._paths.holds).values(), missing=b"null")
         return [Hold(**value) for value in values if value]
 
     def hold(self, follower: str, hold: Hold) -> None:
-        """Writes or renews the hold of a reader."""
+        """Writes or renews a hold; `follower` is the name under which the evaluator holds checkpoints."""
         put_json(self._paths.holds / f"{follower}.json", asdict(hold))
 
     def release(self, follower: str) -> None:
-        """Removes the hold of a reader."""
+        """Removes the hold that an evaluator has under a name, if there is one."""
         (self._paths.holds / f"{follower}.json").unlink(missing_ok=True)
 
     def _folders(self, temporary: bool = False) -> _Folders:
-        """Returns the files of all checkpoint folders, by one request on S3.
+        """Returns the files of all checkpoint directories, by one request on S3.
 
         Args:
-            temporary: Return the temporary files instead, which writers leave that are stopped in the middle.
+            temporary: Whether to return the temporary files instead, which a writer leaves that is stopped in the
+                middle.
         """
         folders: _Folders = {}
         for path, file in list_tree(self._paths.checkpoints, temporary=temporary).items():
@@ -492,12 +557,18 @@ class _FilesRemovedError(OSError):
 
 
 def _check_files_exist(folder: Location, expected: Iterable[str]) -> None:
+    """Checks that the files of a checkpoint exist.
+
+    Raises:
+        _FilesRemovedError: Another process has removed some of them.
+        OSError: The storage does not answer.
+    """
     if missing := set(expected) - set(list_files(folder)):
         raise _FilesRemovedError(f"Another process has removed {sorted(missing)} from {folder} meanwhile")
 
 
 def _mark_bad(folder: Location, reason: str) -> None:
-    """Marks a folder as bad, as far as the storage permits it."""
+    """Marks a checkpoint as bad, so that it is not read again; a failure is logged and raises nothing."""
     try:
         put_json(folder / _BAD, {"reason": reason, "time_s": time.time()}, if_absent=True)
     except OSError as error:

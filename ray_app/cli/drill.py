@@ -21,9 +21,9 @@ from ray_app.config.config import Config
 from ray_app.drill.cluster import DrillCluster, open_drill_cluster
 from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.driver.parsing import parse_with_sections
-from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import ConfigError, is_refusal, unwrap_app_error
 from ray_app.preflight.prepare import prepare
+from ray_app.process import interrupt_at_sigterm
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, to_location
 

@@ -139,7 +139,7 @@ def exit_code(work: Callable[[], object], failed: str) -> int:
         0 if the work is done, 2 if it was refused, 75 if it was interrupted, 1 if it failed.
     """
     # These import YAML and NumPy, which `--help` and `--version` do without.
-    from ray_app.driver.signals import interrupt_at_sigterm
+    from ray_app.process import interrupt_at_sigterm
     from ray_app.runlog.redaction import redact
 
     try:

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from ray_app.config.config import Config
 from ray_app.driver.parsing import parse_with_sections
-from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import ConfigError, LeaseLostError, RegistryError, RunHeldError, is_refusal, unwrap_app_error
+from ray_app.process import interrupt_at_sigterm
 from ray_app.retrain.champion import roll_back
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from ray_app.driver.parsing import parse
 from ray_app.driver.run import open_run
-from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import is_refusal
+from ray_app.process import interrupt_at_sigterm
 from ray_app.runlog.redaction import redact
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}

@@ -189,9 +189,9 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
         # Errors outside of more specific guards are attributed to the worker.
         with output, user_code(lambda: "a worker"):
             if args.parameters is not None:
-                _run_parameter_worker(args, membership, device)
+                is_run_over = _run_parameter_worker(args, membership, device)
             else:
-                train(
+                is_run_over = train(
                     job,
                     membership,
                     _window_opener(args),
@@ -200,13 +200,15 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
                     SnapshotSender(list(args.snapshot_actors)),
                     load,
                 )
-        is_run_over = not membership.is_leaving()
     finally:
         membership.close(is_run_over)
 
 
-def _run_parameter_worker(args: WorkerArgs, membership: RendezvousClient, device: torch.device) -> None:
+def _run_parameter_worker(args: WorkerArgs, membership: RendezvousClient, device: torch.device) -> bool:
     """Runs units of work for parameter servers until the run ends or this worker has to leave its node.
+
+    Returns:
+        Whether the run is over.
 
     Raises:
         PreemptedError: All workers have to leave their nodes; the servers keep the state.
@@ -225,7 +227,8 @@ def _run_parameter_worker(args: WorkerArgs, membership: RendezvousClient, device
                 worker.finish()
                 if membership.flags() & Flags.SAVE:
                     raise PreemptedError("All workers have to leave their nodes; the parameter servers keep the state.")
-                return
+                return False
+        return True
     finally:
         worker.close()
 

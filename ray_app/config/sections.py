@@ -74,7 +74,7 @@ class ScalingSection:
         label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
             value or one of Ray's conditions, such as `in(a,b)` and `!a`. Not given: any node. Tasks that read data run
             on any node; the evaluator and the parameter servers have their own selectors.
-        resize_interval_s: Seconds between two checks of the cluster for additional capacity.
+        resize_interval_s: Minimum number of seconds between two changes by which the number of workers grows.
         standby_workers: Processes that have imported all libraries and opened their device, but do not train. Each
             reserves the resources of a worker. At the next step boundary a standby worker replaces a lost worker or
             takes up new capacity.

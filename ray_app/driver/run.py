@@ -43,11 +43,10 @@ from ray_app.driver.services import (
     make_sampler,
     make_tracker,
 )
-from ray_app.driver.signals import stop_at_signals
 from ray_app.driver.single import exclusive_process, train_single
 from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
-from ray_app.process import set_variables
+from ray_app.process import set_variables, stop_at_signals
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease

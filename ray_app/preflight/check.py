@@ -9,17 +9,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
-import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
@@ -35,12 +32,12 @@ from ray_app.plan.order import Cursor
 from ray_app.preflight.prepare import Prepared, make_plan, prepare
 from ray_app.preflight.purity import find_impurities
 from ray_app.preflight.sandbox import CallResult, Sandbox
-from ray_app.reduction.base import World, collective
+from ray_app.reduction.base import World
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.redaction import redact
 from ray_app.train.job import Job
 from ray_app.train.loop import train
-from ray_app.train.membership import GenerationInfo, SingleProcessMembership
+from ray_app.train.process_group import FileStoreMembership
 from ray_app.train.state.state import seed_init
 from ray_app.watch.terminal import Finding
 
@@ -48,7 +45,6 @@ STEPS, MIDDLE, WORKERS = 6, 3, 4
 _ROWS, _MICRO_BATCH, _GROUPS, _FORWARD = 64, 4, 4, 8
 _FEW_ROWS = 20_000
 """Largest row group that is read, in rows, unless all row groups are larger."""
-_REDUCTION_TIMEOUT_S = 30.0
 _CALL_TIMEOUT_S = 300.0
 
 _CHECK_SETTINGS: dict[str, Any] = {
@@ -116,40 +112,11 @@ def _sample_manifest(manifest: Manifest) -> Manifest:
     return Manifest(manifest.paths, manifest.file_of[groups], manifest.index_in_file[groups], rows)
 
 
-class _FileStoreMembership(SingleProcessMembership):
-    """The membership of a fixed number of processes of this machine, which share a file for the rendezvous."""
-
-    def __init__(self, world: World, store: Path) -> None:
-        super().__init__(world.logical_workers, lambda: False)
-        self._world, self._store = world, store
-
-    @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
-        """Forms the only generation; see `Membership.generation`."""
-        del step, lost
-        rank, size = self._world.rank, self._world.size
-        generation_info = GenerationInfo(1, rank, size, "", 0)
-        if size == 1:
-            yield self._world, generation_info
-            return
-        with collective():
-            timeout = timedelta(seconds=_REDUCTION_TIMEOUT_S)
-            dist.init_process_group(
-                "gloo", store=FileStore(str(self._store), size), rank=rank, world_size=size, timeout=timeout
-            )
-            # No process may leave the group while another one still connects.
-            dist.barrier()
-        try:
-            yield self._world, generation_info
-        finally:
-            dist.destroy_process_group()
-
-
 def _train_rank(job: Job, rank: int, size: int, store: Path) -> None:
     """Trains a job as one rank of several; runs in each process."""
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
-    membership = _FileStoreMembership(World(rank, size, WORKERS), store)
+    membership = FileStoreMembership(World(rank, size, WORKERS), store)
     train(job, membership, _open_windows, torch.device("cpu"), load_evaluation=load)
 
 

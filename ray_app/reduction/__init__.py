@@ -1,1 +1,4 @@
-"""Gradient reduction: how the gradients of the logical workers are summed in a fixed tree, for `ddp` and `fsdp`."""
+"""Gradient reduction: sums the gradients of all logical workers, in one fixed tree or in the order of a collective.
+
+`bucketed` reduces for every strategy with a whole model per worker, `sharded` for `fsdp`.
+"""

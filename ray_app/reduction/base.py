@@ -3,10 +3,10 @@
 - `GradientReducer` is what a step calls; `bucketed.py` and `sharded.py` implement it.
 - `World` is one worker's view of the group, and `plan_stages` decides how partial sums travel: first within each host,
   then between the hosts, so that little crosses the network. In a stage each rank of a group cuts its sums into as many
-  shards as the group has ranks, receives its shard of all sums of the group, and adds them in the tree. After the last
-  stage each rank has its shard of the total; on the way back the shards are gathered. Two stages are the hierarchical
-  all-reduce of Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", 2018, with additions
-  in one fixed order.
+  shards as the group has ranks, receives one shard of the sums of every rank of the group, and adds these shards in the
+  tree. After the last stage each rank has one shard of the total; then the shards are gathered, from the last stage to
+  the first. Two stages are the hierarchical all-reduce of Jia et al., "Highly Scalable Deep Learning Training System
+  with Mixed-Precision", 2018, with additions in one fixed order.
 - `collective` and `translate_peer_errors` turn errors that a lost peer causes into `PeerLostError`.
 - `checksum` maps a gradient to one integer, for the check for silent data corruption.
 """
@@ -36,16 +36,18 @@ _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def checksum(gradient: Tensor, position: int) -> Tensor:
-    """Returns the checksum of a tensor, shape (): the sum of its elements, read as integers, times an odd number,
-    modulo 2**64.
+    """Returns the checksum of a gradient as an int64 tensor of shape (): the sum of its elements, each read as an
+    integer of the same bytes, times an odd number, modulo 2**64.
 
-    A change of any one element changes it. It does not depend on the order of the additions, since integers are added.
+    A change of any one element changes the checksum. The order of the additions has no influence, since integers are
+    added. The checksum of zeros is 0, so a missing gradient may be left out of a sum of checksums.
 
     Args:
-        gradient: The checksum of zeros is 0, so a missing gradient counts as zeros.
-        position: The index of the tensor among others; it decides the odd number.
+        gradient: A gradient of any shape and dtype.
+        position: The index of the parameter in the model. It decides the odd number, so that the sum of the checksums
+            of two gradients changes if they are swapped.
     """
-    # There is no integer type of the 16 bytes of complex128.
+    # No integer type has the 16 bytes of complex128, so its real and imaginary parts are read as 8 bytes each.
     if gradient.element_size() not in _INTEGER_DTYPES:
         gradient = torch.view_as_real(gradient)
     return (2 * position + 1) * gradient.view(_INTEGER_DTYPES[gradient.element_size()]).sum(dtype=torch.int64)
@@ -53,10 +55,10 @@ def checksum(gradient: Tensor, position: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the reduction, as one rank takes part in it.
+    """One stage of the reduction, from the view of one rank.
 
     Args:
-        ranks: The ranks of the group that exchanges shards, this one among them, in ascending order.
+        ranks: The ranks that send shards to each other in this stage, including this one, in ascending order.
         nodes: For each of these ranks, the nodes of the tree for which it has sums before the stage.
     """
 
@@ -65,11 +67,13 @@ class Stage:
 
 
 def stage_groups(hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
-    """Returns the groups of ranks of each stage.
+    """Returns for each stage the groups of ranks that send shards to each other.
+
+    There are two stages if all hosts have the same number of ranks, more than one, and the ranks of each host are
+    consecutive: first one group per host, then one group for each local rank. Otherwise one stage has all ranks.
 
     Args:
-        hosts: The host of every rank. There are two stages if the hosts have equally many ranks (more than one) and the
-            ranks of a host are consecutive; otherwise there is one.
+        hosts: The host of every rank.
     """
     size, per_host = len(hosts), hosts.count(hosts[0])
     if not 1 < per_host < size or list(hosts) != [host for host in dict.fromkeys(hosts) for _ in range(per_host)]:
@@ -79,20 +83,21 @@ def stage_groups(hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
 
 
 def plan_stages(rank: int, hosts: Sequence[str], logical_workers: int, assignment: Sequence[range] = ()) -> list[Stage]:
-    """Returns the stages of a rank.
+    """Returns the stages in which a rank takes part, in their order.
 
     Args:
         rank: The rank.
-        hosts: See `stage_groups`.
-        logical_workers: L.
-        assignment: See `World`.
+        hosts: The host of every rank.
+        logical_workers: L, the number of logical workers.
+        assignment: The block of logical workers of every rank; if empty, the blocks are as equal as possible.
     """
+    # A block holds the logical workers over which a rank has sums; it grows with each stage.
     blocks = list(assignment) or [logical_workers_of(r, len(hosts), logical_workers) for r in range(len(hosts))]
     stages = []
     for groups in stage_groups(hosts):
         [ranks] = (group for group in groups if rank in group)
         stages.append(Stage(ranks, tuple(tuple(subtrees(blocks[r], logical_workers)) for r in ranks)))
-        # After the stage every rank of a group has sums over the logical workers of the whole group.
+        # After the stage every rank of a group has sums over the logical workers of the whole group, of its own shard.
         for group in groups:
             for r in group:
                 blocks[r] = range(blocks[group[0]].start, blocks[group[-1]].stop)
@@ -104,21 +109,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The group of workers that step together in this generation, as one of them sees it.
+    """The workers of a generation, from the view of one of them.
 
     Args:
         rank: The rank of this worker.
         size: W, the number of workers.
-        logical_workers: L.
+        logical_workers: L, the number of logical workers.
         hosts: The host of every rank; if empty, all ranks count as one host.
-        groups: The process group of this rank in each stage of the reduction, see `plan_stages`. None is torch's
-            default group, or means that the stage needs no group.
-        strided: Whether each rank runs every W-th logical worker instead of a block, so that the logical workers of one
-            pass are neighbours in the tree.
-        assignment: The block of logical workers of every rank, if the blocks are not as equal as possible.
+        groups: The process group of this rank in each stage of the reduction, see `plan_stages`. None stands for
+            torch's default group, and for a stage that sends messages from rank to rank and so needs no group.
+        strided: Whether each rank runs every W-th logical worker instead of a block. Then the logical workers that the
+            ranks run at the same time are neighbors in the tree.
+        assignment: The block of logical workers of every rank; if empty, the blocks are as equal as possible.
         check_device_errors: Waits until the device has done its queued work, and raises `PeerLostError` if a collective
-            of it failed: NCCL's waits only order streams, and a failed collective leaves garbage. None if waits raise
-            by themselves, as gloo's do.
+            of that work failed. It is needed on a device, where a wait for a collective of NCCL only orders streams,
+            and a failed collective leaves garbage in its output. It is None if waits raise the error themselves, as
+            those of gloo do.
     """
 
     rank: int
@@ -148,9 +154,10 @@ class World:
 
     @cached_property
     def launch_guard(self) -> Callable[[], AbstractContextManager[None]]:
-        """The context for calls that launch collectives on the device and wait for none.
+        """The context manager for a block that launches collectives and, on a device, waits for none of them.
 
-        It is `collective`, and on a device an abort from another thread waits until the block has ended.
+        It translates errors as `collective` does. On a device an abort from another thread waits until the block has
+        ended, see `group_state.launch_lock`.
         """
         return collective if self.check_device_errors is None else _locked_collective
 
@@ -161,25 +168,29 @@ _PEER_ERRORS = re.compile(
     "|processgroupnccl (not initialized|already finalized|has been finalized)|remote process exited|unhandled system"
     " error"
 )
-"""Messages, in lower case, of errors for which a peer is to blame, from backends without error types of their own:
-gloo, and "nccl" of torch 2.15 (`ProcessGroupNCCL2`).
+"""Matches the lower-case message of an error that a lost peer, or the connection to it, has caused.
+
+It is needed for backends without error types of their own: gloo, and "nccl" of torch 2.15 (`ProcessGroupNCCL2`).
 """
 _LOCAL_ERRORS = re.compile(
     "out of memory|allocate memory|cuda error|cuda failure|invalid usage|invalid argument \\(run with nccl"
 )
-"""Messages, in lower case, of errors of a rank's own device, memory and calls, also those that NCCL passes on."""
+"""Matches the lower-case message of an error of this rank's own device, memory or calls, also if NCCL passes it on."""
 
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """Turns the failure of a torch.distributed call for which a peer, or the connection to it, is to blame into
+    """Turns an error of a torch.distributed call that a lost peer, or the connection to it, has caused into
     `PeerLostError`.
 
-    Every other error passes unchanged: another generation would not fix it. The block may contain a forward or a
-    backward, too.
+    Every other error passes unchanged, because the same error would come again in another generation. The block may
+    contain a forward or a backward, too.
+
+    Raises:
+        PeerLostError: This process has aborted its group before the block, or a collective of the block failed.
     """
     if (group := group_state.group) is not None and group.is_aborted:
-        raise PeerLostError("the group was given up; nothing more is exchanged in it")
+        raise PeerLostError("the process group is aborted; no further collective runs in it")
     try:
         yield
     except RuntimeError as error:
@@ -190,19 +201,19 @@ def collective() -> Iterator[None]:
 
 @contextmanager
 def _locked_collective() -> Iterator[None]:
-    """Like `collective`, while `group_state.launch_lock` keeps aborts of other threads out."""
+    """Does what `collective` does, and delays aborts by other threads by holding `group_state.launch_lock`."""
     with group_state.launch_lock, collective():
         yield
 
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """Turns the failure of a step for which a lost peer is to blame into `PeerLostError`, whether `ray_app` or user
-    code raised it.
+    """Turns an error of a step that a lost peer has caused into `PeerLostError`, whether `ray_app` or user code raised
+    it.
 
-    User code may have computed with values that never arrived: an optimizer of sharded parameters has collectives of
-    its own, and a forward may read what a failed collective has left. While the group is whole, an error of user code
-    counts as a peer's only if it was raised inside torch.distributed.
+    A lost peer may cause an error in user code: an optimizer of sharded parameters runs collectives of its own, and a
+    forward may read what a failed collective has left. While the group is not broken, an error of user code becomes
+    `PeerLostError` only if it was raised inside torch.distributed.
     """
     try:
         yield
@@ -216,10 +227,11 @@ def translate_peer_errors() -> Iterator[None]:
 
 
 def _is_peer_error(error: BaseException | None) -> bool:
-    """Returns whether another generation may not meet this error again.
+    """Returns whether a lost peer may have caused an error, so that the step may succeed in another generation.
 
     While the group is broken this holds for every error: the next generation repeats the step, and an error with
-    another cause is raised again. Otherwise the type or the message of an error has to name a peer.
+    another cause is raised again there. Otherwise the type or the message of the error has to indicate a failed
+    connection or collective.
     """
     if group_state.is_broken():
         return True
@@ -230,14 +242,17 @@ def _is_peer_error(error: BaseException | None) -> bool:
 
 
 def _was_raised_in_distributed(error: BaseException | None) -> bool:
-    """Returns whether the innermost frame, except for the call of an operator, is one of torch.distributed."""
+    """Returns whether code of torch.distributed raised an error.
+
+    Its collectives call operators, so frames of the module that calls operators (`torch._ops`) do not count.
+    """
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if error is not None else []
     innermost = next((Path(name) for name in reversed(files) if Path(name) != Path(torch._ops.__file__)), Path())
     return innermost.is_relative_to(Path(dist.__file__).parent)
 
 
 def _message_of(error: Exception) -> str:
-    """Returns the message of an error without gloo's guesses at its cause."""
+    """Returns the message of an error, without the causes that gloo suggests after the words "This is typically"."""
     message = error.message if isinstance(error, TaskError) else str(error)
     return message.partition(" This is typically")[0]
 
@@ -268,11 +283,11 @@ def partial_gradient_error(name: str) -> ConfigError:
 
 
 def run_backward(losses: Tensor, weights: Tensor) -> None:
-    """Runs backward of the weighted sum of losses, both of shape (rows,).
+    """Runs the backward of the weighted sum of losses; `losses` and `weights` have the shape (rows,).
 
     This is `losses.backward(weights)` without its checks, which take 30 us in a step.
     """
-    # A subclass of Tensor may have a backward of its own.
+    # A subclass of Tensor may override `backward`.
     if type(losses) is not Tensor:
         losses.backward(weights)
         return
@@ -280,7 +295,10 @@ def run_backward(losses: Tensor, weights: Tensor) -> None:
 
 
 def check_errors_on_all_ranks(world: World) -> None:
-    """Waits until the collectives of the device have succeeded on all ranks; their results must not be kept before.
+    """Waits until the collectives of the device have succeeded on all ranks; a collective if there is a device.
+
+    A result that is to outlive the generation must not be used before: it may be right on this rank and garbage on
+    another one.
 
     Raises:
         PeerLostError: A collective failed, on this rank or another one.
@@ -293,21 +311,30 @@ def check_errors_on_all_ranks(world: World) -> None:
 class GradientReducer(ABC):
     """Adds the gradients of all logical workers and leaves the sum in every parameter's `.grad`.
 
-    In each step a rank calls `backward` or `skip` for each logical worker that it runs, in their order, then `launch`,
-    then `finish`. The weights are one over the global number of rows, so the gradients are added, never averaged.
+    In each step a rank calls `backward`, `collect_from` or `skip` for each logical worker that it runs, in their order,
+    then `launch`, then `finish`. Each loss is weighted by one over the global number of rows, so the gradients are
+    added, never averaged.
     """
 
     @abstractmethod
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
-        """Runs backward of the weighted sum of one logical worker's losses, both of shape (rows,), and adds its
-        gradients.
+        """Runs the backward of the weighted sum of one logical worker's losses and adds the gradients.
+
+        Args:
+            losses: The loss of every row, shape (rows,).
+            weights: The weight of every row, shape (rows,).
+            logical_worker: The logical worker to which the rows belong.
         """
 
     def collect_from(self, compute: Callable[[], T], logical_worker: int) -> T:
-        """Adds the gradients that a call leaves in every `.grad`, instead of those of `backward`; returns the result of
-        the call.
+        """Calls `compute`, adds the gradients that it leaves in `.grad`, and returns its result.
+
+        It takes the place of `backward` for a logical worker.
+
+        Raises:
+            NotImplementedError: This reducer takes gradients from a backward only.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes gradients from a backward alone")
+        raise NotImplementedError(f"{type(self).__name__} takes gradients from a backward only")
 
     @abstractmethod
     def skip(self, logical_worker: int) -> None:
@@ -315,7 +342,10 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def launch(self) -> None:
-        """Starts each part of the reduction that has not started yet; other collectives of the step may follow."""
+        """Starts each part of the reduction that has not started yet.
+
+        Between this call and `finish` the step may run other collectives.
+        """
 
     @abstractmethod
     def finish(self) -> None:

@@ -1,11 +1,12 @@
 """Gradient reduction in buckets that travel while backward still runs, for the strategies with a whole model per
 worker.
 
-`exact`: every rank adds the subtrees of the reduction tree for which it has all leaves; ranks exchange shards of these
-sums (all-to-all), each rank finishes the tree for its shard, and the shards are gathered. If several hosts have several
-ranks each, this happens within the hosts first and then between them (`plan_stages`). The bytes on the network are
-those of a ring all-reduce if each rank has one aligned subtree. `overlapped`: one all-reduce per bucket, with the same
-rows and weights, but the additions are in the order of the network. With compression the bucket travels as bfloat16.
+- `exact`: every rank adds the subtrees of the reduction tree for which it has all leaves. An all-to-all then sends each
+  rank its shard of these sums, each rank finishes the tree for its shard, and the shards are gathered. If several hosts
+  have several ranks each, this happens within the hosts first and then between them (`plan_stages`). If each rank has
+  one aligned subtree, as many bytes cross the network as in a ring all-reduce.
+- `overlapped`: one all-reduce per bucket, of the same rows and weights, but the backend decides the order of the
+  additions. With compression the bucket travels as bfloat16.
 
 The buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
 2020.
@@ -30,24 +31,34 @@ from ray_app.reduction.tree import TreeSum, tree_parents
 
 _MEBI = 1 << 20
 _ALIGNED_BYTES = 64
-"""Every parameter of a bucket begins at a multiple of this: a GPU adds up a norm in another order if memory is not
-aligned, so the result would depend on the parameters before it, which `bucket_mb` decides.
+"""Every parameter begins at a multiple of this number of bytes in its bucket.
+
+A GPU adds up the norm of a gradient in another order if its memory is not aligned. Without padding the alignment, and
+with it the norm, would depend on the parameters before it in the bucket, and so on `bucket_mb`.
 """
 
 
 class Bucket:
-    """Some parameters, the gradients of which travel together as one flat tensor.
+    """Parameters with gradients that travel together as one flat tensor.
 
-    Zeros pad each parameter to `_ALIGNED_BYTES` and the whole to a multiple of the world size.
+    Zeros pad each parameter to a multiple of `_ALIGNED_BYTES`, and the flat tensor to a multiple of the world size.
 
     Args:
-        parameters: Their dtype and device are the same.
+        parameters: The parameters, of one dtype and on one device.
         world: The workers of this generation.
         number: The index of the bucket, the same on all ranks.
 
     Attributes:
+        numel: Elements of all parameters with their padding.
+        shard: Elements of one rank's shard, so that `shard` times the world size is the length of the flat tensor.
+        result: The flat tensor for the sum over all logical workers.
+        views: The part of `result` for each parameter, in the parameter's shape.
+        tree: The sums over the logical workers of this rank.
+        missing: The parameters without a complete gradient of the rank's last logical worker.
+        sums: The flat tensors that this rank has between two stages of the reduction.
         get_buffer: `BufferPool.get` of this bucket's pool.
-        is_direct: Whether ranks may start their buckets in different orders.
+        is_direct: Whether shards travel by `DirectTransport`, so that ranks may start their buckets in different
+            orders.
     """
 
     def __init__(self, parameters: list[nn.Parameter], world: World, number: int) -> None:
@@ -91,6 +102,7 @@ class Bucket:
 
     def put(self, logical_worker: int, values: list[Tensor]) -> None:
         """Copies values, one per parameter, into the tree as the leaf of a logical worker."""
+        # The sum of a tree is written into its leftmost tensor, so with one rank the total is in `result`.
         if not self.tree.nodes:
             flat = self.result
         else:
@@ -110,7 +122,12 @@ class Bucket:
         self.sums = []
 
     def scatter(self, stage: Stage, group: Any) -> None:
-        """Starts to send every rank of a stage its shard of this rank's sums, and to receive this rank's shards."""
+        """Starts to send every rank of a stage its shard of this rank's sums, and to receive this rank's shards.
+
+        Args:
+            stage: The stage.
+            group: The process group of the stage, see `World.groups`.
+        """
         self._arriving = self._transport.scatter(self.sums, stage, group)
 
     def add(self, stage: Stage, is_only: bool) -> None:
@@ -118,7 +135,8 @@ class Bucket:
 
         Args:
             stage: The stage.
-            is_only: Whether there is no other stage, so that the sum is this rank's shard of the result.
+            is_only: Whether there is no other stage. Then the sum is this rank's shard of the result and is written
+                into `result`.
         """
         self._transport.wait()
         tree = TreeSum(self._parents, self._result_shard if is_only else None)
@@ -127,12 +145,13 @@ class Bucket:
         self.sums, self._arriving = [value for _, value in tree.nodes], []
 
     def gather(self, stage: Stage, group: Any, is_first: bool) -> None:
-        """Starts to gather the shards of a stage, from the last stage to the first.
+        """Starts to gather the shards of a stage; the stages are gathered from the last to the first.
 
         Args:
             stage: The stage.
-            group: Its process group.
-            is_first: Whether it is the first stage, the shards of which are the whole sum.
+            group: The process group of the stage, see `World.groups`.
+            is_first: Whether this is the first stage. Together its shards are the whole sum, so they are gathered into
+                `result`.
         """
         [part] = self.sums
         if is_first:
@@ -148,16 +167,16 @@ class Bucket:
 
 
 class BucketedReducer(GradientReducer):
-    """The gradient reducer for a whole model on every worker, see the module.
+    """The gradient reducer for a whole model on every worker, which sends gradients in buckets during backward.
 
     Args:
-        model: Its parameters get the gradients.
+        model: The model; the `.grad` of its trained parameters receives the sums.
         world: The workers. If there are two or more, torch's default process group has to consist of them.
-        reduction: `exact` or `overlapped`.
-        bucket_mb: Mebibytes of a bucket. With large buckets the first one leaves late; with 1 the calls themselves cost
+        reduction: How the gradients are added, see the docstring of the module.
+        bucket_mb: Maximum size of a bucket in MiB. Large buckets are sent late; with 1 MiB the calls themselves take
             10 % of a ResNet-18 step on gloo. The tree adds element by element, so the result of `exact` does not depend
-            on it.
-        compression: `bf16` rounds the values that travel with `overlapped`.
+            on this size.
+        compression: `bf16` rounds the values that travel with `overlapped`; `exact` does not use it.
     """
 
     def __init__(
@@ -169,21 +188,25 @@ class BucketedReducer(GradientReducer):
         compression: Literal["none", "bf16"],
     ) -> None:
         self._world, self._exact, self._compresses = world, reduction == "exact", compression == "bf16"
-        self._alone = world.logical_workers == 1
+        # The gradient of a single logical worker is the sum already, so it stays in `.grad` and there are no buckets.
+        self._has_one_term = world.logical_workers == 1
         self._stages = list(zip(world.stages, world.groups, strict=True))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        buckets = [] if self._alone else _split_into_buckets(self._parameters, int(bucket_mb * _MEBI))
+        buckets = [] if self._has_one_term else _split_into_buckets(self._parameters, int(bucket_mb * _MEBI))
         self._buckets = [Bucket(parameters, world, number) for number, parameters in enumerate(buckets)]
-        self._last = world.assigned[-1]
+        self._last_logical_worker = world.assigned[-1]
+        # The hooks count gradients only during the backward of the rank's last logical worker.
         self._listening = False
-        # The index of the next bucket to send: buckets leave in the same order on all ranks.
-        self._next = 0
-        # A pipeline is a generator that moves one bucket to its next stage each time that it is advanced. Those of
-        # `_deferred` are advanced by `_receive`, when the thread has finished.
+        # The index of the next bucket to send. Buckets are sent in the same order on all ranks.
+        self._next_bucket = 0
+        # A pipeline is a generator that moves one bucket to its next transfer each time that it is advanced. The
+        # pipelines of `_deferred` are advanced by `_receive`, after the thread has finished those of `_pipelines`.
         self._pipelines: list[Iterator[Bucket]] = []
         self._deferred: list[Iterator[Bucket]] = []
-        self._is_device = world.check_device_errors is not None
+        self._is_on_device = world.check_device_errors is not None
         self._side = SideStream(next(model.parameters()).device, "reduction", -1)
+        # Only `exact` has additions between its transfers, which a thread can do during backward. The thread may send
+        # buckets in another order than the threads of other ranks, which direct transports allow.
         self._thread = SideThread() if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
         self._names = {p: name for name, p in model.named_parameters()}
         self._positions = {p: position for position, p in enumerate(self._parameters)}
@@ -196,7 +219,7 @@ class BucketedReducer(GradientReducer):
         ]
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        """Returns the hook that sends a bucket when the gradient of its last parameter is complete."""
+        """Returns the hook of a bucket's parameters, which sends the bucket when all its gradients are complete."""
 
         def on_gradient(p: Tensor) -> None:
             if not self._listening:
@@ -215,7 +238,7 @@ class BucketedReducer(GradientReducer):
         The reduction starts during the backward of the rank's last logical worker.
         """
         self._begin(logical_worker)
-        self._listening = logical_worker == self._last
+        self._listening = logical_worker == self._last_logical_worker
         try:
             run_backward(losses, weights)
         finally:
@@ -223,7 +246,7 @@ class BucketedReducer(GradientReducer):
         self._end(logical_worker)
 
     def collect_from(self, compute: Callable[[], T], logical_worker: int) -> T:
-        """See `GradientReducer.collect_from`; the gradients of the last logical worker leave with `launch`."""
+        """See `GradientReducer.collect_from`; the gradients of the rank's last logical worker are sent by `launch`."""
         self._begin(logical_worker)
         result = compute()
         self._end(logical_worker)
@@ -234,9 +257,10 @@ class BucketedReducer(GradientReducer):
         self.collect_from(lambda: None, logical_worker)
 
     def sum(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
-        """Returns the sum of other values than gradients over all logical workers; a collective, between two steps.
+        """Returns the sum of other values than gradients over all logical workers; a collective.
 
-        The values are added in the same way as gradients.
+        The values are added in the same way as gradients. The call has to come between two steps, because it uses the
+        buckets.
 
         Args:
             values: For each logical worker of this rank, in their order, a tensor per trained parameter, of its shape.
@@ -247,9 +271,9 @@ class BucketedReducer(GradientReducer):
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        if self._alone:
-            [only] = values.values()
-            return [value.clone() for value in only]
+        if self._has_one_term:
+            [term] = values.values()
+            return [value.clone() for value in term]
         self._reset()
         totals: dict[nn.Parameter, Tensor] = {}
         for bucket in self._buckets:
@@ -265,36 +289,40 @@ class BucketedReducer(GradientReducer):
         return [totals[p].clone() for p in self._parameters]
 
     def _begin(self, logical_worker: int) -> None:
-        """Clears the gradients before a logical worker, and the sums before the first one."""
+        """Clears the gradients before a logical worker, and the sums before the rank's first one."""
         if logical_worker == self._world.assigned[0]:
             self._reset()
         else:
-            # The task may have left gradients; `_reset` drops those before the first logical worker.
+            # The task may have left gradients of its own in `.grad`.
             for p in self._parameters:
                 p.grad = None
 
     def _end(self, logical_worker: int) -> None:
-        """Collects the gradients of a logical worker; those of the last one are collected when they are sent."""
-        if logical_worker != self._last:
+        """Collects the gradients of a logical worker, except for the rank's last one, see `_launch_ready`."""
+        if logical_worker != self._last_logical_worker:
             for bucket in self._buckets:
                 if logical_worker in self._watched:
                     self._checksums[logical_worker] += self._checksums_of(bucket.parameters)
                 bucket.collect(logical_worker)
 
     def _checksums_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Returns the checksum of each parameter that has a gradient."""
         return [checksum(p.grad, self._positions[p]) for p in parameters if p.grad is not None]
 
     def watch_checksums(self, logical_workers: set[int]) -> None:
-        """Sets the logical workers for which `checksums` has a value from the next step on."""
+        """Sets the logical workers for which the next step computes checksums of their gradients."""
         self._watched, self._checksums = logical_workers, {v: [] for v in logical_workers}
 
     def checksums(self) -> dict[int, int]:
-        """Returns the checksum of the gradients of each watched logical worker; waits for the device."""
+        """Returns the checksum of the gradients of each watched logical worker; waits for the device.
+
+        It lacks logical workers without any gradient, for which the checksum is 0.
+        """
         return {v: int(torch.stack(parts).sum()) for v, parts in self._checksums.items() if parts}
 
     @contextmanager
     def free_grads(self) -> Iterator[None]:
-        """Takes every `.grad` away for the time of the block, so that other gradients can be computed."""
+        """Sets every `.grad` to None inside the block, so that other gradients can be computed, and restores them."""
         grads = [p.grad for p in self._parameters]
         try:
             for p in self._parameters:
@@ -305,52 +333,54 @@ class BucketedReducer(GradientReducer):
                 p.grad = grad
 
     def gradient_checksum(self) -> int:
-        """Returns the checksum of the present `.grad` of the parameters; waits for the device."""
+        """Returns the checksum of the gradients that are in `.grad` now; waits for the device."""
         parts = self._checksums_of(self._parameters)
         return int(torch.stack(parts).sum()) if parts else 0
 
     def _reset(self) -> None:
         """Prepares for a step.
 
-        With one rank this is possible also after a step that failed half-way; with more ranks another reducer is
-        needed.
+        With one rank it may follow a step that failed half-way. With more ranks a reducer cannot be used again after
+        such a step, because transfers may still be running.
         """
         for p in self._parameters:
             p.grad = None
-        self._next, self._pipelines, self._deferred = 0, [], []
+        self._next_bucket, self._pipelines, self._deferred = 0, [], []
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
             bucket.reset()
 
     def launch(self) -> None:
         """See `GradientReducer.launch`."""
+        # A parameter without a gradient is unused, and `Bucket.collect` adds zeros for it.
         for bucket in self._buckets:
             bucket.missing = set()
         self._launch_ready()
 
     def _launch_ready(self) -> None:
-        """Collects and sends the buckets with complete gradients, in the same order on all ranks."""
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            bucket = self._buckets[self._next]
-            self._next += 1
-            if self._last in self._watched:
-                self._checksums[self._last] += self._checksums_of(bucket.parameters)
-            bucket.collect(self._last)
+        """Collects and sends the buckets with complete gradients, up to the first bucket that lacks one."""
+        while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].missing:
+            bucket = self._buckets[self._next_bucket]
+            self._next_bucket += 1
+            if self._last_logical_worker in self._watched:
+                self._checksums[self._last_logical_worker] += self._checksums_of(bucket.parameters)
+            bucket.collect(self._last_logical_worker)
             if self._world.size > 1:
                 with self._world.launch_guard():
                     self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        """Starts reducing a bucket, and advances the earlier ones on a side stream (device) or in a helper thread
-        (CPU).
+        """Starts reducing a bucket.
 
-        The last bucket overlaps with no computation and is advanced by `_receive`, so a model of one bucket needs no
-        thread.
+        On a device this also advances the earlier buckets, on a side stream. On a CPU with `exact` the helper thread
+        starts this bucket and advances the earlier ones. The last bucket is the exception: no computation follows that
+        its reduction could overlap with, so the calling thread starts it and `_receive` advances it, and a model of one
+        bucket needs no helper thread. In all other cases only `_receive` advances buckets.
         """
         pipeline = self._reduce_exactly(bucket) if self._exact else self._reduce_overlapped(bucket)
         if self._thread is not None and bucket is not self._buckets[-1]:
             self._thread.do(partial(self._advance_pipeline, pipeline))
-        elif self._is_device:
+        elif self._is_on_device:
             self._advance_pipeline(pipeline)
         else:
             next(pipeline)
@@ -363,12 +393,13 @@ class BucketedReducer(GradientReducer):
         self._pipelines.append(pipeline)
 
     def _advance_all(self) -> None:
-        """Moves each bucket on to its next stage; on a device the side stream waits, not the stream that computes."""
+        """Moves each bucket to its next transfer; on a device the side stream waits, not the stream that computes."""
         with self._side.entered():
             self._pipelines = [pipeline for pipeline in self._pipelines if next(pipeline, None) is not None]
 
     def _reduce_overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
         """Reduces a bucket by one all-reduce; yields after its start."""
+        # The first tensor is `bucket.result`, see `Bucket.put`.
         first, *more = [value for _, value in bucket.tree.nodes]
         for value in more:
             first.add_(value)
@@ -380,27 +411,30 @@ class BucketedReducer(GradientReducer):
             bucket.result.copy_(packed)
 
     def _reduce_exactly(self, bucket: Bucket) -> Iterator[Bucket]:
-        """Reduces a bucket in the tree: through all stages, then back; yields after the start of each transfer."""
+        """Reduces a bucket in the tree; yields after the start of each transfer.
+
+        It scatters and adds from the first stage to the last, and then gathers from the last stage to the first.
+        """
         bucket.sums = [value for _, value in bucket.tree.nodes]
         bucket.scatter(*self._stages[0])
         yield bucket
         last = len(self._stages) - 1
         for number, (stage, group) in enumerate(self._stages):
-            bucket.add(stage, not last)
+            bucket.add(stage, is_only=last == 0)
             if number < last:
                 bucket.scatter(*self._stages[number + 1])
             else:
-                bucket.gather(stage, group, not number)
+                bucket.gather(stage, group, is_first=number == 0)
             yield bucket
         for number in reversed(range(last)):
             bucket.wait()
-            bucket.gather(*self._stages[number], not number)
+            bucket.gather(*self._stages[number], is_first=number == 0)
             yield bucket
         bucket.wait()
 
     def finish(self) -> None:
         """See `GradientReducer.finish`."""
-        if self._alone:
+        if self._has_one_term:
             return
         if self._world.size > 1:
             with self._world.launch_guard():
@@ -410,7 +444,10 @@ class BucketedReducer(GradientReducer):
                 p.grad = view
 
     def _receive(self) -> None:
-        """Waits for all buckets."""
+        """Advances all buckets until they are reduced.
+
+        On a device it makes the computing stream wait for the side stream instead of waiting itself.
+        """
         if self._thread is not None:
             self._thread.join()
             self._pipelines, self._deferred = self._pipelines + self._deferred, []
@@ -424,19 +461,20 @@ class BucketedReducer(GradientReducer):
             hook.remove()
         if self._thread is not None:
             self._thread.close()
-        # Work that was queued before a peer was lost may still use the memory, which is free from now on.
+        # Work that was queued before a peer was lost may still use the buckets' memory. The computing stream waits for
+        # it, because it may get this memory for other tensors from now on.
         self._side.join()
         for p in self._parameters:
             p.grad = None
 
 
 def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
-    """Returns the reducer of `ddp`, as configured."""
+    """Returns the gradient reducer for a whole model on every worker, as configured."""
     return BucketedReducer(model, world, train.reduction, train.bucket_mb, train.gradient_compression)
 
 
 def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
-    """Returns the reducer of the configured strategy; every strategy except `fsdp` has that of `ddp`."""
+    """Returns the gradient reducer of the configured strategy: a bucketed one, unless the strategy is `fsdp`."""
     if train.strategy == "fsdp":
         # This imports PyTorch's FSDP, which takes two seconds that the other strategies do not need.
         from ray_app.reduction import sharded
@@ -448,17 +486,17 @@ def build_reducer(train: TrainSection, model: nn.Module, world: World) -> Gradie
 
 
 def _split_into_buckets(parameters: list[nn.Parameter], max_bytes: int) -> list[list[nn.Parameter]]:
-    """Returns the parameters, in about the order in which backward reaches them, in groups of one dtype.
+    """Returns the parameters of each bucket, in about the order in which backward reaches them.
 
-    A group has at most `max_bytes`, unless it is one larger parameter.
+    A bucket has parameters of one dtype, and at most `max_bytes` unless it is a single larger parameter.
     """
     buckets: list[list[nn.Parameter]] = []
-    remaining = 0
+    remaining_bytes = 0
     for p in reversed(parameters):
         size = p.numel() * p.element_size()
-        if not buckets or size > remaining or buckets[-1][0].dtype != p.dtype:
+        if not buckets or size > remaining_bytes or buckets[-1][0].dtype != p.dtype:
             buckets.append([])
-            remaining = max_bytes
+            remaining_bytes = max_bytes
         buckets[-1].append(p)
-        remaining -= size
+        remaining_bytes -= size
     return buckets

@@ -1,8 +1,8 @@
-"""The state of this process's default group: whether it is broken, and a lock for its launches.
+"""The state of torch's default process group in this process: whether it is broken, and a lock for launches in it.
 
-A process has one default group at a time (`torch.distributed`), so this is a module and not a class. After an abort
-backends raise errors of many classes with many messages (those of "nccl" in torch 2.15 are plain `RuntimeError`), so
-`reduction.base` looks at messages only if this state does not decide.
+torch.distributed has one default group per process at a time, so the state is kept in a module and not in an object.
+After an abort, backends raise errors of many classes with many messages (those of "nccl" in torch 2.15 are plain
+`RuntimeError`). So `reduction.base` first asks here whether the group is broken, and only otherwise reads the message.
 """
 
 from __future__ import annotations
@@ -11,29 +11,27 @@ import threading
 from typing import Protocol
 
 launch_lock = threading.RLock()
-"""Locked while collectives are launched on the device, while the backend is asked for its error, and while the group is
-closed. An abort from another thread frees the memory that these calls use, so it waits for them, see
-`ProcessGroup.abort`. The lock is reentrant, since a launch that fails asks for the error.
+"""Held while collectives are launched on the device, while the backend is asked for its error, and while the group is
+closed.
+
+An abort from another thread frees the memory that these calls use, so it waits for this lock, see `ProcessGroup.abort`.
+The lock is reentrant, because a launch that fails asks the backend for the error.
 """
 
 
 class Breakable(Protocol):
-    """A process group that can break.
-
-    Attributes:
-        is_aborted: Whether this process has aborted the group.
-    """
+    """A process group that can break."""
 
     @property
     def is_aborted(self) -> bool:
         """Returns whether this process has aborted the group."""
 
     def has_failed(self) -> bool:
-        """Returns whether the backend reports a failure."""
+        """Returns whether the backend reports a failed collective."""
 
 
 group: Breakable | None = None
-"""The group of this process; None outside a generation, and in a generation of one worker."""
+"""The group of this process; None outside of a generation, and in a generation of one worker."""
 
 
 def is_broken() -> bool:

@@ -21,15 +21,17 @@ _streams: dict[tuple[torch.device, str], Any] = {}
 
 
 def get_stream(device: torch.device, purpose: str, priority: int = 0) -> Any:
-    """Returns the stream of this process for a purpose, the same one at each call.
+    """Returns the stream of this process for a purpose, the same stream at each call.
 
-    PyTorch hands out a few dozen streams in turn, so a new one at each call may be one that is in use.
+    PyTorch has a pool of a few dozen streams and hands them out in turn, so a stream that is made anew at each call may
+    be one that is in use for another purpose.
 
     Args:
         device: The device of the stream.
         purpose: Any name.
-        priority: -1 is the high priority, for which PyTorch has separate streams. NCCL takes another stream of normal
-            priority in each generation, so it never gets one of these.
+        priority: The priority of the stream, used by the first call for a purpose. PyTorch has a separate pool for the
+            high priority, -1. NCCL takes another stream of normal priority in each generation, so it never gets one of
+            high priority.
     """
     if (device, purpose) not in _streams:
         _streams[device, purpose] = cuda.Stream(device, priority)
@@ -39,7 +41,7 @@ def get_stream(device: torch.device, purpose: str, priority: int = 0) -> Any:
 def record_on_current_stream(tensors: Iterable[Tensor]) -> None:
     """Keeps the memory of tensors that are about to be dropped until the current stream is done with them.
 
-    Without it the memory is free as soon as the stream in which it was allocated is done.
+    Without this call the memory can be allocated again as soon as the stream that allocated it is done with them.
     """
     for tensor in tensors:
         if tensor.device.type != "cpu":
@@ -47,9 +49,9 @@ def record_on_current_stream(tensors: Iterable[Tensor]) -> None:
 
 
 class SideStream:
-    """A stream of a device besides the one that computes. On a CPU, which runs all work at once, it does nothing.
+    """A stream of a device besides the stream that computes. On a CPU, where no work is queued, its calls do nothing.
 
-    Inside `with stream.entered():` work is queued on this stream, and waits for collectives order this stream only.
+    Inside `with stream.entered():` work is queued on this stream, and only this stream waits for collectives.
 
     Args:
         device: The device.
@@ -62,7 +64,10 @@ class SideStream:
         self._stream: Any = get_stream(device, purpose, priority) if device.type != "cpu" else None
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Returns a context, to be entered once, in one thread; other threads may enter contexts of their own."""
+        """Returns a context manager in which this stream is the current one.
+
+        It can be entered once, in one thread; another thread may enter its own at the same time.
+        """
         return _NO_CONTEXT if self._stream is None else cuda.stream(self._stream)
 
     def join(self) -> None:
@@ -71,13 +76,17 @@ class SideStream:
             cuda.current_stream(self._device).wait_stream(self._stream)
 
     def mark(self) -> Any:
-        """Returns an event for `hand_over`, after the work that is queued until now; None on a CPU."""
+        """Returns an event for `hand_over` that follows all work queued on this stream so far; None on a CPU."""
         return self._stream.record_event() if self._stream is not None else None
 
     def hand_over(self, tensors: Iterable[Tensor], mark: Any) -> None:
-        """Lets the computing stream use tensors that this stream wrote before a mark.
+        """Makes the computing stream wait for tensors that this stream has written; not to be called on a CPU.
 
-        The memory of the tensors stays reserved until the computing stream is done with them.
+        The memory of the tensors is not reused until the computing stream is done with them.
+
+        Args:
+            tensors: The tensors.
+            mark: The event that `mark` returned after the tensors were written.
         """
         computing = cuda.current_stream(self._device)
         computing.wait_event(mark)
@@ -86,9 +95,9 @@ class SideStream:
 
 
 class SideThread:
-    """A thread that runs calls in the order in which they are queued; it starts with the first one.
+    """A thread that runs calls in the order in which they are queued; it starts when the first call is queued.
 
-    It is a daemon thread, since it may wait for a peer and the end of the process must not wait for it.
+    It is a daemon thread: it may wait for a peer, and then the process must be able to end without it.
     """
 
     def __init__(self) -> None:
@@ -104,22 +113,25 @@ class SideThread:
         self._queue.put((work, self._pending[-1]))
 
     def join(self) -> None:
-        """Waits until all queued calls have returned.
+        """Waits until all queued calls have returned, or until the first one that raised has.
 
         Raises:
-            Exception: The first exception of a call.
+            Exception: The exception of that call.
         """
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
 
     def close(self) -> None:
-        """Lets the thread end and does not wait for it: a call that waits for a peer ends with the process group."""
+        """Lets the thread end after the queued calls, and does not wait for that.
+
+        A call that waits for a peer returns when the process group is closed.
+        """
         self._queue.put(None)
 
 
 def _run_queue(queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
-    """Runs the calls of a queue until it yields None."""
+    """Runs the calls of a queue until its next item is None."""
     while (item := queue.get()) is not None:
         work, done = item
         try:
@@ -128,5 +140,5 @@ def _run_queue(queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None
             done.set_exception(error)
         else:
             done.set_result(None)
-        # These variables would keep the memory of a bucket while the thread waits for the next call.
+        # Otherwise these variables would keep the memory of a bucket while the thread waits for the next call.
         del item, work, done

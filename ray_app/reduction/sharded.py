@@ -1,14 +1,15 @@
 """Parameters, gradients and optimizer state sharded over the workers: torch's `fully_shard` and two gradient reducers.
 
-Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; Rajbhandari et al., "ZeRO",
-SC 2020, stage 3. The parameters of a unit are gathered for its forward and again for its backward, after which its
-gradients are added and scattered.
+The method is that of Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, and of
+stage 3 of Rajbhandari et al., "ZeRO", SC 2020. An FSDP unit is a submodule with parameters that are gathered together:
+for its forward and again for its backward, after which its gradients are added and scattered. A pass is the forward and
+the backward of one logical worker on every rank at the same time.
 
-- `FsdpReducer` uses FSDP's own reduce-scatter, the order of which depends on the number of workers.
-- `DeterministicShardedReducer` adds in the tree. In each pass the gradients of a unit go to the ranks of the shards
-  unreduced (all-to-all, the same bytes as the reduce-scatter that it replaces). Ranks run every W-th logical worker, so
-  the gradients of a pass are the next W leaves of the tree, and between two passes a rank has the sums of at most
-  log2(L) + 1 nodes of its shards.
+- `FsdpReducer` uses FSDP's own reduce-scatter, in which the order of the additions depends on the number of workers.
+- `DeterministicShardedReducer` adds in the tree. In each pass an all-to-all sends every rank its shard of each rank's
+  gradients of a unit, without an addition; it transfers as many bytes as the reduce-scatter that it replaces. Rank r
+  runs the logical workers r, r + W, and so on, so the gradients of a pass are the next W leaves of the tree. Between
+  two passes a rank has, for its shard of each parameter, the sums of at most log2(L) + 1 nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as FsdpPhase
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -46,7 +47,7 @@ def shard_model(
     Args:
         model: A model on the CPU.
         units: Returns the submodules that are FSDP units of their own; the rest of the model is one more unit.
-        train: Its precision and offload count.
+        train: The section of the configuration; `precision` and `cpu_offload` are read.
         device: The device that computes.
         world: The workers; torch's default process group has to consist of them.
     """
@@ -58,10 +59,11 @@ def shard_model(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, output_dtype=half and torch.float32
     )
     unit_set = {part for part in units(model) if part is not model and not _shares_parameters(part, model)}
-    # `fully_shard` has to see inner modules before the modules around them.
+    # `fully_shard` has to be called for inner modules before the modules around them.
     for part in reversed(list(model.modules())):
         if half and isinstance(part, _BatchNorm) and part.affine:
-            # The statistics of batch-norm are fp32, so its parameters must be, too.
+            # The running statistics of batch-norm are fp32, so its parameters must be fp32, too. They need a unit with
+            # a precision of its own.
             fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=offload)
         elif part in unit_set:
             fully_shard(part, mesh=mesh, mp_policy=inner, offload_policy=offload)
@@ -70,7 +72,7 @@ def shard_model(
         if isinstance(part, FSDPModule):
             # The weights are one over the global number of rows already, so gradients are added and not divided.
             part.set_gradient_divide_factor(1.0)
-            # gloo has no other reduction than the sum.
+            # gloo has no reduction that averages or scales, which FSDP may use otherwise.
             part.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -78,7 +80,8 @@ def shard_model(
 def _shares_parameters(part: nn.Module, model: nn.Module) -> bool:
     """Returns whether a submodule shares a parameter with the rest of the model, such as a tied embedding.
 
-    If such a parameter was sharded twice, it would become two parameters.
+    Such a submodule must not be a unit of its own: the parameter would be sharded in two units and become two
+    parameters.
     """
     inside = set(part.modules())
     outside = {id(p) for module in model.modules() if module not in inside for p in module._parameters.values()}
@@ -86,7 +89,10 @@ def _shares_parameters(part: nn.Module, model: nn.Module) -> bool:
 
 
 def shard_like(value: Tensor, parameter: DTensor) -> DTensor:
-    """Returns this rank's shard of a whole tensor, as a copy, cut like a parameter of the same shape."""
+    """Returns this rank's shard of a whole tensor, in memory of its own.
+
+    The tensor has the shape of `parameter` and is cut along its first dimension in the same way.
+    """
     mesh, local = parameter.device_mesh, parameter.to_local()
     size = -(-value.shape[0] // mesh.size())
     rank = mesh.get_local_rank()
@@ -94,7 +100,7 @@ def shard_like(value: Tensor, parameter: DTensor) -> DTensor:
 
 
 def wrap_shard(part: Tensor, parameter: DTensor) -> DTensor:
-    """Returns a sharded tensor with the shape and the placements of a parameter; `part` is this rank's shard of it."""
+    """Returns a sharded tensor with this rank's shard `part`, and with the shape and placements of `parameter`."""
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(
         part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
@@ -102,7 +108,7 @@ def wrap_shard(part: Tensor, parameter: DTensor) -> DTensor:
 
 
 def gather_whole(value: Tensor) -> Tensor:
-    """Returns the whole of a tensor that may be sharded; if it is, this is a collective of all ranks."""
+    """Returns the whole of a tensor; if the tensor is sharded, the call is a collective of all ranks."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
@@ -113,7 +119,7 @@ class _LockedAllGather(DefaultAllGather):
         self._world = world
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """See `AllGather`."""
+        """Gathers the parameters of a unit, see `AllGather` of torch."""
         with self._world.launch_guard():
             return super().__call__(*args, **options)
 
@@ -125,7 +131,7 @@ class _LockedReduceScatter(DefaultReduceScatter):
         self._world = world
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """See `ReduceScatter`."""
+        """Adds and scatters the gradients of a unit, see `ReduceScatter` of torch."""
         with self._world.launch_guard():
             return super().__call__(*args, **options)
 
@@ -141,10 +147,12 @@ class FsdpReducer(GradientReducer):
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
         self._parameters: list[DTensor] = [p for p in model.parameters() if p.requires_grad]  # type: ignore[misc]
-        self._began = False
+        # Whether a pass of the present step has run.
+        self._has_begun = False
+        # The result of `_gradient_versions` after the last pass.
         self._last_versions: list[tuple[int, int]] = []
         # The units that the forward of this pass has called.
-        self._called: set[nn.Module] = set()
+        self._called_units: set[nn.Module] = set()
         self._forward_hooks = [
             part.register_forward_pre_hook(self._before_forward)
             for part in model.modules()
@@ -152,38 +160,44 @@ class FsdpReducer(GradientReducer):
         ]
         states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
         self._fsdp_params = [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]
-        self._trains = [p.sharded_param.requires_grad for p in self._fsdp_params]
+        self._are_trained = [p.sharded_param.requires_grad for p in self._fsdp_params]
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.set_custom_all_gather(_LockedAllGather(world))
                 part.set_custom_reduce_scatter(self._make_reduce_scatter())
 
     def _make_reduce_scatter(self) -> ReduceScatter:
-        """Returns what FSDP calls to add and scatter gradients."""
+        """Returns the callable that FSDP uses to add and scatter the gradients of a unit."""
         return _LockedReduceScatter(self._world)
 
     def backward(self, losses: Tensor, weights: Tensor, logical_worker: int) -> None:
         """See `GradientReducer.backward`.
 
-        It is a collective, as the forward before it was, so all ranks have to make equally many passes.
+        The call is a collective, as is the forward before it, so all ranks have to make the same number of passes.
         """
         del logical_worker
         self._pass(losses, weights)
 
     def idle(self, losses: Tensor) -> None:
-        """Runs a backward that adds zeros, so that this rank takes part in the collectives of a pass."""
+        """Runs a backward that adds zeros, so that this rank takes part in a pass without a logical worker of its own.
+
+        Args:
+            losses: The losses of a forward on any rows, shape (rows,).
+        """
         self._pass(losses, torch.zeros_like(losses))
 
     def _before_forward(self, part: nn.Module, _: Any) -> None:
-        """Lets a unit send zeros for parameters without a gradient, since another rank may have one.
+        """Makes a unit send zeros for its parameters without a gradient, because another rank may have one for them.
 
-        A unit that is called again in the same pass must not send them twice.
+        A unit that is called more than once in a pass must not do so, or it would send zeros for the same parameter
+        more than once.
         """
-        # Activation checkpointing runs the forward again in the backward, when it is decided what the unit sends.
-        if part._get_fsdp_state()._training_state == TrainingState.PRE_BACKWARD:  # type: ignore[operator]
+        # Activation checkpointing runs the forward again during the backward. By then the setting of this pass is
+        # decided and must not change.
+        if part._get_fsdp_state()._training_state == FsdpPhase.PRE_BACKWARD:  # type: ignore[operator]
             return
-        part.set_reduce_scatter_unused_params(part not in self._called, recurse=False)  # type: ignore[operator]
-        self._called.add(part)
+        part.set_reduce_scatter_unused_params(part not in self._called_units, recurse=False)  # type: ignore[operator]
+        self._called_units.add(part)
 
     def _pass(self, losses: Tensor, weights: Tensor) -> None:
         """Runs the backward of one pass.
@@ -193,15 +207,15 @@ class FsdpReducer(GradientReducer):
             PeerLostError: A peer left meanwhile.
         """
         used = [
-            (getattr(param, "_unsharded_param", None), trains)
-            for param, trains in zip(self._fsdp_params, self._trains, strict=True)
+            (getattr(param, "_unsharded_param", None), is_trained)
+            for param, is_trained in zip(self._fsdp_params, self._are_trained, strict=True)
         ]
-        if any(p is not None and p.requires_grad != trains for p, trains in used):
+        if any(p is not None and p.requires_grad != is_trained for p, is_trained in used):
             raise ConfigError(
                 "Training changes requires_grad of a parameter, and with train.strategy fsdp what is trained is decided"
                 " when the model is made. Use ddp, or multiply what is not to count yet by 0."
             )
-        if not self._began:
+        if not self._has_begun:
             self._clear()
         elif self._gradient_versions() != self._last_versions:
             raise ConfigError(
@@ -209,35 +223,36 @@ class FsdpReducer(GradientReducer):
                 " fsdp hold the sums of the logical workers before. Take gradients by torch.autograd.grad, with"
                 " train.strategy ddp."
             )
-        self._began = True
+        self._has_begun = True
         try:
             with collective():
                 run_backward(losses, weights)
         finally:
-            self._called.clear()
+            self._called_units.clear()
         self._last_versions = self._gradient_versions()
-        # torch 2.15 would add a gradient that came after its unit's reduction to those of the next step.
+        # A gradient that is still in the unsharded parameter came after the reduction of its unit. torch 2.15 would add
+        # it to the gradients of the next step.
         for p in self._fsdp_params:
             unsharded = getattr(p, "_unsharded_param", None)
             if unsharded is not None and unsharded.grad is not None:
                 raise partial_gradient_error(str(p._param_fqn))
 
     def _gradient_versions(self) -> list[tuple[int, int]]:
-        """Returns the identity of each parameter's gradient tensor, and how often it has been written."""
+        """Returns for each parameter the identity of its gradient tensor, and how often that has been written."""
         grads: list[Any] = [p.grad for p in self._parameters]
         return [(id(grad), grad._local_tensor._version if grad is not None else 0) for grad in grads]
 
     def skip(self, logical_worker: int) -> None:
-        """See `GradientReducer.skip`; a reduce-scatter needs no zeros."""
+        """Does nothing; for a logical worker without rows the step calls `idle`, which joins in the collectives."""
 
     def launch(self) -> None:
-        """See `GradientReducer.launch`; the reduction was part of each backward."""
+        """Does nothing, because the reduction is part of each backward."""
 
     def finish(self) -> None:
         """See `GradientReducer.finish`."""
-        self._began = False
+        self._has_begun = False
         for p in self._parameters:
-            # No logical worker has used a parameter without a gradient.
+            # A parameter without a gradient was used by no logical worker.
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
 
@@ -248,6 +263,7 @@ class FsdpReducer(GradientReducer):
         self._clear()
 
     def _clear(self) -> None:
+        """Drops the gradients of all parameters."""
         for p in self._parameters:
             p.grad = None
 
@@ -265,7 +281,8 @@ class _LeafAllToAll(ReduceScatter):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # The shards of one unit, shape (logical workers of the pass, elements), and how many elements `take` has used.
+        # This rank's shard of one unit's gradients from each logical worker of the pass, shape (logical workers,
+        # elements), and the number of elements of each row that `take` has returned.
         self._received, self._offset = torch.empty(0), 0
         self._memory = self._received
         self.first, self.is_idle = 0, False
@@ -276,15 +293,16 @@ class _LeafAllToAll(ReduceScatter):
         return range(self.first, min(self.first + self._world.size, self._world.logical_workers))
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Comm`."""
+        """Returns memory for the input or output of the collective, see `Comm` of torch."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Sends every rank its shards of this rank's gradients of a unit, and receives those of this rank's shards.
+        """Sends every rank its shard of this rank's gradients of a unit, and receives this rank's shard from all ranks.
 
-        A rank without a logical worker in this pass sends nothing.
+        A rank without a logical worker in this pass sends nothing. `output_tensor` is not written; `take` returns the
+        received shards.
         """
         del op, async_op
         world, shard, width = self._world, output_tensor.numel(), len(self.leaves)
@@ -298,7 +316,7 @@ class _LeafAllToAll(ReduceScatter):
         self._received, self._offset = received.view(width, shard), 0
 
     def _get_buffer(self, size: int, like: Tensor) -> Tensor:
-        """Returns memory for the shards of a unit; it is used again for each unit, since fresh pages are slower."""
+        """Returns memory for the shards of a unit; all units share it, because writing to new pages is slower."""
         if self._memory.numel() < size or self._memory.dtype != like.dtype or self._memory.device != like.device:
             self._memory = like.new_empty(size)
         return self._memory[:size]
@@ -308,7 +326,8 @@ class _LeafAllToAll(ReduceScatter):
 
         Args:
             p: The parameter.
-            gradient: This rank's shard as FSDP has it; it counts with one worker only, when nothing is sent.
+            gradient: The shard that FSDP has put into `p.grad`. Its values are valid only with one worker, where
+                nothing is sent; otherwise only its shape is used.
         """
         if self._world.size == 1:
             return [gradient.zero_() if self.is_idle else gradient]
@@ -337,7 +356,7 @@ class DeterministicShardedReducer(FsdpReducer):
         return self._scatter
 
     def _hook(self, number: int) -> Any:
-        """Returns the hook that adds the shards of a parameter's gradient in the tree."""
+        """Returns the hook of a parameter, which adds the received shards of its gradient in the tree."""
 
         def on_gradient(p: DTensor) -> None:
             gradient: Any = p.grad
@@ -350,7 +369,7 @@ class DeterministicShardedReducer(FsdpReducer):
         return on_gradient
 
     def idle(self, losses: Tensor) -> None:
-        """See `FsdpReducer.idle`; the gradients count as zeros, also if they are not finite."""
+        """See `FsdpReducer.idle`; gradients that are not finite count as zeros, too."""
         self._scatter.is_idle = True
         try:
             super().idle(losses)
@@ -358,17 +377,18 @@ class DeterministicShardedReducer(FsdpReducer):
             self._scatter.is_idle = False
 
     def _pass(self, losses: Tensor, weights: Tensor) -> None:
-        if not self._began:
+        if not self._has_begun:
             for tree in self._sums:
                 tree.clear()
             self._scatter.first = 0
         self._missing = set(range(len(self._parameters)))
         super()._pass(losses, weights)
-        # No logical worker of this pass has used the parameters that are left.
+        # The missing parameters were used by no logical worker of this pass.
         for number in self._missing:
             p = self._parameters[number]
             local = p.to_local()
-            # Gradients that are sent arrive on the device; those of a single worker stay with the parameter.
+            # Received gradients are on the device; the gradients of a single worker are where the parameter is, on the
+            # CPU with offloading.
             device = local.device if self._world.size == 1 else p.device_mesh.device_type
             zeros = torch.zeros_like(local, device=device)
             self._push(number, [zeros.clone() for _ in self._scatter.leaves])
@@ -376,33 +396,36 @@ class DeterministicShardedReducer(FsdpReducer):
 
     @torch.no_grad()
     def _push(self, number: int, shards: list[Tensor]) -> None:
-        """Adds the shards of a parameter's gradients of this pass in its tree."""
+        """Adds the shards of a parameter's gradients of this pass in the tree of the parameter."""
         tree, leaves = self._sums[number], self._scatter.leaves
         for leaf, value in zip(leaves, shards, strict=True):
-            # Zeros for an unused parameter come from another stream than gradients do.
+            # Zeros for an unused parameter are allocated on another stream than the received gradients.
             record_on_current_stream(tree.push((leaf, leaf + 1), value))
-        # A shard is a view into the memory of all shards that arrived with it; what the tree keeps must not keep that.
+        # A shard of this pass is a view of the memory into which the next unit is received, so the tree keeps copies.
+        # A sum that began in an earlier pass has memory of its own already.
         tree.nodes = [(node, value.clone() if node[0] >= leaves.start else value) for node, value in tree.nodes]
 
     def finish(self) -> None:
         """See `GradientReducer.finish`."""
-        self._began = False
+        self._has_begun = False
         for p, tree in zip(self._parameters, self._sums, strict=True):
             [(_, total)] = tree.nodes
             p.grad = wrap_shard(total.to(p.to_local().device), p)
             tree.clear()
 
     def norms(self) -> Tensor:
-        """Returns the L2 norm of every trained parameter's whole gradient, as `ddp` computes it; a collective.
+        """Returns the L2 norm of every trained parameter's whole gradient, shape (parameters,), float64; a collective.
 
-        Each gradient is put together on one rank. The call does not wait for the device.
+        Each whole gradient is assembled on one rank, so that its norm is bit-identical to that of `ddp`. The call does
+        not wait for the device.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
         size, rank, parameters = self._world.size, self._world.rank, self._parameters
         shards = [p.grad.to_local().reshape(-1).view(torch.uint8) for p in parameters]  # type: ignore[union-attr]
-        # Rank r computes the norms of every W-th parameter, from the r-th on.
+        # Rank r computes the norms of the parameters r, r + W, and so on. The shards travel as bytes, because they may
+        # differ in their dtypes.
         outgoing = torch.cat([part for to in range(size) for part in shards[to::size]])
         assigned = parameters[rank::size]
         sizes = [[_shard_bytes(p, sender, size) for p in assigned] for sender in range(size)]
@@ -419,7 +442,7 @@ class DeterministicShardedReducer(FsdpReducer):
         norms = torch.zeros(len(parameters), dtype=torch.float64, device=outgoing.device)
         del shards, outgoing
         if assigned:
-            # A generator, so that one whole gradient after the other needs memory.
+            # This is a generator, so that only one whole gradient needs memory at a time.
             wholes = (
                 torch.cat(pieces).view(p.dtype).view(p.shape) for p, *pieces in zip(assigned, *by_rank, strict=True)
             )

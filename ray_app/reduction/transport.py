@@ -1,12 +1,13 @@
-"""How shards of partial sums travel between the ranks of a stage, and the sum of a few integers over all ranks.
+"""Transports of shards between the ranks of a stage, messages between two ranks, and sums of integers over all ranks.
 
-Point-to-point messages go through the host's memory. gloo's own waits for them last no longer than a group may take to
-form (torch 2.15: a timeout that is set for the group later counts for collectives only). A peer that is slower than
-that is not lost, so waits last up to a day here; the rendezvous decides which peers are lost.
+Messages between two ranks go through host memory. By default a wait for such a message has the time-out with which the
+group was formed, because a time-out that is set for the group later counts for collectives only (gloo in torch 2.15).
+A peer that takes longer than that is not lost: the rendezvous decides which peers are lost. So every wait here has a
+time-out of its own, one day.
 
 `sum_over_ranks` uses recursive doubling as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-Operations in MPICH", 2005: about log2 W rounds, while a ring needs two rounds per rank. Its order of additions is of no
-consequence, since only integers are added. A rank that has the sum knows that all ranks have started the call.
+Operations in MPICH", 2005: about log2 W rounds, while a ring needs two rounds per rank. The order of its additions does
+not matter, because only integers are added. A rank that has the sum knows that all ranks have started the call.
 """
 
 from __future__ import annotations
@@ -29,78 +30,79 @@ class P2PWork:
     """A message that is being sent or received.
 
     Args:
-        work: PyTorch's handle.
-        value: The tensor that is sent or received into; it stays alive until the message is complete.
+        work: PyTorch's handle of the message.
+        value: The tensor that is sent or received into. This object keeps it alive while the message is in progress.
     """
 
     def __init__(self, work: Any, value: Tensor) -> None:
         self._work, self._value = work, value
 
     def wait(self) -> None:
-        """Waits until the message has been received, or has left.
+        """Waits until the message has been received, or has been sent and `value` may be overwritten.
 
         Raises:
-            RuntimeError: The peer is lost, see `reduction.base.collective`.
+            RuntimeError: The peer is lost; `reduction.base.collective` turns this into `PeerLostError`.
         """
         self._work.wait(_WAIT_TIMEOUT)
 
 
 def start_send(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
-    """Starts to send a tensor. Messages to the same rank under the same tag arrive in the order of the calls.
+    """Starts to send a tensor; messages to one rank with the same tag arrive in the order of the calls.
 
     Args:
         value: The tensor.
         peer: The rank to send to.
-        tag: Any number; the receiver names the same one.
-        group: None is torch's default group.
+        tag: Any number; the receiver has to pass the same one.
+        group: The process group; None is torch's default group.
     """
     group = group if group is not None else dist.group.WORLD
     return P2PWork(group.send([value], peer, tag), value)
 
 
 def start_receive(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> P2PWork:
-    """Starts to receive into a tensor, see `start_send`."""
+    """Starts to receive a tensor from a peer into `value`, see `start_send`."""
     group = group if group is not None else dist.group.WORLD
     return P2PWork(group.recv([value], peer, tag), value)
 
 
 def send(value: Tensor, peer: int) -> None:
-    """Sends a tensor and waits until it has left."""
+    """Sends a tensor and waits until it may be overwritten."""
     start_send(value, peer).wait()
 
 
 def receive(value: Tensor, peer: int) -> None:
-    """Receives into a tensor and waits until it is complete."""
+    """Receives a tensor into `value` and waits until it is complete."""
     start_receive(value, peer).wait()
 
 
 class BufferPool:
-    """Buffers by name, which are allocated once and used again in each step."""
+    """Buffers by name, each of which is allocated by the first call for its name and reused in every step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._buffers = device, dict[str, Tensor]()
 
     def get(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns the buffer of a name, flat; each call for a name has to ask for the same size and dtype."""
+        """Returns the one-dimensional buffer of a name; every call for a name has to pass the same size and dtype."""
         if name not in self._buffers:
             self._buffers[name] = torch.empty(numel, dtype=dtype, device=self._device)
         return self._buffers[name]
 
 
 class Transport(Protocol):
-    """How a bucket's shards travel: the calls are `scatter` or `gather`, then `wait`, then the next one."""
+    """Sends and receives the shards of a bucket; each `scatter` or `gather` needs a `wait` before the next one."""
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
         """Starts to send every rank of the stage its shard of each of this rank's sums.
 
         Returns:
-            This rank's shards of the sums of all ranks, in the order of `stage.nodes`; they are complete after `wait`.
+            This rank's shards of the sums of all ranks of the stage, in the order of `stage.nodes`; they are complete
+            after `wait`.
         """
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
         """Starts to gather the shards of all ranks of the stage in `whole`, which is complete after `wait`.
 
-        `shard`, this rank's own, may be a part of `whole` already.
+        `shard` is the shard of this rank, and may be the part of `whole` in which it belongs.
         """
 
     def wait(self) -> None:
@@ -108,7 +110,11 @@ class Transport(Protocol):
 
 
 class CollectiveTransport(Transport):
-    """A transport by the collectives of the process group, which all ranks have to start in the same order."""
+    """A transport by the collectives of process groups, which all ranks have to start in the same order.
+
+    Args:
+        pool: Memory for the shards that are sent and received.
+    """
 
     def __init__(self, pool: BufferPool) -> None:
         self._get_buffer = pool.get
@@ -120,7 +126,8 @@ class CollectiveTransport(Transport):
         shard = sums[0].numel() // ranks
         outgoing = sums[0]
         if nodes > 1:
-            # What goes to one rank has to be contiguous: the shards lie rank by rank, for each rank node by node.
+            # All shards for one rank have to be contiguous, so they are copied rank by rank, and within a rank node by
+            # node.
             outgoing = self._get_buffer(f"to {stage.ranks}", nodes * ranks * shard, outgoing.dtype)
             torch.stack([value.view(ranks, shard) for value in sums], 1, out=outgoing.view(ranks, nodes, shard))
         counts = [len(sent) * shard for sent in stage.nodes]
@@ -140,21 +147,22 @@ class CollectiveTransport(Transport):
 
 
 class DirectTransport(Transport):
-    """A transport by messages from rank to rank in the hosts' memory, directly from source to destination.
+    """A transport by messages between two ranks, from the tensors of one rank into those of the other.
 
-    gloo's collectives gather into memory of their own and copy, and need the same order on all ranks; here each rank
-    may start its buckets in any order. Two ranks share one stage only, and messages from one to the other under a tag
-    arrive in the order of sending, so one tag for each bucket is enough.
+    gloo's collectives gather into memory of their own and copy from it, and all ranks have to start them in the same
+    order. Here no such copy is made, and each rank may start its buckets in any order. One tag for each bucket is
+    enough, because any two ranks share one stage only, and messages with the same tag arrive in the order of sending.
 
     Args:
-        pool: Memory for the shards that arrive.
+        pool: Memory for the shards that are received.
         rank: This rank.
         number: The index of the bucket, the same on all ranks.
     """
 
     def __init__(self, pool: BufferPool, rank: int, number: int) -> None:
         self._get_buffer, self._rank, self._tag = pool.get, rank, number + 1
-        # A helper thread that outlives its generation must not write into the group of a later one.
+        # The group is bound here, because a helper thread may outlive its generation and must not send in the group of
+        # a later one.
         self._group = dist.group.WORLD
         self._pending: list[P2PWork] = []
 
@@ -192,18 +200,18 @@ class DirectTransport(Transport):
 
 
 MAX_RING_RANKS = 16
-"""Up to this many ranks torch's ring is as fast as recursive doubling."""
+"""The largest number of ranks for which torch's ring all-reduce is as fast as recursive doubling."""
 
 
 @dataclass(frozen=True)
 class DoublingRound:
-    """What one rank does in a round of recursive doubling.
+    """The part of one rank in a round of recursive doubling.
 
     Args:
-        peer: The other rank.
-        sends: Whether this rank sends its value.
+        peer: The rank with which this rank communicates.
+        sends: Whether this rank sends its value to the peer.
         receives: Whether this rank receives the peer's value.
-        adds: Whether it adds the received value; otherwise the received value replaces its own.
+        adds: Whether this rank adds the received value to its value; otherwise the received value replaces it.
     """
 
     peer: int
@@ -213,16 +221,18 @@ class DoublingRound:
 
 
 def doubling_rounds(rank: int, size: int) -> list[DoublingRound]:
-    """Returns the rounds of a rank.
+    """Returns the rounds of a rank in recursive doubling over `size` ranks.
 
-    If the number of ranks is not a power of two, some of the first ranks with even numbers add their values to those of
-    their right neighbours, which then take part for both.
+    If the number of ranks is not a power of two, the first ranks form as many pairs as there are ranks too many. The
+    even rank of each pair sends its value to the odd one in the first round, takes no part in the doubling, and
+    receives the sum in the last round.
     """
+    # The largest power of two among the sizes, and the number of ranks in pairs.
     power = 1 << (size.bit_length() - 1)
     paired = 2 * (size - power)
     if rank < paired and rank % 2 == 0:
         return [DoublingRound(rank + 1, receives=False), DoublingRound(rank + 1, sends=False, adds=False)]
-    # The ranks that take part are numbered from 0 to power - 1.
+    # The ranks that take part in the doubling are numbered from 0 to power - 1.
     index = rank // 2 if rank < paired else rank - (size - power)
     others = [index ^ (1 << bit) for bit in range(power.bit_length() - 1)]
     rounds = [DoublingRound(2 * other + 1 if 2 * other < paired else other + size - power) for other in others]
@@ -232,7 +242,11 @@ def doubling_rounds(rank: int, size: int) -> list[DoublingRound]:
 
 
 def sum_over_ranks(value: Tensor, world: World) -> Tensor:
-    """Returns the sum of all ranks' integers, in the host's memory; a collective.
+    """Returns the sum of a tensor of integers over all ranks; a collective.
+
+    Args:
+        value: The integers of this rank, in host memory; the call may overwrite them.
+        world: The workers of the generation.
 
     Raises:
         PeerLostError: A peer left meanwhile.
@@ -241,12 +255,12 @@ def sum_over_ranks(value: Tensor, world: World) -> Tensor:
         if world.size <= MAX_RING_RANKS:
             dist.all_reduce(value)
             return value
-        for step in doubling_rounds(world.rank, world.size):
+        for doubling_round in doubling_rounds(world.rank, world.size):
             received = torch.empty_like(value)
-            pending = [start_send(value, step.peer)] if step.sends else []
-            pending += [start_receive(received, step.peer)] if step.receives else []
+            pending = [start_send(value, doubling_round.peer)] if doubling_round.sends else []
+            pending += [start_receive(received, doubling_round.peer)] if doubling_round.receives else []
             for work in pending:
                 work.wait()
-            if step.receives:
-                value = value + received if step.adds else received
+            if doubling_round.receives:
+                value = value + received if doubling_round.adds else received
     return value

@@ -23,17 +23,17 @@ def tree_parents(logical_workers: int) -> dict[Node, Node]:
 
 
 class TreeSum:
-    """Adds tensors in the tree as they are pushed from left to right; has at most log2(terms) + 1 of them at a time.
+    """Adds tensors in the tree as they are pushed from left to right; keeps at most log2(terms) + 1 tensors at a time.
 
-    Sums are written into the left operand, so tensors that are pushed belong to the tree; the sum of a whole tree ends
-    in the tensor of its leftmost node.
+    A tensor that is pushed belongs to the tree, because each sum is written into its left operand. So the sum of the
+    whole tree is in the tensor of the leftmost node, unless `total` is given.
 
     Args:
         parents: The tree, see `tree_parents`.
-        total: The tensor for the sum of the whole tree instead; it may be one of the terms.
+        total: The tensor into which the last addition, that of the root, writes; it may be one of the terms.
 
     Attributes:
-        nodes: The sums that have not been added to another one yet, from left to right.
+        nodes: The nodes with a sum that has not been added to another one yet, and these sums, from left to right.
     """
 
     def __init__(self, parents: dict[Node, Node], total: Tensor | None = None) -> None:
@@ -41,11 +41,17 @@ class TreeSum:
         self.nodes: list[tuple[Node, Tensor]] = []
 
     def push(self, node: Node, value: Tensor) -> list[Tensor]:
-        """Adds the value of the next node; returns the tensors that are free again."""
+        """Adds the tensor of the next node and returns the tensors that the tree no longer needs.
+
+        Args:
+            node: The node to the right of all that were pushed before.
+            value: The sum of the node.
+        """
         freed = []
         self.nodes.append((node, value))
         while len(self.nodes) > 1:
             (left, low), (right, high) = self.nodes[-2:]
+            # Two neighbors are added only if they are the two children of one node.
             if left not in self._parents or self._parents.get(left) != self._parents.get(right):
                 break
             parent = self._parents[left]

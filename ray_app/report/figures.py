@@ -329,7 +329,7 @@ def describe_event(event: Event) -> str:
         "retired": f"rank {details.get('rank')}{_at_host(details)} had to leave{step}: {details.get('reason')}",
         "sdc_detected": f"rank {details.get('rank')}{_at_host(details)} computed logical worker"
         f" {details.get('logical_worker')}{step} wrongly, and"
-        f" ended; it was last known to be right at step {details.get('clean')}",
+        f" ended; it was last known to be right after step {details.get('clean')}",
         "suspected": f"checkpoints {details.get('steps')} are marked: {details.get('reason')}",
         "stacks": f"worker {details.get('rank')} stalled the group{step}, while {details.get('doing')}",
         "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",

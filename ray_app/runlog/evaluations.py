@@ -1,8 +1,9 @@
 """The evaluations of a run, early stopping, and the choice of the best checkpoint.
 
-There is one file per evaluator and step, written once; the run's own evaluator has no name. Early stopping
-(`check_patience`) is a pure function of the evaluations of planned checkpoints in the order of their steps. The time of
-an evaluation, and how far training has run ahead by then, make no difference: the same evaluations give the same step.
+There is one file per evaluator and step, which is written once. The evaluator of the run itself has no name; others,
+which a user starts with `ray-app evaluate --name`, have one. Early stopping (`check_patience`) is a pure function of
+the evaluations of the planned checkpoints, in the order of their steps. The same evaluations stop a run at the same
+step, whenever they were computed and however far training had continued by then.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.runlog.journal import read_events
@@ -22,6 +23,17 @@ from ray_app.storage.files import Location, list_files, list_tree, put_json, rea
 from ray_app.storage.object_stores import S3Path
 
 logger = logging.getLogger(__name__)
+
+Planned = Callable[[int], list[int]]
+"""Returns the steps, up to its argument, of the planned checkpoints that are evaluated."""
+
+_MAX_FOLDERS = 16
+_scores: dict[str, dict[tuple[str, str], Evaluation | None]] = {}
+"""The results of `read_scores` in the `_MAX_FOLDERS` folders that were read last, by file and its version.
+
+A file of the same name may have another version, because the folder of a run may be removed and created again.
+"""
+_scores_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -32,14 +44,14 @@ class Evaluation:
         step: Number of finished steps of the checkpoint.
         epoch: Epoch of the checkpoint.
         params_digest: Digest of the parameters that were evaluated.
-        metrics: Values by name.
+        metrics: Values of the metrics by name.
         rows: Number of evaluated rows.
-        duration_s: Duration in seconds.
-        time_s: Time of the end, seconds since 1970 (UTC).
+        duration_s: Seconds that the evaluation took.
+        time_s: When the evaluation ended, in seconds since 1970 (UTC).
         data_digest: Digest of the evaluation data's manifest.
-        behind: Number of checkpoints that waited at that time.
-        lag_s: Seconds from the commit of the checkpoint to that time.
-        tables: Metrics that are lists, one number per class, or matrices.
+        behind: Number of other checkpoints that waited to be evaluated when this evaluation started.
+        lag_s: Seconds from the commit of the checkpoint to `time_s`.
+        tables: Metrics with several values by name: a list with one number per class, or a matrix.
         classes: Names of the classes, in the order of the tables.
         examples: Some rows with a wrong prediction, those with the highest confidence first.
     """
@@ -60,18 +72,18 @@ class Evaluation:
 
 
 def put_evaluation(paths: RunPaths, evaluation: Evaluation, name: str | None = None) -> bool:
-    """Records an evaluation; returns False if that evaluator has one of the step already, which then stays.
+    """Records an evaluation, unless the evaluator has recorded one of the same step; returns whether it did.
 
     Args:
         paths: The run.
         evaluation: The evaluation.
-        name: Name of the evaluator; None is the run's own.
+        name: Name of the evaluator; None is the evaluator of the run itself.
     """
     return put_json(paths.evaluation(evaluation.step, name), add_version(asdict(evaluation)), if_absent=True)
 
 
 def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
-    """Returns the evaluations of one evaluator by step, with their tables and examples.
+    """Returns the evaluations of one evaluator in the order of their steps, with their tables and examples.
 
     Damaged files are left out, with a warning.
 
@@ -84,9 +96,10 @@ def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluatio
 
 
 def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
-    """Returns the evaluations of one evaluator by step, without tables and examples.
+    """Returns the evaluations of one evaluator in the order of their steps, without tables, classes and examples.
 
-    A process reads each file once, so that frequent calls are cheap.
+    A process reads each version of a file once, so that frequent calls are cheap. Damaged files are left out, with a
+    warning.
 
     Raises:
         OSError: The storage does not answer.
@@ -100,22 +113,13 @@ def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
     for (key, file), data in zip(new, read_all(file for _, file in new), strict=True):
         evaluation = _parse_evaluation(file, data)
         scores[key] = replace(evaluation, tables={}, classes=[], examples=[]) if evaluation is not None else None
-    with _lock:
-        # The folder that was read least recently is dropped.
+    with _scores_lock:
+        # This folder becomes the last one, and the first one is the one that was read least recently.
         _scores.pop(str(folder), None)
         _scores[str(folder)] = scores
         while len(_scores) > _MAX_FOLDERS:
             del _scores[next(iter(_scores))]
     return [evaluation for key in keys if (evaluation := scores[key]) is not None]
-
-
-_MAX_FOLDERS = 16
-_scores: dict[str, dict[tuple[str, str], Evaluation | None]] = {}
-"""The evaluations in the folders that were read last, by file and version of the file: the folder of a run may be
-removed
-and created again.
-"""
-_lock = threading.Lock()
 
 
 def _version(file: Location) -> str:
@@ -127,6 +131,7 @@ def _version(file: Location) -> str:
 
 
 def _parse_evaluation(file: Location, data: bytes) -> Evaluation | None:
+    """Returns the evaluation in a file; None for a damaged file, with a warning."""
     try:
         evaluation = from_known_fields(Evaluation, json.loads(data))
         return replace(evaluation, metrics=restore_nan(evaluation.metrics), tables=restore_nan(evaluation.tables))
@@ -136,23 +141,33 @@ def _parse_evaluation(file: Location, data: bytes) -> Evaluation | None:
 
 
 def evaluated_steps(paths: RunPaths, name: str | None = None) -> set[int]:
-    """Returns the steps with an evaluation of one evaluator, from the names of the files."""
+    """Returns the steps of which an evaluator has a file, damaged or not: only the names of the files are read."""
     files = filter(_is_evaluation, list_files(paths.evaluations_of(name)))
     return {int(file.removeprefix("step-").removesuffix(".json")) for file in files}
 
 
 def evaluator_names(paths: RunPaths) -> list[str]:
-    """Returns the sorted names of the evaluators, without the run's own, that have evaluated a checkpoint."""
+    """Returns the sorted names of the evaluators that have evaluated a checkpoint; that of the run itself has none."""
     parts = [path.partition("/") for path in list_tree(paths.evaluators)]
     return sorted({name for name, _, file in parts if _is_evaluation(file)})
 
 
 def _is_evaluation(file: str) -> bool:
+    """Returns whether a name in an evaluator's folder is that of an evaluation, as `RunPaths.evaluation` makes it."""
     return file.startswith("step-") and file.endswith(".json")
 
 
-def rank_evaluations(evaluations: list[Evaluation], metric: str, mode: Literal["max", "min"] | str) -> list[Evaluation]:
-    """Returns evaluations from best to worst by a metric; of equals the earlier step comes first. NaN is left out."""
+def rank_evaluations(evaluations: list[Evaluation], metric: str, mode: str) -> list[Evaluation]:
+    """Returns the evaluations from best to worst by a metric; among equal values the earlier step comes first.
+
+    Evaluations without the metric, or with NaN, are left out.
+
+    Args:
+        evaluations: The evaluations.
+        metric: Name of the metric.
+        mode: Whether higher (`max`) or lower (`min`) is better.
+    """
+    # NaN is the only value that differs from itself.
     usable = [e for e in evaluations if e.metrics.get(metric) is not None and e.metrics[metric] == e.metrics[metric]]
     return sorted(usable, key=lambda e: (-e.metrics[metric] if mode == "max" else e.metrics[metric], e.step))
 
@@ -162,8 +177,9 @@ class Verdict:
     """The decision of early stopping that training is over.
 
     Args:
-        stop_step: The planned checkpoint at which patience ran out; later steps do not count.
-        best_step: The best planned checkpoint up to `stop_step`, the result of the run; of equals the earlier one.
+        stop_step: Step of the planned checkpoint at which patience ran out; later checkpoints do not count.
+        best_step: Step of the best planned checkpoint up to `stop_step`, which is the result of the run; among equal
+            values the earliest.
     """
 
     stop_step: int
@@ -173,18 +189,20 @@ class Verdict:
 def check_patience(
     values: Mapping[int, float | None], planned: Iterable[int], patience: int, min_delta: float, mode: str
 ) -> Verdict | None:
-    """Returns the verdict if patience has run out, or None.
+    """Returns the verdict if patience has run out, otherwise None.
 
     Args:
-        values: The metric by step; None for a checkpoint that can never be evaluated, which is skipped.
-        planned: Steps of the planned checkpoints in order; those from the first one on that is not in `values` are
-            ignored.
-        patience: The number of consecutive planned checkpoints without an improvement after which it runs out.
-        min_delta: A change counts as an improvement if it is more than this.
+        values: The metric by step. A step without an entry may still be evaluated; None marks a checkpoint that never
+            will be, which is skipped.
+        planned: Steps of the planned checkpoints, ascending. The first one that may still be evaluated and all after it
+            are ignored, since the verdict must not depend on the order in which evaluations arrive.
+        patience: Patience runs out after so many evaluated checkpoints in a row without an improvement.
+        min_delta: A value is an improvement if it is better by more than this than the last improvement.
         mode: Whether higher (`max`) or lower (`min`) is better. NaN is never an improvement.
     """
     sign = -1.0 if mode == "min" else 1.0
-    best_step, best, bar, waited = 0, -math.inf, -math.inf, 0
+    # With `min_delta` the best value may be better than the last improvement, by too little to be one itself.
+    best_step, best, last_improvement, num_without = 0, -math.inf, -math.inf, 0
     for step in planned:
         if step not in values:
             return None
@@ -194,36 +212,36 @@ def check_patience(
         signed = -math.inf if math.isnan(value) else sign * value
         if not best_step or signed > best:
             best_step, best = step, signed
-        is_better = signed > bar + min_delta
-        bar, waited = (signed, 0) if is_better else (bar, waited + 1)
-        if waited == patience:
+        if signed > last_improvement + min_delta:
+            last_improvement, num_without = signed, 0
+        else:
+            num_without += 1
+        if num_without == patience:
             return Verdict(step, best_step)
     return None
 
 
-Planned = Callable[[int], list[int]]
-"""Returns the steps, up to its argument, of the planned checkpoints that are evaluated."""
-
-
 def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned) -> Verdict | None:
-    """Returns the verdict of `evaluate.patience`; None if training goes on.
+    """Returns the verdict of early stopping on a run; None if training goes on.
 
     Args:
         paths: The run.
-        section: Its `patience` and `min_delta` count.
-        metric: The metric that decides which evaluation is best.
-        mode: `max` or `min`.
-        planned: Returns the steps that are evaluated.
+        section: The section `evaluate` of the configuration, for `patience` and `min_delta`.
+        metric: Name of the metric that decides which evaluation is best.
+        mode: Whether higher (`max`) or lower (`min`) is better.
+        planned: Returns the steps of the planned checkpoints that are evaluated.
     """
     if section.patience is None:
         return None
-    # The names are read before the contents: a step with a file by now that is not among `evaluations` is damaged.
+    # The names of the files are read before their contents. So a step that is among `steps` and not among `evaluations`
+    # has a damaged file, and not one that was written meanwhile.
     steps = evaluated_steps(paths)
     evaluations = read_scores(paths)
     last = max((*steps, *(e.step for e in evaluations)), default=0)
-    not_evaluated = read_events(paths, "evaluation_skipped", "write_failed")
+    skips = read_events(paths, "evaluation_skipped", "write_failed")
     values: dict[int, float | None] = dict.fromkeys(steps)
-    values |= {e.details["step"]: None for e in not_evaluated if "by" not in e.details}
+    # Events with `by` are those of evaluators with a name, which early stopping does not regard.
+    values |= {e.details["step"]: None for e in skips if "by" not in e.details}
     values |= {e.step: e.metrics.get(metric, float("nan")) for e in evaluations}
     return check_patience(values, planned(last), section.patience, section.min_delta, mode)
 
@@ -231,17 +249,18 @@ def early_stop(paths: RunPaths, section: EvaluateSection, metric: str, mode: str
 def rank_candidates(
     paths: RunPaths, section: EvaluateSection, metric: str, mode: str, planned: Planned
 ) -> list[Evaluation]:
-    """Returns the evaluations that may be the result of the run, from best to worst.
+    """Returns the evaluations of checkpoints that may be the result of the run, from best to worst.
 
-    Only evaluations on the newest evaluation data count. With patience, if the metric is NaN in all of them, it is the
-    first one, since the verdict names it and its checkpoint has to be kept.
+    Only evaluations on the newest evaluation data count; with patience only those of planned checkpoints, up to the
+    step at which the run stops. If the metric is NaN in all of the latter, the first one is returned alone, since
+    `Verdict` names its checkpoint, which has to be kept.
 
     Args:
         paths: The run.
-        section: See `early_stop`.
-        metric: See `early_stop`.
-        mode: See `early_stop`.
-        planned: See `early_stop`.
+        section: The section `evaluate` of the configuration, for `patience` and `min_delta`.
+        metric: Name of the metric that decides which evaluation is best.
+        mode: Whether higher (`max`) or lower (`min`) is better.
+        planned: Returns the steps of the planned checkpoints that are evaluated.
     """
     evaluations = read_scores(paths)
     newest = max(evaluations, key=lambda e: e.time_s, default=None)
@@ -253,6 +272,6 @@ def rank_candidates(
         evaluations = [e for e in evaluations if e.step in counted]
     candidates = rank_evaluations(evaluations, metric, mode)
     if not candidates and section.patience is not None:
-        # `check_patience` names the earliest of equal steps.
+        # `check_patience` takes NaN for the worst value, and the earliest of equal values for the best.
         return sorted((e for e in evaluations if metric in e.metrics), key=lambda e: e.step)[:1]
     return candidates

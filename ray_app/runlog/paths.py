@@ -181,9 +181,10 @@ class RunPaths:
         return Path(tempfile.gettempdir()) / "ray_app" / self.unique_name / f"ray-{fence}"
 
 
-SCHEMA_VERSION = 1
-"""The version of evaluations, events, samples and segments; files without one are of version 1. A new field with a
-default needs no new version; a new meaning of an existing field does.
+SCHEMA_VERSION = 2
+"""The version of evaluations, events, samples and segments; version 1 was that of ray_app before 0.2.0.
+
+A new field with a default needs no new version; a new meaning of an existing field does.
 """
 
 T = TypeVar("T")
@@ -198,18 +199,17 @@ def translate_format_errors(file: Location, values: Any) -> Iterator[None]:
         values: The contents.
 
     Raises:
-        ConfigError: The file is of a newer version, or damaged.
+        ConfigError: The file is of another version, or damaged.
     """
     try:
         yield
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        version = values.get("schema_version", 1) if isinstance(values, dict) else 1
-        if isinstance(version, int) and version > SCHEMA_VERSION:
-            why = (
-                f"is of schema version {version}; this version of ray_app ({__version__}) reads up to {SCHEMA_VERSION}."
-                f" Use the version"
-            )
-            raise ConfigError(f"{file} {why} that wrote it, or a newer one ({error}).") from error
+        version = values.get("schema_version") if isinstance(values, dict) else None
+        if isinstance(version, int) and version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{file} is of schema version {version}; this version of ray_app ({__version__}) reads"
+                f" {SCHEMA_VERSION}. Use the version that wrote it ({error})."
+            ) from error
         raise ConfigError(
             f"{file} is damaged: {error}. Restore it from a backup, or remove it: what stands in it is lost."
         ) from error

@@ -1,8 +1,9 @@
-"""The process settings that results depend on bit for bit, and copies of host values to a device.
+"""Settings of a process that decide whether results are bit-identical, and copies of host values to a device.
 
-Besides configuration and data, results depend on threads, kernels, instruction set and device: `set_up_torch` fixes
-them, and `describe` returns them for checkpoints. `to_device` and `constant_tensor` copy host values without a device
-synchronization point: a plain copy of a few bytes waits until the device has finished all queued work.
+Besides configuration and data, results depend on the number of threads, the kernels, the instruction set and the
+device. `set_up_torch` fixes threads, kernels and device; `describe` returns all of them, which checkpoints record.
+`to_device` and `constant_tensor` copy host values without a device synchronization point: a plain copy of even a few
+bytes waits until the device has finished all queued work.
 """
 
 from __future__ import annotations
@@ -26,26 +27,29 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.process import set_variables
 
-_NO_LIMIT = 2**30
+# torch needs an integer here and has no value for "no limit".
+_NO_RECOMPILE_LIMIT = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _UNKNOWN = "unknown"
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:
-    """Sets threads, kernels and device of a worker's process.
+    """Sets the threads, the kernels and the current device of a worker's process.
 
     Raises:
-        ConfigError: The process used its GPU before, so that cuBLAS cannot become deterministic any more.
+        ConfigError: The process has multiplied matrices on its GPU before, and cuBLAS cannot become deterministic any
+            more.
     """
     pin(config.scaling.threads_per_worker, config.train.reduction == "exact")
     if config.train.compile:
         import torch._dynamo as dynamo
 
-        # Above the limit torch runs a new input size uncompiled, with other bits. Which size that is would depend on
-        # the logical workers that the process ran before.
-        dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit = _NO_LIMIT
+        # Above the limit torch would run a new input size uncompiled, with results that differ in their last bits.
+        # Which size that is would depend on the logical workers that the process ran before.
+        dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit = _NO_RECOMPILE_LIMIT
     use_device(device)
     if device.type == "cuda":
+        # The benchmark chooses the fastest convolution by measuring, so the choice varies.
         torch.backends.cudnn.benchmark = False
         if config.train.reduction == "exact":
             _check_cublas_workspace(device)
@@ -54,8 +58,8 @@ def set_up_torch(config: Config, device: torch.device) -> None:
 def use_device(device: torch.device) -> None:
     """Makes a GPU the current device of the calling thread; does nothing for a CPU.
 
-    The current device belongs to a thread, and a new thread starts with the first GPU. User code that names "cuda",
-    generators and Triton use the current device.
+    Every thread that computes has to call it: the current device belongs to a thread, and a new thread starts with the
+    first GPU. Triton, torch's generators and user code that names "cuda" without an index use the current device.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -64,8 +68,9 @@ def use_device(device: torch.device) -> None:
 def _check_cublas_workspace(device: torch.device) -> None:
     """Multiplies two matrices to check that cuBLAS is deterministic.
 
-    PyTorch checks once, at the first product of a process, whether cuBLAS has a deterministic workspace, and refuses
-    all products if it has none. In a notebook the first product may have been before this run.
+    PyTorch reads `CUBLAS_WORKSPACE_CONFIG` once, at the first matrix product of a process on a GPU. If it did not name
+    a deterministic workspace then, PyTorch refuses all products while deterministic algorithms are on. In a notebook
+    the first product may have been before this run.
 
     Raises:
         ConfigError: PyTorch refuses the product.
@@ -76,30 +81,36 @@ def _check_cublas_workspace(device: torch.device) -> None:
         if _WORKSPACE not in str(error):
             raise
         raise ConfigError(
-            "This process has used its GPU before it was asked for the same bits each time, which cuBLAS does not"
-            f" change any more. Restart the kernel and set {_WORKSPACE}=:4096:8 in its first cell, or train with"
-            " another strategy than single, in other processes."
+            "This process has multiplied matrices on its GPU before the run. After that cuBLAS cannot become"
+            " deterministic any more, as train.reduction exact needs it to be. Restart the kernel and set"
+            f" {_WORKSPACE}=:4096:8 in its first cell, or train with another strategy than single, in other processes."
         ) from error
 
 
 def pin(threads: int, deterministic: bool, refuses: bool = True) -> None:
-    """Fixes the number of threads and, if asked, enables deterministic kernels.
+    """Sets the number of threads of torch in this process, and may enable deterministic kernels.
 
     Args:
-        threads: CPU threads of an operation.
-        deterministic: Whether to enable deterministic kernels.
+        threads: Number of CPU threads for one operation.
+        deterministic: Whether to enable deterministic kernels; otherwise the setting stays as it is.
         refuses: Whether an operation without a deterministic kernel raises; otherwise PyTorch warns.
     """
     torch.set_num_threads(threads)
     if deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")
         use_deterministic_algorithms(True, refuses)
-        # Filling uninitialized memory would only guard against reading it, and costs time.
+        # Deterministic algorithms also fill uninitialized memory, which costs time and matters only to code that reads
+        # such memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
-    """Does what `torch.use_deterministic_algorithms` does, without importing the compiler, which takes two seconds."""
+    """Does what `torch.use_deterministic_algorithms` does, without importing the compiler, which takes two seconds.
+
+    Args:
+        mode: Whether deterministic algorithms are used.
+        refuses: Whether an operation that has none raises; otherwise PyTorch warns.
+    """
     if "torch._inductor" in sys.modules:
         torch.use_deterministic_algorithms(mode, warn_only=not refuses)
     else:
@@ -109,40 +120,42 @@ def use_deterministic_algorithms(mode: bool, refuses: bool = True) -> None:
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Restores threads, kernels, current GPU and random state at the end, in a process that does more than train."""
+    """Restores threads, kernels, current GPU and states of torch's generators at the end of the block.
+
+    It is for processes that do more than train, such as a notebook or a test.
+    """
     memory: Any = torch.utils.deterministic
-    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    fills, devices = (
-        memory.fill_uninitialized_memory,
-        [torch.cuda.current_device()] if torch.cuda.is_initialized() else [],
-    )
+    # The debug mode is 0 if deterministic algorithms are off, 1 if PyTorch warns of operations without one, 2 if these
+    # raise.
+    threads, debug_mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    fills_memory = memory.fill_uninitialized_memory
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     benchmark = torch.backends.cudnn.benchmark
     with torch.random.fork_rng(devices), set_variables(**{_WORKSPACE: None}, TORCHINDUCTOR_DETERMINISTIC=None):
         try:
             yield
         finally:
             torch.set_num_threads(threads)
-            memory.fill_uninitialized_memory = fills
+            memory.fill_uninitialized_memory = fills_memory
             torch.backends.cudnn.benchmark = benchmark
-            for number in devices:
-                torch.cuda.set_device(number)
-            use_deterministic_algorithms(mode > 0, refuses=mode > 1)
+            for index in devices:
+                torch.cuda.set_device(index)
+            use_deterministic_algorithms(debug_mode > 0, refuses=debug_mode > 1)
 
 
 def gpu_of(ids: Sequence[int | str], visible: str | None) -> torch.device:
-    """Returns the first GPU that Ray assigned to this process, by its index among the visible ones.
+    """Returns the first GPU that Ray assigned to this process, by its index among the visible GPUs.
 
-    Ray makes visible the GPUs of the process, or those of all workers of its node
-    (`RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`), or does not change what is visible
-    (`RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES`).
+    By default only the GPUs of the process are visible. With `RAY_TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES` those of all
+    workers of the node are, and with `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` Ray does not change which are.
 
     Args:
-        ids: From `ray.get_gpu_ids`.
-        visible: `CUDA_VISIBLE_DEVICES`.
+        ids: Ids of the assigned GPUs, from `ray.get_gpu_ids`; empty: the first visible GPU is used.
+        visible: The value of `CUDA_VISIBLE_DEVICES`: ids, separated by commas. Without a value all GPUs are visible.
     """
-    first = str(ids[0]) if ids else "0"
+    assigned = str(ids[0]) if ids else "0"
     visible_ids = visible.split(",") if visible else []
-    return torch.device("cuda", visible_ids.index(first) if first in visible_ids else int(first))
+    return torch.device("cuda", visible_ids.index(assigned) if assigned in visible_ids else int(assigned))
 
 
 _ROUNDING: dict[str, Any] = {
@@ -150,16 +163,17 @@ _ROUNDING: dict[str, Any] = {
     "convolution": getattr(torch.backends.cudnn, "conv"),  # noqa: B009 - torch's types do not know it
     "recurrent": getattr(torch.backends.cudnn, "rnn"),  # noqa: B009
 }
-"""The kernels that may round to TF32, by the newer of PyTorch's two interfaces: PyTorch refuses the older interface in
-a process that has used the newer one.
+"""The settings `fp32_precision` of the kernels that may round to TF32, by the kind of kernel.
+
+They are the newer of PyTorch's two interfaces to the precision. PyTorch refuses the older one (`allow_tf32`) in a
+process that has used the newer one.
 """
 
 
 def driver_version() -> str:
-    """Returns the newest CUDA version that the installed driver supports, such as 13.2, or "unknown" if the driver does
-    not answer.
+    """Returns the newest CUDA version that the installed driver supports, such as "13.2"; "unknown" without a driver.
 
-    The question goes to the driver's library: no module of PyTorch answers it, and no device is opened for it.
+    It calls the driver's library, since PyTorch has no function for it. No device is opened.
     """
     version = ctypes.c_int()
     try:
@@ -170,9 +184,10 @@ def driver_version() -> str:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Returns the environment that a checkpoint records: two runs with equal environments are comparable bit for bit.
+    """Returns the environment that a checkpoint records: what results depend on besides configuration and data.
 
-    It never raises: a value that a build of PyTorch or a driver does not provide is "unknown".
+    The results of two runs with equal environments can be compared bit for bit. The function never raises: a value that
+    a build of PyTorch or a driver does not provide is "unknown".
     """
     environment = {
         "torch": torch.__version__,
@@ -194,17 +209,17 @@ def describe(device: torch.device) -> dict[str, str]:
     return environment
 
 
-def _query(question: Callable[..., object], *arguments: object) -> str:
-    """Returns an answer as text, or "unknown" if the question raises."""
+def _query(function: Callable[..., object], *arguments: object) -> str:
+    """Returns the result of a function as text, or "unknown" if it raises."""
     try:
-        return str(question(*arguments))
+        return str(function(*arguments))
     except Exception:
-        # An attribute may be missing, a library may not load, a driver may not answer.
+        # An attribute may be missing, a library may not load, or a driver may fail, each with another type of error.
         return _UNKNOWN
 
 
 def need_compiler(device: torch.device) -> None:
-    """Refuses `train.compile` on a machine without the compiler that it needs.
+    """Checks that this machine has the compiler that `train.compile` needs for a device.
 
     Raises:
         ConfigError: There is no C++ compiler for a CPU, or no C compiler or no header of Python for a GPU.
@@ -218,7 +233,7 @@ def need_compiler(device: torch.device) -> None:
 
 
 def _missing_for_cpu() -> str | None:
-    """Returns what the compiler of PyTorch lacks on this machine to compile for a CPU, None if nothing."""
+    """Returns what PyTorch's compiler lacks on this machine to compile for a CPU; None if it lacks nothing."""
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -230,8 +245,9 @@ def _missing_for_cpu() -> str | None:
 
 
 def _missing_for_triton() -> str | None:
-    """Returns what Triton lacks on this machine, None if nothing. It builds the launcher of each kernel with a C
-    compiler.
+    """Returns what Triton lacks on this machine to compile for a GPU; None if it lacks nothing.
+
+    Triton builds the launcher of each kernel with a C compiler.
     """
     if not os.environ.get("CC") and not (shutil.which("gcc") or shutil.which("clang")):
         return "a C compiler such as gcc"
@@ -241,20 +257,24 @@ def _missing_for_triton() -> str | None:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copies values of the host, such as random numbers drawn from `keys`, to a device without synchronizing."""
+    """Copies values of the host, such as random numbers of the rows, to a device without synchronizing with it."""
+    # A copy from memory that is not page-locked would wait for the device.
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def constant_tensor(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns constants as a tensor of shape (numbers,), copied to each GPU once: a step does not synchronize for them,
-    and a captured CUDA graph reads them at a fixed address.
+    """Returns constants as a tensor of shape (len(values),).
+
+    They are copied to each GPU once in a process. So later steps do not synchronize for them, and a captured CUDA graph
+    reads them at a fixed address.
     """
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return _constant(tuple(values), device, dtype)
 
 
-# The cache keeps the tensor alive for CUDA graphs that read it.
+# The cache has no limit, because CUDA graphs read the tensors, which have to stay alive. Inference mode is off, because
+# an evaluation may be the first caller, and training cannot use tensors that are made in that mode.
 @cache
 @torch.inference_mode(False)
 def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

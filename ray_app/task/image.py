@@ -1,7 +1,7 @@
 """Image classification with any torchvision classifier, or a small network for tiny images.
 
-`TutorialCnn` has the network of TensorFlow's tutorial on Keras with several workers; it is also an example of a task
-that replaces only the model.
+`TutorialCnn` has the network of TensorFlow's tutorial "Multi-worker training with Keras". It is also an example of a
+task that replaces only the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ray_app.task.device import constant_tensor, to_device
 from ray_app.task.images import decode_image
 
 _FLIP, _CROP_Y, _CROP_X = 1, 2, 3
-"""Salts that make the random numbers of a row independent."""
+"""Salts of `uniform`: the flip and the two offsets of the crop of a row are independent of each other."""
 
 
 class ImageClassification(Task):
@@ -44,28 +44,30 @@ class ImageClassification(Task):
 
     Args:
         model: `small_cnn`, or the name of a classifier in `torchvision.models` such as `resnet18`.
-        model_args: More keyword arguments of the model (`small_cnn`: `channels`, `dropout`).
-        num_classes: Number of classes; not given: read from the data.
+        model_args: More keyword arguments of the model (`small_cnn` has `channels` and `dropout`).
+        num_classes: Number of classes; not given: it is read from the data.
         image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files (JPEG, PNG, WebP, GIF).
         label: Column of class indices.
         size: Height and width of the decoded images in pixels; needed for encoded files, which are resized and
             centre-cropped to it.
         exif_orientation: Whether encoded images are rotated and mirrored by their EXIF orientation, as viewers show
             them; false: they are decoded as stored.
-        pixel_max: The value of a white pixel.
-        mean: Mean to subtract after scaling to [0, 1], one per channel or one for all.
-        std: Standard deviation to divide by, one per channel or one for all.
+        pixel_max: The value of a white pixel, which becomes 1.
+        mean: Mean that is subtracted after scaling to [0, 1]: one per channel, or one for all. Not given: 0.
+        std: Standard deviation by which the difference is divided: one per channel, or one for all. Not given: 1.
         flip: Whether training images are flipped left-right at random.
-        crop_padding: Pixels by which training images are shifted at random in both directions, the border repeated; 0:
-            none.
-        label_smoothing: Share of a training image's target that is spread evenly over all classes, 0 to 1.
-        mixup: Parameter of the Beta distribution by which training images are blended with another of their
-            micro-batch, such as 0.2; 0: none.
-        cutmix: Parameter of the Beta distribution by which a rectangle of the other image is pasted; 0: none. With
-            both, each image gets one of them, chosen at random.
-        class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, by which
-            all classes have the same weight in sum. Evaluation does not use it.
-        train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
+        crop_padding: Maximum number of pixels by which training images are shifted at random, vertically and
+            horizontally; pixels of the border are repeated. 0: images are not shifted.
+        label_smoothing: Share of a training image's target that is spread evenly over all classes, at least 0 and below
+            1.
+        mixup: Both parameters of the Beta distribution from which the share is drawn with which another image of the
+            micro-batch is blended into a training image, such as 0.2; 0: images are not blended.
+        cutmix: Both parameters of the Beta distribution from which the size of the rectangle of another image is drawn
+            that is pasted into a training image; 0: nothing is pasted. With mixup and cutmix each image gets one of
+            them, chosen at random.
+        class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, which
+            makes the sum of the weights of its rows the same for each class. Evaluation does not use it.
+        train_accuracy: Whether the accuracy of each training step is recorded with its loss.
     """
 
     best_metric: ClassVar[str] = "accuracy"
@@ -104,18 +106,19 @@ class ImageClassification(Task):
                 f"task.init_args.label_smoothing is {label_smoothing}, mixup {mixup}, cutmix {cutmix}; label_smoothing"
                 " must be at least 0 and below 1, the others at least 0."
             )
-        self.label_smoothing, self.mixup, self.cutmix, self.class_weights = (
-            label_smoothing,
-            mixup,
-            cutmix,
-            class_weights,
-        )
+        self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
+        self.class_weights = class_weights
+        # `prepare` sets the weight of each class and the number of channels from the data.
         self.weights: list[float] | None = None
         self.train_accuracy, self.exif_orientation = train_accuracy, exif_orientation
         self.channels = 3
 
     def prepare(self, data: DataFacts) -> ImageClassification:
-        """Counts the classes and channels; see `Task.prepare`."""
+        """Completes the task with the number and names of the classes, their weights and the channels of the images.
+
+        Raises:
+            DataError: The columns do not have images and class indices.
+        """
         prepared = copy.copy(self)
         prepared.num_classes = count_classes(data, self.label, self.num_classes)
         prepared.classes = class_names(data, prepared.num_classes)
@@ -138,19 +141,20 @@ class ImageClassification(Task):
         return prepared
 
     def columns(self) -> list[str]:
-        """Returns the columns to read, see `Task.columns`."""
+        """Returns the column of images and the column of labels."""
         return [self.image, self.label]
 
     def targets(self) -> list[str]:
-        """Returns the target columns, see `Task.targets`."""
+        """Returns the column of labels."""
         return [self.label]
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
-        """Decodes to `image` (rows, channels, height, width) uint8 and `label` (rows,) int64."""
+        """Decodes rows to `image`, (rows, channels, height, width) uint8, and `label`, (rows,) int64."""
         images = rows[self.image]
+        # The column has encoded files, each as bytes.
         if isinstance(images, list):
             pixels = np.empty((len(images), 3, self.size or 0, self.size or 0), np.uint8)
-            # Decoding one after the other lets each file reuse the memory of the last.
+            # Each file is copied at once, so that the next one reuses the memory of its pixels.
             for row, data in zip(pixels, images, strict=True):
                 row[:] = self._decode_file(data)
         else:
@@ -162,6 +166,13 @@ class ImageClassification(Task):
         return {"image": pixels, "label": labels}
 
     def _decode_file(self, data: bytes) -> npt.NDArray:
+        """Returns the image in a file, (3, size, size) uint8.
+
+        Its shorter side is resized to `size`, then a square around its centre is cropped.
+
+        Raises:
+            ValueError: The file cannot be decoded, or it is an animation.
+        """
         from torchvision.transforms.v2 import functional as transforms
 
         assert self.size is not None
@@ -171,7 +182,7 @@ class ImageClassification(Task):
         return transforms.center_crop(transforms.resize(pixels, [self.size], antialias=True), [self.size]).numpy()
 
     def build_model(self) -> nn.Module:
-        """Builds the model, see `Task.build_model`."""
+        """Builds `small_cnn` or the classifier of torchvision."""
         assert self.num_classes is not None, "prepare() comes first"
         if self.model == "small_cnn":
             return small_cnn(self.channels, self.num_classes, **self.model_args)
@@ -180,9 +191,10 @@ class ImageClassification(Task):
         return torchvision.models.get_model(self.model, num_classes=self.num_classes, **self.model_args)
 
     def augment(self, batch: Batch, keys: Tensor) -> Batch:
-        """Flips, shifts and mixes images and adds class weights; see `Task.augment`.
+        """Flips, shifts and mixes images as configured, and adds the class weights of the rows.
 
-        With label smoothing, mixup or cutmix the batch gets the shares of the classes as `target`, (rows, classes).
+        With label smoothing, mixup or cutmix the batch also gets `target`, (rows, classes): the share of each class in
+        a row.
         """
         images = batch["image"]
         if self.flip:
@@ -205,30 +217,30 @@ class ImageClassification(Task):
             mean, std = (constant_tensor(values, images.device)[:, None, None] for values in (self.mean, self.std))
             images = (images - mean) / std
         outputs = model(images)
-        # GoogLeNet and Inception return auxiliary scores beside the logits in training.
+        # In training GoogLeNet and Inception return a tuple of the logits and those of auxiliary classifiers.
         return outputs if isinstance(outputs, Tensor) else outputs.logits
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Computes the cross-entropy of every row, shape (rows,)."""
+        """Computes the cross-entropy of every row, shape (rows,), times the class weight if the batch has one."""
         return apply_class_weights(
             functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none"), batch
         )
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """Returns the loss of every row, with the accuracy if it is recorded, see `Task.training_loss`."""
+        """Returns the loss of every row, and whether its prediction is right if `train_accuracy` is on."""
         outputs = self.forward(model, batch)
         losses = self.loss(outputs, batch)
-        return (
-            Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]}) if self.train_accuracy else losses
-        )
+        if not self.train_accuracy:
+            return losses
+        return Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]})
 
     def metrics(self) -> MetricCollection:
-        """Makes the metrics of a classification, see `classification_metrics`."""
+        """Makes the metrics of `classification_metrics`."""
         assert self.num_classes is not None, "prepare() comes first"
         return classification_metrics(self.num_classes)
 
     def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
-        """Updates the metrics with a batch, see `Task.update`."""
+        """Updates the metrics with the class probabilities and the labels of a batch."""
         metrics.update(outputs.float().softmax(-1), batch["label"])
 
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
@@ -241,7 +253,7 @@ class ImageClassification(Task):
         return find_mistakes(outputs, batch["label"], self.classes, max_rows)
 
     def picture(self, batch: Batch, row: int) -> bytes | None:
-        """Returns the image of a row as PNG, see `Task.picture`."""
+        """Returns the image of a row as a PNG file; None for an image that has neither one channel nor three."""
         from PIL import Image
 
         image = batch["image"][row].cpu()
@@ -254,6 +266,7 @@ class ImageClassification(Task):
 
 
 def _list_classifiers() -> list[str]:
+    """Returns the names of the classifiers in `torchvision.models`, without those for detection or video."""
     require("torchvision", "A task.init_args.model other than small_cnn")
     import torchvision
 
@@ -261,14 +274,24 @@ def _list_classifiers() -> list[str]:
 
 
 def _shift_images(images: Tensor, keys: Tensor, padding: int) -> Tensor:
-    """Crops every image at a random position from its padded version; the shape stays."""
+    """Returns each image shifted by up to `padding` pixels in both directions; the shape and the type stay.
+
+    An image is padded by repeating its border, and cropped to its size at a random position.
+
+    Args:
+        images: The images, (rows, channels, height, width).
+        keys: The keys of the rows, on the CPU.
+        padding: Maximum number of pixels.
+    """
     rows, _, height, width = images.shape
+    # PyTorch has no kernel for bytes that repeats the border.
     padded = functional.pad(images.to(torch.float32), [padding] * 4, mode="replicate").to(images.dtype)
     span = 2 * padding + 1
-    top = (uniform(keys, _CROP_Y) * span).long()[:, None] + torch.arange(height)
-    left = (uniform(keys, _CROP_X) * span).long()[:, None] + torch.arange(width)
-    row, top, left = (to_device(t, images.device) for t in (torch.arange(rows), top, left))
-    return padded[row[:, None, None], :, top[:, :, None], left[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    # The rows and columns of pixels of each image, shapes (rows, height) and (rows, width).
+    y = (uniform(keys, _CROP_Y) * span).long()[:, None] + torch.arange(height)
+    x = (uniform(keys, _CROP_X) * span).long()[:, None] + torch.arange(width)
+    row, y, x = (to_device(index, images.device) for index in (torch.arange(rows), y, x))
+    return padded[row[:, None, None], :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
 class QuarterMeans(nn.Module):
@@ -278,7 +301,10 @@ class QuarterMeans(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (rows, channels, height, width) to (rows, channels, 2, 2), without an odd last row or column."""
+        """Maps (rows, channels, height, width) to (rows, channels, 2, 2).
+
+        The last row or column of pixels is ignored if their number is odd.
+        """
         height, width = x.size(-2) // 2, x.size(-1) // 2
         quarters = x[..., : 2 * height, : 2 * width].unflatten(-2, (2, height)).unflatten(-1, (2, width))
         return quarters.mean((-3, -1))
@@ -311,7 +337,7 @@ class TutorialCnn(ImageClassification):
     """Classifies small images by one convolution of 32 channels (3x3, no padding) and a hidden layer of 128 units.
 
     Args:
-        num_classes: Number of classes; not given: read from the data.
+        num_classes: Number of classes; not given: it is read from the data.
         image: Column of images: arrays (height, width[, channels]) of uint8.
         label: Column of class indices.
     """
@@ -321,7 +347,7 @@ class TutorialCnn(ImageClassification):
         self.pixels = 0
 
     def prepare(self, data: DataFacts) -> TutorialCnn:
-        """Prepares as `ImageClassification` does, and counts the outputs of the convolution per channel."""
+        """Prepares as `ImageClassification` does, and computes how many outputs the convolution has per channel."""
         prepared = super().prepare(data)
         assert isinstance(prepared, TutorialCnn)
         height, width, *_ = data.columns[self.image].shape
@@ -329,7 +355,7 @@ class TutorialCnn(ImageClassification):
         return prepared
 
     def build_model(self) -> nn.Module:
-        """Builds the model, see `Task.build_model`."""
+        """Builds the network for the size and the channels of the images in the data."""
         assert self.num_classes is not None, "prepare() comes first"
         return nn.Sequential(
             nn.Conv2d(self.channels, 32, 3),

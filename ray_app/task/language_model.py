@@ -25,18 +25,18 @@ from ray_app.task.transforms import Spec, instantiate
 class CausalLanguageModel(Task):
     """Predicts each token of a row from those before it; loss and perplexity are means over tokens.
 
-    Rows may be packed (`ray-app ingest --pack`) or texts of any length, which are padded at their end, where no token
-    attends to the padding.
+    Rows are blocks of one length (`ray-app ingest --pack`), or texts of any length. Texts are padded at their end. No
+    attention mask is needed for that, since no token attends to later ones.
 
     Args:
         model: The factory of the model by its import path, such as `transformers.AutoModelForCausalLM.from_config` with
-            a `config`, or `transformers.AutoModelForCausalLM.from_pretrained` with a folder of weights; the model is
-            trained in float32 or as `train.precision` says.
+            a `config`, or `transformers.AutoModelForCausalLM.from_pretrained` with a folder of weights. The parameters
+            are converted to float32; `train.precision` says in which precision the model computes.
         tokens: Column of lists or arrays of integers.
-        max_length: The number of tokens of a row that are used, from its beginning; not given: all.
+        max_length: Maximum number of tokens of a row; the end of a longer one is cut off. Not given: all are used.
         lora: Arguments of `peft.LoraConfig`, such as `{r: 8, target_modules: [q_proj, v_proj]}`: the model is frozen,
             and small adapters of some of its matrices are trained. Not given: all parameters are trained.
-        gradient_checkpointing: Whether backward recomputes the activations of each block, to save memory.
+        gradient_checkpointing: Whether backward recomputes the activations of each block, which saves memory.
     """
 
     best_metric: ClassVar[str] = "perplexity"
@@ -50,10 +50,17 @@ class CausalLanguageModel(Task):
         gradient_checkpointing: bool = False,
     ) -> None:
         self.model, self.tokens, self.max_length, self.lora = model, tokens, max_length, lora
-        self.gradient_checkpointing, self.greatest = gradient_checkpointing, -1
+        self.gradient_checkpointing = gradient_checkpointing
+        # The greatest token of the data; -1 as long as it is unknown.
+        self.greatest = -1
 
     def prepare(self, data: DataFacts) -> CausalLanguageModel:
-        """Stores the greatest token if the footers of the files have it; see `Task.prepare`."""
+        """Completes the task with the greatest token of the data, if the footers of its files have it.
+
+        Raises:
+            ConfigError: `lora` is given, and `peft` is not installed.
+            DataError: The data has no column of tokens.
+        """
         if self.lora is not None:
             require("peft", "task.init_args.lora")
         prepared = copy.copy(self)
@@ -65,7 +72,11 @@ class CausalLanguageModel(Task):
         return [self.tokens]
 
     def decode(self, rows: Rows) -> Arrays:
-        """Decodes rows into ragged tokens."""
+        """Decodes rows to the column of tokens as a `Ragged`, cut to `max_length`.
+
+        Raises:
+            ValueError: A row has no tokens, or other values than integers.
+        """
         values = rows[self.tokens]
         if isinstance(values, np.ndarray):
             values = Ragged.of(values, values.dtype)
@@ -77,7 +88,8 @@ class CausalLanguageModel(Task):
         """Builds the model, with adapters if `lora` is given.
 
         Raises:
-            ConfigError: The model is not one of `transformers`, or its vocabulary lacks tokens of the data.
+            ConfigError: The model is not one of `transformers`, its vocabulary lacks tokens of the data, or `peft`
+                refuses the arguments `lora`.
         """
         model = instantiate(self.model, "task.init_args.model")
         if not hasattr(model, "save_pretrained"):
@@ -85,8 +97,8 @@ class CausalLanguageModel(Task):
                 f"task.init_args.model makes a {type(model).__name__}; it must make a causal language model of"
                 " transformers."
             )
-        if (why := self.unknown_tokens(model)) is not None:
-            raise ConfigError(why)
+        if (message := self.unknown_tokens(model)) is not None:
+            raise ConfigError(message)
         if self.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         if self.lora is None:
@@ -99,7 +111,7 @@ class CausalLanguageModel(Task):
             raise ConfigError(f"task.init_args.lora is {self.lora}: {error}.") from error
 
     def unknown_tokens(self, model: Any) -> str | None:
-        """Returns a message if the data has tokens that a model's vocabulary lacks, None otherwise."""
+        """Returns an error message if the data has tokens that a model's vocabulary lacks, otherwise None."""
         if self.greatest < (vocabulary := model.get_input_embeddings().num_embeddings):
             return None
         return (
@@ -109,33 +121,34 @@ class CausalLanguageModel(Task):
         )
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        """Returns the blocks of the model: the modules in the outermost `nn.ModuleList`s."""
+        """Returns the blocks of the model for `Task.shard_units`: the modules in the outermost `nn.ModuleList`s."""
         if isinstance(model, nn.ModuleList):
             return list(model)
         return [unit for child in model.children() for unit in self.shard_units(child)]
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Runs the model.
+        """Runs the model on a batch, and computes the loss of each token but the first from the tokens before it.
 
         Returns:
-            `logits` of the next token, (rows, tokens, vocabulary); `losses`, (rows,), the sum of the losses of a row's
-            tokens except the first; and `tokens`, (rows,), the number of these tokens.
+            `logits`, (rows, tokens, vocabulary): the scores of the next token. `losses`, (rows,): the sum of the losses
+            of a row's tokens. `tokens`, (rows,): the number of these losses, one less than the row has tokens.
         """
         tokens, lengths = batch[self.tokens].long(), batch[self.tokens + LENGTHS]
         logits = model(input_ids=tokens, use_cache=False).logits
         labels = tokens[:, 1:]
         losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="none")
+        # Labels beyond the length of a row are padding.
         is_token = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
         loss_sums = torch.where(is_token, losses.view_as(labels), 0).sum(1)
         return {"logits": logits, "losses": loss_sums, "tokens": is_token.sum(1)}
 
     def loss(self, outputs: Any, batch: Batch) -> Losses:
-        """Returns the sum of the losses of each row's tokens, with the number of tokens as weight."""
+        """Returns the sum of the losses of each row's tokens, and the number of these losses as its weight."""
         del batch
         return Losses(outputs["losses"], outputs["tokens"])
 
     def metrics(self) -> MetricCollection:
-        """Makes the perplexity: e to the mean loss of a token."""
+        """Makes the perplexity, which is e to the power of the mean loss of a token."""
         from torchmetrics import MetricCollection
 
         from ray_app.task.metric_classes import Perplexity
@@ -143,21 +156,23 @@ class CausalLanguageModel(Task):
         return MetricCollection({"perplexity": Perplexity()})
 
     def update(self, metrics: MetricCollection, outputs: Any, batch: Batch) -> None:
-        """Updates the metrics with a batch, see `Task.update`."""
+        """Updates the metrics with the sums of losses and the numbers of tokens of a batch."""
         del batch
         metrics.update(outputs["losses"], outputs["tokens"])
 
     def predictions(self, outputs: Any, batch: Batch) -> dict[str, npt.NDArray]:
-        """Returns how well the model predicts a text: the mean `loss` of its tokens, and the number of `tokens` that
-        the mean is over.
+        """Returns how well the model predicts each row.
+
+        `loss` is the mean loss of its tokens, 0 if it has fewer than two; `tokens` is the number of tokens in the mean.
         """
         del batch
         losses, tokens = outputs["losses"].float(), outputs["tokens"]
         return {"loss": (losses / tokens.clamp(min=1)).numpy(), "tokens": tokens.numpy()}
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
-        """Writes config.json and safetensors, which `transformers.AutoModelForCausalLM.from_pretrained(folder)` loads;
-        adapters are merged into the parameters.
+        """Writes config.json and the parameters as safetensors, with adapters merged into them.
+
+        `transformers.AutoModelForCausalLM.from_pretrained(folder)` loads them.
         """
         if self.lora is not None:
             model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]

@@ -1,7 +1,11 @@
-"""States of metrics and of the metrics inside them: copied after some rows, combined, and loaded into new metrics.
+"""The states of torchmetrics' metrics: copying them after a chunk of rows, combining them, loading them into a metric.
+
+An evaluation updates a metric with one chunk of rows at a time, resets it after each, and combines the states of all
+chunks. So the value does not depend on which process computes a chunk.
 
 A metric may contain others: `1 - accuracy` (`CompositionalMetric`), wrappers such as `MinMaxMetric`, a metric as an
-attribute or in a list. Each of these parts has its own states, stored by the path of the part.
+attribute or in a list. The metric itself and those inside it are called its parts. Each has its own states, which are
+stored by the path of the part.
 """
 
 from __future__ import annotations
@@ -18,22 +22,23 @@ from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Task
 
 States = dict[str, Any]
-"""States of a metric and its parts by name: `state` for the metric itself, `part.state` for a part."""
+"""The states of a metric and its parts, by the keys of `state_key`."""
 
 
 def is_not_distributed() -> bool:
-    """Returns False; replaces `torch.distributed.is_initialized` in metrics, which must not run collectives: their
-    states are combined by `combine_states`.
+    """Returns False, for metrics in the place of `torch.distributed.is_initialized`.
+
+    Metrics must not run collectives, since their states are combined by `combine_states`.
     """
     return False
 
 
 def make_metrics(task: Task) -> MetricCollection:
-    """Makes the metrics of a task, with everything off that would make them depend on how rows are divided.
+    """Makes the metrics of a task, and turns off all that would make their values depend on how rows are divided.
 
-    torchmetrics lets metrics of a collection share their states if these are equal after the first batch. They may be
-    equal by chance (thresholds of 0.5 and 0.6, and no score between them), so only groups that the task defines are
-    used.
+    These are collectives, and the automatic groups of a collection: torchmetrics lets metrics share their states if
+    these are equal after the first batch. They may be equal by chance (thresholds of 0.5 and 0.6, and no score between
+    them), so only groups that the task defines are used.
 
     Raises:
         ConfigError: `Task.metrics` does not return a `MetricCollection`.
@@ -51,8 +56,9 @@ def make_metrics(task: Task) -> MetricCollection:
 
 
 def isolate(module: nn.Module) -> None:
-    """Turns off the collectives of all metrics in a module, and the automatic groups of collections; see
-    `make_metrics`.
+    """Turns off the collectives of all metrics in a module, and the automatic groups of all collections.
+
+    `make_metrics` has the reasons.
     """
     from torchmetrics import Metric, MetricCollection
 
@@ -65,14 +71,17 @@ def isolate(module: nn.Module) -> None:
 
 
 def metric_parts(metric: Metric) -> dict[str, Metric]:
-    """Returns the metric itself (path '') and all metrics inside it by path, also those in lists and dictionaries."""
+    """Returns the parts of a metric by path: itself, at the path "", and all metrics inside it.
+
+    Metrics in lists and dictionaries are among them.
+    """
     from torchmetrics import Metric
 
     return {path: part for path, part in _modules_of("", metric, set()) if isinstance(part, Metric)}
 
 
 def is_classification(metric: Metric) -> bool:
-    """Whether a metric, or one inside it, is of `torchmetrics.classification`, which takes probabilities."""
+    """Returns whether a part of a metric is of `torchmetrics.classification`; metrics of it take probabilities."""
     return any(
         kind.__module__.startswith("torchmetrics.classification")
         for part in metric_parts(metric).values()
@@ -81,9 +90,15 @@ def is_classification(metric: Metric) -> bool:
 
 
 def _modules_of(path: str, value: Any, visited: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields all modules in a value with their paths, each once.
+    """Yields all modules in a value with their paths, each module once.
 
-    torch registers modules that are attributes, but not those in plain lists and dictionaries.
+    `nn.Module.named_modules` does not suffice: torch registers modules that are attributes, but not those in plain
+    lists and dictionaries.
+
+    Args:
+        path: Path of the value.
+        value: A module, a list, a tuple or a dictionary; any other value contains no modules.
+        visited: The `id` of each module that was yielded; it is updated.
     """
     children: Mapping[Any, Any] = {}
     if isinstance(value, nn.Module):
@@ -91,6 +106,7 @@ def _modules_of(path: str, value: Any, visited: set[int]) -> Iterator[tuple[str,
             return
         visited.add(id(value))
         yield path, value
+        # A state of a metric may be a list, but has no modules.
         states = getattr(value, "_defaults", {})
         children = {**{name: member for name, member in vars(value).items() if name not in states}, **value._modules}
     elif isinstance(value, dict):
@@ -98,27 +114,24 @@ def _modules_of(path: str, value: Any, visited: set[int]) -> Iterator[tuple[str,
     elif isinstance(value, list | tuple):
         children = dict(enumerate(value))
     for name, child in children.items():
-        if isinstance(child, nn.Module | dict | list | tuple) and name not in (
-            "_modules",
-            "_parameters",
-            "_defaults",
-            "_reductions",
-        ):
+        # These attributes of torch and torchmetrics lead to modules a second time, or to none.
+        is_internal = name in ("_modules", "_parameters", "_defaults", "_reductions")
+        if isinstance(child, nn.Module | dict | list | tuple) and not is_internal:
             yield from _modules_of(f"{path}.{name}" if path else str(name), child, visited)
 
 
 def reset_parts(metric: Metric) -> None:
-    """Resets a metric and all metrics inside it, which `Metric.reset` leaves to the metric's author."""
+    """Resets all parts of a metric; `Metric.reset` leaves the metrics inside it to the author of the metric."""
     metric.reset()
     for part in metric_parts(metric).values():
         part.reset()
 
 
 def states_of(metric: Metric) -> States:
-    """Copies the states of a metric and its parts to the CPU.
+    """Returns copies of the states of a metric and its parts, on the CPU.
 
     Raises:
-        ConfigError: The metric has no states, so its results could not be combined.
+        ConfigError: The metric has no states, so values of parts of the rows could not be combined.
     """
     parts = metric_parts(metric)
     if not any(part._defaults for part in parts.values()):
@@ -128,7 +141,7 @@ def states_of(metric: Metric) -> States:
             " __init__ with self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
         )
     return {
-        state_key(path, name): _on_cpu(state)
+        state_key(path, name): _copy_to_cpu(state)
         for path, part in parts.items()
         for name, state in part.metric_state.items()
     }
@@ -137,8 +150,12 @@ def states_of(metric: Metric) -> States:
 def load_states(metric: Metric, states: Sequence[States]) -> None:
     """Loads the states of several chunks into a metric, as if it had been updated with their rows in that order.
 
+    Args:
+        metric: A metric that was just made or reset.
+        states: The states of each chunk, at least one, from `states_of` of a metric of the same kind.
+
     Raises:
-        ConfigError: A state cannot be combined, or the metric has other parts than the states.
+        ConfigError: A state cannot be combined, or the metric has other states than a chunk.
     """
     parts = metric_parts(metric)
     expected = {state_key(path, name) for path, part in parts.items() for name in part._defaults}
@@ -153,43 +170,57 @@ def load_states(metric: Metric, states: Sequence[States]) -> None:
         for name in part._defaults:
             key = state_key(path, name)
             setattr(part, name, combine_states(part, name, [chunk_states[key] for chunk_states in states]))
+        # Without an update torchmetrics warns when it computes; a cached value would hide the states.
         part._update_count, part._computed = len(states), None
 
 
 def state_key(path: str, state: str) -> str:
-    """Returns the key of a state of the part at a path."""
+    """Returns the key in `States` of a state of the part at a path: `state`, or `path.state` if the path is not ""."""
     return f"{path}.{state}" if path else state
 
 
-def _on_cpu(state: Any) -> Any:
-    return [part.detach().cpu() for part in state] if isinstance(state, list) else state.detach().cpu().clone()
+def _copy_to_cpu(state: Any) -> Any:
+    """Returns a state, which is a tensor or a list of tensors, on the CPU.
+
+    A tensor is cloned, since updates change it in place. The tensors of a list stay as they are, since updates append
+    others.
+    """
+    if isinstance(state, list):
+        return [tensor.detach().cpu() for tensor in state]
+    return state.detach().cpu().clone()
 
 
 def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:
     """Combines one state of a metric over all chunks, as if it had been updated with one chunk after the other.
 
-    `Metric.merge_state` concatenates lists in reverse order, and refuses metrics that do not define how they
-    synchronize. Tensors without a reduction are refused: `PearsonCorrCoef` and `ConcordanceCorrCoef` add up stacks of
-    them, and give NaN if one is of a single row.
+    `Metric.merge_state` is not used, since it concatenates lists in reverse order, and refuses metrics that do not
+    define how they synchronize. Several tensors are refused unless their reduction is a sum, a minimum, a maximum or a
+    concatenation. Without a reduction torchmetrics would stack them: `PearsonCorrCoef` and `ConcordanceCorrCoef` add up
+    such a stack themselves, and give NaN if a chunk has a single row.
+
+    Args:
+        metric: The part with the state.
+        name: Name of the state.
+        values: The state of each chunk, at least one.
 
     Raises:
-        ConfigError: The reduction of the state cannot combine parts of different size.
+        ConfigError: The reduction of the state cannot combine chunks.
     """
     from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
     reduction = metric._reductions[name]
     if isinstance(values[0], list):
-        return [piece for value in values for piece in value]
+        return [tensor for value in values for tensor in value]
     if reduction is dim_zero_cat:
         return torch.cat(list(values))
     if len(values) == 1:
         return values[0]
-    for supported, add in ((dim_zero_sum, torch.add), (dim_zero_max, torch.maximum), (dim_zero_min, torch.minimum)):
+    for supported, combine in ((dim_zero_sum, torch.add), (dim_zero_max, torch.maximum), (dim_zero_min, torch.minimum)):
         if reduction is supported:
-            total: Tensor = values[0]
+            combined: Tensor = values[0]
             for value in values[1:]:
-                total = add(total, value)
-            return total
+                combined = combine(combined, value)
+            return combined
     raise ConfigError(
         f"The metric {type(metric).__name__} cannot be put together from parts: the reduction of its state {name!r} is"
         f" {getattr(reduction, '__name__', type(reduction).__name__)}. Use metrics whose states are sums, minima,"
@@ -198,21 +229,22 @@ def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:
 
 
 def attribute_fingerprints(metric: Metric) -> dict[str, bytes]:
-    """Returns pickles of the attributes of a metric and its parts other than states, by path.
+    """Returns the attributes of a user's metric that are not states, each as its pickle, by the keys of `state_key`.
 
-    Attributes that cannot be pickled are left out.
+    Preflight compares them before and after an update: what an update changes here is lost, since only states are
+    combined. Attributes that cannot be pickled and parts that have a class of torchmetrics are left out.
     """
     fingerprints: dict[str, bytes] = {}
     for path, part in metric_parts(metric).items():
         if type(part).__module__.partition(".")[0] == "torchmetrics":
             continue
-        excluded = _BOOKKEEPING | part._defaults.keys()
+        excluded = _LIBRARY_ATTRIBUTES | part._defaults.keys()
         attributes = {name: value for name, value in vars(part).items() if name not in excluded}
         for name, value in {**attributes, **part._buffers}.items():
             try:
                 fingerprints[state_key(path, name)] = pickle.dumps(value)
             except Exception:
-                # Locks, generators and objects of users raise errors of any type.
+                # Locks, generators and objects of a user's classes raise errors of any type.
                 continue
     return fingerprints
 
@@ -236,5 +268,5 @@ _TORCHMETRICS_ATTRIBUTES = (
     "distributed_available_fn",
     "update",
 )
-_BOOKKEEPING = frozenset([*vars(nn.Module()), *_TORCHMETRICS_ATTRIBUTES])
-"""Attributes that torch and torchmetrics change by themselves."""
+_LIBRARY_ATTRIBUTES = frozenset([*vars(nn.Module()), *_TORCHMETRICS_ATTRIBUTES])
+"""Attributes that each metric has from torch and torchmetrics, which change them."""

@@ -1,7 +1,8 @@
-"""Objects that the configuration specifies by import path, transforms among them, and random numbers by row.
+"""Objects that the configuration specifies by import path, such as transforms, and random numbers that belong to a row.
 
-Transforms such as `torchvision.transforms.v2` draw from torch's default generator. `drawing` replaces it for a block by
-a generator with the seed of a row, so that a row is transformed alike on every reader.
+Transforms such as those of `torchvision.transforms.v2` draw from torch's default generator. Within a `drawing` block
+they draw from a generator that is seeded with the key of a row instead, so that a row is transformed alike by every
+process that reads it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
-from ray_app.plan.hashing import hash_array, key
+from ray_app.plan import hashing
 
 _DRAWING_FUNCTIONS = {
     torch.rand,
@@ -29,6 +30,8 @@ _DRAWING_FUNCTIONS = {
     torch.bernoulli,
     torch.multinomial,
     torch.poisson,
+    torch._standard_gamma,
+    torch._sample_dirichlet,
     Tensor.uniform_,
     Tensor.normal_,
     Tensor.random_,
@@ -40,7 +43,13 @@ _DRAWING_FUNCTIONS = {
     Tensor.cauchy_,
     Tensor.multinomial,
 }
-_LIKE_FUNCTIONS = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
+"""Functions that draw from torch's default generator unless they are called with a `generator`."""
+_LIKE_FUNCTIONS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    torch.rand_like: torch.rand,
+    torch.randn_like: torch.randn,
+    torch.randint_like: torch.randint,
+}
+"""Functions that draw and have no argument `generator`, and those that take their place."""
 
 
 class drawing(TorchFunctionMode):
@@ -49,11 +58,14 @@ class drawing(TorchFunctionMode):
         with drawing(key):
             image = RandomResizedCrop(224)(image)
 
-    Numbers are drawn on the CPU. Only this thread is affected, and torch's default generators do not change: a training
-    step may draw from them at the same time.
+    It covers the functions that transforms draw with, such as `torch.rand` and `Tensor.uniform_`, and the distributions
+    of `torch.distributions`. Dropout still draws from the default generator.
+
+    Numbers are drawn on the CPU. Only the calling thread is affected. The states of torch's default generators do not
+    change, so a training step may draw from them in another thread.
 
     Args:
-        key: Seed, such as the key of a row.
+        key: The seed, such as the key of a row.
     """
 
     def __init__(self, key: int) -> None:
@@ -67,107 +79,115 @@ class drawing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls a function, with the generator of the context if it draws, see `TorchFunctionMode`."""
+        """Calls a function of torch, with the generator of the context if it would draw from the default one.
+
+        `TorchFunctionMode` calls this method in the place of each function of torch.
+        """
         if func not in _DRAWING_FUNCTIONS and func not in _LIKE_FUNCTIONS:
             return func(*args, **kwargs) if kwargs else func(*args)
-        named = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func in _LIKE_FUNCTIONS:
-            like = args[0]
-            return _LIKE_FUNCTIONS[func](
-                like.shape, generator=self._generator, **{"dtype": like.dtype, "device": like.device} | named
-            )
-        if named.get("generator") is None:
-            named["generator"] = self._generator
-        return func(*args, **named)
+            like, *bounds = args
+            # The other functions do not have this argument, and it does not change the values.
+            options.pop("memory_format", None)
+            options = {"dtype": like.dtype, "device": like.device} | options
+            if func is torch.randint_like:
+                bounds = [options.pop(name) for name in ("low", "high") if name in options] or bounds
+            return _LIKE_FUNCTIONS[func](*bounds, like.shape, generator=self._generator, **options)
+        if options.get("generator") is None:
+            options["generator"] = self._generator
+        return func(*args, **options)
 
 
 def uniform(keys: Tensor, salt: int) -> Tensor:
-    """Returns one uniform number in [0, 1) per key, which depends only on key and salt.
+    """Returns one uniform number in [0, 1) per key, float64 of shape (rows,), which depends only on key and salt.
 
     Args:
-        keys: 63-bit integers, shape (rows,), on the CPU.
-        salt: Distinguishes the random numbers of a row; each salt gives an independent one.
-
-    Returns:
-        float64, shape (rows,).
+        keys: The keys of the rows, 63-bit integers, shape (rows,), on the CPU.
+        salt: The number of the random number of a row: different salts give independent ones.
     """
-    hashed = hash_array(key(salt), keys.numpy())
-    return torch.from_numpy((hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+    # A float64 has 53 bits, so the lower 11 bits of the hash are dropped.
+    hashes = hashing.hash_array(hashing.key(salt), keys.numpy())
+    return torch.from_numpy((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 Spec = dict[str, Any]
-"""`class_path` (a class or a function) and `init_args`, which may contain specifications themselves."""
+"""The specification of an object: `class_path`, the import path of a class or a function, and optionally `init_args`,
+its keyword arguments, which may contain specifications.
+"""
 
 
-def instantiate(spec: Any, called: str) -> Any:
-    """Makes the object of a specification, and those inside it; returns any other value unchanged.
+def instantiate(spec: Any, field: str) -> Any:
+    """Makes the object of a specification, or the objects of all specifications inside a list or a dictionary.
 
     Args:
-        spec: A value of the configuration.
-        called: The name of its field, for messages.
+        spec: A value of the configuration; one without specifications is returned unchanged.
+        field: Name of its field, for messages.
 
     Raises:
         ConfigError: The class or function cannot be imported or called.
     """
     if isinstance(spec, list):
-        return [instantiate(one, called) for one in spec]
+        return [instantiate(item, field) for item in spec]
     if not isinstance(spec, dict):
         return spec
     if "class_path" not in spec:
-        return {name: instantiate(value, called) for name, value in spec.items()}
+        return {name: instantiate(value, field) for name, value in spec.items()}
     if unknown := sorted(spec.keys() - {"class_path", "init_args"}):
-        raise ConfigError(f"{called} has {', '.join(unknown)} beside class_path; its arguments belong below init_args.")
+        raise ConfigError(f"{field} has {', '.join(unknown)} beside class_path; its arguments belong below init_args.")
     try:
         factory = load_class(spec["class_path"])
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{called}.class_path {spec['class_path']!r} cannot be imported: {error}.") from error
+        raise ConfigError(f"{field}.class_path {spec['class_path']!r} cannot be imported: {error}.") from error
     if not callable(factory):
         raise ConfigError(
-            f"{called}.class_path is {spec['class_path']!r}, which cannot be called. Name a class or a function by its"
+            f"{field}.class_path is {spec['class_path']!r}, which cannot be called. Name a class or a function by its"
             " import path, such as torchvision.models.resnet18."
         )
-    arguments = {name: instantiate(value, called) for name, value in (spec.get("init_args") or {}).items()}
+    arguments = {name: instantiate(value, field) for name, value in (spec.get("init_args") or {}).items()}
     try:
         return factory(**arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{called}.class_path {spec['class_path']} cannot be made with {sorted(arguments)}: {error}."
+            f"{field}.class_path {spec['class_path']} cannot be made with {sorted(arguments)}: {error}."
         ) from error
 
 
-def instantiate_once(spec: Any, called: str) -> Any:
-    """Makes the object of a specification once in a process, see `instantiate`: a task itself holds only settings."""
-    return _instantiate_json(json.dumps(spec), called)
+def instantiate_once(spec: Any, field: str) -> Any:
+    """Returns the object of a specification, see `instantiate`, which is made once in a process.
+
+    A task calls this each time that it needs the object, since it holds settings only.
+    """
+    return _instantiate_json(json.dumps(spec), field)
 
 
+# Inference mode is off, because an evaluation may be the first caller, and training cannot use tensors that are made in
+# that mode.
 @lru_cache(64)
-# An evaluation in inference mode may be the first caller, and training cannot use tensors that are made in it.
 @torch.inference_mode(False)
-def _instantiate_json(spec: str, called: str) -> Any:
-    return instantiate(json.loads(spec), called)
+def _instantiate_json(spec: str, field: str) -> Any:
+    return instantiate(json.loads(spec), field)
 
 
 def apply_transforms(sample: Any, transforms: Sequence[Any], key: int | None) -> Any:
-    """Applies all transforms to a sample; random ones draw from its key.
+    """Applies transforms to a sample, one after the other, and returns the result.
 
     Args:
         sample: An image as a tensor (channels, height, width), or a dictionary of such images and of masks and boxes as
             `torchvision.tv_tensors`.
-        transforms: The transforms in the order in which they apply.
-        key: The key of the row and the epoch; None where no transform is random.
+        transforms: The transforms.
+        key: The key of the row in this epoch, from which random transforms draw; None if no transform is random.
     """
-    if key is None:
-        for transform in transforms:
-            sample = transform(sample)
-        return sample
-    with drawing(key):
-        for transform in transforms:
-            sample = transform(sample)
+    if key is not None:
+        with drawing(key):
+            return apply_transforms(sample, transforms, None)
+    for transform in transforms:
+        sample = transform(sample)
     return sample
 
 
 def as_plain_tensor(image: Any) -> Tensor:
-    """Returns a transformed image as a plain tensor, without its torchvision type."""
+    """Returns a transformed image as a plain tensor, since torchvision's transforms may return a `TVTensor`."""
     from torchvision.tv_tensors import TVTensor
 
     return image.as_subclass(Tensor) if isinstance(image, TVTensor) else image

@@ -36,7 +36,10 @@ from ray_app.train.stragglers import StragglerReporter
 logger = logging.getLogger(__name__)
 
 _MAX_BROKEN_GENERATIONS = 10
-"""Generations that may break in a row without finishing a step; after more, lost peers are not the cause."""
+"""Number of generations that may break in a row without a finished step.
+
+If one more breaks, this worker fails, because then a lost peer is unlikely to be the cause.
+"""
 
 
 def train(
@@ -47,7 +50,7 @@ def train(
     hooks: Hooks = Hooks(),
     sender: SnapshotSender | None = None,
     load_evaluation: Callable[[], Arrays] | None = None,
-) -> None:
+) -> bool:
     """Trains until the last step, until the driver asks to stop, or until this worker has to leave its node.
 
     Args:
@@ -60,6 +63,9 @@ def train(
         load_evaluation: Loads the evaluation data, with `job.evaluation`; the workers then evaluate at every planned
             checkpoint.
 
+    Returns:
+        Whether the run is over; False if this worker has left and the others continue.
+
     Raises:
         PeerLostError: Another worker left, and this membership cannot form another generation.
         PreemptedError: All workers have to leave their nodes.
@@ -68,11 +74,11 @@ def train(
     environment.set_up_torch(job.config, device)
     worker = _Worker(job, membership, open_windows, device, hooks, sender or SnapshotSender([]), load_evaluation)
     with closing(worker), _gc_frozen():
-        worker.run()
+        return worker.run()
 
 
 class _Worker:
-    """The parts of a worker that outlive its generations: state, data feed, step log, monitors."""
+    """Runs the generations of one worker, with the parts that outlive them: state, data feed, step log, monitors."""
 
     def __init__(
         self,
@@ -97,39 +103,48 @@ class _Worker:
         self._profile = StepProfile(job, device) if job.config.train.profile_steps is not None else None
         self._sdc_monitor = SdcMonitor(job, self._state, device)
         self._rank = 0
+        # With local SGD `TrainingState.step` stays that of the last average, while this counts every step.
         self._finished_steps = 0
         if hooks.built is not None:
             hooks.built(self._state.model)
 
-    def run(self) -> None:
+    def run(self) -> bool:
         """Runs one generation after the other, until the run ends or this worker leaves.
 
+        Returns:
+            Whether the run is over.
+
         Raises:
-            PeerLostError: Too many generations in a row broke without a finished step, or the membership forms no more.
-            PreemptedError: This worker has to leave its node.
-            TaskError: User code failed, with the rank and the rows.
+            PeerLostError: Too many generations in a row broke without a finished step, or the membership cannot form
+                another one.
+            PreemptedError: All workers have to leave their nodes, or this one before it has a state.
+            TaskError: User code failed; the message names the rank and the rows.
         """
-        lost_s: float | None = None
-        broken_generations = 0
+        broken_since_s: float | None = None
+        # The number of generations that broke without a finished step, after the first that broke at that step.
+        repeated_breaks = 0
         broken_at_step = -1
         while True:
+            # These flags remain if no generation runs to its end, and then the loop goes on.
             flags = Flags.REFORM
             # Errors, optimizers with schedules and sharded models form reference cycles: what the last generation left
             # on the device would stay allocated while the next one allocates the same again. Only objects created
             # after `_gc_frozen` are examined, which takes milliseconds.
             gc.collect()
             try:
-                joined = self._membership.generation(self._state.step, lost_s is not None)
-                with joined as (members, generation), self._state.bind(members) as world, translate_peer_errors():
-                    self._begin_generation(world, generation, lost_s)
+                joined = self._membership.generation(self._state.step, broken_since_s is not None)
+                with joined as (group, generation), self._state.bind(group) as world, translate_peer_errors():
+                    self._begin_generation(world, generation, broken_since_s)
                     flags = self._run_generation(world, generation.hosts)
-                lost_s = None
+                broken_since_s = None
             except PeerLostError as error:
-                broken_generations = broken_generations + 1 if self._finished_steps == broken_at_step else 0
-                broken_at_step = self._finished_steps
-                if not self._membership.recovers or broken_generations == _MAX_BROKEN_GENERATIONS:
+                # With local SGD the steps since the last average are repeated, so only `state.step` shows progress.
+                repeated_breaks = repeated_breaks + 1 if self._state.step == broken_at_step else 0
+                broken_at_step = self._state.step
+                if not self._membership.recovers or repeated_breaks == _MAX_BROKEN_GENERATIONS:
                     raise
-                lost_s = lost_s if broken_generations and lost_s else time.time()
+                # An outage lasts from the first generation that broke at this step until a step is finished.
+                broken_since_s = broken_since_s if repeated_breaks and broken_since_s else time.time()
                 logger.warning("Generation broken at step %d, forming another: %s", self._finished_steps, error)
                 continue
             except TaskError as error:
@@ -138,11 +153,15 @@ class _Worker:
                     f"rank {self._rank} after step {self._finished_steps}", rows
                 ) from error.__cause__
             except LeavingError:
+                # The check below ends this worker; if the reason to leave is gone by then, it waits again.
                 pass
-            if self._membership.is_leaving():
-                return self._leave(flags)
+            # A worker that has to leave when the run is over anyway also reports a last checkpoint that failed.
             if not flags & Flags.REFORM:
-                return self._step_log.check()
+                self._step_log.check()
+                return True
+            if self._membership.is_leaving():
+                self._leave(flags)
+                return False
 
     def close(self) -> None:
         """Frees the resources of this worker and writes what is still pending."""
@@ -153,26 +172,32 @@ class _Worker:
         if self._validation is not None:
             self._validation.put_pending_events()
         self._step_log.close()
-        with user_code(lambda: "what comes after the training"):
+        with user_code(lambda: "Task.finish after the training"):
             self._job.task.finish(self._state.model)
 
-    def _begin_generation(self, world: World, generation: GenerationInfo, lost_s: float | None) -> None:
-        """Gives all ranks the same state and records at the start of a generation; a collective.
+    def _begin_generation(self, world: World, generation: GenerationInfo, broken_since_s: float | None) -> None:
+        """Gives all ranks the same state and the same step records, and writes the event `formed`; a collective.
 
         Args:
-            lost_s: Time at which the last generation broke, seconds since the epoch; None if it did not.
+            world: The workers of the generation.
+            generation: The generation.
+            broken_since_s: Time at which the last generation broke, seconds since the epoch; None if it ended as
+                planned.
         """
         self._rank = world.rank
         self._enter("forming")
         self._step_log.collect(world)
         job, state = self._job, self._state
         divergent_ranks = state.share(
-            world, lambda: restore_state(job, state, self._step_log, self._sender, self._device), lost_s is not None
+            world,
+            lambda: restore_state(job, state, self._step_log, self._sender, self._device),
+            was_broken=broken_since_s is not None,
         )
         self._step_log.align(world, generation.number)
         self._sdc_monitor.mark_checkpoints(world, self._step_log)
         if world.rank == 0:
-            number, details = generation.number, {"lost_s": lost_s} if lost_s is not None else {}
+            number = generation.number
+            details = {"lost_s": broken_since_s} if broken_since_s is not None else {}
             put_event(job.paths, "formed", job.fence, generation=number, workers=world.size, step=state.step, **details)
             if divergent_ranks:
                 put_event(
@@ -180,76 +205,82 @@ class _Worker:
                 )
 
     def _run_generation(self, world: World, hosts: tuple[str, ...]) -> Flags:
-        """Runs the steps of one generation; returns the flags that ended it."""
-        stragglers = StragglerReporter(self._job, world, hosts, self._device)
+        """Runs the steps of one generation; returns the flags that ended it, no flag if the run is complete."""
+        straggler_reporter = StragglerReporter(self._job, world, hosts, self._device)
         sdc_checker = self._sdc_monitor.make_checker(world)
+        # A state that was restored or received may be that of a checkpoint without its evaluation.
         self._evaluate(world)
         while True:
-            flags = self._run_steps(world, stragglers, sdc_checker)
-            if (shares := stragglers.shares) is None or flags:
-                stragglers.end()
+            flags = self._run_steps(world, straggler_reporter, sdc_checker)
+            if (new_assignment := straggler_reporter.shares) is None or flags:
+                straggler_reporter.end()
                 return flags
-            world = replace(world, assignment=shares)
-            stragglers.begin(world)
+            world = replace(world, assignment=new_assignment)
+            straggler_reporter.begin(world)
 
-    def _run_steps(self, world: World, stragglers: StragglerReporter, sdc_checker: SdcChecker | None) -> Flags:
-        """Runs steps until the generation ends or logical workers move between ranks.
+    def _run_steps(self, world: World, straggler_reporter: StragglerReporter, sdc_checker: SdcChecker | None) -> Flags:
+        """Runs steps with one assignment of logical workers, until the generation ends or the assignment changes.
 
         Returns:
-            The flags that ended the generation; no flag if logical workers move or the run is complete.
+            The flags that ended the generation; no flag if the assignment changes or the run is complete.
         """
-        job, state, membership = self._job, self._state, self._membership
+        job, state, membership, feed = self._job, self._state, self._membership, self._feed
         plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)
-        feed, finished_steps = self._feed, state.step
-        self._finished_steps = finished_steps
+        self._finished_steps = state.step
         with closing(build_step(job, state, world, self._device, self._enter)) as step:
             step.use_sdc_checker(sdc_checker)
-            if finished_steps < job.total_steps:
+            if self._finished_steps < job.total_steps:
                 self._enter("data")
                 feed.seek(cursor, world.assigned)
-            while finished_steps < job.total_steps:
+            while self._finished_steps < job.total_steps:
                 self._enter("data")
+                # The learning rate is read before the step, because the step advances the schedule.
                 wait_before_s, lr = feed.wait_s, step.lr
                 batches = feed.next()
                 self._bad_rows.note(batches)
                 self._enter("compute")
                 if self._profile is not None:
-                    self._profile.before(world.rank, finished_steps + 1)
+                    self._profile.before(world.rank, self._finished_steps + 1)
                 step.data_wait_s = feed.wait_s - wait_before_s
                 result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
-                finished_steps, cursor = finished_steps + 1, cursor.next(plan.steps_per_epoch)
-                self._finished_steps = finished_steps
+                self._finished_steps += 1
                 if self._profile is not None:
-                    self._profile.after(finished_steps)
+                    self._profile.after(self._finished_steps)
                 self._step_log.record_step(
-                    Cursor.at(finished_steps - 1, plan.steps_per_epoch),
-                    finished_steps,
+                    cursor,
+                    self._finished_steps,
                     result,
                     lr,
                     step.data_wait_s,
-                    stragglers=stragglers,
+                    stragglers=straggler_reporter,
                 )
+                cursor = cursor.next(plan.steps_per_epoch)
                 if world.size > 1:
-                    stragglers.add(finished_steps, result.times)
-                self._sdc_monitor.compare_parameters(world, finished_steps)
-                # With local SGD the logical workers train on their own until the next average, which alone moves
-                # `state`: until then there is nothing to save or evaluate, and no flag takes effect.
-                if state.step < finished_steps:
-                    self._call_after_step(world, finished_steps)
+                    straggler_reporter.add(self._finished_steps, result.times)
+                self._sdc_monitor.compare_parameters(world, self._finished_steps)
+                # With local SGD the logical workers train on their own until the next average, and only the average
+                # moves `state`: until then there is nothing to save or evaluate, and no flag takes effect.
+                if state.step < self._finished_steps:
+                    self._call_after_step(world)
                     continue
                 self._save_if_due(cursor, result)
-                self._call_after_step(world, finished_steps)
+                self._call_after_step(world)
                 self._evaluate(world)
                 if result.flags & Flags.STOP:
                     return Flags.STOP
                 if result.flags & Flags.REFORM and state.step < job.total_steps:
                     return result.flags
-                if stragglers.shares is not None:
+                if straggler_reporter.shares is not None:
                     break
         return Flags(0)
 
     def _save_if_due(self, cursor: Cursor, result: StepResult) -> None:
-        """Makes the checkpoint and the snapshot that are due after a step; `cursor` is that of the next step."""
+        """Makes the checkpoint and the snapshot that are due after a step.
+
+        Args:
+            cursor: Position of the next step in the data.
+            result: The result of the step; its flags `STOP` and `SAVE` ask for a checkpoint that is not planned.
+        """
         if self._job.is_checkpoint_due(self._state.step):
             self._step_log.checkpoint(cursor, "cadence")
         elif result.flags & (Flags.STOP | Flags.SAVE):
@@ -257,12 +288,15 @@ class _Worker:
         if self._job.is_snapshot_due(self._state.step):
             self._step_log.snapshot()
 
-    def _call_after_step(self, world: World, finished_steps: int) -> None:
+    def _call_after_step(self, world: World) -> None:
         if self._hooks.after_step is not None:
-            self._hooks.after_step(world.rank, finished_steps)
+            self._hooks.after_step(world.rank, self._finished_steps)
 
     def _evaluate(self, world: World) -> None:
-        """Evaluates the state if the workers evaluate and a planned checkpoint is due at its step; a collective."""
+        """Evaluates the state if the workers evaluate and a checkpoint is planned at its step; a collective.
+
+        The initial state has no checkpoint and is not evaluated.
+        """
         if self._validation is None or not self._state.step or not self._job.is_checkpoint_due(self._state.step):
             return
         self._enter("evaluate")
@@ -270,7 +304,10 @@ class _Worker:
         self._step_log.skip_time()
 
     def _leave(self, flags: Flags) -> None:
-        """Saves the state if that is this worker's task, and ends, because the node is about to go away.
+        """Ends this worker, because it has to leave its node; saves the state first if `has_to_save_on_exit`.
+
+        Args:
+            flags: The flags that ended its last generation; `REFORM` if that broke or none has formed.
 
         Raises:
             PreemptedError: All workers have to leave, or this one has no state yet.
@@ -294,10 +331,10 @@ class _Worker:
 
 
 def has_to_save_on_exit(agreed: Flags, current: Flags, rank: int) -> bool:
-    """Returns whether a worker that leaves has to save the state.
+    """Returns whether a worker that leaves its node has to make a checkpoint of the state.
 
-    If all ranks agreed on `SAVE` in their last step, rank 0 saves. Otherwise every worker saves that has received the
-    flag since, because none of them knows whether another one will.
+    If all ranks agreed on `SAVE` in their last step, rank 0 makes it. Otherwise each worker that has received the flag
+    since then makes it, because no worker knows whether another one has received the flag.
 
     Args:
         agreed: The flags that ended the worker's last generation.
@@ -309,7 +346,10 @@ def has_to_save_on_exit(agreed: Flags, current: Flags, rank: int) -> bool:
 
 @contextmanager
 def _gc_frozen() -> Iterator[None]:
-    """Exempts the objects that live as long as the run from Python's garbage collection inside the block."""
+    """Exempts all objects that exist now from Python's garbage collection inside the block.
+
+    They live as long as the run: imported modules, model and data structures.
+    """
     gc.freeze()
     try:
         yield

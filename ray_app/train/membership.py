@@ -1,8 +1,8 @@
 """The membership of a worker in generations, and the messages between workers, rendezvous, driver and controller.
 
-`Membership` is what the training loop needs of it. A Ray Train worker has `cluster.rendezvous.client.RendezvousClient`;
-a process that trains alone has `SingleProcessMembership`. `StepWatchdog` decides for the rendezvous when a generation
-is stalled: no step has finished for much longer than steps take.
+The training loop uses the interface `Membership`. A Ray Train worker has `cluster.rendezvous.client.RendezvousClient`,
+and a process that trains alone has `SingleProcessMembership`. `StepWatchdog` decides for the rendezvous when a
+generation is stalled, that is, when no step has finished for much longer than steps take.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from ray_app.reduction.base import World
 from ray_app.runlog.journal import StepRecord
 
 HEARTBEAT_S = 0.25
-"""Seconds between two heartbeats of a worker in a small group; a large group has the `HeartbeatReply.period_s`."""
+"""Seconds between two heartbeats of a worker; a large group has a longer period, see `HeartbeatReply.period_s`."""
 
 Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "saving", "evaluate", "done"]
 """The phase that a worker is in.
 
-A worker that is `forming` or in `exchange` (the gradient reduction) waits for the others, so a worker in another phase
-stalls the group. A worker that is `saving` waits for the storage, and ending it would not make the storage faster.
+A worker that is `forming` or in `exchange` (the gradient reduction) waits for the others. So if no step finishes, the
+workers in other phases stall the group, and the step watchdog ends those. A worker that is `saving` waits for the
+storage, and ending it would not make the storage faster.
 """
 
 
 class Flags(IntFlag):
-    """The flags that all workers agree on with a step's statistics, and act upon after that same step."""
+    """The flags that all workers agree on with a step's statistics, and act upon at the end of that step."""
 
     STOP = 1
     """The run makes a checkpoint and ends."""
     REFORM = 2
-    """All workers leave this generation and form the next."""
+    """All workers leave this generation and form the next one."""
     SAVE = 4
     """The workers make a checkpoint, because all of them have to leave their nodes."""
 
@@ -51,15 +52,15 @@ class Heartbeat:
         host: Address of the node.
         port: Port on which the worker's store listens.
         pid: Id of the worker's process on its node.
-        generation: Generation that the worker steps in; 0 before the first.
+        generation: Generation that the worker is in, or was in last if it waits; 0 before the first.
         rank: The worker's rank in that generation.
-        step: Finished steps; -1 without a state.
+        step: Number of finished steps; -1 without a state.
         phase: Phase that the worker is in.
         record: Record of the newest finished step; only from rank 0.
         recorded: Last step with its record on storage; only from rank 0.
-        moves: How often the worker has reported progress other than finished steps.
+        moves: Number of times that the worker has reported progress other than a finished step.
         waits: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
-        lost: Whether the worker's last generation broke, so that the others must be called together.
+        lost: Whether the worker's last generation broke, so that its other workers must leave it, too.
     """
 
     worker: str
@@ -83,15 +84,16 @@ class HeartbeatReply:
     """The rendezvous's reply to a heartbeat; also pushed to all workers when it changes for all of them.
 
     Args:
-        generation: Generation of the heartbeat; `REFORM` and `abort` apply to that one only.
+        generation: Generation of the heartbeat; `REFORM` and `abort` apply to this generation only.
         flags: Flags that the worker brings into its next step.
         abort: Whether the worker must leave its generation at once, even in the middle of a collective.
-        leave: Whether the worker must end when its generation does.
+        leave: Whether the worker must end when its generation ends.
         dump: Whether the worker should record the stacks of its threads.
         exit: Whether the worker must end its process now, because it is evicted or declared lost.
         recorded: Last step with its record on storage.
-        waits: Whether the heartbeat came from a worker that waits for a generation; earlier replies to it may be void.
-        formed: The generation that the worker waited for.
+        waits: Whether the rendezvous knows that the worker waits for a generation. A waiting worker ignores `leave` in
+            a reply without this, because once it waits the rendezvous may want it in one more generation.
+        formed: The generation that the worker waited for; None until it has formed.
         period_s: Seconds until the next heartbeat is due.
     """
 
@@ -133,14 +135,15 @@ class RendezvousStatus:
     """The status of the rendezvous, for the controller and the console.
 
     Args:
-        live: Ids of the workers that send heartbeats and are to stay.
-        leaving: Ids of the workers that have to leave their nodes and have not left yet.
-        silent: Seconds since the last heartbeat of each worker that stopped sending them, by id.
-        stepping: Number of workers in the current generation.
-        step: Finished steps.
+        live: Actor ids of the workers that send heartbeats and are to stay.
+        leaving: Actor ids of the workers that have to leave their nodes and have not left yet.
+        silent: Seconds since each lost worker was declared lost, by actor id, without those that came back or were
+            evicted.
+        stepping: Number of workers in the current generation that do not wait for the next one.
+        step: Number of finished steps.
         record: Record of the newest finished step.
         waiting: Reason why no generation may form; None if one may.
-        stopping: Whether the driver asked to stop.
+        stopping: Whether the driver has asked all workers to stop.
         limit_s: Seconds without a finished step after which the generation counts as stalled.
     """
 
@@ -160,7 +163,7 @@ class SingleProcessMembership:
 
     Args:
         logical_workers: L; this worker runs all of them.
-        stops: Returns whether the run is to stop.
+        stops: Returns whether the run is to stop after the next step.
     """
 
     recovers = False
@@ -182,17 +185,17 @@ class SingleProcessMembership:
         return Flags.STOP if self._stops() else Flags(0)
 
     def is_leaving(self) -> bool:
-        """Returns False: a process alone has no successor to leave the run to."""
+        """Returns False, because no other process could continue the run."""
         return False
 
     def enter(self, phase: Phase) -> None:
-        """Does nothing: no rendezvous asks for the phase."""
+        """Does nothing, because there is no rendezvous that needs the phase."""
 
     def moved(self) -> None:
-        """Does nothing: no watchdog waits for progress."""
+        """Does nothing, because there is no step watchdog."""
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
-        """Remembers the newest record and the last step on storage, see `Membership.report`."""
+        """Stores the newest record and the last recorded step, see `Membership.report`."""
         del step
         self.newest, self._recorded = record or self.newest, recorded
 
@@ -202,23 +205,23 @@ class SingleProcessMembership:
 
 
 class LeavingError(Exception):
-    """Raised when this worker has to leave while it waits for a generation."""
+    """Raised if this worker has to leave while it waits for a generation."""
 
 
 class Membership(Protocol):
-    """A worker's link to the other workers, as the training loop uses it."""
+    """The interface through which the training loop joins generations and exchanges messages with the rendezvous."""
 
     recovers: bool
     """Whether the workers form another generation after a peer is lost; otherwise the driver restarts the group."""
 
     def generation(self, step: int, lost: bool) -> Any:
-        """Returns a context that yields the `World` and the `GenerationInfo` of a new generation.
+        """Returns a context that waits for a new generation and yields its `World` and its `GenerationInfo`.
 
-        The end of the context leaves the generation's process group.
+        At the end of the context the worker leaves the generation's process group.
 
         Args:
-            step: Finished steps of this worker; -1 without a state.
-            lost: Whether the last generation broke.
+            step: Number of finished steps of this worker; -1 without a state.
+            lost: Whether this worker's last generation broke.
 
         Raises:
             LeavingError: This worker has to leave before the generation forms.
@@ -230,7 +233,7 @@ class Membership(Protocol):
         ...
 
     def is_leaving(self) -> bool:
-        """Returns whether this worker has to end when its generation does."""
+        """Returns whether this worker has to end when its generation ends."""
         ...
 
     def enter(self, phase: Phase) -> None:
@@ -238,14 +241,14 @@ class Membership(Protocol):
         ...
 
     def moved(self) -> None:
-        """Reports progress other than a finished step, so that the step watchdog does not count a stall."""
+        """Reports progress other than a finished step, which restarts the limit of the step watchdog."""
         ...
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
-        """Reports this worker's finished steps; returns at once.
+        """Reports this worker's finished steps; does not wait.
 
         Args:
-            step: Finished steps.
+            step: Number of finished steps.
             record: Record of the newest finished step; only from rank 0.
             recorded: Last step with its record on storage; only from rank 0.
         """
@@ -258,9 +261,9 @@ class Membership(Protocol):
 
 _MIN_LIMIT_S = 60.0
 _MEDIAN_STEPS = 50
-"""The automatic limit, in medians of the duration of a step."""
+"""The automatic limit, as a multiple of the median duration of a step."""
 _FIRST_STEP_FACTOR = 5
-"""The first step of a generation may take this many times the limit: it builds the step and may compile."""
+"""Factor of the limit for the first step of a generation, which builds the step and may compile the model."""
 
 
 class StepWatchdog:
@@ -268,37 +271,46 @@ class StepWatchdog:
 
     Args:
         step_timeout_s: The limit in seconds; None for 50 times the median duration of a step, at least 60 s, and 600 s
-            before any step is known.
+            before the duration of any step is known. For the first step of a generation the limit is five times that.
         clock: Returns the current time in seconds.
 
     Attributes:
-        step: The newest finished step; -1 before the first.
+        step: Highest number of finished steps that was reported; -1 before any worker has a state.
     """
 
     def __init__(self, step_timeout_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._step_timeout_s, self._clock = step_timeout_s, clock
         self._step_s: deque[float] = deque(maxlen=101)
+        self._recorded_step = 0
         self.begin(-1)
 
     def begin(self, step: int) -> None:
-        """Begins a generation that continues after `step` finished steps; its first step may take longer."""
+        """Begins a generation that continues after `step` finished steps, with the longer limit of a first step."""
         self.step = step
         self._has_stepped = False
         self._stall_count = 0
         self.moves()
 
     def moves(self) -> None:
-        """Restarts the limit, because there is progress, or all workers wait for the storage."""
+        """Restarts the limit, because a worker has made progress or all workers wait for the storage."""
         self._last_progress_s = self._clock()
 
     def finished(self, step: int, record: StepRecord | None) -> None:
-        """Notes a finished step, which several heartbeats may report; a record gives the step's duration."""
+        """Notes a finished step; each worker's heartbeats report it until the next one.
+
+        Args:
+            step: Number of finished steps.
+            record: Record of the newest finished step, for its duration; None from ranks other than 0.
+        """
         if step > self.step:
+            # A change from -1 means that a state was initialized or restored, which is not a step.
             self._has_stepped = self.step >= 0
             self.step = step
             self._stall_count = 0
             self.moves()
-        if record is not None:
+        # Each heartbeat repeats the newest record until there is another one.
+        if record is not None and record.step != self._recorded_step:
+            self._recorded_step = record.step
             self._step_s.append(record.step_ms / 1e3)
 
     @property
@@ -310,9 +322,12 @@ class StepWatchdog:
         return limit * (1 if self._has_stepped else _FIRST_STEP_FACTOR)
 
     def times(self, now: float) -> int:
-        """Returns how many times the generation has stalled at this step, if it stalls right now; otherwise 0.
+        """Returns how many times the generation has stalled at this step, this stall included; 0 if it is not stalled.
 
-        A stall restarts the limit, so each one is counted once.
+        A stall restarts the limit, so each stall is returned once.
+
+        Args:
+            now: The current time by the clock.
         """
         if now - self._last_progress_s < self.limit_s:
             return 0

@@ -1,16 +1,18 @@
-"""torch's default process group, formed anew for every generation; another thread can abort it."""
+"""torch's default process group of a generation: forming it, finding its errors, aborting it from another thread."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -21,34 +23,38 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ray_app.errors import PeerLostError
 from ray_app.reduction import group_state
-from ray_app.reduction.base import stage_groups
-from ray_app.train.membership import GenerationInfo
+from ray_app.reduction.base import World, collective, stage_groups
+from ray_app.train.membership import GenerationInfo, SingleProcessMembership
 
 logger = logging.getLogger(__name__)
 
 _FORM_TIMEOUT = timedelta(seconds=30)
-"""Limit of the waits while a group forms: they cannot be aborted if a peer is lost before it has connected.
+"""Time-out of each wait while a group forms, because no abort ends a wait for a peer that has not connected yet.
 
-NCCL has no such limit, see `ProcessGroup.is_stuck`.
+NCCL has no such time-out, see `ProcessGroup.is_stuck`.
 """
 _STUCK_S = 60.0
-"""Time after which a group that was aborted while it formed counts as stuck: twice the limit of gloo and the store."""
+"""Time after which a group that was aborted while it formed counts as stuck.
+
+It is twice `_FORM_TIMEOUT`, after which gloo and the store have raised an error.
+"""
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
-"""Time-out of collectives, long enough never to matter: the rendezvous's step watchdog acts much earlier."""
+"""Time-out of collectives; the step watchdog of the rendezvous ends a stalled generation long before."""
 _NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""Environment variables for NCCL, unless the user has set them.
+"""Environment variables for NCCL that are set unless the user has set them.
 
-torch's own threads then neither end the process nor abort, and do not wait for dumps, which would add a minute and more
-to a recovery. The rendezvous decides when to abort, and `check_device_errors` reads the error.
+With them torch's own threads neither end the process nor abort the group, and do not wait for dumps, which would add a
+minute or more to a recovery. Instead the rendezvous decides when to abort, and `check_device_errors` reads the error.
 """
 _NCCL = "cpu:gloo,cuda:nccl"
+"""torch's name for NCCL on the device and gloo in host memory."""
 _LAUNCH_S = 2.0
-"""Limit of an abort's wait for the end of a launch: a launch that waits for a lost peer ends only by the abort."""
+"""Maximum time that an abort waits for a launch to end; a launch that waits for a lost peer ends only by the abort."""
 
 
 class ProcessGroup:
@@ -58,6 +64,7 @@ class ProcessGroup:
         self._sockets_before = set(_list_sockets())
         self._store_address: tuple[str, int] | None = None
         self._sockets: list[tuple[int, str]] | None = None
+        # Whether waits for collectives only order streams, so that errors have to be read from the backend (NCCL).
         self._is_asynchronous = False
         self._device = torch.device("cpu")
         self.is_aborted = False
@@ -66,7 +73,7 @@ class ProcessGroup:
         self._is_forming = False
         self._aborted_s = 0.0
         self.groups: tuple[Any, ...] = (None,)
-        """The process groups of this rank, see `World.groups`."""
+        """The process group of this rank in each stage of the reduction, see `World.groups`."""
 
     def open(self, generation: GenerationInfo, device: torch.device, backend: Literal["auto", "nccl", "gloo"]) -> None:
         """Forms the group of a generation; blocks until all members have connected.
@@ -77,7 +84,7 @@ class ProcessGroup:
             backend: Value of `train.backend`.
 
         Raises:
-            PeerLostError: The group was aborted meanwhile.
+            PeerLostError: Another thread has aborted the group before it was formed.
         """
         self._is_forming = True
         try:
@@ -89,13 +96,13 @@ class ProcessGroup:
         self._is_asynchronous, self._device = name != "gloo", device
         self._sockets_before, self._store_address = set(_list_sockets()), (generation.host, generation.port)
         group_state.set_group(self)
-        # torch numbers groups and also counts those that could not be formed, but all ranks must have the same number
-        # (torch 2.15).
+        # torch numbers the groups of a process and also counts groups that could not be formed. All ranks must give a
+        # group the same number, so each generation counts from 0 (torch 2.15).
         dist.distributed_c10d._world.group_count = 0
         store = TCPStore(generation.host, generation.port, is_master=False, timeout=_FORM_TIMEOUT)
-        # An abort before this line had no connection to shut down, and NCCL might wait for ever.
+        # An abort before the connection to the store was open had nothing to shut down, so NCCL might wait for ever.
         if self.is_aborted and self._is_asynchronous:
-            raise PeerLostError("the group was given up before it formed")
+            raise PeerLostError("the process group was aborted before it formed")
         init_default_group(
             name, device, PrefixStore(f"generation-{generation.number}", store), generation.rank, generation.size
         )
@@ -103,21 +110,22 @@ class ProcessGroup:
             generation.rank, generation.hosts, _FORM_TIMEOUT, self._is_asynchronous or device.type != "cpu"
         )
         for group in {None, *self.groups}:
-            # The public name of this function came after torch 2.13.
+            # torch has a public name for this function only since a version after 2.13.
             dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT, group)
         if not self.is_aborted:
             self._sockets = self._find_group_sockets(
                 PrefixStore(f"generation-{generation.number}/listens", store), generation
             )
-        # An abort before this line may have come before there was a group to abort.
+        # An abort before the group was formed has aborted nothing, so the group must not be used.
         if self.is_aborted:
-            raise PeerLostError("the group was given up while it formed")
+            raise PeerLostError("the process group was aborted while it formed")
 
     def _find_group_sockets(self, store: PrefixStore, generation: GenerationInfo) -> list[tuple[int, str]]:
-        """Returns the sockets of this group's connections.
+        """Returns the sockets of this group's connections; a collective of the group.
 
-        They are new since the group began to form, and lead to an address at which a member listens or to the store;
-        other new sockets are Ray's. The members publish in the store where they listen, so this waits for all of them.
+        A socket of the group was opened since the group began to form, and one of its ends is an address at which a
+        member or the store listens. Other new sockets belong to Ray. Every member publishes in the store the addresses
+        at which it listens, and the call waits until all members have done so.
         """
         new_sockets = [entry for entry in _list_sockets() if entry not in self._sockets_before]
         ends = {number: _socket_ends(number) for number, _ in new_sockets}
@@ -125,7 +133,7 @@ class ProcessGroup:
         store.set(str(generation.rank), json.dumps(listening))
         published = store.multi_get([str(rank) for rank in range(generation.size)])
         addresses = {self._store_address, *((host, port) for entry in published for host, port in json.loads(entry))}
-        return [(number, name) for number, name in new_sockets if addresses.intersection(ends[number])]
+        return [(number, identity) for number, identity in new_sockets if addresses.intersection(ends[number])]
 
     @property
     def check_device_errors(self) -> Callable[[], None] | None:
@@ -133,23 +141,26 @@ class ProcessGroup:
         return self._check_device_errors if self._is_asynchronous else None
 
     def _check_device_errors(self) -> None:
-        """Waits for the device and raises `PeerLostError` if the group was aborted or its backend reports an error."""
+        """Waits for the device, and raises `PeerLostError` if the group was aborted or its backend reports an error."""
         self._wait_for_device()
         error = self._error()
         if self.is_aborted:
-            raise PeerLostError("the exchange was given up while the device was at it")
+            raise PeerLostError("the process group was aborted while the device ran its collectives")
         if error is not None:
-            raise PeerLostError(f"the exchange failed on the device: {error}")
+            raise PeerLostError(f"a collective failed on the device: {error}")
 
     def _wait_for_device(self) -> None:
-        """Waits for the stream that computes, which in turn waits for the step's collectives and its side streams.
+        """Waits for the stream that computes, and so for the step's collectives and side streams, which it waits for.
 
-        Uploads for later steps may still be in progress.
+        Uploads of data for later steps may still be in progress afterwards.
         """
         torch.cuda.current_stream(self._device).synchronize()
 
     def _error(self) -> str | None:
-        """Returns the name of a backend's error, if one has failed; a backend that this process aborts is not asked."""
+        """Returns the name of the error of the first backend that reports one.
+
+        The backends are not asked after this process has aborted the group; then the result is None.
+        """
         with group_state.launch_lock:
             errors = (
                 group._get_backend(self._device).get_error() for group in self._all_groups() if not self.is_aborted
@@ -157,11 +168,12 @@ class ProcessGroup:
             return next((error.name for error in errors if error != ErrorType.SUCCESS), None)
 
     def has_failed(self) -> bool:
-        """Returns whether the group is aborted or its backend reports an error, see `group_state.Breakable`."""
+        """Returns whether a backend of the group reports an error, see `group_state.Breakable`; False with gloo."""
+        # `_error` is None if another thread aborts the group meanwhile.
         return self._is_asynchronous and (self._error() is not None or self.is_aborted)
 
     def _all_groups(self) -> list[Any]:
-        """Returns all groups that have been formed, those between hosts first."""
+        """Returns the groups that have been formed, from the one of the last stage to the default group."""
         return (
             [group for group in (*reversed(self.groups), dist.group.WORLD) if group is not None]
             if dist.is_initialized()
@@ -169,19 +181,20 @@ class ProcessGroup:
         )
 
     def abort(self) -> None:
-        """Aborts the waits of this process in the group.
+        """Ends the waits of this process in the group with an error; may be called by another thread, and repeatedly.
 
         NCCL has an abort. gloo has none, so its connections are shut down, which ends its waits with an error.
 
-        Does not wait: the calling thread also sends the heartbeats of this process, and NCCL may take long. All groups
-        are aborted at once, since the abort of one may wait for the device's work for another.
+        The call returns at once, because the calling thread also sends the heartbeats of this process and an abort of
+        NCCL may take long. All groups are aborted at the same time, each by a thread of its own, because the abort of
+        one group may wait for the device's work for another.
 
-        While the group forms, only the connection to the store is shut down: of the other new connections it is not
-        known whether they belong to the group, and gloo ends a process if its listening socket is shut down. So NCCL
-        may wait for ever, see `is_stuck`.
+        While the group forms, only the connection to the store is shut down: nothing tells the other connections of the
+        group from those of Ray yet, and gloo ends the process if its listening socket is shut down. So a wait for NCCL
+        may never end, see `is_stuck`.
         """
         self._aborted_s = self._aborted_s or time.monotonic()
-        # Set before any wait ends: what an aborted collective leaves behind is garbage.
+        # This is set before any wait ends, because an aborted collective leaves garbage in its output.
         self.is_aborted = True
         with self._abort_lock:
             for group in self._all_groups() if self._is_asynchronous else ():
@@ -192,33 +205,34 @@ class ProcessGroup:
         sockets = self._sockets
         if sockets is None:
             sockets = [
-                (number, name)
-                for number, name in _list_sockets()
-                if (number, name) not in self._sockets_before and self._is_store(number)
+                (number, identity)
+                for number, identity in _list_sockets()
+                if (number, identity) not in self._sockets_before and self._is_store(number)
             ]
-        for number, name in sockets:
-            _shut_down(number, name)
+        for number, identity in sockets:
+            _shut_down(number, identity)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether this process still waits in a group that was aborted while it formed; only its end can change that.
+        """Whether `open` still waits although the group was aborted long ago, so that the process has to end.
 
-        NCCL connects without a time limit (torch 2.15): if a peer is lost before it has connected, the others wait for
-        it in `open`.
+        NCCL connects without a time-out (torch 2.15): if a peer is lost before it has connected, the others wait for it
+        in `open`, and no abort ends that wait.
         """
         return self._is_forming and self.is_aborted and time.monotonic() - self._aborted_s > _STUCK_S
 
     def _is_store(self, number: int) -> bool:
+        """Returns whether a descriptor is a connection to the store of this group."""
         return self._store_address is not None and _socket_ends(number)[1] == self._store_address
 
     def close(self, broken: bool = False) -> None:
-        """Leaves the group.
+        """Destroys the group in this process.
 
-        Afterwards no collective of the group runs on the device, so the memory that one would write into can be reused.
+        Afterwards no collective of the group runs on the device, so the memory that it would write into can be reused.
 
         Args:
-            broken: Whether to abort the group first: in a broken group NCCL, and with gloo a thread that runs
-                concurrently with backward, would wait for ever.
+            broken: Whether to abort the group first. Without an abort NCCL would wait for ever in a broken group, and
+                so would the helper thread that reduces gradients by gloo.
         """
         if broken:
             self.abort()
@@ -227,7 +241,7 @@ class ProcessGroup:
         for thread in threads:
             thread.join()
         if broken and self._device.type == "cuda":
-            # An error of the device itself is raised again by the next call that uses the device.
+            # An error of the device itself is ignored here, because the next call that uses the device raises it again.
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
         with group_state.launch_lock:
@@ -241,9 +255,9 @@ def init_default_group(name: str, device: torch.device, store: Any, rank: int, s
 
     Args:
         name: Backend, see `backend_name`.
-        device: Device of this rank. NCCL connects it now instead of in the first backward; without it NCCL would choose
-            a device by the number of the rank.
-        store: Store through which the ranks exchange addresses.
+        device: Device of this rank. It is passed to NCCL, which then connects at once instead of in the first backward,
+            and does not choose a device by the number of the rank.
+        store: Store through which the ranks publish their addresses.
         rank: This rank.
         size: Number of ranks.
     """
@@ -255,11 +269,11 @@ def init_default_group(name: str, device: torch.device, store: Any, rank: int, s
 
 
 def _abort_group(group: Any) -> None:
-    """Aborts a group's communicator while no thread launches a collective.
+    """Aborts a group's communicator when no thread launches a collective any more, or after `_LAUNCH_S`.
 
-    NCCL would free memory that the launch uses (torch 2.15).
+    The abort frees memory that a launch uses (NCCL in torch 2.15).
     """
-    is_idle = group_state.launch_lock.acquire(timeout=_LAUNCH_S)
+    is_locked = group_state.launch_lock.acquire(timeout=_LAUNCH_S)
     try:
         # The group may have been closed meanwhile.
         if group in dist.distributed_c10d._world.pg_map:
@@ -267,14 +281,14 @@ def _abort_group(group: Any) -> None:
     except RuntimeError as error:
         logger.warning("A communicator could not be aborted: %s", error)
     finally:
-        if is_idle:
+        if is_locked:
             group_state.launch_lock.release()
 
 
 def backend_name(device: torch.device, backend: str) -> str:
-    """Returns torch's name for the backend of `train.backend` on a device.
+    """Returns torch's name of the backend that a value of `train.backend` selects for a device.
 
-    Collectives of host memory use gloo in any case.
+    Collectives in host memory use gloo in any case.
     """
     if backend in ("auto", "nccl"):
         return _NCCL if device.type == "cuda" else "gloo"
@@ -288,31 +302,36 @@ def open_stage_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, col
         rank: This rank.
         hosts: The host of every rank.
         timeout: Limit for forming a group.
-        collective: Whether the stages use collectives; otherwise ranks send to each other (`reduction.transport`).
+        collective: Whether the stages use collectives and so need groups; otherwise every entry is None, because the
+            ranks send messages to each other (`reduction.transport`).
     """
     stages = stage_groups(hosts) if hosts else [[]]
     if len(stages) == 1 or not collective:
         return (None,) * len(stages)
-    # All ranks have to make all groups, also those without them.
+    # Every rank has to call `new_group` for all groups, also for groups that it does not belong to.
     groups = [{ranks: dist.new_group(ranks, timeout=timeout) for ranks in stage} for stage in stages]
     return tuple(group for stage in groups for ranks, group in stage.items() if rank in ranks)
 
 
 def _list_sockets() -> list[tuple[int, str]]:
-    """Returns descriptor and identity of every socket of this process."""
+    """Returns the descriptor and the identity (`socket:[INODE]`) of every socket of this process.
+
+    The number of a descriptor is used again after a socket is closed; the identity is not.
+    """
     sockets = []
-    for name in os.listdir("/proc/self/fd"):
+    for number in os.listdir("/proc/self/fd"):
+        # The descriptor may have been closed meanwhile, as the one of this very listing is.
         with suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:"):
-                sockets.append((int(name), target))
+            identity = os.readlink(f"/proc/self/fd/{number}")
+            if identity.startswith("socket:"):
+                sockets.append((int(number), identity))
     return sockets
 
 
 def _socket_ends(number: int) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    """Returns host and port of both ends of a TCP connection.
+    """Returns host and port of the local and of the remote end of a TCP connection.
 
-    A listening socket has no remote end; of a socket of another kind both are None.
+    The remote end of a listening socket is None; both ends of a socket of another kind, or of a closed one, are None.
     """
     ends: list[tuple[str, int] | None] = [None, None]
     with suppress(OSError), socket.socket(fileno=os.dup(number)) as tcp_socket:
@@ -323,21 +342,80 @@ def _socket_ends(number: int) -> tuple[tuple[str, int] | None, tuple[str, int] |
     return ends[0], ends[1]
 
 
-def _shut_down(number: int, name: str) -> None:
-    """Shuts down a socket if it is still the same one and a TCP connection."""
+def _shut_down(number: int, identity: str) -> None:
+    """Shuts down a TCP connection, if the descriptor still has this identity and is a connection."""
     with suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{number}") != name:
+        if os.readlink(f"/proc/self/fd/{number}") != identity:
             return
         with socket.socket(fileno=os.dup(number)) as tcp_socket:
             if tcp_socket.family in (socket.AF_INET, socket.AF_INET6) and tcp_socket.type == socket.SOCK_STREAM:
-                # Raises for a listening socket, which must not be shut down.
+                # This raises for a listening socket, which must not be shut down.
                 tcp_socket.getpeername()
                 tcp_socket.shutdown(socket.SHUT_RDWR)
 
 
 def use_interface_of_host(host: str) -> None:
-    """Makes collectives use the network interface of an address, that of Ray, unless the user has chosen one."""
+    """Makes collectives use the network interface that has an address, unless the user has chosen an interface.
+
+    Args:
+        host: The address at which Ray reaches this node.
+    """
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+_FILE_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class FileStoreMembership(SingleProcessMembership):
+    """The membership of a fixed number of processes on this machine, which form their process group through a file.
+
+    There is one generation and no rendezvous: if a process is lost, the others fail.
+
+    Args:
+        world: Rank and size of this process, and the number of logical workers.
+        store: Path of the file through which the processes find each other; each process group needs a new file.
+        backend: Backend of the process group.
+        hosts: Names of hosts, one for each rank, to reduce as if the processes were on several hosts, see
+            `World.hosts`; if empty, all ranks count as one host.
+    """
+
+    def __init__(self, world: World, store: Path, backend: str = "gloo", hosts: tuple[str, ...] = ()) -> None:
+        super().__init__(world.logical_workers, lambda: False)
+        self._world, self._store, self._backend, self._hosts = world, store, backend, hosts
+
+    @contextmanager
+    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+        """Forms the only generation; see `Membership.generation`."""
+        del step, lost
+        rank, size = self._world.rank, self._world.size
+        info = GenerationInfo(1, rank, size, "", 0, self._hosts)
+        if size == 1:
+            yield self._world, info
+            return
+        sockets_before = set(_list_sockets())
+        try:
+            with collective():
+                # All ranks must give a group the same number, see `ProcessGroup`.
+                dist.distributed_c10d._world.group_count = 0
+                store = dist.FileStore(str(self._store), size)  # type: ignore[attr-defined]
+                dist.init_process_group(
+                    self._backend, store=store, rank=rank, world_size=size, timeout=_FILE_STORE_TIMEOUT
+                )
+                groups = open_stage_groups(rank, self._hosts, _FILE_STORE_TIMEOUT, self._backend != "gloo")
+                # No process may leave the group while another one still connects.
+                dist.barrier()
+            yield dataclasses.replace(self._world, hosts=self._hosts, groups=groups), info
+        except BaseException:
+            group: Any = dist.group.WORLD
+            if group is not None:
+                group.abort()
+            # The frames of the error may keep the group alive, and the peers wait until its connections end.
+            for number, identity in set(_list_sockets()) - sockets_before:
+                _shut_down(number, identity)
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """Monitors silent data corruption (SDC) over all generations of a worker.
 
-It makes the SDC checker of each generation, records its findings, marks the checkpoints that a corrupt worker may have
-contributed to, and compares the parameters of all workers.
+The monitor makes the SDC checker of each generation, writes an event for each finding, marks the checkpoints to which a
+corrupt worker may have contributed, and compares the parameters of all workers at intervals
+(`failure.compare_params_every_steps`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ray_app.train.step.sdc import SdcChecker, SdcFinding, WorkerDevice
 
 
 class SdcMonitor:
-    """The state of SDC detection that outlives the generations of a worker.
+    """Runs SDC detection over all generations of a worker.
 
     Args:
         job: The run.
@@ -33,22 +34,28 @@ class SdcMonitor:
 
     def __init__(self, job: Job, state: TrainingState, device: torch.device) -> None:
         self._job, self._state, self._device = job, state, device
+        # Last step in which a recomputed share of a worker was right, by the worker's name, see `SdcChecker`.
         self._last_clean_steps = dict[str, int]()
+        # The findings for which no checkpoints have been marked yet.
         self._findings = list[SdcFinding]()
         self._rank = 0
 
     def mark_checkpoints(self, world: World, step_log: StepLog) -> None:
-        """Marks as suspect the checkpoints to which a corrupt worker may have contributed, at the next generation."""
+        """Marks as suspect the checkpoints to which a corrupt worker may have contributed.
+
+        It is called at the start of a generation, because the generation in which a worker is found corrupt ends at
+        once. All remaining ranks have the findings, and rank 0 marks.
+        """
         self._rank = world.rank
         for finding in self._findings if world.rank == 0 else []:
             reason = f"{finding.worker.name} ({finding.worker.device}) computed step {finding.step} wrongly"
-            step_log.suspect(finding.clean + 1, f"{reason}; it was last known to be right at step {finding.clean}")
+            step_log.suspect(finding.clean, f"{reason}; it was last known to be right after step {finding.clean}")
         self._findings.clear()
 
     def make_checker(self, world: World) -> SdcChecker | None:
-        """Returns the SDC checker of a generation; a collective.
+        """Returns the SDC checker of a generation; a collective, in which the ranks gather their devices.
 
-        It is None, without a collective, if no shares are to be checked or no other worker could check them.
+        Without SDC checks, or with a single worker, it returns None and is no collective.
 
         Raises:
             PeerLostError: A peer left meanwhile.
@@ -63,6 +70,7 @@ class SdcMonitor:
         return SdcChecker(rate, self._job.config.seed, workers, self._last_clean_steps, self._report)
 
     def _report(self, finding: SdcFinding) -> None:
+        """Notes a finding; the reporting rank writes the event `sdc_detected`."""
         self._findings.append(finding)
         if self._rank == finding.reporting_rank:
             worker = {"rank": finding.rank, "name": finding.worker.name, "device": finding.worker.device}
@@ -70,9 +78,10 @@ class SdcMonitor:
             put_event(self._job.paths, "sdc_detected", self._job.fence, **worker, **details)
 
     def compare_parameters(self, world: World, finished_steps: int) -> None:
-        """Compares the parameters of all workers if that is due; a collective then.
+        """Compares the parameters of all workers if that is due after this step; a collective then.
 
-        The next generation replaces the parameters of a minority.
+        Parameters that differ break the generation; when the next one forms, ranks that differ from the majority get
+        the state of the others, see `TrainingState.share`.
 
         Raises:
             PeerLostError: The parameters differ, or a peer left meanwhile.

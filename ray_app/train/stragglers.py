@@ -1,11 +1,13 @@
-"""Straggler detection from the time that every worker reports with each step, and load balancing between workers.
+"""Straggler detection from the times that every worker reports with each step, and load balancing between workers.
 
-All ranks have the same reports with the step statistics, so all detect the same stragglers without another collective.
-Steps are examined in windows. A worker is a straggler if it has made the others wait, long enough, in several windows
-in a row; a worker that stalled a single step is reported, too. Logical workers may move from slow workers to fast ones,
-which changes no bit of the result; medians, thresholds and pauses that double keep noise from moving them.
+The times of all ranks are part of the step statistics, so all ranks detect the same stragglers without another
+collective. Steps are examined in windows. A worker is a straggler if the others have waited for it, long enough, in
+several windows in a row; a worker that stalled a single step is reported, too. With load balancing logical workers move
+from slow workers to fast ones, and the result stays bit-identical. Medians, thresholds and pauses that double prevent
+moves because of noise.
 
-`StragglerReporter` records which worker is slow and why, how logical workers moved, and where each worker's time went.
+`StragglerDetector` computes this. `StragglerReporter` writes events: which worker is slow and why, how logical workers
+moved, and where each worker's time went.
 """
 
 from __future__ import annotations
@@ -29,51 +31,62 @@ from ray_app.train.job import Job
 from ray_app.train.step.timing import TimeBreakdown, TimeValues
 
 Seconds = npt.NDArray[np.float64]
-"""Seconds of each rank, shape (W,), or of each rank in each step, shape (steps, W)."""
+"""An array of seconds. W in its shape is the number of ranks."""
 Cause = Literal["compute", "data", "other"]
 _CAUSES: tuple[Cause, ...] = ("compute", "data", "other")
 
-_STEP = TimeBreakdown._fields.index("step_s")
+_STEP_S_INDEX = TimeBreakdown._fields.index("step_s")
 _WARM_UP_STEPS = 3
+"""Steps that are ignored at the beginning of a generation and after each move of logical workers."""
 _MIN_WINDOW_STEPS = 10
 _MIN_WINDOW_S = 0.2
+"""A window ends with the first step after which it has both this duration and `_MIN_WINDOW_STEPS` steps."""
 _SLOW_RATIO = 1.3
-"""Time relative to the other workers above which a worker is a straggler."""
+"""Time relative to the other workers above which a worker becomes a straggler."""
 _RECOVERED_RATIO = 1.15
-"""Time relative to the other workers below which it no longer is one."""
+"""Time relative to the other workers below which a straggler has recovered."""
 _MIN_LOST_FRACTION = 0.1
-"""Fraction of each step that all workers must lose by a straggler."""
+"""Fraction of each step that all workers must lose because of a worker for it to become a straggler.
+
+Below half of this fraction a straggler has recovered.
+"""
 _WINDOWS_IN_A_ROW = 3
+"""Windows in a row in which the conditions must hold for a worker to become a straggler or to recover."""
 _DATA_WINDOWS = 8
+"""Windows over which the waits for data are averaged."""
 _MIN_STALL_S = 1.0
 _STALL_STEPS = 5.0
-"""Duration of a stall, in medians of the duration of a step."""
+"""Minimum duration of a stall, as a multiple of the median duration of a step; it is also at least `_MIN_STALL_S`."""
 _MAX_STALLS = 10
-"""Stalls that are reported in a generation."""
-_WORTH_FRACTION = 0.9
-"""Fraction of the computing time that may be left, by prediction, for a move of logical workers to be made."""
-_GAIN_FRACTION = 0.98
-"""Fraction of the duration of a step that may be left after a move for it not to be undone."""
-_SETTLING_WINDOWS = 2
+"""Maximum number of stalls that are reported in a generation."""
+_MAX_PREDICTED_FRACTION = 0.9
+"""Logical workers move if the slowest rank's predicted computing time is below this fraction of the present time."""
+_MAX_STEP_FRACTION = 0.98
+"""A move is undone if the duration of a step after it is above this fraction of the duration before."""
+_MOVE_WINDOWS = 2
+"""Windows in a row that must predict a gain before a move, and windows after a move over which it is measured."""
 _MAX_PAUSE_WINDOWS = 64
-"""Most windows between two moves."""
+"""Maximum of the pause before a move, in windows; the pause doubles with each move of a generation."""
 _MANY_VALUES = 32
+"""Number of values above which one value does not matter for their median."""
 _EPSILON = 1e-12
+"""Lower bound of divisors."""
 _MAX_REPORTED_WORKERS = 64
+"""Maximum number of workers in an event `time_breakdown`."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A worker that makes the others wait.
+    """A worker for which the others wait.
 
     Args:
         rank: Rank of the worker.
-        cause: `compute` if it computes for longer than others, `data` if it waits for its data, `other` for anything
-            else; see `TimeBreakdown`.
-        times: Its time relative to that of the other workers.
-        lost: Fraction of each step that all workers lose by it; for a stall the seconds.
-        event: `slowed` if it has been slow for many steps, `straggler_recovered` if it no longer is, `stalled` if it
-            stalled a single step.
+        cause: `compute` if the worker computes for longer than others, `data` if it waits for its data, `other` for
+            anything else; see `TimeBreakdown`.
+        times: The worker's time as a multiple of that of the other workers.
+        lost: Fraction of each step that all workers lose because of this one; for a stall the seconds.
+        event: `slowed` if the worker has been slow for several windows, `straggler_recovered` if it no longer is,
+            `stalled` if it stalled a single step.
     """
 
     rank: int
@@ -91,9 +104,9 @@ class StragglerDetector:
         balances: Whether to propose moves of logical workers to ranks that complete them sooner.
 
     Attributes:
-        shares: The logical workers that each rank should run from now on; None for the present assignment.
+        shares: The proposed assignment, the logical workers of each rank; None to keep the present one.
         slow: The present stragglers by rank.
-        imbalance: Time of the busiest worker in a step relative to the mean; None before the first window.
+        imbalance: Time of the busiest worker in a step relative to the mean of all; None before the first window.
     """
 
     def __init__(self, world: World, balances: bool) -> None:
@@ -101,14 +114,16 @@ class StragglerDetector:
         self.slow: dict[int, Straggler] = {}
         self.imbalance: float | None = None
         self._stalls = self._moves = 0
-        self._before: tuple[tuple[range, ...], float] | None = None
+        # The assignment before the last move and the duration of a step with it; None once the move is judged.
+        self._before_move: tuple[tuple[range, ...], float] | None = None
+        # Seconds of each rank by cause and, in the last row, those of the steps, shape (4, W).
         self._totals = np.zeros((4, world.size))
         self.begin(world)
 
     def begin(self, world: World) -> None:
-        """Restarts the windows after logical workers have moved."""
+        """Restarts the windows with the assignment of `world`, after logical workers have moved."""
         self._blocks = [world.assigned_to(rank) for rank in range(world.size)]
-        self._sizes = np.array([len(block) for block in self._blocks], dtype=np.float64)
+        self._block_sizes = np.array([len(block) for block in self._blocks], dtype=np.float64)
         self.shares: tuple[range, ...] | None = None
         self._warm_up_left = _WARM_UP_STEPS
         self._window = list[list[TimeValues]]()
@@ -117,27 +132,29 @@ class StragglerDetector:
         self._windows_in_a_row = dict.fromkeys(range(world.size), 0)
         self._better_windows = 0
         self._num_windows = 0
+        # The median duration of a step in each window since the last move.
         self._step_s: list[float] = []
 
     def add(self, times: Sequence[TimeValues]) -> list[Straggler] | None:
-        """Adds a step.
+        """Adds the times of a step, and examines the window if the step completes it.
 
         Args:
             times: Time of every logical worker's rank, see `TimeBreakdown`.
 
         Returns:
-            The events of the window of steps that this step completes, perhaps none; None within a window.
+            The events of the window that this step completes, perhaps none; None if it completes no window.
         """
         if self._warm_up_left:
             self._warm_up_left -= 1
             return None
+        # All logical workers of a rank have the rank's times.
         self._window.append([times[block.start] for block in self._blocks])
-        self._window_s += times[0][_STEP]
+        self._window_s += times[0][_STEP_S_INDEX]
         if len(self._window) < _MIN_WINDOW_STEPS or self._window_s < _MIN_WINDOW_S:
             return None
         compute, data, other, step = np.moveaxis(np.array(self._window), 2, 0)
         self._window, self._window_s = [], 0.0
-        return self._examine(np.stack([compute * self._sizes, data, other]), step[:, 0])
+        return self._examine(np.stack([compute * self._block_sizes, data, other]), step[:, 0])
 
     def _examine(self, seconds: Seconds, step: Seconds) -> list[Straggler]:
         """Examines a window of steps; returns its events.
@@ -146,44 +163,52 @@ class StragglerDetector:
             seconds: Time of each rank by cause and step, shape (3, steps, W).
             step: Duration of each step, shape (steps,).
         """
-        step_s, usual = float(np.median(step)), np.median(seconds, 1)
-        # Waits for data are rare and long, so a median would miss them: their mean over the recent windows counts,
-        # without the worst window.
+        step_s, usual_s = float(np.median(step)), np.median(seconds, 1)
+        # Waits for data are rare and long, so a median would miss them. Their mean over the recent windows is used
+        # instead, without each rank's worst window, which may be a single stall.
         self._data_waits.append(seconds[1].mean(0))
-        usual[1] = (np.sum(self._data_waits, 0) - np.max(self._data_waits, 0)) / max(1, len(self._data_waits) - 1)
-        busy_s = usual.sum(0)
-        logical_worker_s = usual[0] / self._sizes
+        usual_s[1] = (np.sum(self._data_waits, 0) - np.max(self._data_waits, 0)) / max(1, len(self._data_waits) - 1)
+        busy_s = usual_s.sum(0)
+        logical_worker_s = usual_s[0] / self._block_sizes
         self.imbalance = float(busy_s.max() / max(_EPSILON, busy_s.mean()))
         self._totals += np.vstack([seconds.sum(1), np.full(len(logical_worker_s), step.sum())])
-        events = [*self._detect_stall(seconds, step_s), *self._detect_stragglers(usual, logical_worker_s, step_s)]
+        # `_detect_stall` skips the stragglers of earlier windows, so it comes before this window changes them.
+        events = [*self._detect_stall(seconds, step_s), *self._detect_stragglers(usual_s, logical_worker_s, step_s)]
         if self._balances:
             self._consider_move(logical_worker_s, step_s)
         return events
 
     def _detect_stall(self, seconds: Seconds, step_s: float) -> list[Straggler]:
-        """Returns the worst of the steps in which one worker was far behind all others, if there is one."""
+        """Returns the worst stall of a window, in which one worker was far behind all others; empty if there is none.
+
+        Args:
+            seconds: Time of each rank by cause and step, shape (3, steps, W).
+            step_s: Median duration of a step.
+        """
         busy_s = seconds.sum(0)
+        # The times of the two slowest ranks in each step.
         second, first = np.partition(busy_s, -2, 1)[:, -2:].T
-        at = int((first - second).argmax())
-        rank, lost_s = int(busy_s[at].argmax()), float(first[at] - second[at])
+        worst_step = int((first - second).argmax())
+        rank, lost_s = int(busy_s[worst_step].argmax()), float(first[worst_step] - second[worst_step])
         if lost_s < max(_MIN_STALL_S, _STALL_STEPS * step_s) or self._stalls == _MAX_STALLS or rank in self.slow:
             return []
         self._stalls += 1
-        cause = _CAUSES[int(seconds[:, at, rank].argmax())]
-        return [Straggler(rank, cause, float(first[at] / second[at]), lost_s, "stalled")]
+        cause = _CAUSES[int(seconds[:, worst_step, rank].argmax())]
+        return [Straggler(rank, cause, float(first[worst_step] / second[worst_step]), lost_s, "stalled")]
 
-    def _detect_stragglers(self, usual: Seconds, logical_worker_s: Seconds, step_s: float) -> list[Straggler]:
-        """Returns the workers that have become stragglers or are none any more.
+    def _detect_stragglers(self, usual_s: Seconds, logical_worker_s: Seconds, step_s: float) -> list[Straggler]:
+        """Returns the workers that have become stragglers, and the stragglers that have recovered.
 
         Args:
-            usual: Usual time of each rank by cause, shape (3, W).
+            usual_s: Usual time of each rank in a step by cause, shape (3, W).
             logical_worker_s: Computing time of each rank for one logical worker, shape (W,).
             step_s: Median duration of a step.
         """
-        busy_s, events = usual.sum(0), list[Straggler]()
+        busy_s, events = usual_s.sum(0), list[Straggler]()
         lost_s = busy_s - median_of_others(busy_s)
-        causes = np.argmax([of_cause - median_of_others(of_cause) for of_cause in usual], 0)
-        # Computing is compared by the logical worker, since ranks may run different numbers of them.
+        # The cause of a rank is that for which it differs most from the others.
+        causes = np.argmax([cause_s - median_of_others(cause_s) for cause_s in usual_s], 0)
+        # Computing is compared per logical worker, since ranks may run different numbers of them.
         ratios = np.where(
             causes == 0,
             logical_worker_s / np.maximum(_EPSILON, median_of_others(logical_worker_s)),
@@ -192,12 +217,12 @@ class StragglerDetector:
         lost_fractions = lost_s / max(_EPSILON, step_s)
         for rank, (ratio, lost) in enumerate(zip(ratios.tolist(), lost_fractions.tolist(), strict=True)):
             straggler = self.slow.get(rank)
-            changes = (
+            is_changing = (
                 ratio < _RECOVERED_RATIO or lost < _MIN_LOST_FRACTION / 2
                 if straggler
                 else ratio > _SLOW_RATIO and lost > _MIN_LOST_FRACTION
             )
-            self._windows_in_a_row[rank] = self._windows_in_a_row[rank] + 1 if changes else 0
+            self._windows_in_a_row[rank] = self._windows_in_a_row[rank] + 1 if is_changing else 0
             cause = straggler.cause if straggler else _CAUSES[causes[rank]]
             present = Straggler(rank, cause, ratio, max(0.0, lost), "slowed")
             if straggler:
@@ -213,35 +238,39 @@ class StragglerDetector:
         return events
 
     def _consider_move(self, logical_worker_s: Seconds, step_s: float) -> None:
-        """Proposes a move of logical workers if two windows predict a gain, or undoes the last move without a gain."""
+        """Proposes a move of logical workers if two windows predict a gain, or undoes the last move without a gain.
+
+        After a move that is undone no other one is proposed in this generation.
+        """
         self._num_windows += 1
         self._step_s.append(step_s)
-        if self._before is not None and self._num_windows == _SETTLING_WINDOWS:
-            shares, step_before_s = self._before
-            self._before = None
-            if float(np.median(self._step_s)) > _GAIN_FRACTION * step_before_s:
-                self.shares, self._balances = shares, False
+        if self._before_move is not None and self._num_windows == _MOVE_WINDOWS:
+            previous_assignment, previous_step_s = self._before_move
+            self._before_move = None
+            if float(np.median(self._step_s)) > _MAX_STEP_FRACTION * previous_step_s:
+                self.shares, self._balances = previous_assignment, False
                 return
         proposed = blocks_by_speed(logical_worker_s.tolist(), self._blocks[-1].stop)
         sizes = np.array([len(block) for block in proposed])
-        is_better = (sizes * logical_worker_s).max() < _WORTH_FRACTION * (self._sizes * logical_worker_s).max()
+        predicted_s, present_s = (sizes * logical_worker_s).max(), (self._block_sizes * logical_worker_s).max()
+        is_better = predicted_s < _MAX_PREDICTED_FRACTION * present_s
         self._better_windows = self._better_windows + 1 if is_better else 0
         pause_windows = min(_MAX_PAUSE_WINDOWS, 1 << self._moves)
-        if self._better_windows >= _SETTLING_WINDOWS and self._num_windows >= pause_windows:
-            self._before = tuple(self._blocks), float(np.median(self._step_s[-_SETTLING_WINDOWS:]))
+        if self._better_windows >= _MOVE_WINDOWS and self._num_windows >= pause_windows:
+            self._before_move = tuple(self._blocks), float(np.median(self._step_s[-_MOVE_WINDOWS:]))
             self._moves += 1
             self.shares = proposed
 
     def time_fractions(self) -> list[dict[str, float]]:
-        """Returns where the time of each worker went since the generation began, as fractions by cause.
+        """Returns for each rank the fractions of the time since the generation began, by cause.
 
-        The rest is `waits`, for other workers. The list is empty if the generation was too short.
+        The rest is `waits`, the waiting for other workers. The list is empty if no window was completed.
         """
         *by_cause, step_s = self._totals
         if not step_s.any():
             return []
         fractions = (np.stack(by_cause) / step_s).T.round(4)
-        workers = [dict(zip(_CAUSES, of_worker.tolist(), strict=True)) for of_worker in fractions]
+        workers = [dict(zip(_CAUSES, by_worker.tolist(), strict=True)) for by_worker in fractions]
         return [worker | {"waits": round(max(0.0, 1 - sum(worker.values())), 4)} for worker in workers]
 
 
@@ -253,26 +282,26 @@ def median_of_others(values: Seconds) -> Seconds:
 
 
 class StragglerReporter:
-    """Runs the `StragglerDetector` of a generation and records its events.
+    """Runs the `StragglerDetector` of a generation and writes its events.
 
     It does nothing for a single worker, nor with `fsdp`, where workers wait for each other while they compute.
 
     Args:
         job: The run.
         world: The workers of the generation.
-        hosts: The host of each rank, if it is known.
+        hosts: The host of each rank; empty if they are not known.
         device: Device on which this worker computes.
 
     Attributes:
-        shares, imbalance: See `StragglerDetector`.
-        slow: Time of each straggler relative to the other workers, by rank as text.
+        shares, imbalance: See `StragglerDetector`; they change at the end of a window.
+        slow: Time of each straggler as a multiple of that of the other workers, by rank as text, as JSON needs it.
     """
 
     def __init__(self, job: Job, world: World, hosts: Sequence[str], device: torch.device) -> None:
         self._job, self._world, self._hosts, self._device = job, world, hosts, device
         self._detector = (
             StragglerDetector(world, job.config.scaling.load_balancing == "speed")
-            if world.size > 1 and not world.strided
+            if world.size > 1 and job.config.train.strategy != "fsdp"
             else None
         )
         self.shares: tuple[range, ...] | None = None
@@ -281,10 +310,10 @@ class StragglerReporter:
         self._step = 0
 
     def add(self, step: int, times: Sequence[TimeValues]) -> None:
-        """Adds a finished step; a collective if there is something to record.
+        """Adds the times of a finished step; a collective if that leads to events.
 
         Args:
-            step: Finished steps of the run.
+            step: Number of finished steps of the run.
             times: Time of every logical worker's rank, see `TimeBreakdown`.
 
         Raises:
@@ -301,7 +330,7 @@ class StragglerReporter:
             self._record(events)
 
     def _record(self, events: list[Straggler]) -> None:
-        """Records events with the process and device of the straggler; a collective."""
+        """Writes events, each with the process and device of the straggler; a collective."""
         workers = gather(
             {"name": platform.node(), "pid": os.getpid(), "device": describe(self._device)["device"]}, self._world
         )
@@ -314,7 +343,7 @@ class StragglerReporter:
         return self._hosts[rank] if self._hosts else ""
 
     def begin(self, world: World) -> None:
-        """Records that logical workers have moved, and continues with the new assignment."""
+        """Writes the event `balanced` after logical workers have moved, and restarts the windows."""
         assert self._detector is not None
         if world.rank == 0:
             before, after = ([len(w.assigned_to(rank)) for rank in range(w.size)] for w in (self._world, world))
@@ -323,13 +352,13 @@ class StragglerReporter:
         self._detector.begin(world)
 
     def end(self) -> None:
-        """Records where the workers' time went."""
+        """Writes the event `time_breakdown`: where each worker's time went in the generation."""
         if self._detector is None or self._world.rank or not (fractions := self._detector.time_fractions()):
             return
         workers: list[dict[str, Any]] = [
-            {"rank": rank, "host": self._host(rank)} | of_worker for rank, of_worker in enumerate(fractions)
+            {"rank": rank, "host": self._host(rank)} | by_cause for rank, by_cause in enumerate(fractions)
         ]
-        # The busiest workers come first, because of many workers only some are recorded.
+        # The busiest workers come first, because the event has only some of many workers.
         workers.sort(key=lambda worker: worker["waits"])
         put_event(
             self._job.paths, "time_breakdown", self._job.fence, step=self._step, workers=workers[:_MAX_REPORTED_WORKERS]

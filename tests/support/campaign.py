@@ -28,10 +28,11 @@ import torch
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.reduction.base import World
+from ray_app.testing import cache_windows
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags, GenerationInfo
-from tests.support.local_world import CPU, LocalMembership, cached
+from tests.support.local_world import CPU, LocalMembership
 
 PHASES = ("forming", "data", "compute", "exchange", "stepped", "committing", "any moment")
 _SILENCE_S = 120.0
@@ -158,7 +159,13 @@ class Campaign:
     """
 
     def __init__(
-        self, folder: Path, seed: int, job: Job, workers: int, windows: OpenWindows = cached, device: torch.device = CPU
+        self,
+        folder: Path,
+        seed: int,
+        job: Job,
+        workers: int,
+        windows: OpenWindows = cache_windows,
+        device: torch.device = CPU,
     ) -> None:
         folder.mkdir()
         self._folder, self._job, self._most, self._windows, self._device = folder, job, workers, windows, device

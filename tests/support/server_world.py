@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from ray_app.testing import cache_windows
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
 from ray_app.train.strategies.parameter_server.server import ParameterServer
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
-from tests.support.local_world import CPU, cached
+from tests.support.local_world import CPU
 
 _MOST_TURNS = 1000
 
@@ -40,7 +41,9 @@ class Here:
 class World:
     """A coordinator, its servers and its workers."""
 
-    def __init__(self, job: Job, workers: int, windows: OpenWindows = cached, device: torch.device = CPU) -> None:
+    def __init__(
+        self, job: Job, workers: int, windows: OpenWindows = cache_windows, device: torch.device = CPU
+    ) -> None:
         self.job, self.servers, self.windows, self.device = job, Here(job), windows, device
         self.coordinator = Coordinator(job, self.servers)
         self.workers = {str(i): self.worker(str(i)) for i in range(workers)}

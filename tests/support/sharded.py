@@ -9,8 +9,9 @@ import pytest
 from torch import nn
 
 from ray_app.task.image import ImageClassification
+from ray_app.testing import TrainedRun
 from ray_app.train.job import Job
-from tests.support.local_world import Trained, make_job, write_images
+from tests.support.local_world import make_job, write_images
 
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.05}}
@@ -47,7 +48,7 @@ def fsdp_job(folder: Path, data: Path, task: Any = None, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=12, task=task or Units(), **(defaults | fields))
 
 
-def assert_bits(found: Trained, expected: Trained) -> None:
+def assert_bits(found: TrainedRun, expected: TrainedRun) -> None:
     """The same numbers in every step, and the same state."""
     assert found.steps == expected.steps
-    assert found.bits == expected.bits
+    assert found.digests == expected.digests

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ray_app.reduction.base import World
-from ray_app.train.job import Hooks, Job
+from ray_app.testing import RankResult, WorkerPool, cache_windows
+from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags, GenerationInfo, LeavingError
-from tests.support.local_world import CPU, LocalMembership, OpenWindows, Outcome, Pool, cached
+from tests.support.local_world import CPU, LocalMembership
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,16 @@ class ShiftingMembership(LocalMembership):
 
 
 def train_shifting(
-    pool: Pool,
+    pool: WorkerPool,
     job: Job,
     groups: list[list[int]],
     reforms: list[int],
     hooks: Hooks = Hooks(),
-    windows: OpenWindows = cached,
+    windows: OpenWindows = cache_windows,
     backend: str = "gloo",
-) -> list[Outcome]:
+) -> list[RankResult]:
     """Trains in several generations; returns what became of each worker."""
-    return pool.outcomes(
+    return pool.call(
         1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks, windows, backend
     )
 

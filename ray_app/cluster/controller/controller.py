@@ -23,7 +23,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -39,9 +39,10 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_app.cluster.controller.backend import ControllerContext, FailureBudget, NoProcessGroupBackend, reply
 from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers
-from ray_app.cluster.controller.scaling_policy import ElasticPolicy, StragglerEvictor
+from ray_app.cluster.controller.scaling_policy import ElasticPolicy, StragglerEvictor, slow_workers
 from ray_app.cluster.controller.worker_group import ElasticGroup, actor_id_of
 from ray_app.process import restore_setting, set_variables
+from ray_app.runlog.journal import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -239,18 +240,17 @@ class _Controller(TrainController):
             self._budget.budget.charge_failure(dict.fromkeys(silent, error), step, len(workers) - len(silent))
             self._drop(silent, str(error))
         elif self._evictor.is_enabled and rendezvous_status.record is not None:
-            self._evict_straggler(rendezvous_status.record.slow, step)
+            self._evict_straggler(rendezvous_status.record)
 
-    def _evict_straggler(self, slow: Mapping[str, float], step: int) -> None:
+    def _evict_straggler(self, record: StepRecord) -> None:
         """Has a worker leave that stays slow, if that makes the others faster.
 
         Args:
-            slow: How many times as long as the others the slow workers take, by rank.
-            step: Finished steps.
+            record: The newest record, with the stragglers by rank.
         """
         group, policy = self._worker_group, self._scaling_policy
-        by_rank = reply(self._rendezvous.workers.remote()) if slow else []
-        times = {by_rank[int(rank)].worker: slow[rank] for rank in slow if int(rank) < len(by_rank)}
+        heartbeats = reply(self._rendezvous.workers.remote()) if record.slow else []
+        times = slow_workers(record, heartbeats)
         nodes = {actor_id_of(worker.actor): worker.metadata.node_id for worker in group.get_workers()}
         eviction = self._evictor.decide(
             times,
@@ -261,7 +261,7 @@ class _Controller(TrainController):
         if eviction is None:
             return
         policy.exclude_node(nodes.get(eviction.worker, ""))
-        worker = next(heartbeat for heartbeat in by_rank if heartbeat.worker == eviction.worker)
+        worker, step = next(h for h in heartbeats if h.worker == eviction.worker), record.step
         self._budget.budget.record(
             "retired", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=eviction.reason
         )

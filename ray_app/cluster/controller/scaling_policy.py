@@ -1,10 +1,12 @@
-"""How many workers a run should have now, and which stragglers are evicted.
+"""The scaling policy of a run: how many workers it should have now, and which stragglers are evicted.
 
-`choose_size` is the decision on the number of workers, as a pure function. `ElasticPolicy` asks it: it is Ray Train's
-elastic scaling policy (Ray 2.60) with other answers. How many workers are possible comes from Ray's client of the
-autoscaling coordinator and from `ray._private.state`: `state.get_draining_nodes` has the notices of nodes that are
-about to go away, and `available_resources_per_node` the free resources. `StragglerEvictor` decides whether a worker
-that stays slow has to leave.
+- `choose_size` decides on the number of workers. It is a pure function.
+- `ElasticPolicy` replaces the decisions of Ray Train's `ElasticScalingPolicy` (Ray 2.60): it computes for how many
+  workers the cluster has capacity, and calls `choose_size`. The capacity is what Ray's autoscaling coordinator reserves
+  for the run. Where the coordinator cannot be used, the free resources of the nodes count instead
+  (`ray._private.state.available_resources_per_node`). `ray._private.state.state.get_draining_nodes` returns the nodes
+  that have been announced to go away.
+- `StragglerEvictor` decides whether a worker that stays slow has to leave.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -25,18 +27,23 @@ from ray_app.cluster.controller.backend import ControllerContext, reply
 from ray_app.cluster.controller.pending_workers import PendingWorkers, Slot
 from ray_app.cluster.ray_private import Node, count_fitting, count_fitting_on_gpus, evaluator_gpus, nodes_with_labels
 from ray_app.errors import RayAppError
+from ray_app.runlog.journal import StepRecord
+from ray_app.train.membership import Heartbeat
 
 logger = logging.getLogger(__name__)
 
-_CHECK_S = 1.0
-"""Seconds for which the number of possible workers is not computed again."""
+_CAPACITY_INTERVAL_S = 1.0
+"""Seconds between two computations of the number of possible workers."""
 _COALESCE_S = 2.0
-"""Seconds that ready workers wait for other pending workers, so that they join together."""
-_PROBE_TIMEOUT_S, _SUSPECT_S = 0.5, 120.0
+"""Seconds for which the first ready worker waits for the other pending workers, so that they join together."""
+_PROBE_TIMEOUT_S = 0.5
+"""Seconds for which a connection to a suspect node is tried."""
+_SUSPECT_S = 120.0
+"""Seconds for which a node is suspect after a worker on it was lost."""
 _COORDINATOR_TIMEOUT_S = 5.0
-"""Seconds that the autoscaling coordinator has for an answer; the limit is Ray's."""
+"""Seconds for which a call of the autoscaling coordinator may take; Ray uses the same limit in its own calls."""
 _COORDINATOR_PAUSE_S = 30.0
-"""Seconds for which the coordinator is not asked after it has not answered."""
+"""Seconds without calls of the coordinator after a call timed out."""
 _MIN_SPEEDUP = 1.1
 """A straggler is evicted without a replacement only if a step becomes shorter by this factor."""
 
@@ -46,8 +53,8 @@ class Sizing:
     """A decision on the number of workers.
 
     Args:
-        workers: How many workers there should be.
-        reason: The reason, for the record.
+        workers: The number of workers that the run should have.
+        reason: The reason, which goes to the event of the resize.
     """
 
     workers: int
@@ -63,20 +70,21 @@ def choose_size(
     since_change_s: float,
     min_interval_s: float,
 ) -> Sizing:
-    """Returns how many workers a run should have.
+    """Returns how many workers a run should have, which is never less than `current`.
 
-    More workers pay only if the worker that runs the most logical workers runs fewer of them then. A group does not
-    shrink by decision: workers on nodes that go away leave or are lost, and the others go on.
+    The worker with the most logical workers determines how long a step takes, so the run grows only if that worker then
+    runs fewer of them. The policy never shrinks a run: workers on nodes that go away leave or are lost, and the others
+    continue.
 
     Args:
-        current: Workers that train.
-        possible: Workers for which the cluster has capacity, with the current ones; nodes that are about to go away do
-            not count.
+        current: Number of workers that train.
+        possible: Number of workers for which the cluster has capacity, including the current ones; nodes that are about
+            to go away do not count.
         logical_workers: L.
-        min_workers: Fewest workers to train with.
-        max_workers: Most workers to train with.
+        min_workers: Minimum number of workers to train with.
+        max_workers: Maximum number of workers to train with.
         since_change_s: Seconds since the number of workers changed.
-        min_interval_s: Fewest seconds between two changes that are not urgent.
+        min_interval_s: Minimum seconds between two changes; a run with fewer than `min_workers` does not wait for them.
     """
     target = min(possible, max_workers)
     if target <= current:
@@ -104,24 +112,28 @@ class StoppedWaitingError(RayAppError):
 
 
 class ElasticPolicy(ElasticScalingPolicy):
-    """Ray Train's scaling policy with the sizes of this run, standby workers included.
+    """Decides for Ray Train's controller how many workers the run has, and for `_Controller` how many are pending.
+
+    All times are those of the monotonic clock.
 
     Args:
-        scaling_config: The fewest workers, and the most workers together with the standby workers.
+        scaling_config: Ray's configuration; its minimum is `scaling.min_workers`, its maximum `scaling.max_workers`
+            plus `scaling.standby_workers`.
         context: The run.
 
     Attributes:
         context: The run.
-        pending_workers: The workers that have not joined yet; set by the trainer.
-        target_workers: How many workers there should be.
-        target_pending: How many workers should be pending: those that are missing, and the standby workers.
+        pending_workers: The workers that have not joined yet; set by `ElasticTrainer`.
+        target_workers: The number of workers that should train.
+        target_pending: The number of workers that should be pending: the missing workers and the standby workers.
         reason: The reason for `target_workers`.
         waiting_reason: Why the workers have to wait for capacity; None if they do not.
         draining_nodes: Ids of nodes that are about to go away, with Ray's deadlines.
-        excluded_nodes: Ids of nodes on which no worker starts, because a worker was slow there.
+        excluded_nodes: Ids of nodes on which no worker starts, because a straggler was evicted from them.
         suspect_nodes: Ids of nodes on which a worker was lost, with the time until which they are probed.
-        last_change_s: When the number of workers changed to what it should be.
-        no_starts_until_s: No worker is started before this time, by the monotonic clock.
+        last_change_s: When the number of workers last became `target_workers`. The controller sets it into the past if
+            the next change need not wait for `scaling.resize_interval_s`.
+        no_starts_until_s: The controller starts no worker before this time.
     """
 
     pending_workers: PendingWorkers
@@ -138,10 +150,10 @@ class ElasticPolicy(ElasticScalingPolicy):
         self.reason = ""
         self.target_workers = self.target_pending = 0
         self._coordinator_paused_until_s = 0.0
-        # The nodes, and whether each is draining, at the last question to the coordinator.
-        self._nodes: frozenset[tuple[str, bool]] = frozenset()
+        # The id of each node and whether it drains, at the newest answer of the coordinator.
+        self._reserved_on_nodes: frozenset[tuple[str, bool]] = frozenset()
         self._possible = 0
-        self._checked_s = 0.0
+        self._possible_computed_s = 0.0
 
     @property
     def has_standbys(self) -> bool:
@@ -149,11 +161,11 @@ class ElasticPolicy(ElasticScalingPolicy):
         return self.context.config.scaling.standby_workers > 0
 
     def _get_num_workers_for_resource_request(self) -> int:
-        """Returns how many bundles an autoscaler is asked to have capacity for.
+        """Returns the number of worker-sized bundles that Ray requests from an autoscaler.
 
-        These are the bundles of the workers, and as many more as the CPUs of the rest of the run are worth. With GPUs
-        or labels one more bundle would ask for another such node, where a CPU of any node is enough; then none is
-        added.
+        There is one bundle for each worker and standby worker. More of them are added for the CPUs that reading and the
+        evaluator need, since Ray's request has bundles of one size only. None are added if workers need GPUs or labels:
+        each would make the autoscaler start a node with a GPU or with the labels, where a CPU of any node is enough.
         """
         scaling = self.context.config.scaling
         needs_special_nodes = scaling.gpus_per_worker or scaling.label_selector
@@ -162,44 +174,56 @@ class ElasticPolicy(ElasticScalingPolicy):
         return self.scaling_config.max_workers + ceil(self.context.reading_cpus / scaling.cpus_per_worker)
 
     def possible_workers(self, current: int = 0) -> int:
-        """Returns how many workers fit on the nodes that stay, standby workers and the `current` ones included."""
-        if time.monotonic() - self._checked_s < _CHECK_S:
+        """Returns for how many workers, standby workers included, the nodes that stay have capacity.
+
+        It also updates `draining_nodes`. Within `_CAPACITY_INTERVAL_S` of the last computation it returns that result.
+
+        Args:
+            current: Number of workers that train or are pending. The result includes them, although their resources
+                are not free.
+        """
+        if time.monotonic() - self._possible_computed_s < _CAPACITY_INTERVAL_S:
             return self._possible
-        self._checked_s = time.monotonic()
+        self._possible_computed_s = time.monotonic()
         self.draining_nodes = ray._private.state.state.get_draining_nodes() or {}
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and self._is_reachable(node)}
         staying = {name: node for name, node in alive.items() if name not in self.draining_nodes}
         if self.context.config.scaling.label_selector or self.excluded_nodes:
-            # The coordinator's reservations take no account of labels and excluded nodes.
+            # The coordinator reserves resources regardless of labels and excluded nodes.
             allowed = [node for name, node in staying.items() if name not in self.excluded_nodes]
-            count = current + self._free_workers_on(allowed)
+            count = current + self._count_free_slots(allowed)
         else:
             nodes = frozenset((name, name in self.draining_nodes) for name in alive)
-            reserved = None if self._is_coordinator_paused else self._reserved_resources(recompute=nodes != self._nodes)
+            # The coordinator updates its reservations only from time to time, which is too late for a changed cluster.
+            has_changed = nodes != self._reserved_on_nodes
+            reserved = None if self._is_coordinator_paused else self._reserved_resources(recompute=has_changed)
             if reserved is None:
-                count = current + self._free_workers_on(list(staying.values()))
+                count = current + self._count_free_slots(list(staying.values()))
             else:
-                self._nodes = nodes
+                self._reserved_on_nodes = nodes
                 count = self._count_possible_workers({name: part for name, part in reserved.items() if name in staying})
         if self.excluded_nodes and count < self.context.config.scaling.min_workers:
-            # A slow worker is better than none.
-            self.excluded_nodes, self._checked_s = set(), 0.0
-        count = min(count, self._workers_beside_reading(staying.values()))
+            # A run with a slow worker is better than a run that waits. The next call counts these nodes again.
+            self.excluded_nodes, self._possible_computed_s = set(), 0.0
+        count = min(count, self._limit_by_total_resources(staying.values()))
         self._possible = max(0, count)
         return self._possible
 
     def free_slots(self) -> int:
         """Returns how many workers, standby workers included, fit into the free resources of the nodes.
 
-        It is 0 if the run could not start with them.
+        It is 0 if these are fewer than `scaling.min_workers`. Unlike `possible_workers` it can be called before Ray's
+        controller has connected the policy to the coordinator.
         """
         scaling = self.context.config.scaling
         alive = [node for node in ray.nodes() if node["Alive"]]
-        count = min(self._free_workers_on(alive), self._workers_beside_reading(alive), self.scaling_config.max_workers)
+        count = min(
+            self._count_free_slots(alive), self._limit_by_total_resources(alive), self.scaling_config.max_workers
+        )
         return count if count >= scaling.min_workers else 0
 
     def slot(self) -> Slot:
-        """Returns the resources that each worker reserves, see `ElasticGroup.slot`."""
+        """Returns the resources that each worker reserves: what `ElasticGroup.slot` returns once there is a group."""
         scaling = self.scaling_config
         return Slot(
             scaling._resources_per_worker_not_none,
@@ -207,9 +231,10 @@ class ElasticPolicy(ElasticScalingPolicy):
             (scaling._label_selector_per_worker(1) or [{}])[0],
         )
 
-    def _workers_beside_reading(self, nodes: Iterable[Node]) -> int:
-        """Returns how many workers all CPUs and GPUs of these nodes are enough for, without those of the rest of the
-        run.
+    def _limit_by_total_resources(self, nodes: Iterable[Node]) -> int:
+        """Returns the maximum number of workers on these nodes, so that reading and the evaluator have capacity, too.
+
+        All CPUs and GPUs of the nodes count, free or not, less those that reading and the evaluator need.
         """
         scaling, nodes = self.context.config.scaling, list(nodes)
         cpus = sum(node["Resources"].get("CPU", 0.0) for node in nodes)
@@ -223,10 +248,14 @@ class ElasticPolicy(ElasticScalingPolicy):
         return min(counts)
 
     def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
-        """Returns Ray's count for resources that are adjusted first.
+        """Returns how many workers fit into the resources of nodes: Ray's count, of resources that are adjusted before.
 
-        Ray divides floats, and divides the sum of all GPUs of a node. So a little is added, for fractions of a GPU that
-        add up to it, and the fractions of GPUs into which no worker fits are left out (`cluster/ray_private.py`).
+        Ray divides floats and counts 4 workers of 0.2 GPUs in 1.0, so a little is added to each resource. Ray also
+        divides the sum of all GPUs of a node, although the fraction of a worker has to be on one GPU. So fractions of
+        GPUs into which no worker fits are left out (`count_fitting_on_gpus`).
+
+        Args:
+            reserved_resources: The resources by Ray's names, by the id of the node.
         """
         gpus_per_worker = self.context.config.scaling.gpus_per_worker
 
@@ -242,52 +271,61 @@ class ElasticPolicy(ElasticScalingPolicy):
         return int(super()._count_possible_workers(nodes))
 
     def capacity_without(self, node: str, current: int) -> int:
-        """Returns how many workers more than the `current` ones fit on other nodes than this one."""
+        """Returns how many workers more than the `current` ones fit on other nodes.
+
+        Args:
+            node: Id of the node that does not count.
+            current: Number of workers that train.
+        """
         staying = [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in self.draining_nodes]
-        free = self._free_workers_on([n for n in staying if n["NodeID"] not in {node, *self.excluded_nodes}])
-        return max(0, min(free, self._workers_beside_reading(staying) - current))
+        free = self._count_free_slots([n for n in staying if n["NodeID"] not in {node, *self.excluded_nodes}])
+        return max(0, min(free, self._limit_by_total_resources(staying) - current))
 
     def _reserved_resources(self, recompute: bool) -> dict[str, dict[str, float]] | None:
-        """Returns the resources of each node that Ray's coordinator assigns to this run.
+        """Returns the resources that Ray's coordinator reserves for this run, by node; None if it does not answer.
 
-        The coordinator shares the cluster among runs and takes no account of labels. The result is None if it does not
-        answer.
+        The coordinator divides the cluster among all runs and data pipelines of Ray. It disregards labels.
+
+        Args:
+            recompute: Whether the coordinator looks at the cluster before it answers, which takes longer.
         """
         ref = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=recompute)
         try:
             return ray.get(ref, timeout=_COORDINATOR_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning(
-                "The autoscaling coordinator does not answer; what is free on the nodes counts for now: %s", error
+                "The autoscaling coordinator does not answer; for now the capacity is computed from the free resources"
+                " of the nodes: %s",
+                error,
             )
             self._coordinator_paused_until_s = time.monotonic() + _COORDINATOR_PAUSE_S
             return None
 
     @property
     def _is_coordinator_paused(self) -> bool:
-        """Whether the autoscaling coordinator has not answered recently: each question blocks the controller for
-        seconds.
-        """
+        """Whether a call of the coordinator timed out recently; another such call would block the controller again."""
         return time.monotonic() < self._coordinator_paused_until_s
 
     def _maybe_send_resource_request(self) -> None:
-        """Sends Ray's request, unless the coordinator has not answered recently."""
+        """Sends Ray's request for resources if it is due, unless a call of the coordinator timed out recently."""
         if self._is_coordinator_paused:
             return
+        # Ray logs a timeout and does not raise, so only the duration shows it.
         started_s = time.monotonic()
         super()._maybe_send_resource_request()
         if time.monotonic() - started_s >= _COORDINATOR_TIMEOUT_S:
             self._coordinator_paused_until_s = time.monotonic() + _COORDINATOR_PAUSE_S
 
-    def _free_workers_on(self, nodes: list[Node]) -> int:
-        """Returns how many more workers fit into the free resources of those of these nodes that have the labels."""
+    def _count_free_slots(self, nodes: list[Node]) -> int:
+        """Returns how many more workers fit into the free resources of the nodes with the labels of the workers."""
         free = ray._private.state.available_resources_per_node()
         allowed = nodes_with_labels(nodes, self.context.config.scaling.label_selector)
         return self._count_possible_workers({node["NodeID"]: free.get(node["NodeID"], {}) for node in allowed})
 
     def _is_reachable(self, node: dict[str, Any]) -> bool:
-        """Returns whether a node is reachable, by a connection if it is suspect: Ray itself counts a lost node as alive
-        for seconds to a minute.
+        """Returns True for a node that is not suspect, and whether a suspect node accepts a connection.
+
+        Ray counts a lost node as alive for seconds up to a minute, so workers would be planned on it.
         """
         if time.monotonic() > self.suspect_nodes.get(node["NodeID"], 0.0):
             return True
@@ -299,11 +337,15 @@ class ElasticPolicy(ElasticScalingPolicy):
         return True
 
     def is_stopping(self) -> bool:
-        """Returns whether the driver asks the run to stop."""
+        """Returns whether the driver has asked the rendezvous to stop the run."""
         return bool(reply(self.context.rendezvous.status.remote()).stopping)
 
     def make_decision_for_non_running_worker_group(self) -> Any:
-        """Starts all workers as soon as enough are possible."""
+        """Decides to start a worker group as soon as the cluster has capacity for `scaling.min_workers` workers.
+
+        Raises:
+            StoppedWaitingError: The driver asks the run to stop.
+        """
         if self.is_stopping():
             raise StoppedWaitingError("stopped while there were no workers")
         self._maybe_send_resource_request()
@@ -311,27 +353,34 @@ class ElasticPolicy(ElasticScalingPolicy):
         possible = self.possible_workers(len(self.pending_workers))
         if possible >= scaling.min_workers:
             self.set_waiting_reason(None)
+            # All workers start again, and none of them is known to be slow.
             self.excluded_nodes = set()
             ready, max_workers = self.pending_workers.count_ready(), min(possible, scaling.worker_limit)
             start_now = min(ready, max_workers) if ready >= scaling.min_workers else max_workers
-            # The pending workers that are not ready are kept, and join later.
+            # The group starts with the ready workers if they are enough; the other pending workers join later.
             standbys = max(0, min(scaling.standby_workers, possible - max_workers))
             self.target_pending = max_workers - start_now + standbys
-            # A start with fewer workers than possible may grow at once.
+            # A group that starts with fewer workers than possible may grow without waiting for the interval.
             self.last_change_s = time.monotonic() - (scaling.resize_interval_s if start_now < max_workers else 0.0)
             return self._get_resize_decision(start_now)
         self.set_waiting_reason(f"nodes for {possible} of at least {scaling.min_workers} workers; waiting for capacity")
-        time.sleep(_CHECK_S / 4)
+        # Ray's control loop does not pause without a worker group, and would call this method all the time.
+        time.sleep(_CAPACITY_INTERVAL_S / 4)
         return NoopDecision()
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
-        """Adds workers where it pays, once they are ready: all together if they do not take too long."""
+        """Decides to let ready workers join if `choose_size` wants more workers.
+
+        They join once all missing workers are ready, or once one of them has been ready for `_COALESCE_S`. The method
+        sets the targets from which the controller starts or cancels pending workers.
+        """
         del worker_group_status
         self._maybe_send_resource_request()
         scaling = self.context.config.scaling
         current, pending = worker_group_state.num_workers, len(self.pending_workers)
         possible = self.possible_workers(current + pending)
         if time.monotonic() < self.no_starts_until_s:
+            # Only workers that have been started already can join for now.
             possible = min(possible, current + pending)
         sizing = choose_size(
             current,
@@ -355,27 +404,48 @@ class ElasticPolicy(ElasticScalingPolicy):
         return self._get_resize_decision(current + ready)
 
     def suspect(self, nodes: set[str]) -> None:
-        """Has these nodes probed for a while before workers are planned on them."""
+        """Makes nodes suspect: for `_SUSPECT_S` only those that accept a connection count as capacity.
+
+        Args:
+            nodes: Ids of the nodes.
+        """
         self.suspect_nodes |= dict.fromkeys(nodes, time.monotonic() + _SUSPECT_S)
-        self._checked_s = 0.0
+        self._possible_computed_s = 0.0
 
     def exclude_node(self, node: str) -> None:
-        """Excludes a node from starts of workers, if there are other nodes."""
+        """Lets no more workers start on a node, unless there would be no node left to start workers on.
+
+        Args:
+            node: Id of the node.
+        """
         unusable = {node, *self.excluded_nodes, *self.draining_nodes}
         if any(n["Alive"] and n["NodeID"] not in unusable for n in ray.nodes()):
             self.excluded_nodes.add(node)
-            self._checked_s = 0.0
+            self._possible_computed_s = 0.0
 
     def set_waiting_reason(self, reason: str | None, workers: int = 0) -> None:
-        """Tells the rendezvous whether the workers wait for capacity, and why.
+        """Sends a changed `waiting_reason` to the rendezvous, which forms no generation while there is one.
 
         Args:
-            reason: The reason; None if they do not wait.
-            workers: How many workers there are now.
+            reason: Why the workers have to wait for capacity; None if they do not.
+            workers: Number of workers in the worker group.
         """
         if reason != self.waiting_reason:
             self.waiting_reason = reason
             reply(self.context.rendezvous.set_expected.remote(workers, reason))
+
+
+def slow_workers(record: StepRecord, heartbeats: Sequence[Heartbeat]) -> dict[str, float]:
+    """Returns the stragglers of a record by worker id, each with its time divided by that of the other workers.
+
+    The ranks of a record are those of its generation. The record of an earlier generation names no worker.
+
+    Args:
+        record: The newest record.
+        heartbeats: The newest heartbeats of the workers that step.
+    """
+    workers = {h.rank: h.worker for h in heartbeats if record.generation.endswith(f".{h.generation}")}
+    return {workers[int(rank)]: times for rank, times in record.slow.items() if int(rank) in workers}
 
 
 @dataclass(frozen=True)
@@ -384,8 +454,8 @@ class Eviction:
 
     Args:
         worker: Id of the worker that has to leave.
-        times: How many times as long as the others it takes.
-        reason: The reason, for the record.
+        times: Its time divided by that of the other workers.
+        reason: The reason, which goes to the event of the eviction.
     """
 
     worker: str
@@ -399,8 +469,9 @@ class StragglerEvictor:
     Args:
         after_s: Seconds for which a worker must have been slow; None: no worker is evicted.
         logical_workers: L.
-        min_workers: Fewest workers to train with.
-        max_evictions: How many workers may be evicted in all.
+        min_workers: Minimum number of workers to train with.
+        max_evictions: Maximum number of evictions in a start of the run, so that they end even if workers are slow
+            wherever they run.
         clock: Returns the time in seconds.
 
     Attributes:
@@ -425,20 +496,24 @@ class StragglerEvictor:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a worker may still be evicted."""
+        """Whether evictions are configured and fewer than `max_evictions` workers have been evicted."""
         return self._after_s is not None and len(self.evicted) < self._max_evictions
 
     def decide(
-        self, slow: Mapping[str, float], workers: int, ready: int, capacity_without: Callable[[str], int]
+        self, slow: Mapping[str, float], workers: int, ready: int, replacement_capacity: Callable[[str], int]
     ) -> Eviction | None:
-        """Returns which worker has to leave now: one if another can replace it, or if all are faster without it.
+        """Returns the straggler that has to leave now, or None.
+
+        A worker that has been slow for long enough leaves if another one can replace it, or if a step is faster without
+        it. The slowest one leaves first. The method is called at every poll of the workers, since it records since when
+        each of them has been slow.
 
         Args:
-            slow: How many times as long as the others the slow workers take, by their ids.
-            workers: How many workers train.
-            ready: How many pending workers are ready to join.
-            capacity_without: Returns for how many more workers there is capacity on other nodes than a worker's own, by
-                the worker's id.
+            slow: The slow workers by id, each with its time divided by that of the other workers.
+            workers: Number of workers that train.
+            ready: Number of pending workers that are ready to join.
+            replacement_capacity: Returns for how many more workers there is capacity on other nodes than that of a
+                worker, by the worker's id.
         """
         now_s = self._clock()
         self._slow_since_s = {worker: self._slow_since_s.get(worker, now_s) for worker in slow}
@@ -451,12 +526,14 @@ class StragglerEvictor:
             return None
         worker = max(candidates, key=lambda candidate: slow[candidate])
         if not ready and workers - 1 < max(1, self._min_workers):
-            # The others would have to wait for the replacement, and its capacity might be gone by then.
+            # The other workers would be too few to continue before a replacement is ready, and its capacity might be
+            # gone by then.
             return None
-        if ready or capacity_without(worker):
+        if ready or replacement_capacity(worker):
             effect = "another takes its place"
         else:
-            # With one worker less some worker may run more logical workers, which takes so many times as long.
+            # With one worker less the largest number of logical workers per worker may grow, and a step takes longer by
+            # this factor.
             slowdown = ceil(self._logical_workers / (workers - 1)) / ceil(self._logical_workers / workers)
             if slow[worker] < _MIN_SPEEDUP * slowdown:
                 return None

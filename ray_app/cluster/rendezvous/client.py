@@ -1,7 +1,7 @@
 """A worker's client of the rendezvous: its heartbeats, and its process group, which is formed anew in each generation.
 
-Ray Train starts and ends the worker processes. Which of them form a process group, and when, is decided by the
-rendezvous, because Ray Train's own process group lives as long as all of its workers.
+Ray Train starts and ends the worker processes. The rendezvous decides which of them form a process group and when,
+because a process group of Ray Train lasts only as long as all of its workers live.
 """
 
 from __future__ import annotations
@@ -34,25 +34,28 @@ from ray_app.train.process_group import ProcessGroup, use_interface_of_host
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
+"""Seconds for which the client waits for the rendezvous when it connects, sends, or reports its end."""
 _STACKS_S = 2.0
-"""Seconds for which a heartbeat waits for the storage to take the stacks of this process."""
+"""Seconds for which the next heartbeat is delayed at most while the storage takes the stacks of this process."""
 _UNACKNOWLEDGED_MS = 20_000
-"""Milliseconds without an acknowledgement after which TCP gives a connection up and the client connects anew: TCP
-itself resends more and more rarely what was cut off.
+"""Milliseconds without an acknowledgement after which TCP closes a connection, so that the client connects anew.
+
+After an interruption of the network a new connection works at once, while TCP would resend the lost data of the old one
+at ever longer intervals.
 """
 _MIN_PERIOD_FRACTION = 0.75
 """Jitter: a heartbeat is sent after 75-100 % of the period, so that workers do not stay synchronized."""
 
 
 class RendezvousClient:
-    """The membership of a Ray Train worker. A thread sends heartbeats and acts on the replies.
+    """The `Membership` of a Ray Train worker. A thread sends heartbeats and acts on the replies.
 
     Args:
         rendezvous: Handle of the rendezvous actor.
         logical_workers: L.
         device: The device on which the worker computes.
         backend: See `train.backend`.
-        paths: The run, to which the stacks of a stalled worker are written.
+        paths: The paths of the run; the stacks of a stalled worker are recorded as one of its events.
         fence: Number of the driver's start.
         recovers: See `Membership`.
     """
@@ -76,71 +79,73 @@ class RendezvousClient:
         self._fence = fence
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         use_interface_of_host(host)
-        self._server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        # A process group forms at the store of its rank 0, which any worker may become.
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._identity = Heartbeat(
-            str(context.get_actor_id()), context.get_node_id(), host, self._server.port, os.getpid()
+            str(context.get_actor_id()), context.get_node_id(), host, self._store.port, os.getpid()
         )
-        # These fields are the next heartbeat.
+        # These attributes are the fields of the next heartbeat.
         self._generation = self._rank = self._recorded = self._moves = 0
         self._step = -1
         self._record: StepRecord | None = None
         self._phase: Phase = "starting"
         self._waits = 0
         self._lost = False
+        # The newest reply, and the group that it may ask this worker to abort.
         self._reply = HeartbeatReply()
         self._group: ProcessGroup | None = None
-        self._formed = GenerationInfo(0, 0, 0, "", 0)
-        self._tickets = 0
+        # The newest generation that has formed with this worker, and the number of waits for a generation so far.
+        self._generation_info = GenerationInfo(0, 0, 0, "", 0)
+        self._wait_count = 0
         self._connection: socket.socket | None = None
         self._incomplete_line = b""
-        self._has_reply = threading.Condition()
+        # Guards the fields that a reply changes, and is notified of every reply.
+        self._reply_condition = threading.Condition()
         self._closed = threading.Event()
-        # A byte through this pair ends the wait of the heartbeat thread, which polls it beside the connection.
+        # A byte sent through this pair wakes the heartbeat thread, which polls the pair together with the connection.
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._random = random.Random()
-        self._heartbeats = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._heartbeats.start()
+        self._heartbeat_thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._heartbeat_thread.start()
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
-        """See `Membership.generation`.
+        """Waits for the next generation, opens its process group and yields both, see `Membership.generation`.
 
         Raises:
             LeavingError: This worker has to leave.
-            PeerLostError: Another worker was lost meanwhile.
+            PeerLostError: Another worker was lost while the process group formed.
         """
         self._step, self._phase = step, "waiting"
-        formed = self._join(lost)
-        world = World(formed.rank, formed.size, self._logical_workers)
-        if formed.size == 1:
-            yield world, formed
+        info = self._join(lost)
+        world = World(info.rank, info.size, self._logical_workers)
+        if info.size == 1:
+            yield world, info
             return
         group = self._group = ProcessGroup()
         is_broken = True
         try:
             # A reply may have asked to abort this generation before there was a group to abort.
-            self._abort_if_told()
+            self._abort_if_requested()
             with collective():
-                group.open(formed, self._device, self._backend)
-            world = replace(
-                world, hosts=formed.hosts, groups=group.groups, check_device_errors=group.check_device_errors
-            )
-            yield world, formed
+                group.open(info, self._device, self._backend)
+            world = replace(world, hosts=info.hosts, groups=group.groups, check_device_errors=group.check_device_errors)
+            yield world, info
             is_broken = False
         finally:
-            # The heartbeat thread may have to abort the group while it closes, so the attribute goes last.
+            # The heartbeat thread may have to abort the group while it closes, so the attribute is cleared last.
             group.close(is_broken)
             self._group = None
 
     def need_no_group(self) -> None:
-        """Announces a worker that works without generations, and waits until the rendezvous knows it.
+        """Announces a worker of parameter servers, which needs no process group, as stepping in generation 1.
 
-        The step watchdog covers it from then on.
+        It returns when the rendezvous knows the worker. The step watchdog covers the worker from then on.
         """
         self._generation = 1
-        with self._has_reply:
+        with self._reply_condition:
             self._wake()
-            self._has_reply.wait_for(lambda: self._reply.generation == 1)
+            self._reply_condition.wait_for(lambda: self._reply.generation == 1)
 
     def _join(self, lost: bool) -> GenerationInfo:
         """Waits for the next generation and returns it.
@@ -148,23 +153,24 @@ class RendezvousClient:
         Raises:
             LeavingError: This worker has to leave.
         """
-        with self._has_reply:
-            self._tickets += 1
-            self._waits, self._lost = self._tickets, lost
+        with self._reply_condition:
+            self._wait_count += 1
+            self._waits, self._lost = self._wait_count, lost
             self._wake()
             while self._waits:
-                self._has_reply.wait()
+                self._reply_condition.wait()
                 if self._reply.leave and self._reply.waits:
                     self._waits = 0
                     raise LeavingError
-            return self._formed
+            return self._generation_info
 
     def _wake(self) -> None:
-        """Has the next heartbeat sent now."""
+        """Wakes the heartbeat thread, so that it sends the next heartbeat at once."""
         self._wake_sender.send(b"!")
 
     def _heartbeat(self) -> Heartbeat:
-        with self._has_reply:
+        """Returns the heartbeat to send now."""
+        with self._reply_condition:
             return replace(
                 self._identity,
                 generation=self._generation,
@@ -179,26 +185,27 @@ class RendezvousClient:
             )
 
     def flags(self) -> Flags:
-        """See `Membership.flags`."""
+        """Returns the flags that this rank brings into its next step, see `Membership.flags`."""
         reply = self._reply
+        # A reply to a heartbeat from another generation does not ask to leave the present one.
         if reply.generation != self._generation:
             return reply.flags & ~Flags.REFORM
         return reply.flags | (Flags.REFORM if reply.abort else Flags(0))
 
     def is_leaving(self) -> bool:
-        """See `Membership.is_leaving`."""
+        """Returns whether this worker has to end when its generation does, see `Membership.is_leaving`."""
         return self._reply.leave
 
     def enter(self, phase: Phase) -> None:
-        """See `Membership.enter`."""
+        """Puts a phase into the next heartbeat, see `Membership.enter`."""
         self._phase = phase
 
     def moved(self) -> None:
-        """See `Membership.moved`."""
+        """Counts a progress other than a step in the next heartbeat, see `Membership.moved`."""
         self._moves += 1
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
-        """See `Membership.report`."""
+        """Puts the finished steps and the newest record into the next heartbeat, see `Membership.report`."""
         self._step, self._record, self._recorded = step, record, recorded
 
     @property
@@ -208,27 +215,27 @@ class RendezvousClient:
 
     @property
     def process_name(self) -> str:
-        """The name of this process in names of files."""
+        """The name of this process in file names."""
         return f"worker-{self._identity.host.replace(':', '-')}-{os.getpid()}"
 
     def recorded(self) -> int:
-        """See `Membership.recorded`."""
+        """Returns the last step with its record on storage, see `Membership.recorded`."""
         return self._reply.recorded
 
     def close(self, over: bool = False) -> None:
-        """Ends the heartbeats and tells the rendezvous that this worker ends in order.
+        """Ends the heartbeats and reports to the rendezvous that this worker ends by itself.
 
         Args:
-            over: Whether the run has ended with this worker.
+            over: Whether the worker ends because the run has ended.
         """
         self._closed.set()
         self._wake()
-        self._heartbeats.join()
+        self._heartbeat_thread.join()
         with suppress(ray.exceptions.RayError):
             ray.get(self._rendezvous.leave.remote(self._heartbeat(), over), timeout=_ANSWER_S)
 
     def _run(self) -> None:
-        """Sends heartbeats until the membership is closed."""
+        """Sends heartbeats and applies replies until the membership is closed; the body of the heartbeat thread."""
         while not self._closed.is_set():
             try:
                 connection = self._connection or self._connect()
@@ -241,8 +248,8 @@ class RendezvousClient:
                 self._closed.wait(HEARTBEAT_S)
 
     def _connect(self) -> socket.socket:
-        """Opens a connection to the rendezvous. The end of the connection tells it that this process has ended."""
-        address, secret = ray.get(self._rendezvous.lifeline.remote())
+        """Opens a connection to the rendezvous, which notices by its end that this process has ended."""
+        address, secret = ray.get(self._rendezvous.lifeline.remote(), timeout=_ANSWER_S)
         connection = socket.create_connection(address, timeout=_ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         connection.sendall(f"{secret}\n".encode())
@@ -250,12 +257,14 @@ class RendezvousClient:
         return connection
 
     def _disconnect(self) -> None:
+        """Closes the connection, if there is one; the next heartbeat opens another."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _receive(self, connection: socket.socket) -> None:
-        """Applies replies until the next heartbeat is due or asked for, or the connection ends."""
+        """Applies replies until the next heartbeat is due, another thread calls `_wake`, or the connection ends."""
+        # `select.select` would refuse file descriptors above 1023.
         poll = select.poll()
         for readable in (connection, self._wake_receiver):
             poll.register(readable, select.POLLIN)
@@ -266,37 +275,39 @@ class RendezvousClient:
             if connection.fileno() in ready:
                 data = connection.recv(1 << 16)
                 if not data:
-                    return self._disconnect()
+                    self._disconnect()
+                    return
                 *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
                 for line in lines:
                     self._apply(decode_reply(line))
             if self._wake_receiver.fileno() in ready:
                 self._wake_receiver.recv(64)
-                return None
-        return None
+                return
 
     def _apply(self, reply: HeartbeatReply) -> None:
-        with self._has_reply:
+        """Stores a reply and does what it asks for: record the stacks, exit, or abort the process group."""
+        with self._reply_condition:
             self._reply = reply
+            # An answer to an earlier wait may arrive late; its generation is not a new one.
             if reply.formed is not None and self._waits and reply.formed.number > self._generation:
-                self._formed, self._waits = reply.formed, 0
+                self._generation_info, self._waits = reply.formed, 0
                 self._generation, self._rank = reply.formed.number, reply.formed.rank
-            self._has_reply.notify_all()
+            self._reply_condition.notify_all()
         if reply.dump:
             details = {"rank": self._rank, "step": self._step, "doing": self._phase, "stacks": _stacks()}
             writer = threading.Thread(
                 target=put_event, args=(self._paths, "stacks", self._fence), kwargs=details, daemon=True
             )
             writer.start()
-            # A slow storage must not keep this thread from its next heartbeat.
+            # The storage may be slow, and this thread must go on to its next heartbeat.
             writer.join(_STACKS_S)
         if reply.exit:
             logger.error("Exiting: evicted by the rendezvous (stalled the group, or declared lost)")
             os._exit(1)
-        self._abort_if_told()
+        self._abort_if_requested()
 
-    def _abort_if_told(self) -> None:
-        """Aborts the process group if the newest reply asks for it."""
+    def _abort_if_requested(self) -> None:
+        """Aborts the process group if the newest reply asks for it, or ends this process if that has no effect."""
         group, reply = self._group, self._reply
         if reply.abort and group is not None and reply.generation == self._generation:
             group.abort()

@@ -1,8 +1,8 @@
 """The workers that the rendezvous knows, counted by kind.
 
 Whether a generation can form depends on questions about all workers ("does a worker that stays have the training
-state?"), which are asked at every heartbeat. They are answered from the counts of the kinds, of which there are few, so
-a heartbeat costs the same however many workers there are.
+state?"), which are asked at every heartbeat. They are answered from the number of workers of each kind. There are few
+kinds, so the cost of a heartbeat does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Kind(NamedTuple):
     """The properties of a member on which the forming of a generation depends.
 
     Args:
-        leaving: Whether it has to leave.
-        current: Whether it is in the newest generation.
+        leaving: Whether the member has to leave.
+        current: Whether it is in the newest generation, or was in it last and waits for the next one.
         waits: Whether it waits for the next generation.
         has_state: Whether it has a training state.
-        phase: What it is doing.
+        phase: The phase of its newest heartbeat.
     """
 
     leaving: bool
@@ -38,15 +38,16 @@ class Member:
     """A worker as the rendezvous knows it.
 
     Args:
-        heartbeat: Its newest heartbeat.
-        heartbeat_s: When the newest heartbeat came, in seconds of the rendezvous' clock.
-        waiting_since_s: Since when it waits for a generation; None while it does not wait.
-        ticket: `Heartbeat.waits` of its newest wait.
-        formed: The generation that ended this wait.
-        period_s: The longest heartbeat period that was sent to it since its newest heartbeat.
-        dump: Whether it is to record its stacks.
-        exit: Whether it is to end its process.
-        kind: The kind under which it is counted; None before it is counted.
+        heartbeat: The newest heartbeat of the worker, with the generation and the rank that the rendezvous has given to
+            the worker since.
+        heartbeat_s: When the newest heartbeat arrived, in seconds of the rendezvous's clock.
+        waiting_since_s: Since when the worker waits for a generation; None while it does not wait.
+        ticket: The number of the worker's newest wait, see `Heartbeat.waits`.
+        formed: The generation that ended this wait; None while the worker waits.
+        period_s: The longest heartbeat period that was sent to the worker since its newest heartbeat.
+        dump: Whether the next reply asks the worker to record its stacks.
+        exit: Whether replies ask the worker to end its process.
+        kind: The kind under which the member is counted; None if it is not counted.
     """
 
     heartbeat: Heartbeat
@@ -61,12 +62,14 @@ class Member:
 
 
 class Members:
-    """The known workers and their counts by kind. A caller that changes a member calls `recount` for it.
+    """The members, by worker id, and the number of members of each kind.
+
+    The caller calls `recount` for each member that it changes, or `update` after it has changed several.
 
     Attributes:
-        number: The number of the newest generation; 0 before the first.
+        number: The number of the newest generation, not of members; 0 before the first generation.
         leaving: Ids of the nodes that are about to go away, and of workers that have to leave nodes that stay.
-        waiting: The members that wait for a generation by id, the longest-waiting first.
+        waiting: The members that wait for a generation, by worker id, the longest-waiting first.
     """
 
     def __init__(self) -> None:
@@ -83,29 +86,29 @@ class Members:
         return len(self._members)
 
     def get(self, worker: str) -> Member | None:
-        """Returns the member with this id; None if there is none."""
+        """Returns the member of a worker id; None if there is none."""
         return self._members.get(worker)
 
     def add(self, heartbeat: Heartbeat) -> Member:
-        """Returns the member that sent a heartbeat, which becomes a member if it is not one yet."""
+        """Returns the member of the worker that sent a heartbeat; a worker without one becomes a member."""
         return self._members.setdefault(heartbeat.worker, Member(heartbeat))
 
     def pop(self, worker: str) -> Member | None:
-        """Removes and returns the member with this id; returns None if there is none."""
+        """Removes and returns the member of a worker id; returns None if there is none."""
         member = self._members.pop(worker, None)
         if member is not None:
             self.waiting.pop(worker, None)
-            self._count(member, None)
+            self._change_kind(member, None)
         return member
 
     def recount(self, member: Member) -> None:
-        """Counts a member under its present kind, and updates whether it waits."""
+        """Counts a member under its present kind, and updates `waiting`."""
         heartbeat, waits = member.heartbeat, member.waiting_since_s is not None
         kind = Kind(
             leaving=self.is_leaving(member),
             current=heartbeat.generation == self.number > 0,
             waits=waits,
-            has_state=heartbeat.step >= 0,
+            has_state=_has_state(heartbeat),
             phase=heartbeat.phase,
         )
         if kind == member.kind:
@@ -114,22 +117,24 @@ class Members:
             self.waiting.pop(heartbeat.worker, None)
         elif heartbeat.worker not in self.waiting:
             self.waiting[heartbeat.worker] = member
-        self._count(member, kind)
+        self._change_kind(member, kind)
 
     def is_leaving(self, member: Member) -> bool:
-        """Returns whether a member has to leave."""
+        """Returns whether a member has to leave: its node goes away, or it has to leave a node that stays."""
         return member.heartbeat.node in self.leaving or member.heartbeat.worker in self.leaving
 
     def update(self, number: int | None = None, leaving: frozenset[str] | None = None) -> None:
-        """Changes the newest generation or the ids that have to leave, and counts all members again."""
+        """Sets the attributes that are given, and counts all members again, since their kinds depend on these."""
         self.number = self.number if number is None else number
         self.leaving = self.leaving if leaving is None else leaving
         for member in self:
             self.recount(member)
 
-    def _count(self, member: Member, kind: Kind | None) -> None:
+    def _change_kind(self, member: Member, kind: Kind | None) -> None:
+        """Counts a member under another kind; None ends its being counted."""
         if member.kind is not None:
             self._counts[member.kind] -= 1
+            # `any` looks at the keys, so a kind without members must not be among them.
             if not self._counts[member.kind]:
                 del self._counts[member.kind]
         if kind is not None:
@@ -141,7 +146,7 @@ class Members:
         return sum(number for kind, number in self._counts.items() if predicate(kind))
 
     def any(self, predicate: Callable[[Kind], bool]) -> bool:
-        """Returns whether there is a member of a kind that satisfies a predicate."""
+        """Returns whether at least one member is of a kind that satisfies a predicate."""
         return any(map(predicate, self._counts))
 
     def leaving_members(self) -> list[Member]:
@@ -151,3 +156,8 @@ class Members:
     def stepping_members(self) -> list[Member]:
         """Returns the members that are in the newest generation and do not wait for the next."""
         return [m for m in self if m.heartbeat.generation == self.number > 0 and m.waiting_since_s is None]
+
+
+def _has_state(heartbeat: Heartbeat) -> bool:
+    """Returns whether the worker that sent a heartbeat has a training state."""
+    return heartbeat.step >= 0

@@ -1,14 +1,15 @@
 """The rendezvous decides which workers form the next generation, and carries messages between the driver and workers.
 
-A generation is a set of workers that step together. A new one forms whenever the set changes: a worker died or fell
-silent, has to leave its node, or has just started. A worker with the training state keeps it in memory and waits here
-for the next generation; no process restarts.
+A generation is a set of workers that step together. A new one forms whenever the set changes: a worker has died, has
+fallen silent, has to leave its node, or has just started. A worker with the training state keeps it in memory while it
+waits for the next generation; no process restarts.
 
-This module contains the decisions. They run in one thread, by a clock that is passed in, and no method waits for
-anything. `cluster/rendezvous/server.py` puts them into a small Ray actor, which may itself be killed: every heartbeat
-carries all that the rendezvous has to know about its worker, so a new instance knows all workers after one heartbeat
-period. A heartbeat costs the same whatever the number of workers (`cluster/rendezvous/members.py`), and the period
-grows with that number. Changes that cannot wait for the next heartbeat are pushed to all workers at once.
+This module contains the decisions. They run in one thread, by a clock that is passed in, and no method blocks.
+`cluster/rendezvous/server.py` puts them into a small Ray actor, which may itself be killed: every heartbeat carries all
+that the rendezvous has to know about its worker, so a new instance knows all workers after one heartbeat period.
+
+The cost of a heartbeat does not depend on the number of workers (`cluster/rendezvous/members.py`), and the heartbeat
+period grows with that number. Changes that cannot wait for the next heartbeat are pushed to all workers at once.
 """
 
 from __future__ import annotations
@@ -33,25 +34,26 @@ from ray_app.train.membership import (
 logger = logging.getLogger(__name__)
 
 _COALESCE_S = 2.0
-"""Seconds that a joining worker waits for other joining workers, so that one reform admits all of them."""
+"""Seconds that a joining worker waits for other joining workers, so that one new generation admits all of them."""
 HEARTBEATS_PER_S = 1000
-"""Heartbeats per second that all workers together are asked to send."""
+"""Maximum number of heartbeats per second that the workers are asked to send, all of them together."""
 
 
 class Rendezvous:
     """Forms generations from heartbeats.
 
     Args:
-        silence_s: Seconds without a heartbeat, from when it was due, after which a worker is declared lost.
-        step_timeout_s: Seconds without a finished step after which the workers that stall the group are ended; None: a
-            multiple of the median step.
+        silence_s: Seconds without a heartbeat after which a worker is declared lost. A worker with a longer heartbeat
+            period than `HEARTBEAT_S` may be silent for longer, by the difference.
+        step_timeout_s: Seconds without a finished step after which the workers that stall the group are ended; None for
+            a multiple of the median duration of a step, see `StepWatchdog`.
         clock: Returns the time in seconds.
         first_generation: The lowest number of a generation that this instance forms; no earlier instance has used it.
         heartbeats_per_s: See `HEARTBEATS_PER_S`.
-        min_workers: A generation has at least so many workers. Fewer keep their state and wait.
+        min_workers: The minimum number of workers of a generation. Fewer workers keep their state and wait.
 
     Attributes:
-        on_change: Called when something changed that all workers are to know at once, see `reply_for`.
+        on_change: Called after a change that all workers have to know at once; it pushes `reply_for` to each of them.
     """
 
     def __init__(
@@ -70,19 +72,25 @@ class Rendezvous:
         self._min_workers = min_workers
         self._watchdog = StepWatchdog(step_timeout_s, clock)
         self._members = Members()
-        # The workers that are silent, with the time at which they were declared lost. They may come back.
+        # The lost workers, with the time at which each was declared lost. A lost worker may come back.
         self._lost: dict[str, float] = {}
-        # The workers that have left or were evicted. If they come back they are told to exit.
-        self._evicted: set[str] = set()
+        # The workers that have left or were evicted. If one of them sends a heartbeat, the reply asks it to exit.
+        self._departed: set[str] = set()
         # Whether the newest generation is broken, so that its members must leave it at once.
         self._is_broken = False
+        # The number of workers that the next generation waits for; 0 before the controller has set it.
         self._expected = 0
+        # Why no generation may form now; None if one may.
         self._waiting_reason: str | None = None
+        # Whether the run has ended, so that a joining worker must not wait for others.
         self._is_run_over = False
+        # The flags that the driver has raised.
         self._flags = Flags(0)
-        self._record: StepRecord | None = None
-        self._recorded = 0
+        # The record of the newest finished step, and the last step with its record on storage.
+        self._newest_record: StepRecord | None = None
+        self._last_recorded_step = 0
         self._started_s = self._clock()
+        # What the workers knew at the last call of `on_change`, see `_broadcast_changes`.
         self._last_broadcast: object = None
         self.on_change: Callable[[], None] = lambda: None
 
@@ -90,21 +98,23 @@ class Rendezvous:
 
     def handle_heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
         """Updates a worker, forms a generation if that has become possible, and returns the reply to the worker."""
-        if heartbeat.worker in self._evicted:
+        if heartbeat.worker in self._departed:
             return HeartbeatReply(exit=True)
-        before = self._members.get(heartbeat.worker)
-        if before is not None and heartbeat.moves > before.heartbeat.moves:
+        existing = self._members.get(heartbeat.worker)
+        if existing is not None and heartbeat.moves > existing.heartbeat.moves:
             self._watchdog.moves()
-        if heartbeat.generation > (before.heartbeat.generation if before is not None else 0):
-            # With parameter servers a worker starts without a generation, and its start takes longer than a step.
+        if heartbeat.generation > (existing.heartbeat.generation if existing is not None else 0):
+            # The worker steps, and this instance has not formed its generation: the worker uses parameter servers and
+            # needs no process group, or an earlier instance formed the generation. Its next step may be a first one,
+            # for which the watchdog has a longer limit.
             self._watchdog.begin(self._watchdog.step)
         member = self._update_member(heartbeat)
-        self._record = heartbeat.record or self._record
-        self._recorded = max(self._recorded, heartbeat.recorded)
+        self._newest_record = heartbeat.record or self._newest_record
+        self._last_recorded_step = max(self._last_recorded_step, heartbeat.recorded)
         if heartbeat.generation == self._members.number:
             self._watchdog.finished(heartbeat.step, heartbeat.record)
         elif heartbeat.generation > self._members.number:
-            # This instance has replaced one that died, which formed that generation.
+            # An earlier instance formed that generation, or the worker uses parameter servers.
             self._members.update(number=heartbeat.generation)
         if heartbeat.waits and heartbeat.waits != member.ticket:
             self._start_wait(member, heartbeat)
@@ -112,25 +122,30 @@ class Rendezvous:
         return self._reply(member, heartbeat)
 
     def reply_for(self, worker: str) -> HeartbeatReply:
-        """Returns the reply that is pushed to a worker between two of its heartbeats."""
+        """Returns the reply that is pushed to a worker between two of its heartbeats.
+
+        It is an empty reply for a lost worker, and one that asks to exit for a worker that has left or was evicted.
+        """
         member = self._members.get(worker)
         if member is None:
-            return HeartbeatReply(exit=worker in self._evicted)
+            return HeartbeatReply(exit=worker in self._departed)
         return self._reply(member, member.heartbeat)
 
     def _reply(self, member: Member, heartbeat: Heartbeat) -> HeartbeatReply:
-        number = self._members.number
-        is_current, waits = heartbeat.generation == number > 0, member.waiting_since_s is not None
-        is_stale = 0 < heartbeat.generation < number and not heartbeat.waits
+        """Returns the reply to a heartbeat of a member, and clears the request for the member's stacks."""
+        newest_generation = self._members.number
+        is_current, waits = heartbeat.generation == newest_generation > 0, member.waiting_since_s is not None
+        is_stale = 0 < heartbeat.generation < newest_generation and not heartbeat.waits
         flags = self._flags
         if is_current and self._wants_reform():
             flags |= Flags.REFORM
         leave = self._members.is_leaving(member) and member not in self._leavers_ahead()
+        # Without a checkpoint the state would be lost, since all members that have it leave.
         if leave and not is_state_staying(self._members):
             flags |= Flags.SAVE
-        # The other workers record their stacks first: they show what they wait for.
+        # This member exits only after all others were asked for their stacks, which show what they wait for.
         exits = member.exit and not any(other.dump for other in self._members if other is not member)
-        # The reporting rank keeps the shortest period: its heartbeats carry the run's newest step.
+        # Rank 0, which sends records, keeps the shortest period: its heartbeats carry the run's newest step.
         period_s = self._period_s if heartbeat.record is None else HEARTBEAT_S
         member.period_s = max(member.period_s, period_s)
         reply = HeartbeatReply(
@@ -140,7 +155,7 @@ class Rendezvous:
             leave=leave,
             dump=member.dump,
             exit=exits,
-            recorded=self._recorded,
+            recorded=self._last_recorded_step,
             waits=waits,
             formed=None if waits or not heartbeat.waits else member.formed,
             period_s=period_s,
@@ -150,10 +165,11 @@ class Rendezvous:
 
     @property
     def _period_s(self) -> float:
+        """The heartbeat period in seconds, at which all workers together send at most `heartbeats_per_s`."""
         return max(HEARTBEAT_S, max(len(self._members), self._expected) / self._heartbeats_per_s)
 
     def _broadcast_changes(self) -> None:
-        """Calls `on_change` if what all workers are told differs from what they were told last."""
+        """Calls `on_change` if the part of the replies that concerns all workers has changed since the last call."""
         broadcast = (
             self._members.number,
             self._is_broken,
@@ -167,11 +183,12 @@ class Rendezvous:
             self.on_change()
 
     def _start_wait(self, member: Member, heartbeat: Heartbeat) -> None:
-        """Notes that a worker waits for the next generation from now on."""
+        """Notes that a worker waits for the next generation from now on, which may complete that generation."""
         member.ticket, member.formed = heartbeat.waits, None
         was_stepping = member.kind is not None and is_stepping(member.kind)
         if was_stepping and (heartbeat.lost or heartbeat.generation < self._members.number):
-            # The other workers of the generation would wait for this one in their next collective.
+            # The worker left the newest generation in the middle of a step, or never entered it. The other workers
+            # would wait for it in their next collective.
             self._is_broken = True
         if heartbeat.generation == 0:
             logger.info("Worker %s on %s joins the rendezvous.", heartbeat.worker, heartbeat.host)
@@ -180,15 +197,18 @@ class Rendezvous:
         self._try_form()
 
     async def leave(self, heartbeat: Heartbeat, over: bool = False) -> None:
-        """Removes a worker that ends in order.
+        """Removes a worker that ends its membership by itself.
 
         Args:
-            heartbeat: Its last heartbeat.
-            over: Whether the run has ended with it: a worker that joins later must not wait for others.
+            heartbeat: The worker's last heartbeat.
+            over: Whether the worker has ended because the run has; a worker that joins later must not wait for others.
         """
         self.handle_heartbeat(replace(heartbeat, waits=0))
-        self._members.pop(heartbeat.worker)
-        self._evicted.add(heartbeat.worker)
+        member = self._members.pop(heartbeat.worker)
+        # A generation may have formed with the worker before it has heard of it; the others would wait for its group.
+        if member is not None and heartbeat.generation < member.heartbeat.generation == self._members.number:
+            self._is_broken = True
+        self._departed.add(heartbeat.worker)
         self._is_run_over = self._is_run_over or over
         self._try_form()
         self._broadcast_changes()
@@ -196,7 +216,7 @@ class Rendezvous:
     # Methods for the driver and the controller.
 
     async def raise_flags(self, flags: int) -> None:
-        """Adds flags to the replies to all workers."""
+        """Raises flags for good: every reply to every worker carries them from now on."""
         self._flags |= Flags(flags)
         self._broadcast_changes()
 
@@ -204,9 +224,9 @@ class Rendezvous:
         """Sets the number of workers that the next generation waits for.
 
         Args:
-            workers: That number.
+            workers: The number of workers.
             waiting: Why no generation may form now; None if one may.
-            over: Whether a worker has ended in order, and the run with it.
+            over: Whether a worker has ended because the run has.
         """
         self._expected, self._waiting_reason = workers, waiting
         self._is_run_over = self._is_run_over or over
@@ -214,30 +234,34 @@ class Rendezvous:
         self._broadcast_changes()
 
     async def pause_watchdog(self) -> None:
-        """Restarts the time of the step watchdog.
+        """Restarts the time limit of the step watchdog.
 
-        A component that all workers wait for, such as a coordinator that waits for the storage, calls this again and
-        again meanwhile.
+        It pauses the watchdog if it is called repeatedly, as it is while all workers wait for a coordinator of
+        parameter servers that waits for the storage.
         """
         self._watchdog.moves()
 
     async def drain(self, leaving: set[str]) -> None:
-        """Sets which workers have to leave, by the ids of their nodes or their own ids."""
+        """Sets which workers have to leave, and replaces the earlier set.
+
+        Args:
+            leaving: Ids of nodes, all workers of which have to leave, and ids of workers.
+        """
         if leaving != self._members.leaving:
             self._members.update(leaving=frozenset(leaving))
         self._try_form()
         self._broadcast_changes()
 
     async def evict(self, workers: set[str]) -> None:
-        """Removes workers for good: if they ever come back, they are told to exit."""
+        """Removes workers for good: the reply to a heartbeat that one of them still sends asks it to exit."""
         for worker in workers:
             self.on_disconnect(worker, "the controller has evicted it")
             self._lost.pop(worker, None)
-            self._evicted.add(worker)
+            self._departed.add(worker)
 
     async def status(self) -> RendezvousStatus:
         """Returns the state of the group for the controller and the console."""
-        leaving = {m.heartbeat.worker for m in self._members.leaving_members()} if self._members.leaving else set()
+        leaving = {m.heartbeat.worker for m in self._members.leaving_members()}
         live = {m.heartbeat.worker for m in self._members} - leaving
         is_short = self._members.number > 0 and len(live) < self._min_workers and not self._is_run_over
         shortage = f"{len(live)} of at least {self._min_workers} workers; waiting for others" if is_short else None
@@ -247,7 +271,7 @@ class Rendezvous:
             silent={worker: self._clock() - since_s for worker, since_s in self._lost.items()},
             stepping=self._members.count(is_stepping),
             step=max(0, self._watchdog.step),
-            record=self._record,
+            record=self._newest_record,
             waiting=self._waiting_reason or shortage,
             stopping=bool(self._flags & Flags.STOP),
             limit_s=self._watchdog.limit_s,
@@ -260,9 +284,10 @@ class Rendezvous:
     # How generations form.
 
     def _update_member(self, heartbeat: Heartbeat) -> Member:
+        """Stores a heartbeat in its member, which becomes a member or comes back from the lost ones, and returns it."""
         member = self._members.add(heartbeat)
         if member.waiting_since_s is None and heartbeat.generation < member.heartbeat.generation:
-            # The heartbeat was sent before its worker heard that its generation has formed.
+            # The worker sent the heartbeat before it received the generation that has formed with it.
             heartbeat = replace(heartbeat, generation=member.heartbeat.generation, rank=member.heartbeat.rank)
         member.heartbeat, member.heartbeat_s = heartbeat, self._clock()
         member.period_s = 0.0
@@ -271,7 +296,10 @@ class Rendezvous:
         return member
 
     def on_disconnect(self, worker: str, reason: str = "its connection has ended") -> None:
-        """Declares a worker lost, which breaks its generation; a worker that is only cut off may come back."""
+        """Declares a worker lost, which breaks the newest generation if the worker is in it.
+
+        A worker that was only cut off becomes a member again with its next heartbeat.
+        """
         member = self._members.pop(worker)
         if member is None:
             return
@@ -283,10 +311,11 @@ class Rendezvous:
         self._broadcast_changes()
 
     def _leavers_ahead(self) -> list[Member]:
+        """Returns the leaving members that take part in one more generation, see `leavers_ahead`."""
         return [] if self._is_paused() else leavers_ahead(self._members)
 
     def _is_paused(self) -> bool:
-        """Returns whether no generation may form now."""
+        """Returns whether the controller gives a reason to wait, which has no effect once the run stops."""
         return self._waiting_reason is not None and not self._flags & Flags.STOP
 
     def _wants_reform(self) -> bool:
@@ -302,26 +331,30 @@ class Rendezvous:
         )
 
     def _try_form(self) -> None:
+        """Forms the next generation if all conditions hold that `docs/architecture.md` lists."""
         if not self._members.waiting or self._is_paused() or not have_all_returned(self._members, self._is_broken):
             return
-        ahead = self._leavers_ahead()
-        ready = self._members.count(lambda k: k.waits and not k.leaving) + len(ahead)
-        # By then a new instance of the rendezvous has had a heartbeat of every live worker.
-        knows_all = self._clock() - self._started_s > self._silence_s + self._period_s
-        is_complete = self._is_run_over or ready >= self._expected > 0
-        has_incumbents = ahead or self._members.any(lambda k: k.current and not k.leaving)
-        if not ready or (not is_complete and not (has_incumbents and knows_all)):
+        leavers = self._leavers_ahead()
+        num_ready = self._members.count(lambda k: k.waits and not k.leaving) + len(leavers)
+        # After this time an instance that has replaced another one has received a heartbeat of every live worker.
+        knows_all_workers = self._clock() - self._started_s > self._silence_s + self._period_s
+        is_complete = self._is_run_over or num_ready >= self._expected > 0
+        # Members of the newest generation continue without the other expected workers, which join later.
+        has_incumbents = leavers or self._members.any(lambda k: k.current and not k.leaving)
+        if not num_ready or (not is_complete and not (has_incumbents and knows_all_workers)):
             return
-        if ready < self._min_workers and not (self._is_run_over or self._flags & Flags.STOP):
+        if num_ready < self._min_workers and not (self._is_run_over or self._flags & Flags.STOP):
             return
-        has_state = ahead or self._members.any(lambda k: k.has_state and k.waits and not k.leaving)
+        has_state = leavers or self._members.any(lambda k: k.has_state and k.waits and not k.leaving)
         if not has_state and self._members.any(lambda k: k.has_state or is_stepping(k)):
-            # A worker that has the state, or may have it by now, either saves it before it leaves or comes back.
+            # A worker that is not ready has the state, or steps and may have it by now. It saves the state before it
+            # leaves, or it comes back; a generation without it would repeat steps.
             return
         staying = [m for m in self._members.waiting.values() if m.kind is not None and not m.kind.leaving]
-        self._form(staying + ahead)
+        self._form(staying + leavers)
 
     def _form(self, ready: list[Member]) -> None:
+        """Forms the next generation of these members; the replies to them carry it."""
         ready = sort_by_rank(ready)
         number = max(self._members.number + 1, self._first_generation)
         step = max(m.heartbeat.step for m in ready)
@@ -349,21 +382,23 @@ class Rendezvous:
         self._broadcast_changes()
 
     def _check_watchdog(self, now: float) -> None:
+        """Ends the members that stall the newest generation, or breaks the generation if all wait for each other."""
         if not self._members.any(lambda k: is_stepping(k) and k.phase != "done"):
             return
         if self._members.any(lambda k: is_stepping(k) and k.phase == "saving"):
+            # The others wait for this member, which waits for the storage.
             self._watchdog.moves()
             return
-        stalls = self._watchdog.times(now)
-        if not stalls:
+        stall_count = self._watchdog.times(now)
+        if not stall_count:
             return
         stepping = self._members.stepping_members()
-        # Workers in these phases wait for the others; a worker in another phase stalls the group.
-        culprits = [m for m in stepping if m.heartbeat.phase not in ("forming", "exchange", "done")]
+        # Members in these phases wait for the others; a member in another phase stalls the group.
+        stalling = [m for m in stepping if m.heartbeat.phase not in ("forming", "exchange", "done")]
         for member in stepping:
             member.dump = True
-        if culprits or stalls > 1:
-            for member in culprits or stepping:
+        if stalling or stall_count > 1:
+            for member in stalling or stepping:
                 member.exit = True
                 logger.info(
                     "Worker %s (rank %d on %s) is evicted: no step has finished for %.0f s, and it is in phase %s.",
@@ -374,8 +409,9 @@ class Rendezvous:
                     member.heartbeat.phase,
                 )
         else:
-            # All workers wait for each other: a collective is stuck, which a new generation resolves.
+            # All members wait for each other: a collective is stuck, which a new generation resolves.
             self._is_broken = True
+        # `_broadcast_changes` does not compare the requests for stacks and exits, which concern single members.
         self.on_change()
 
 
@@ -385,14 +421,15 @@ def is_stepping(kind: Kind) -> bool:
 
 
 def is_state_staying(members: Members) -> bool:
-    """Returns whether a member that has the training state stays."""
+    """Returns whether at least one member with the training state does not have to leave."""
     return members.any(lambda k: k.has_state and not k.leaving)
 
 
 def leavers_ahead(members: Members) -> list[Member]:
-    """Returns the waiting members that have to leave and have finished a step that no staying member has.
+    """Returns the waiting members that have to leave and have finished a step that no staying member has finished.
 
-    They take part in the next generation, so that the staying members get this step from them.
+    They take part in the next generation, so that the staying members receive the state after this step from them.
+    There are none if no staying member has a state; the leaving members then save theirs.
     """
     if not members.any(lambda k: k.leaving and k.waits and k.has_state) or not is_state_staying(members):
         return []
@@ -401,12 +438,13 @@ def leavers_ahead(members: Members) -> list[Member]:
 
 
 def have_all_returned(members: Members, is_broken: bool) -> bool:
-    """Returns whether all members of the newest generation wait for the next.
+    """Returns whether no member that the next generation needs is still in the newest one.
 
     Args:
         members: All known members.
-        is_broken: Whether the generation is broken. Then the members that have to leave must have returned, too, since
-            their step may be the newest.
+        is_broken: Whether the newest generation is broken. Then the members that have to leave must have left it, too,
+            since one of them may have finished a step that no staying member has; a member that already saves or is
+            done does not come back. Otherwise all members finished the same step, and the leaving ones do not count.
     """
     return not members.any(
         lambda k: k.current and not k.waits and (not k.leaving or (is_broken and k.phase not in ("saving", "done")))
@@ -416,13 +454,13 @@ def have_all_returned(members: Members, is_broken: bool) -> bool:
 def sort_by_rank(ready: list[Member]) -> list[Member]:
     """Returns members in the order of their new ranks.
 
-    Members with the training state come before those without, incumbents keep their order, and members on one host
-    follow each other.
+    Members with the training state come before members without one, members of earlier generations keep the order of
+    their ranks, and the ranks of members on one host are consecutive.
     """
     ordered = sorted(
         ready,
         key=lambda m: (m.heartbeat.step < 0, m.heartbeat.rank if m.heartbeat.generation else 0, m.waiting_since_s),
     )
     host_order = {host: index for index, host in enumerate(dict.fromkeys(m.heartbeat.host for m in ordered))}
-    # The sort is stable, so the first member stays the first.
+    # The sort is stable, so the first member, which has the state if any has, stays the first and becomes rank 0.
     return sorted(ordered, key=lambda m: host_order[m.heartbeat.host])

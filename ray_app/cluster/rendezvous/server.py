@@ -1,8 +1,9 @@
 """The rendezvous as a Ray actor, and the TCP connections between it and the workers.
 
-Heartbeats come in on a connection, replies go out, and the end of a connection says that a process has ended. A
-connection costs a line of JSON per message, some ten microseconds, where a call of a Ray actor costs it some hundred.
-A client sends a secret first, which it gets through a Ray call. Nothing that arrives is unpickled.
+Each worker sends its heartbeats over one connection and receives the replies over it; the end of the connection shows
+that the worker's process has ended. A message is a line of JSON and costs the rendezvous some ten microseconds, where a
+call of a Ray actor would cost some hundred. A client first sends a secret, which it gets through a Ray call. Nothing
+that arrives is unpickled.
 """
 
 from __future__ import annotations
@@ -28,24 +29,28 @@ from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, Heartbeat
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
+"""Connections that may wait to be accepted; all workers connect at once when the rendezvous has been restarted."""
 _CHECK_S = 0.2
-"""Seconds between two checks for silent workers."""
+"""Seconds between two checks for silent workers and stalled generations."""
 _FIELD_NAMES = {
-    kind: [part.name for part in fields(kind)] for kind in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)
+    message_type: [field.name for field in fields(message_type)]
+    for message_type in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)
 }
+"""The names of the fields of each message and of the dataclasses in it."""
 
 
 def encode(message: Heartbeat | HeartbeatReply) -> bytes:
-    """Returns a message as a line of JSON."""
+    """Returns a message as a line of JSON: a list of the values of its fields, in which a dataclass is such a list."""
     return json.dumps(_values(message), default=_values).encode() + b"\n"
 
 
 def _values(message: Any) -> list[Any]:
+    """Returns the values of the fields of a message or of a dataclass in it, in their order."""
     return [getattr(message, name) for name in _FIELD_NAMES[type(message)]]
 
 
 def decode_heartbeat(line: bytes) -> Heartbeat:
-    """Returns the heartbeat in a line."""
+    """Returns the heartbeat that a line contains, see `encode`."""
     heartbeat = Heartbeat(*json.loads(line))
     if heartbeat.record is None:
         return heartbeat
@@ -53,21 +58,21 @@ def decode_heartbeat(line: bytes) -> Heartbeat:
 
 
 def decode_reply(line: bytes) -> HeartbeatReply:
-    """Returns the reply in a line."""
+    """Returns the reply that a line contains, see `encode`."""
     reply = HeartbeatReply(*json.loads(line))
     formed = None if reply.formed is None else GenerationInfo(*reply.formed)  # type: ignore[misc]
     return replace(reply, flags=Flags(reply.flags), formed=formed and replace(formed, hosts=tuple(formed.hosts)))
 
 
 class ConnectionServer:
-    """The rendezvous' end of the connections to all workers.
+    """The rendezvous's end of the connections to all workers.
 
     Args:
-        rendezvous: Handles the heartbeats and makes the replies.
+        rendezvous: Handles the heartbeats and makes the replies. Its `on_change` is set to a broadcast of replies.
 
     Attributes:
         secret: The line that a client has to send first.
-        connections: The open connections by the id of their worker.
+        connections: The newest connection of each worker, by worker id.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -79,8 +84,8 @@ class ConnectionServer:
         rendezvous.on_change = self._schedule_broadcast
 
     async def listen(self, host: str) -> tuple[str, int]:
-        """Starts to listen and returns the address."""
-        # Each worker needs a file descriptor, and the default limit may be lower than the number of workers.
+        """Starts to listen on a free port of a host; returns the address."""
+        # Each connection needs a file descriptor, and the default limit may be lower than the number of workers.
         with suppress(OSError, ValueError):
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
@@ -94,19 +99,20 @@ class ConnectionServer:
             self._server.close()
 
     def _schedule_broadcast(self) -> None:
-        """Has one broadcast follow all the changes of one message."""
+        """Schedules one broadcast for all the changes that one message makes."""
         if not self._is_broadcast_scheduled and self._server is not None:
             self._is_broadcast_scheduled = True
             self._server.get_loop().call_soon(self._broadcast)
 
     def _broadcast(self) -> None:
+        """Sends every connected worker its reply, if that has changed."""
         self._is_broadcast_scheduled = False
         for worker, connection in self.connections.items():
             connection.send_if_changed(self.rendezvous.reply_for(worker))
 
 
 class _WorkerConnection(asyncio.Protocol):
-    """The connection of one worker."""
+    """The connection of one worker; the worker is known from its first heartbeat on."""
 
     def __init__(self, server: ConnectionServer) -> None:
         self._server = server
@@ -121,44 +127,56 @@ class _WorkerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
+        if not lines and not self._is_authenticated and len(self._incomplete_line) > len(self._server.secret):
+            self._transport.abort()
+            return
         for line in lines:
             if self._is_authenticated:
                 self._handle(decode_heartbeat(line))
             elif hmac.compare_digest(line, self._server.secret.encode()):
                 self._is_authenticated = True
             else:
-                return self._transport.abort()
-        return None
+                self._transport.abort()
+                return
 
     def _handle(self, heartbeat: Heartbeat) -> None:
+        """Hands a heartbeat to the rendezvous and sends the reply."""
         if not self._worker:
             self._worker = heartbeat.worker
             self._server.connections[heartbeat.worker] = self
-        # A heartbeat is always answered, also with the reply that was sent last.
+        # Every heartbeat is answered, even if the reply equals the one that was sent last.
         self._last_reply = None
         self.send_if_changed(self._server.rendezvous.handle_heartbeat(heartbeat))
 
     def send_if_changed(self, reply: HeartbeatReply) -> None:
-        """Sends a reply unless it is equal to the one that was sent last."""
+        """Sends a reply unless it equals the one that was sent last."""
         if reply != self._last_reply and not self._transport.is_closing():
             self._last_reply = reply
             self._transport.write(encode(reply))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        # A worker that has connected anew is not lost when its old connection ends.
         if self._server.connections.get(self._worker) is self:
             del self._server.connections[self._worker]
             self._server.rendezvous.on_disconnect(self._worker)
 
 
 class _RendezvousActor(Rendezvous):
-    """A rendezvous in an actor, which Ray restarts when it dies; its members and the numbers it used are lost then."""
+    """The rendezvous in an actor. Ray restarts it when it dies, without its members and its newest generation number.
+
+    Args:
+        silence_s: See `Rendezvous`.
+        step_timeout_s: See `Rendezvous`.
+        min_workers: See `Rendezvous`.
+    """
 
     def __init__(self, silence_s: float, step_timeout_s: float | None, min_workers: int) -> None:
         with warnings.catch_warnings():
-            # Ray's property uses a property of Ray that is deprecated.
+            # This property of Ray reads another one that is deprecated, which would warn.
             warnings.simplefilter("ignore")
             is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        # Milliseconds since 1970 are higher than any number that an earlier instance has reached by counting.
+        # The milliseconds since 1970 exceed every number that an earlier instance can have reached, since a generation
+        # takes longer than a millisecond.
         first_generation = time.time_ns() // 10**6 if is_restarted else 1
         super().__init__(silence_s, step_timeout_s, first_generation=first_generation, min_workers=min_workers)
         self._connections = ConnectionServer(self)
@@ -166,27 +184,44 @@ class _RendezvousActor(Rendezvous):
         self._watching: asyncio.Task[None] | None = None
 
     async def lifeline(self) -> tuple[tuple[str, int], str]:
-        """Returns the address for workers' connections and the secret that they send first."""
+        """Returns the address for the workers' connections and the secret that a client sends first.
+
+        The first call starts to listen and to check for silent workers. A call after one that failed tries again.
+        """
+        if self._listening is not None and self._listening.done() and self._listening.exception() is not None:
+            self._listening = None
         if self._listening is None:
             self._listening = asyncio.create_task(self._connections.listen(ray.util.get_node_ip_address()))
-            self._watching = asyncio.create_task(self._watch())
+            self._watching = self._watching or asyncio.create_task(self._watch())
         return await self._listening, self._connections.secret
 
     async def close(self) -> None:
-        """Stops watching and listening. asyncio would complain about tasks that run when the actor is killed."""
+        """Stops listening and checking; asyncio would complain about a task that runs when the actor is killed."""
         self._connections.close()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def _watch(self) -> None:
+        """Checks for silent workers and stalled generations, again and again."""
         while True:
             await asyncio.sleep(_CHECK_S)
-            self.check_liveness(self._clock())
+            try:
+                self.check_liveness(self._clock())
+            # Any error is retried: without this check a frozen worker would stall the others for good.
+            except Exception:
+                logger.exception("The workers could not be checked, will try again.")
 
 
 def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None, min_workers: int = 1) -> Any:
-    """Starts the rendezvous actor on this node, so that it lives as long as the driver, and returns its handle."""
+    """Starts the rendezvous actor on this node, so that it lives as long as the driver; returns its handle.
+
+    Args:
+        name: The name of the actor.
+        silence_s: See `Rendezvous`.
+        step_timeout_s: See `Rendezvous`.
+        min_workers: See `Rendezvous`.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

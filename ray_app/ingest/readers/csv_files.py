@@ -1,7 +1,8 @@
-"""Reader of CSV files, with a header line or with the names of the option `column_names`.
+"""Reader of CSV files. Their columns are named by a header line or by the option `column_names`.
 
-`CsvFormat` and the functions after it recognize and check the layout of a file: its delimiter, its header line, and
-quotes that are not closed.
+`CsvFormat` describes the layout of the files. The functions after it recognize the delimiter, check the header line,
+and find quotes that are not closed. `Csv` reads the files twice: the first pass finds the type of each column and the
+classes, the second one converts the values.
 """
 
 from __future__ import annotations
@@ -26,11 +27,20 @@ from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
 from ray_app.storage.data_files import DataLocation, File, parser_errors
 
+SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
 """Delimiters that are recognized without the option `delimiter`, and their names for messages."""
+NULLS = pa.array(arrow_csv.ConvertOptions().null_values)
+"""Spellings of a missing value, as pyarrow has them."""
+KINDS = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
+"""Types of CSV columns; a column gets the first one that all of its values fit."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?\s*")
+"""A number with a decimal point or a decimal comma."""
 _HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20
-_MAX_FIELD = 1 << 30
+"""Maximum bytes and rows at the beginning of a file from which its layout is recognized."""
+_MAX_VALUE_CHARS = 1 << 30
+"""Maximum characters of a value; the default of the csv module is 131,072."""
+csv.field_size_limit(_MAX_VALUE_CHARS)
 _MAX_LISTED = 5
 """Maximum number of names in a message."""
 
@@ -40,23 +50,24 @@ class CsvFormat:
     """The layout of all files of a data set.
 
     Args:
-        delimiter: One character.
-        column_names: Names of the columns of files without a header line; None: the first line has them.
+        delimiter: The character between values.
+        column_names: Names of the columns; None: the header line of each file has them.
     """
 
     delimiter: str
     column_names: tuple[str, ...] | None = None
 
     def has_header(self, file: File) -> bool:
-        """Returns whether the first line of a file is a header line: always without `column_names`, otherwise where it
-        holds exactly these names.
+        """Returns whether the first line of a file is a header line.
+
+        Without `column_names` it always is; with them it is one if it has exactly these names.
         """
         return self.column_names is None or parse_first_rows(read_head(file), self.delimiter)[:1] == [
             list(self.column_names)
         ]
 
     def advice(self, has_header: bool) -> str:
-        """Returns what a file of this format has, and what to do about another one, for a message."""
+        """Returns the part of an error message that says which layout is allowed and what to do."""
         first = "one header line (row 1)" if has_header else "no header line"
         delimiter = DELIMITERS.get(self.delimiter, repr(self.delimiter))
         return (
@@ -66,39 +77,52 @@ class CsvFormat:
 
 
 def name_delimiter(delimiter: str) -> str:
-    r"""Returns the delimiter that an option names; `\t`, as a command line passes it, is a tab."""
+    r"""Returns the delimiter that the option `delimiter` names: itself, or a tab for the two characters `\t`.
+
+    A shell passes `--delimiter '\t'` as these two characters.
+    """
     return "\t" if delimiter == r"\t" else delimiter
 
 
 def read_head(file: File) -> str:
-    """Returns the first MiB of a file.
+    """Returns the first MiB of a file as text; bytes that are not UTF-8 become U+FFFD.
 
     Raises:
-        DataError: The file is damaged or in another encoding.
+        DataError: The file is damaged, or its first bytes show another encoding than UTF-8.
     """
     with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
 
 
 def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
-    """Returns the first rows in the beginning of a file, at most 20; none where quotes or the length of a value prevent
-    the reading.
+    """Returns the first complete rows of a file, at most `_HEAD_ROWS`, without empty lines.
+
+    The result is empty if the `csv` module cannot parse them, for example if an open quote makes a value very long.
+
+    Args:
+        head: The beginning of the file, from `read_head`.
+        delimiter: The character between values.
     """
     reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter)
     try:
         rows = [row for row in itertools.islice(reader, _HEAD_ROWS + 1) if row]
     except csv.Error:
         return []
-    # The last row may be incomplete where the file goes on.
+    # The last row may be incomplete if the file is longer than its head. A head of `_HEAD_BYTES` has at least a quarter
+    # as many characters, since UTF-8 takes at most four bytes for each.
     return rows[:-1] if len(head) > _HEAD_BYTES // 4 or len(rows) > _HEAD_ROWS else rows
 
 
 def recognise_delimiter(file: File, column_names: list[str] | None) -> str:
-    """Returns the delimiter of a file: a comma, unless its first rows have several values only with another delimiter.
+    """Returns the delimiter of a file, from its first rows.
+
+    With two or more `column_names` it is the first one that gives the first row as many values. Otherwise it is a
+    comma, if that divides all rows into the same number of values, two or more; or if no delimiter does that and a
+    comma divides the first row. Otherwise it is the delimiter that gives the first row most values.
 
     Args:
         file: The file.
-        column_names: Names of its columns, where it has no header line.
+        column_names: The option `column_names`.
     """
     head = read_head(file)
     widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
@@ -111,20 +135,21 @@ def recognise_delimiter(file: File, column_names: list[str] | None) -> str:
     even = {delimiter: width[0] for delimiter, width in widths.items() if len(set(width)) == 1 and width[0] > 1}
     if "," in even or (not even and widths[","][0] > 1):
         return ","
-    # Where no delimiter gives all rows the same number of values, the one that gives the header line the most counts.
+    # A delimiter that gives all rows the same number of values comes before one that does not.
     candidates = even or {delimiter: width[0] for delimiter, width in widths.items()}
     return max(candidates, key=candidates.__getitem__)
 
 
 def check_header(file: str, names: list[str]) -> str | None:
-    """Checks the names in a header line; returns a note if they may be the values of a row.
+    """Checks the names in a header line, and returns a note for the user if they may be the values of a row.
 
     Args:
         file: The file, for messages.
         names: The names.
 
     Raises:
-        DataError: The line holds values, or a name twice.
+        DataError: There is a number among the names and the numbers do not look like a numbering, or a name is there
+            twice.
     """
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
@@ -153,7 +178,7 @@ def check_header(file: str, names: list[str]) -> str | None:
 
 
 def _is_numbering(numbers: list[str]) -> bool:
-    """Returns whether three or more numbers ascend by a constant step, as years or the numbers of columns do."""
+    """Returns whether these are three or more whole numbers that ascend by a constant step, such as years."""
     if len(numbers) < 3 or not all(number.strip().isdecimal() for number in numbers):
         return False
     values = [int(number) for number in numbers]
@@ -161,10 +186,14 @@ def _is_numbering(numbers: list[str]) -> bool:
 
 
 def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]) -> None:
-    """Checks that a file has the same header line as the first file; both are pairs of path and names.
+    """Checks that a file has the same header line as the first file.
+
+    Args:
+        first: Path of the first file, and the names in its header line.
+        other: Path of the file to check, and the names in its header line.
 
     Raises:
-        DataError: The names differ.
+        DataError: The names differ, or their order does.
     """
     (path, names), (other_path, other_names) = first, other
     if names == other_names:
@@ -181,30 +210,26 @@ def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]
 
 
 def find_open_quote(file: File, delimiter: str) -> str | None:
-    """Returns the fault in the quotes of a file; None where every quote that opens a value is closed.
+    """Returns a description of the first quote that opens a value and is not closed; None if there is none.
 
-    pyarrow takes everything that follows an unclosed quote, line ends and delimiters too, for one value.
+    pyarrow does not find it: it takes all that follows an open quote, line ends and delimiters too, for one value.
     """
-    csv.field_size_limit(_MAX_FIELD)
     with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
         rows = csv.reader(text, delimiter=delimiter, strict=True)
-        begins = 1
+        first_line = 1
         try:
             for _ in rows:
-                begins = rows.line_num + 1
+                first_line = rows.line_num + 1
         except csv.Error as error:
+            # These are parts of the messages "unexpected end of data" and "',' expected after '"'" of the csv module.
             is_quote = "end of data" in str(error) or "expected after" in str(error)
             return (
-                f"in line {begins} a quote opens a value and is not closed before the end of it" if is_quote else None
+                f"in line {first_line} a quote opens a value and is not closed at the end of the value"
+                if is_quote
+                else None
             )
     return None
-
-
-NULLS = pa.array(arrow_csv.ConvertOptions().null_values)
-KINDS = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_(), pa.string())
-"""Types of CSV columns, the narrowest first."""
-SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 
 
 @dataclass(frozen=True)
@@ -213,11 +238,12 @@ class Csv:
 
     Args:
         path: The file or folder.
-        label: Column that becomes `label`.
-        skip: Whether rows with a wrong number of values may be left out.
-        split_bytes: Maximum bytes of files that one task reads.
-        delimiter: Character between values; None: recognized by the first rows of the first file.
-        column_names: Names of the columns of files without a header line.
+        label: Column that becomes `label`; None: no column does.
+        skip: Whether bad rows are left out (`on_bad_row: skip`); otherwise a row with a wrong number of values is an
+            error.
+        split_bytes: Maximum bytes of the files of an input split; a single file may be larger.
+        delimiter: Character between values; None: it is recognized from the first rows of the first file.
+        column_names: Names of the columns of files without a header line; None: all files have one.
     """
 
     path: DataLocation
@@ -232,9 +258,14 @@ class Csv:
         return list_text_files(self.path, SUFFIXES, "CSV")
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part; a first pass over the files finds the classes and the narrowest type of each column."""
+        """Returns the one data set of the files; a first pass over them finds the classes and the type of each column.
+
+        Raises:
+            DataError: There are no rows, a header line is refused, the label column is missing, or a file cannot be
+                parsed.
+        """
         groups = base.group_files(self.files(), self.split_bytes)
-        facts = list(run(partial(_learn, self._format, self.label, self.skip), groups))
+        facts = list(run(partial(_scan_files, self._format, self.label, self.skip), groups))
         names, notes = self._check_headers(facts)
         if not any(f.rows for f in facts):
             raise DataError(
@@ -249,7 +280,7 @@ class Csv:
             labels = set().union(*(f.labels for f in facts))
             classes = sort_classes(f"{self.path}: label column {self.label!r}", labels, self.skip)
             kinds[self.label] = pa.string()
-        tables = partial(_tables, self._format, self.label, self.skip, kinds, classes)
+        tables = partial(_read_tables, self._format, self.label, self.skip, kinds, classes)
         splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
         return [base.Part("", splits, classes, notes=tuple(notes))]
 
@@ -260,14 +291,19 @@ class Csv:
             return CsvFormat(name_delimiter(self.delimiter), names)
         return CsvFormat(recognise_delimiter(self.files()[0], self.column_names), names)
 
-    def _check_headers(self, facts: list[_Facts]) -> tuple[list[str], list[str]]:
-        """Returns the columns, which all files have, and notes on how the files were interpreted."""
+    def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:
+        """Returns the names of the columns, and notes for the user on how the files were interpreted.
+
+        Raises:
+            DataError: The first header line is refused by `check_header`, another one differs from it, or the label
+                column is missing or ambiguous.
+        """
         path, names = facts[0].headers[0]
         notes = []
         if self._format.delimiter != "," and not self.delimiter:
             notes.append(
                 f"{DELIMITERS[self._format.delimiter]} was recognised as the delimiter of {path}. The option delimiter"
-                f" names another one."
+                " names another one."
             )
         if not self.column_names and (note := check_header(path, names)):
             notes.append(note)
@@ -288,9 +324,14 @@ class Csv:
 
 
 @dataclass
-class _Facts:
-    """The facts of an input split from the first pass: rows, the header of each file, the types that fit each column,
-    and the values of the label.
+class _CsvFacts:
+    """What the first pass finds in the files of an input split.
+
+    Args:
+        rows: Number of rows, including those with a wrong number of values.
+        headers: Path of each file, and the names of its columns.
+        kinds: The `KINDS` that all values of a column fit, by the name of the column.
+        labels: The distinct values of the label column.
     """
 
     rows: int = 0
@@ -299,12 +340,17 @@ class _Facts:
     labels: set[str] = field(default_factory=set)
 
 
-def _learn(form: CsvFormat, label: str | None, skip: bool, files: list[File]) -> _Facts:
-    facts = _Facts()
+def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: list[File]) -> _CsvFacts:
+    """Returns the facts of an input split; this is the first pass.
+
+    Raises:
+        DataError: A file cannot be parsed, has an open quote, or has a zero byte in a text.
+    """
+    facts = _CsvFacts()
     for file in files:
-        bad: list[Any] = []
+        bad_rows: list[Any] = []
         has_line_ends = False
-        for numbers, block in _numbered_blocks(file, form, bad if skip else None):
+        for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
             names = block.schema.names
             if not facts.headers or facts.headers[-1][0] != str(file):
                 facts.headers.append((str(file), list(names)))
@@ -319,23 +365,37 @@ def _learn(form: CsvFormat, label: str | None, skip: bool, files: list[File]) ->
                     has_line_ends |= bool(pc.any(pc.match_substring(block[name], "\n")).as_py())
             if label in names:
                 facts.labels.update(pc.unique(block[label]).to_pylist())
-        if (has_line_ends or any("\n" in row.text for row in bad)) and (fault := find_open_quote(file, form.delimiter)):
+        # The search for an open quote reads the file once more, so only a value with a line end, which an open quote
+        # causes, makes it necessary.
+        may_have_open_quote = has_line_ends or any("\n" in row.text for row in bad_rows)
+        if may_have_open_quote and (fault := find_open_quote(file, csv_format.delimiter)):
             raise DataError(f"{file}: {fault}. Close it, or write a quote that is part of a value twice.")
-        facts.rows += len(bad)
+        facts.rows += len(bad_rows)
     return facts
 
 
 def _check_zero_bytes(file: File, name: str, values: pa.Array, numbers: list[int]) -> None:
+    """Refuses zero bytes in the values of a text column, which are a sign of another encoding such as UTF-16.
+
+    Args:
+        file: The file, for the message.
+        name: Name of the column.
+        values: The values of a block.
+        numbers: The numbers of its rows.
+
+    Raises:
+        DataError: A value has a zero byte.
+    """
     if pc.any(has_zero := pc.match_substring(values, "\0")).as_py():
         row = numbers[pc.index(has_zero, True).as_py()]
         raise DataError(
             f"{file}: row {row} has a zero byte in the column {name!r}. Text has none: correct the row, or save the"
-            f" file as UTF-8."
+            " file as UTF-8."
         )
 
 
-def _tables(
-    form: CsvFormat,
+def _read_tables(
+    csv_format: CsvFormat,
     label: str | None,
     skip: bool,
     kinds: dict[str, pa.DataType],
@@ -343,13 +403,24 @@ def _tables(
     files: list[File],
     refuse: base.Refuse,
 ) -> Iterator[pa.Table]:
+    """Yields the tables of an input split; this is the second pass.
+
+    Args:
+        csv_format: The layout of the files.
+        label: Column that becomes `label`.
+        skip: Whether rows with a wrong number of values are passed to `refuse`; otherwise such a row is an error.
+        kinds: The type of each column.
+        classes: The classes of the label, which becomes an index of them; None: it stays as it is.
+        files: The files of the input split.
+        refuse: Takes the id of a row that is left out, and the reason.
+    """
     for file in files:
-        bad: list[Any] = []
-        for numbers, block in _numbered_blocks(file, form, bad if skip else None):
+        bad_rows: list[Any] = []
+        for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
             yield base.make_table(
                 [f"{file.name}:{number}" for number in numbers], _convert_block(file, block, label, kinds, classes)
             )
-        for invalid in bad:
+        for invalid in bad_rows:
             refuse(
                 f"{file.name}:{invalid.number}",
                 f"{invalid.actual_columns} values where {invalid.expected_columns} are expected",
@@ -359,6 +430,11 @@ def _tables(
 def _convert_block(
     file: File, block: pa.RecordBatch, label: str | None, kinds: dict[str, pa.DataType], classes: tuple[str, ...] | None
 ) -> dict[str, pa.Array]:
+    """Returns the columns of a block with their types, the label by its new name and as indices of `classes`.
+
+    Raises:
+        DataError: A value does not fit the type of its column, so the file differs from what the first pass read.
+    """
     try:
         columns = {name: _convert(block[name], kind) for name, kind in kinds.items()}
     except (pa.ArrowInvalid, KeyError) as error:
@@ -369,62 +445,76 @@ def _convert_block(
     return columns
 
 
-def _numbered_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterator[tuple[list[int], pa.RecordBatch]]:
-    """Yields the blocks of `_string_blocks` with the numbers of their rows; the first line that is not empty has the
-    number 1.
+def _numbered_blocks(
+    file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
+) -> Iterator[tuple[list[int], pa.RecordBatch]]:
+    """Yields the numbers of the rows of each block of `_string_blocks`, and the block.
+
+    Numbers are those of pyarrow: the first line that is not empty has the number 1, also if it is a header line, and
+    rows with a wrong number of values are counted.
     """
-    row = 1 + form.has_header(file)
-    for block in _string_blocks(file, form, bad):
-        wrong = {invalid.number for invalid in bad or ()}
+    row = 1 + csv_format.has_header(file)
+    for block in _string_blocks(file, csv_format, bad_rows):
+        bad_numbers = {invalid.number for invalid in bad_rows or ()}
         numbers: list[int] = []
         while len(numbers) < block.num_rows:
-            if row not in wrong:
+            if row not in bad_numbers:
                 numbers.append(row)
             row += 1
         yield numbers, block
 
 
-def _string_blocks(file: File, form: CsvFormat, bad: list[Any] | None) -> Iterator[pa.RecordBatch]:
-    """Yields a file in blocks of about `BLOCK_BYTES`, the first without rows, with every column as strings.
+def _string_blocks(file: File, csv_format: CsvFormat, bad_rows: list[Any] | None) -> Iterator[pa.RecordBatch]:
+    """Yields the rows of a file in blocks of about `BLOCK_BYTES`, with every column as strings.
 
-    It reads with one thread, so that errors name the row.
+    The first block has no rows: from it a caller learns the names of the columns of a file that has only a header line.
 
     Args:
         file: The file.
-        form: Its layout.
-        bad: List that gets the rows with a wrong number of values, before the block that follows them; None: such a
-            row is an error.
+        csv_format: Its layout.
+        bad_rows: The rows with a wrong number of values are appended to it, as pyarrow's `InvalidRow`, before the block
+            that follows them is yielded; None: such a row is an error.
     """
 
-    def keep(row: Any) -> str:
-        assert bad is not None
-        bad.append(row)
+    def record_bad_row(row: Any) -> str:
+        assert bad_rows is not None
+        bad_rows.append(row)
         return "skip"
 
-    has_header = form.has_header(file)
+    has_header = csv_format.has_header(file)
     read = arrow_csv.ReadOptions(
-        use_threads=False, block_size=base.BLOCK_BYTES, column_names=None if has_header else form.column_names
+        # With several threads pyarrow does not know the numbers of rows, which errors and bad rows need.
+        use_threads=False,
+        block_size=base.BLOCK_BYTES,
+        column_names=None if has_header else csv_format.column_names,
     )
     convert = arrow_csv.ConvertOptions(default_column_type=pa.string())
     parse = arrow_csv.ParseOptions(
-        delimiter=form.delimiter, newlines_in_values=True, invalid_row_handler=None if bad is None else keep
+        delimiter=csv_format.delimiter,
+        newlines_in_values=True,
+        invalid_row_handler=None if bad_rows is None else record_bad_row,
     )
     try:
-        with parser_errors(file, form.advice(has_header)), open_text(file) as stream:
+        with parser_errors(file, csv_format.advice(has_header)), open_text(file) as stream:
             reader = arrow_csv.open_csv(stream, read, parse, convert)
-            # The names are decoded inside `parser_errors`, which names the file in an error.
+            # pyarrow decodes the names here, so that an error in them is turned into one that names the file.
             names = reader.schema.names
             yield pa.RecordBatch.from_arrays([pa.array([], pa.string()) for _ in names], schema=reader.schema)
             yield from reader
     except DataError as error:
-        if isinstance(error.__cause__, pa.ArrowInvalid) and (fault := find_open_quote(file, form.delimiter)):
+        # The error may be a consequence of an open quote far before the row that it names.
+        if isinstance(error.__cause__, pa.ArrowInvalid) and (fault := find_open_quote(file, csv_format.delimiter)):
             raise DataError(f"{file}: {fault}. Close it, or write a quote that is part of a value twice.") from error
         raise
 
 
 def _convert(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns CSV strings as `kind`; except in string columns, spaces around a value are removed and a spelling of
-    "missing" becomes null.
+    """Returns the strings of a CSV column as values of the type `kind`.
+
+    In all but string columns spaces around a value are ignored, and the spellings in `NULLS` become null.
+
+    Raises:
+        ArrowInvalid: A value does not fit the type.
     """
     if pa.types.is_string(kind):
         return values
@@ -433,16 +523,19 @@ def _convert(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _fits(values: pa.Array, kind: pa.DataType) -> bool:
+    """Returns whether the type can represent all values, whole numbers without rounding."""
     try:
         _convert(values, kind)
     except pa.ArrowInvalid:
         return False
-    return not pa.types.is_floating(kind) or _are_exact(values)
+    return not pa.types.is_floating(kind) or _are_exact_in_float64(values)
 
 
-def _are_exact(values: pa.Array) -> bool:
-    """Returns whether float64 represents exactly the whole numbers that may not fit into 64 bits, such as long
-    identifiers.
+def _are_exact_in_float64(values: pa.Array) -> bool:
+    """Returns whether float64 represents all whole numbers of 19 and more characters exactly.
+
+    Such numbers may not fit into 64 bits. They are often identifiers, which must not be rounded, so their column
+    becomes text.
     """
     candidates = pc.and_not(pc.greater_equal(pc.binary_length(values), 19), pc.match_substring(values, "."))
     long = values.filter(candidates)

@@ -1,4 +1,4 @@
-"""Restores the state from which a started run continues: a snapshot in memory, an intact checkpoint, or no step."""
+"""Restores the state from which a run starts or continues: a snapshot in memory, a checkpoint, or the initial state."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ logger = logging.getLogger(__name__)
 def restore_state(
     job: Job, state: TrainingState, step_log: StepLog, sender: SnapshotSender, device: torch.device
 ) -> None:
-    """Loads the newest snapshot or checkpoint into a state, or initializes it if there is neither.
+    """Loads the newer of the newest snapshot in memory and the newest intact checkpoint, or initializes the state.
+
+    The state is initialized if there is neither a snapshot nor a checkpoint.
 
     Args:
         job: The run.
         state: The state to load into.
-        step_log: Gets the records that come with a snapshot.
+        step_log: Receives the records that come with a snapshot.
         sender: Fetches the newest snapshot in memory.
-        device: Device that computes.
+        device: The device that computes; a change of it since the checkpoint is recorded.
 
     Raises:
         CheckpointError: There are checkpoints, but none is intact, and there is no snapshot.
-        ConfigError: There is neither, and the file with the initial parameters is missing or another one.
+        ConfigError: There is neither, and the file with the initial parameters is missing or has other parameters than
+            the run began with.
         OSError: The storage does not answer, and there is no snapshot.
     """
     in_memory = sender.newest()
@@ -67,13 +70,14 @@ def restore_state(
 
 
 def record_fallback(job: Job, fallback: Fallback) -> None:
-    """Logs and records that a damaged checkpoint is skipped, unless an evaluator of this run has recorded it before."""
+    """Logs and records that a checkpoint is skipped, unless an earlier start or an evaluator has recorded it."""
     details = {"checkpoint": fallback.name, "reason": fallback.reason}
     try:
+        # Secrets are removed from the details of an event before it is stored.
         if any(event.details == redact_value(details) for event in read_events(job.paths, "fallback")):
             return
     except OSError as error:
-        # The event is then written, perhaps a second time, rather than not at all.
+        # The event is better recorded twice than not at all.
         logger.warning("The events could not be read: %s", error)
     logger.warning("The checkpoint %s is passed over: %s", fallback.name, fallback.reason)
     put_event(job.paths, "fallback", job.fence, **details)

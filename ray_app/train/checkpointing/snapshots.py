@@ -1,4 +1,4 @@
-"""Snapshots in the memory of actors outside the workers, so that after the loss of all workers few steps are redone."""
+"""Snapshots in the memory of actors outside the workers, so that the loss of all workers costs few steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from ray_app.runlog.journal import StepRecord
 logger = logging.getLogger(__name__)
 
 MAX_SNAPSHOT_ACTORS = 2
-"""Snapshot actors of a run: one on the driver's node and one elsewhere."""
-_SEND_TIMEOUT_S = 60.0
+"""The number of snapshot actors of a run: one on the driver's node and one on another node."""
+_ACTOR_TIMEOUT_S = 60.0
+"""Seconds that a worker waits for the answer of a snapshot actor."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class PackedSnapshot:
 
     Args:
         step: Finished steps.
-        files: Files by name, as `checkpoint.format.pack` makes them.
-        sha256: Digest of each file.
-        records: Records of steps that may not be on storage yet.
+        files: The contents of the files by name, as `checkpoint.format.pack` makes them.
+        sha256: The digest of each file.
+        records: The records of steps that may not be on storage yet.
     """
 
     step: int
@@ -46,30 +47,30 @@ class PackedSnapshot:
 
 
 class SnapshotActor:
-    """Stores the newest snapshot of a run; `start_snapshot_actors` makes actors of this class."""
+    """Stores the newest snapshot of a run in memory; `start_snapshot_actors` starts actors of this class."""
 
     def __init__(self) -> None:
         self._newest: PackedSnapshot | None = None
 
     def keep(self, snapshot: PackedSnapshot) -> None:
-        """Stores a snapshot, unless a newer one is stored."""
+        """Stores a snapshot in place of the stored one, unless that one is newer."""
         if self._newest is None or snapshot.step >= self._newest.step:
             self._newest = snapshot
 
     def newest(self) -> PackedSnapshot | None:
-        """Returns the stored snapshot."""
+        """Returns the stored snapshot; None if there is none."""
         return self._newest
 
 
 def check_snapshot_memory(model: nn.Module, free_bytes: int) -> None:
-    """Checks that this node has the memory of a snapshot actor: the stored snapshot and the one that arrives.
+    """Checks that this node has memory for a snapshot actor, which has two: the stored one and the one that arrives.
 
     Args:
         model: The model; the optimizer is assumed to keep two values per parameter.
         free_bytes: Free memory of this node.
 
     Raises:
-        ConfigError: The memory is too small.
+        ConfigError: The free memory is too small.
     """
     needed = 2 * _state_bytes(model)
     if needed > free_bytes:
@@ -81,16 +82,19 @@ def check_snapshot_memory(model: nn.Module, free_bytes: int) -> None:
 
 
 def page_locked_memory_warnings(model: nn.Module, train: TrainSection, workers: int, total_bytes: int) -> list[str]:
-    """Returns a warning if the page-locked copies of the state that workers with GPUs keep do not fit into a machine.
+    """Returns a warning if a machine is too small for the page-locked copies of the state of its workers with GPUs.
 
     Args:
         model: The model; the optimizer is assumed to keep two values per parameter.
         train: The strategy, and whether parameters are averaged.
-        workers: Number of workers on the machine.
-        total_bytes: Memory of the machine.
+        workers: The number of workers on the machine.
+        total_bytes: The memory of the machine.
+
+    Returns:
+        A list of one warning; an empty list if the copies fit.
     """
     average_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) if train.ema_decay is not None else 0
-    # Copies of two checkpoints; with a partitioned state also the one that is being made.
+    # A worker keeps its copies for two checkpoints, and with a partitioned state also the copy that is being made.
     copies = 3 if train.strategy in ("fsdp", "central_storage") else 2
     worker_bytes = copies * (_state_bytes(model) + average_bytes)
     if workers * worker_bytes <= total_bytes:
@@ -104,29 +108,29 @@ def page_locked_memory_warnings(model: nn.Module, train: TrainSection, workers: 
 
 
 def _state_bytes(model: nn.Module) -> int:
-    """Returns the bytes of parameters, buffers, and two values of an optimizer for each parameter."""
-    values = [*model.parameters(), *model.parameters(), *model.parameters(), *model.buffers()]
-    return sum(value.numel() * value.element_size() for value in values)
+    """Returns the number of bytes of parameters, buffers, and two values of the optimizer for each parameter."""
+    tensors = [*model.parameters(), *model.parameters(), *model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def start_snapshot_actors() -> list[Any]:
     """Starts the snapshot actors, one on this node and one on another node if there is one; returns their handles."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = ray.get_runtime_context().get_node_id()
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    this_node = ray.get_runtime_context().get_node_id()
+    other_nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != this_node]
     actor = ray.remote(SnapshotActor)
     return [
         actor.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-        for node in [here, *sorted(others)][:MAX_SNAPSHOT_ACTORS]
+        for node in [this_node, *sorted(other_nodes)][:MAX_SNAPSHOT_ACTORS]
     ]
 
 
 class SnapshotSender:
-    """Sends snapshots to the snapshot actors from a thread of its own, one after the other.
+    """Sends snapshots to the snapshot actors from a thread, one after the other, and fetches the newest from them.
 
     Args:
-        actors: Handles of the snapshot actors; without any, nothing is sent.
+        actors: Handles of the snapshot actors; if the list is empty, nothing is sent.
     """
 
     def __init__(self, actors: list[Any]) -> None:
@@ -134,7 +138,12 @@ class SnapshotSender:
         self._thread: threading.Thread | None = None
 
     def send(self, take: Callable[[], Snapshot], records: list[StepRecord]) -> None:
-        """Copies the state now and sends it in the background; waits until the previous snapshot has been sent."""
+        """Copies the state and sends it in the background; first waits until the previous snapshot has been sent.
+
+        Args:
+            take: Makes the snapshot. It may reuse the memory of the previous one.
+            records: The records to store with it, see `PackedSnapshot`.
+        """
         if not self._actors:
             return
         self.wait()
@@ -147,11 +156,11 @@ class SnapshotSender:
             self._thread.join()
 
     def newest(self) -> tuple[Snapshot, list[StepRecord]] | None:
-        """Returns the newest intact snapshot that an actor stores, with its records; None without any."""
+        """Returns the newest intact snapshot that an actor stores, with its records; None if there is none."""
         snapshots: list[PackedSnapshot] = []
         for actor in self._actors:
             try:
-                snapshot = ray.get(actor.newest.remote(), timeout=_SEND_TIMEOUT_S)
+                snapshot = ray.get(actor.newest.remote(), timeout=_ACTOR_TIMEOUT_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 logger.warning("A snapshot actor does not answer: %s", error)
                 continue
@@ -163,11 +172,12 @@ class SnapshotSender:
         return unpack(newest.files), newest.records
 
     def _send(self, snapshot: Snapshot, records: list[StepRecord]) -> None:
+        """Packs a snapshot and stores it in all snapshot actors; the body of the thread."""
         files = pack(snapshot)
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         packed = PackedSnapshot(snapshot.step, files, digests, records)
         sent = [actor.keep.remote(packed) for actor in self._actors]
-        done, _ = ray.wait(sent, num_returns=len(sent), timeout=_SEND_TIMEOUT_S)
+        done, _ = ray.wait(sent, num_returns=len(sent), timeout=_ACTOR_TIMEOUT_S)
         for reference in done:
             try:
                 ray.get(reference)

@@ -1,12 +1,12 @@
-"""The step log: everything that a run writes while it trains, namely metrics, progress, checkpoints and snapshots.
+"""The step log: everything that a run writes while it trains, namely step records, progress, checkpoints and snapshots.
 
-Every rank keeps the records and checkpoints that are not yet known to be on storage, and rank 0 writes them. When rank
-0 is lost, the next rank 0 continues where it stopped: neither the record of a step nor a planned checkpoint depends on
-which workers were lost when. At the start of a generation `gather_records` completes the records of every rank; only
-records that some ranks lack travel, each from one rank.
+Every rank keeps the records that are not yet known to be on storage, and copies of the newest checkpoints. Rank 0
+writes both. When rank 0 is lost, the next rank 0 continues where it stopped, so the loss of a worker costs neither the
+record of a step nor a planned checkpoint. At the start of a generation `gather_records` completes the records of every
+rank; only records that some ranks lack are sent, each by one rank.
 
-`BadRows` lists the rows that a run skips because they cannot be decoded, one file for each row, so that any worker can
-write it.
+`BadRows` lists the rows that a run skips because they cannot be decoded. Every row has a file of its own, so that each
+worker can write the files of its rows.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ from ray_app.train.stragglers import StragglerReporter
 logger = logging.getLogger(__name__)
 
 _MAX_RECORDS = 100_000
+"""The maximum number of records that a rank keeps; during a longer outage of the storage it drops the oldest."""
 _MAX_PENDING_CHECKPOINTS = 2
-"""Planned checkpoints that a rank other than 0 keeps: rank 0 may still write the last but one when the last is due."""
+"""The maximum number of checkpoints that a rank other than 0 keeps copies of.
+
+There are two, because rank 0 may still be writing one checkpoint when the next is due.
+"""
 
 
 class StepLog:
@@ -52,9 +56,9 @@ class StepLog:
     Args:
         job: The run.
         state: The training state.
-        membership: Knows the last step on storage, and reports progress.
+        membership: Reports the progress to the rendezvous, and knows the last step with its record on storage.
         sender: Sends snapshots to the snapshot actors.
-        device: Device that computes.
+        device: The device that computes; checkpoints describe it.
         hooks: Callbacks for fault tests.
     """
 
@@ -70,22 +74,29 @@ class StepLog:
         self._job, self._state, self._membership, self._sender = job, state, membership, sender
         self._environment = environment.describe(device)
         self._world = World(0, 1, 1)
+        # The number of the driver's start and of the generation, see `StepRecord.generation`.
         self._generation = ""
+        # The records that are not known to be on storage, by ascending steps.
         self._records: deque[StepRecord] = deque(maxlen=_MAX_RECORDS)
+        # The newest checkpoints, which may not be on storage. Their memory is reused for later ones.
         self._pending_checkpoints: deque[tuple[Commit, Snapshot]] = deque()
+        # The snapshot that was sent last to the snapshot actors; its memory is reused for the next one.
         self._last_sent: Snapshot | None = None
+        # The writer is made when this rank writes its first record, as rank 0 or before it leaves.
         self._metrics_writer: MetricsWriter | None = None
         self._last_written_step = 0
         self._checkpoint_writer = CheckpointWriter(
             job.paths, job.config.checkpoint, self._best_steps, self._before_commit
         )
-        self._hook = hooks.before_commit
+        self._commit_hook = hooks.before_commit
+        # The end of the previous step, from which the duration of the next one counts.
         self._previous_s = time.perf_counter()
 
     def collect(self, world: World) -> None:
         """Gives every rank the records that any rank has; a collective.
 
-        It comes before the state is shared, so that a rank with a state has the records of its steps, too.
+        It is called before the state is shared, so that every rank that receives a state already has the records of the
+        steps in it. If a peer is lost after that, no record is lost with it.
 
         Raises:
             PeerLostError: A peer left meanwhile.
@@ -93,14 +104,19 @@ class StepLog:
         self._records = deque(gather_records(self._records, world).values(), maxlen=_MAX_RECORDS)
 
     def align(self, world: World, generation: int) -> None:
-        """Begins a generation; a collective of all ranks.
+        """Begins a generation, after all ranks have the same state; a collective.
 
         The new rank 0 writes the records and checkpoints that the old one may not have written.
+
+        Args:
+            world: The workers of the generation.
+            generation: The number of the generation.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        self._forget()
+        # The records are gathered again, because rank 0 may have restored a snapshot with records since `collect`.
+        self._drop_stored_records()
         merged = gather_records(self._records, world)
         self._records = deque(
             (record for step, record in merged.items() if step <= self._state.step), maxlen=_MAX_RECORDS
@@ -108,13 +124,13 @@ class StepLog:
         self._world, self._generation = world, f"{self._job.fence}.{generation}"
         self._previous_s = time.perf_counter()
         if world.rank == 0:
-            # The records of steps that this generation repeats are written, too: they show that steps were lost.
+            # Records of later steps than that of the state are written, too. They show that these steps were lost.
             for record in merged.values():
                 self._write(record)
-        # Steps that are repeated are recorded again.
+        # The lost steps are repeated, and their records are written once more.
         self._last_written_step = min(self._last_written_step, self._state.step)
         if world.rank == 0:
-            committed = self._committed()
+            committed = self._list_committed()
             for commit, snapshot in self._pending_checkpoints:
                 if (commit.step, commit.fence) not in committed:
                     self._wait_for_storage("forming")
@@ -140,8 +156,8 @@ class StepLog:
             result: The result of the step.
             lr: Learning rate of the step.
             wait_s: Seconds that this rank waited for data.
-            workers: Number of workers, if it is not the size of the world.
-            stragglers: The straggler reporter, if there is one.
+            workers: Number of workers; None if it is the size of the world.
+            stragglers: The straggler reporter; None if stragglers are not detected.
         """
         now = time.perf_counter()
         record = StepRecord(
@@ -170,7 +186,7 @@ class StepLog:
             self._checkpoint_writer.raise_if_lost()
             self._write(record)
         self._report()
-        self._forget()
+        self._drop_stored_records()
 
     def checkpoint(self, cursor: Cursor, why: Literal["cadence", "extra"], alone: bool = False) -> None:
         """Makes a checkpoint of the present state.
@@ -178,7 +194,8 @@ class StepLog:
         Args:
             cursor: Position of the next step in the data.
             why: `cadence` if the checkpoint is planned, otherwise `extra`.
-            alone: Whether this rank writes it, whatever its rank: rank 0 may be lost.
+            alone: Whether this worker writes the checkpoint and its records even if it is not rank 0. A worker that
+                leaves after a generation broke does so, because rank 0 may be lost.
         """
         job, step = self._job, self._state.step
         writes = alone or self._world.rank == 0
@@ -203,6 +220,7 @@ class StepLog:
             # The memory of an older snapshot is reused, so no write from it may be in progress.
             self._checkpoint_writer.wait()
             memory = None
+            # A rank that writes has written the previous checkpoint by now, or failed to, and keeps only the new one.
             while len(self._pending_checkpoints) >= (1 if writes else _MAX_PENDING_CHECKPOINTS):
                 memory = self._pending_checkpoints.popleft()[1]
             snapshot = self._state.snapshot(memory)
@@ -216,9 +234,13 @@ class StepLog:
             take()
 
     def _save_missed_checkpoint(self, committed: set[int]) -> None:
-        """Makes the checkpoint that is planned at the present step, if it is missing.
+        """Makes the checkpoint that is planned at the present step, if it is neither committed nor pending.
 
-        All workers were lost before it was written, or rank 0 was lost while the ranks made their copies for it.
+        It is missing if all workers were lost before it was written and the state comes from a snapshot, or if rank 0
+        was lost while the ranks made their copies for it.
+
+        Args:
+            committed: The steps of the checkpoints on storage.
         """
         step = self._state.step
         if (
@@ -229,33 +251,40 @@ class StepLog:
             self.checkpoint(Cursor.at(step, self._job.plan.steps_per_epoch), "cadence")
 
     def snapshot(self) -> None:
-        """Sends a copy of the state to the snapshot actors."""
+        """Sends a copy of the state to the snapshot actors, from rank 0."""
 
         def take() -> Snapshot:
             self._last_sent = self._state.snapshot(self._last_sent)
             return self._last_sent
 
-        # The snapshot of a partitioned state is a collective, so the other ranks make it, too.
+        # To copy a partitioned state is a collective, in which all ranks take part. It leaves a whole copy in every
+        # rank, which `take` then returns.
         if self._state.is_partitioned:
             self._state.snapshot()
         if self._world.rank == 0:
             self._sender.send(take, list(self._records))
 
     def suspect(self, after: int, reason: str) -> None:
-        """Marks the checkpoints after `after` finished steps as suspect, also one that is being written.
+        """Marks the checkpoints after a step as suspect, see `CheckpointStore.mark_suspect`, and records an event.
 
-        See `CheckpointStore.mark_suspect`.
+        It waits for a checkpoint that is being written, which is then marked as well.
+
+        Args:
+            after: Checkpoints up to this step are not suspect.
+            reason: Why the later ones are suspect.
         """
         self._wait_for_storage("forming")
         try:
             steps = CheckpointStore(self._job.paths).mark_suspect(after, reason)
         except OSError as error:
-            logger.warning("The checkpoints after step %d could not be marked: %s; %s", after, reason, error)
+            logger.warning(
+                "The checkpoints after step %d could not be marked as suspect (%s): %s", after, reason, error
+            )
         else:
             put_event(self._job.paths, "suspected", self._job.fence, steps=steps, reason=reason)
 
     def skip_time(self) -> None:
-        """Measures the next step from now, because something else was done since the last one."""
+        """Measures the duration of the next step from now, to leave out what was done since the last step."""
         self._previous_s = time.perf_counter()
 
     def add_restored(self, records: list[StepRecord]) -> None:
@@ -266,14 +295,18 @@ class StepLog:
         """Waits for the last checkpoint, which is the run's result.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The checkpoint could not be written.
+            LeaseLostError: A later start of the driver has taken the run over.
         """
         if self._world.rank == 0:
             self._wait_for_storage("exchange")
             self._checkpoint_writer.check()
 
     def close(self) -> None:
-        """Writes the pending records and events, and waits for checkpoints and snapshots."""
+        """Writes the pending records and events, and waits until checkpoints and snapshots are written.
+
+        A rank that has written records also records how long its checkpoints stopped training.
+        """
         self._checkpoint_writer.wait()
         self._checkpoint_writer.put_pending_events()
         self._sender.wait()
@@ -285,6 +318,7 @@ class StepLog:
         put_event(self._job.paths, "worker_exit", self._job.fence, step=self._state.step, stalls_ms=stalls)
 
     def _write(self, record: StepRecord) -> None:
+        """Writes a record, unless the record of its step or of a later one has been written."""
         if self._metrics_writer is None:
             self._metrics_writer = MetricsWriter(self._job.paths, self._job.fence)
         if record.step > self._last_written_step:
@@ -292,80 +326,92 @@ class StepLog:
             self._metrics_writer.add(record)
 
     def _report(self) -> None:
+        """Reports the finished steps to the membership; rank 0 also reports its newest record."""
         newest = self._records[-1] if self._world.rank == 0 and self._records else None
+        # With local SGD the records are ahead of the state, which moves only when the logical workers are averaged.
         step = max(self._state.step, self._records[-1].step if self._records else 0)
         self._membership.report(
             step, newest, self._metrics_writer.written_step if self._metrics_writer is not None else 0
         )
 
-    def _forget(self) -> None:
+    def _drop_stored_records(self) -> None:
         """Drops the records that are known to be on storage."""
-        recorded = self._membership.recorded()
-        while self._records and self._records[0].step <= recorded:
+        last_stored_step = self._membership.recorded()
+        while self._records and self._records[0].step <= last_stored_step:
             self._records.popleft()
 
     def _before_commit(self, commit: Commit) -> None:
-        """Writes the pending records before a checkpoint is committed; called in the checkpoint writer's thread."""
+        """Writes the pending records before a checkpoint is committed, so that no checkpoint is ahead of them.
+
+        It is called in the thread of the checkpoint writer.
+        """
         if self._metrics_writer is not None:
             self._metrics_writer.flush()
-        if self._hook is not None:
-            self._hook(commit)
+        if self._commit_hook is not None:
+            self._commit_hook(commit)
 
-    def _committed(self) -> set[tuple[int, int]]:
-        """Returns step and fence of every checkpoint on storage; empty if the storage cannot list them.
+    def _list_committed(self) -> set[tuple[int, int]]:
+        """Returns the step and the fence of every checkpoint on storage; an empty set if they cannot be listed.
 
-        A checkpoint that is offered to the storage again is not written twice.
+        The pending checkpoints are then written again, which has no effect on those that are committed already.
         """
         try:
             return {(commit.step, commit.fence) for commit in CheckpointStore(self._job.paths).commits()}
         except OSError as error:
             logger.warning(
-                "The checkpoints could not be listed, so those at hand are offered to the storage again: %s", error
+                "The checkpoints could not be listed, so the newest ones are written again where they are missing: %s",
+                error,
             )
             return set()
 
     def _wait_for_storage(self, then: Phase) -> None:
-        """Waits until no checkpoint is being written, in the phase `saving`, in which the watchdog ends no worker.
+        """Waits until no checkpoint is being written.
+
+        It waits in the phase `saving`, which pauses the step watchdog.
 
         Args:
-            then: The phase that follows.
+            then: The phase to enter after that.
         """
         self._membership.enter("saving")
         self._checkpoint_writer.wait()
         self._membership.enter(then)
 
     def _best_steps(self) -> list[int]:
-        """Returns the steps of the best checkpoints so far, as many as are to be kept."""
+        """Returns the steps of the best checkpoints so far that `checkpoint.keep_best` or early stopping keeps."""
         num_best = self._job.config.checkpoint.keep_best
-        # With early stopping the best checkpoint may become the run's result.
+        # With early stopping the best checkpoint may become the result of the run.
         if self._job.config.evaluate.patience is not None:
             num_best = max(1, num_best)
-        return [e.step for e in self._job.best_first()[:num_best]]
+        return [evaluation.step for evaluation in self._job.best_first()[:num_best]]
 
 
 def _identity(snapshot: Snapshot) -> Snapshot:
+    """Returns a snapshot that was taken before, where a function that takes one is expected."""
     return snapshot
 
 
 StepSpans = tuple[tuple[int, int], ...]
-"""First and last step of each span of consecutive steps."""
+"""The first and the last step of each span of consecutive steps: a short description of which steps a rank has."""
 
 
 def step_spans(steps: Iterable[int]) -> StepSpans:
-    """Returns the spans of ascending steps."""
-    runs = [[step for _, step in run] for _, run in groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0])]
-    return tuple((run[0], run[-1]) for run in runs)
+    """Returns the spans of consecutive steps in ascending steps."""
+    # The difference between a step and its index is the same for all steps of a span.
+    groups = groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0])
+    spans = [[step for _, step in group] for _, group in groups]
+    return tuple((span[0], span[-1]) for span in spans)
 
 
 def steps_to_send(spans_of_ranks: Sequence[StepSpans]) -> dict[int, list[int]]:
-    """Returns the steps of the records that each rank has to send to the others.
+    """Returns, by rank, the steps of the records that the rank has to send to all others.
 
-    These are the steps that at least one rank lacks, each from the first rank that has it.
+    These are the steps that at least one rank lacks, each sent by the first rank that has it. Ranks that send nothing
+    are left out.
 
     Args:
         spans_of_ranks: For each rank the spans of the steps of its records.
     """
-    # Most ranks have the same steps, so only the first rank with each kind of spans is looked at.
+    # Most ranks have the same steps, so only the first of the ranks with equal spans is considered.
     first_rank: dict[StepSpans, int] = {}
     for rank, spans in enumerate(spans_of_ranks):
         first_rank.setdefault(spans, rank)
@@ -374,7 +420,7 @@ def steps_to_send(spans_of_ranks: Sequence[StepSpans]) -> dict[int, list[int]]:
     }
     covered = set.intersection(*steps_of_rank.values())
     to_send: dict[int, list[int]] = {}
-    # The ranks come in ascending order, because `first_rank` was filled in this order.
+    # The ranks are in ascending order here, because `first_rank` was filled in this order.
     for rank, steps in steps_of_rank.items():
         if new := sorted(steps - covered):
             to_send[rank] = new
@@ -383,7 +429,11 @@ def steps_to_send(spans_of_ranks: Sequence[StepSpans]) -> dict[int, list[int]]:
 
 
 def gather_records(local_records: Iterable[StepRecord], world: World) -> dict[int, StepRecord]:
-    """Returns the records that any rank has, by their steps in ascending order; a collective.
+    """Returns the records that any rank has, by step, in ascending order; a collective.
+
+    Args:
+        local_records: The records that this rank has.
+        world: The workers of the generation.
 
     Raises:
         PeerLostError: A peer left meanwhile.
@@ -398,7 +448,7 @@ def gather_records(local_records: Iterable[StepRecord], world: World) -> dict[in
 
 
 class BadRows:
-    """Adds the bad rows of one worker to the run's list.
+    """Adds the bad rows of one worker to the run's list, which is a folder with a file for each row.
 
     Args:
         job: The run.
@@ -406,19 +456,25 @@ class BadRows:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        # The rows that have no file yet, by position, with the reason why they are bad; and the rows that have one.
         self._pending: dict[int, str] = {}
         self._listed: set[int] = set()
 
     def note(self, batches: list[MicroBatch]) -> None:
-        """Lists the bad rows of a step that is about to be done.
+        """Lists the bad rows of a step, before the step is run.
 
         Rows that cannot be written now are tried again at the next step.
 
+        Args:
+            batches: The micro-batches of the step.
+
         Raises:
-            DataError: The run has more bad rows than `data.max_bad_rows`.
+            DataError: The run has more bad rows than `data.max_bad_rows`; each row of all workers counts once.
         """
         for batch in batches:
-            self._pending |= {position: why for position, why in batch.bad.items() if position not in self._listed}
+            self._pending |= {
+                position: reason for position, reason in batch.bad.items() if position not in self._listed
+            }
         if not self._pending:
             return
         folder, max_bad_rows = self._job.paths.bad_rows, self._job.config.data.max_bad_rows
@@ -439,6 +495,7 @@ class BadRows:
             )
 
     def _put(self, position: int, reason: str) -> None:
+        """Writes the file of a bad row."""
         path, row_group, row = self._job.plan.manifest.locate(position)
         entry = {"position": position, "path": path, "row_group": row_group, "row": row, "reason": reason}
         put_json(self._job.paths.bad_rows / f"{position:012d}.json", entry)

@@ -1,4 +1,4 @@
-"""Writes checkpoints while the run trains: the state is copied at the step boundary, a thread does everything else."""
+"""Writes checkpoints while the run trains: the state is copied at the step boundary, and a thread does all the rest."""
 
 from __future__ import annotations
 
@@ -23,24 +23,29 @@ from ray_app.runlog.paths import RunPaths
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 6
+"""Attempts to write one checkpoint before it is given up."""
 _FIRST_PAUSE_S = 0.5
-"""Pause after the first failed attempt; it doubles with each attempt.
+"""Seconds of the pause after the first failed attempt; the pause doubles with each attempt.
 
-All pauses take up to 16 s, plus the time that the storage takes to fail. The next checkpoint waits as long.
+All pauses together take up to 16 s, plus the time that the storage takes to fail. The next checkpoint is not begun
+before that.
 """
 
 
 class CheckpointWriter:
-    """Commits snapshots one after the other.
+    """Commits snapshots as checkpoints, one after the other, and removes checkpoints that are no longer needed.
 
-    A failed write is retried and reported, and does not stop training. A lost lease does: nothing is written any more,
-    and the next call raises.
+    A failed write is retried and recorded, and does not stop training. A lost lease stops it: nothing is written any
+    more, and the next call raises.
 
     Args:
-        paths: The run.
-        section: Which checkpoints to keep.
-        best_steps: Returns the steps of the best checkpoints so far.
-        before_commit: Called with the checkpoint before each commit; an error of it counts as a failed write.
+        paths: The paths of the run.
+        section: The configuration of checkpoints, which says how many to keep.
+        best_steps: Returns the steps of the best checkpoints so far, which are kept.
+        before_commit: Called with the checkpoint before each commit; if it raises, the write has failed.
+
+    Attributes:
+        stall_s: For each call of `save`, the seconds for which it stopped training.
     """
 
     def __init__(
@@ -56,29 +61,31 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._lease_error: LeaseLostError | None = None
-        self._abandoned: list[Commit] = []
+        # Checkpoints of which all attempts have failed and files may be left.
+        self._failed_commits: list[Commit] = []
+        # Events that are not on storage yet, as kind, fence and details.
         self._pending_events: list[tuple[str, int, dict[str, Any]]] = []
-        self._skipped: set[tuple[int, str | None]] = set()
+        # Skipped evaluations that have an event, as step and name of the evaluator.
+        self._recorded_skips: set[tuple[int, str | None]] = set()
         self.stall_s: list[float] = []
-        """Seconds that each `save` has stopped training."""
 
     def save(self, take: Callable[[], Snapshot], commit: Commit) -> None:
-        """Copies the state now and commits it in the background; waits if the previous one is still being written.
+        """Copies the state and commits it in the background; first waits until the previous checkpoint is written.
 
         Args:
-            take: Makes the snapshot.
-            commit: Describes the checkpoint; the parameters' digest and the time are filled in.
+            take: Makes the snapshot; called before this method returns.
+            commit: Describes the checkpoint; the digest of the parameters and the time are filled in.
 
         Raises:
             LeaseLostError: A later start of the driver has taken the run over.
         """
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         self.wait()
         self.raise_if_lost()
         snapshot = take()
         self._thread = threading.Thread(target=self._write, args=(snapshot, commit), name="saver", daemon=True)
         self._thread.start()
-        self.stall_s.append(time.perf_counter() - began)
+        self.stall_s.append(time.perf_counter() - start_s)
 
     def wait(self) -> None:
         """Waits until no checkpoint is being written."""
@@ -86,19 +93,19 @@ class CheckpointWriter:
             self._thread.join()
 
     def raise_if_lost(self) -> None:
-        """Raises if the lease is lost; only looks at a variable, so it can be called after every step.
+        """Raises if the last write found the lease lost; reads no file, so it can be called after every step.
 
         Raises:
-            LeaseLostError: The last write saw that a later start of the driver has taken the run over.
+            LeaseLostError: A later start of the driver has taken the run over.
         """
         if self._lease_error is not None:
             raise self._lease_error
 
     def check(self) -> None:
-        """Waits for the last commit.
+        """Waits until the last checkpoint is committed.
 
         Raises:
-            CheckpointError: It failed, so the run's result is not on storage.
+            CheckpointError: The last checkpoint could not be written, so the run's result is not on storage.
             LeaseLostError: A later start of the driver has taken the run over.
         """
         self.wait()
@@ -110,6 +117,7 @@ class CheckpointWriter:
             )
 
     def _write(self, snapshot: Snapshot, commit: Commit) -> None:
+        """Writes a checkpoint, in several attempts if needed; the body of the thread."""
         reason: str | None = None
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -130,31 +138,38 @@ class CheckpointWriter:
                     "Checkpoint of step %d, attempt %d of %d failed: %s", commit.step, attempt, _ATTEMPTS, reason
                 )
                 if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                    # Evaluators may have released checkpoints since the last commit.
+                    # Evaluators may have released checkpoints since the last commit, and removing these frees space.
                     self._remove_old(commit.fence)
             if attempt < _ATTEMPTS:
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
-        self._abandoned.append(commit)
+        self._failed_commits.append(commit)
         self._pending_events.append(
             ("write_failed", commit.fence, {"step": commit.step, "attempts": _ATTEMPTS, "reason": reason})
         )
         self._remove_old(commit.fence)
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
-        began = time.perf_counter()
+        """Writes and commits a checkpoint, and then removes those that are no longer needed.
+
+        Raises:
+            LeaseLostError: A later start of the driver has taken the run over.
+            Exception: The checkpoint was not committed.
+        """
+        start_s = time.perf_counter()
         commit = replace(commit, params_digest=params_digest(snapshot.model), time_s=time.time())
         if self._before_commit is not None:
             self._before_commit(commit)
         self._store.write(file_writers(snapshot), commit)
-        duration_s = time.perf_counter() - began
+        duration_s = time.perf_counter() - start_s
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
         logger.info("The checkpoint of step %d is committed (%s), after %.1f s.", commit.step, commit.why, duration_s)
         self._remove_old(commit.fence)
 
     def put_pending_events(self) -> None:
-        """Writes the events of failed writes and skipped evaluations, as soon as the storage accepts them.
+        """Writes the pending events of failed writes and skipped evaluations, in order, until the storage refuses one.
 
-        Early stopping waits for them.
+        The rest stays pending for the next call. No event may be dropped: early stopping waits for the evaluation of
+        each planned checkpoint, or for the event that there will be none.
         """
         while self._pending_events:
             kind, fence, details = self._pending_events[0]
@@ -162,34 +177,38 @@ class CheckpointWriter:
                 return
             self._pending_events.pop(0)
 
-    def _note_skipped(self, fence: int, holds: list[Hold], removed_steps: list[int]) -> None:
-        """Records which of the checkpoints that are about to be removed no evaluator has evaluated.
+    def _record_skipped(self, fence: int, holds: list[Hold], removed_steps: list[int]) -> None:
+        """Records each evaluation that will never be made, since its checkpoint is about to be removed.
 
-        Each is recorded once, even if it is removed only later.
+        Each is recorded once, even if the removal fails and is tried again.
+
+        Args:
+            fence: Number of the driver's start.
+            holds: The holds of the evaluators.
+            removed_steps: The steps of the checkpoints that are about to be removed.
         """
-        for step, name in sorted(
-            skipped_evaluations(removed_steps, holds, time.time()) - self._skipped, key=lambda one: one[0]
-        ):
+        skipped = skipped_evaluations(removed_steps, holds, time.time()) - self._recorded_skips
+        for step, name in sorted(skipped, key=lambda pair: pair[0]):
             if step not in evaluated_steps(self._paths, name):
                 details = {"step": step, "reason": "the evaluator lags too far behind"} | ({"by": name} if name else {})
                 self._pending_events.append(("evaluation_skipped", fence, details))
-                self._skipped.add((step, name))
+                self._recorded_skips.add((step, name))
         self.put_pending_events()
 
     def _remove_old(self, fence: int) -> None:
-        """Removes checkpoints that are no longer needed and the remains of failed writes.
+        """Removes checkpoints that are no longer needed and the files of failed writes.
 
-        An error here is not a failed write; the next call tries again.
+        It logs an error and does not raise, since the checkpoint itself is written; the next call tries again.
         """
         self.put_pending_events()
         try:
-            while self._abandoned:
-                self._store.discard(self._abandoned[-1])
-                self._abandoned.pop()
-            # The holds are read before the best steps: a checkpoint that is evaluated and released in between is then
-            # in one of the two.
+            while self._failed_commits:
+                self._store.discard(self._failed_commits[-1])
+                self._failed_commits.pop()
+            # The holds are read before the best steps, so that a checkpoint that is evaluated and released in between
+            # is protected by its hold or is among the best.
             holds = self._store.holds()
-            note_skipped = partial(self._note_skipped, fence, holds)
-            self._store.retain(self._section.keep_last, self._best_steps(), holds, note_skipped)
+            record_skipped = partial(self._record_skipped, fence, holds)
+            self._store.retain(self._section.keep_last, self._best_steps(), holds, record_skipped)
         except Exception as error:
             logger.warning("Old checkpoints could not be removed, will try again: %s", error)

@@ -1,1 +1,1 @@
-"""The training state: model, optimizer, schedule, averages; how it is made, restored and transferred."""
+"""The training state (model, optimizer, schedule, averages): building it, loading it, sending it to other ranks."""

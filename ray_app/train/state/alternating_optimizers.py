@@ -1,4 +1,8 @@
-"""Several optimizers that take turns: the number of a step alone decides which one updates its parameters in it."""
+"""Several optimizers that take turns, as for a GAN: in each step one optimizer updates its own parameters.
+
+The number of the step decides which optimizer is in turn. In a round every optimizer has as many consecutive steps as
+its specification says, in the order of the configuration. A turn has the name of its optimizer.
+"""
 
 from __future__ import annotations
 
@@ -17,45 +21,46 @@ from ray_app.train.state.parameters import format_names, load_optimizer, match_n
 
 def turn_at(turns: Mapping[str, TurnSpec], step: int) -> str:
     """Returns the name of the optimizer in turn at a step of the run, counted from 0."""
-    at = step % sum(spec.steps for spec in turns.values())
+    step_in_round = step % sum(spec.steps for spec in turns.values())
     for name, spec in turns.items():
-        if at < spec.steps:
+        if step_in_round < spec.steps:
             return name
-        at -= spec.steps
-    raise AssertionError("a turn has steps")
+        step_in_round -= spec.steps
+    raise AssertionError("every step of a round belongs to a turn")
 
 
 def steps_in_turn(turns: Mapping[str, TurnSpec], name: str, steps: int) -> int:
-    """Returns how many of the first `steps` steps of a run are turns of an optimizer."""
+    """Returns in how many of the first `steps` steps of a run the optimizer `name` is in turn."""
     round_steps = sum(spec.steps for spec in turns.values())
-    rest = range(steps // round_steps * round_steps, steps)
-    return steps // round_steps * turns[name].steps + sum(turn_at(turns, step) == name for step in rest)
+    last_round = range(steps // round_steps * round_steps, steps)
+    return steps // round_steps * turns[name].steps + sum(turn_at(turns, step) == name for step in last_round)
 
 
 class Turns(Optimizer):
-    """The optimizers of a run as one optimizer.
+    """The optimizers of a run that take turns, in the form of one optimizer.
 
-    Its state is that of all optimizers, with their parameters numbered one after the other.
+    Its state is that of all optimizers, with their parameters numbered through in the order of the optimizers.
 
     Args:
         specs: Specification of each optimizer, by name.
-        named: The parameters by name; every trained parameter belongs to one optimizer.
+        named: The parameters by name; every trained parameter must belong to exactly one optimizer.
         make: Makes an optimizer from a specification and its parameters by name.
 
     Attributes:
-        parameters: The trained parameters of each optimizer, by its name.
+        parameters: The trained parameters of each optimizer, by the optimizer's name.
         optimizers: The optimizers by name.
 
     Raises:
-        ConfigError: A parameter belongs to two optimizers, or to none.
+        ConfigError: A trained parameter belongs to two optimizers or to none, or an optimizer has none.
     """
 
     def __init__(
         self,
         specs: Mapping[str, TurnSpec],
         named: Mapping[str, nn.Parameter],
-        make: Callable[[TurnSpec, Mapping[str, nn.Parameter]], Optimizer],
+        make: Callable[[TurnSpec, Mapping[str, nn.Parameter], str], Optimizer],
     ) -> None:
+        # `Optimizer.__init__` is not called: this object keeps no groups and no state besides those of the optimizers.
         self._specs, self._turn = specs, ""
         trained = {name: p for name, p in named.items() if p.requires_grad}
         self.parameters: dict[str, list[nn.Parameter]] = {}
@@ -67,35 +72,39 @@ class Turns(Optimizer):
             members = {name: p for name, p in trained.items() if name in names}
             if shared := [name for name in members if name in owners]:
                 raise ConfigError(
-                    f"{field} names {format_names(shared)}, which optimizers.{owners[shared[0]]} has, too; each belongs"
-                    " to one."
+                    f"{field} names {format_names(shared)}, which optimizers.{owners[shared[0]]} has, too; each"
+                    " parameter belongs to one optimizer."
                 )
             if not members:
-                raise ConfigError(f"{field} names nothing that is trained.")
+                raise ConfigError(f"{field} names no trained parameter; name some, or remove optimizers.{turn}.")
             owners |= dict.fromkeys(members, turn)
             self.parameters[turn] = list(members.values())
-            self.optimizers[turn] = make(spec, members)
-        if left := [name for name in trained if name not in owners]:
+            self.optimizers[turn] = make(spec, members, f"optimizers.{turn}")
+        if unowned := [name for name in trained if name not in owners]:
             raise ConfigError(
-                f"No optimizer has the parameters {format_names(left)}; name them in one, or in train.freeze."
+                f"No optimizer has the parameters {format_names(unowned)}; name them in one, or in train.freeze."
             )
         self._update_groups()
 
     def _update_groups(self) -> None:
-        """Makes `param_groups` those of all optimizers; `load_state_dict` replaces theirs."""
+        """Sets `param_groups` to the groups of all optimizers; an optimizer that loads a state makes new groups."""
         self.param_groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def at(self, step: int) -> Optimizer:
-        """Returns the optimizer in turn at a step."""
+        """Returns the optimizer in turn at a step of the run, counted from 0."""
         return self.optimizers[turn_at(self._specs, step)]
 
     def begin(self, step: int) -> str:
-        """Lets only the parameters of the optimizer in turn at a step get gradients; returns its name."""
+        """Calls `take` for the optimizer in turn at a step, and returns the optimizer's name."""
         self.take(turn := turn_at(self._specs, step))
         return turn
 
     def take(self, turn: str) -> None:
-        """Lets only the parameters of one optimizer get gradients."""
+        """Sets `requires_grad` so that only the parameters of one optimizer get gradients.
+
+        Args:
+            turn: The name of the optimizer.
+        """
         if turn != self._turn:
             self._turn = turn
             for name, parameters in self.parameters.items():
@@ -103,7 +112,7 @@ class Turns(Optimizer):
                     p.requires_grad_(name == turn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of all optimizers as that of one."""
+        """Returns the states of all optimizers in the form of the state of one optimizer."""
         state, groups, first = dict[int, Any](), list[dict[str, Any]](), 0
         for optimizer in self.optimizers.values():
             part = optimizer.state_dict()
@@ -129,17 +138,17 @@ class Turns(Optimizer):
 
 
 class TurnSchedules:
-    """The schedules of the optimizers that have one, as one schedule; each advances in the turns of its optimizer.
+    """The schedules of optimizers that take turns; each schedule advances in the turns of its optimizer only.
 
     Args:
         specs: Specification of each optimizer, by name.
         turns: The optimizers.
         total_steps: Steps of the run.
-        make: Makes a schedule from a specification, an optimizer, and the number of its steps in the run.
+        make: Makes a schedule from its specification, its optimizer, and the optimizer's number of steps in the run.
 
     Attributes:
-        moves: Number of steps of each schedule in the run, by its optimizer's name.
-        schedules: The schedules by their optimizer's name.
+        moves: Number of steps of each schedule in the run, by the name of its optimizer.
+        schedules: The schedules by the name of their optimizer; an optimizer without a schedule has no entry.
     """
 
     def __init__(
@@ -160,13 +169,13 @@ class TurnSchedules:
         }
 
     def step(self, step: int) -> None:
-        """Advances the schedule of the optimizer in turn at a step, if it has one."""
+        """Advances the schedule of the optimizer in turn at a step, if that optimizer has a schedule."""
         turn = turn_at(self._specs, step)
         if turn in self.schedules:
             self.schedules[turn].step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of all schedules, by name."""
+        """Returns the states of all schedules, by the name of their optimizer."""
         return {turn: schedule.state_dict() for turn, schedule in self.schedules.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Functions for a model's parameters: names by patterns, optimizer groups, freezing, memory layout, initial values.
+"""Functions for a model's parameters: matching names, optimizer groups, freezing, memory layout, initial values.
 
-A pattern of names has `*` for any text.
+A pattern is a name of a parameter in which `*` stands for any text (`fnmatch`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def match_names(names: Iterable[str], pattern: str, field: str) -> list[str]:
     Args:
         names: The names of a model's parameters.
         pattern: The pattern of the configuration.
-        field: Field of the configuration that has the pattern.
+        field: Field of the configuration that has the pattern, for the error.
 
     Raises:
         ConfigError: The pattern matches no name.
@@ -50,29 +50,31 @@ def match_names(names: Iterable[str], pattern: str, field: str) -> list[str]:
 
 
 def format_names(names: list[str], max_names: int = _MAX_NAMES) -> str:
-    """Returns the first names as text, and the number of further names."""
+    """Returns a text with the first `max_names` names and the number of further names."""
     more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
     return ", ".join(names[:max_names]) + more
 
 
 NAMES, NORMS_AND_BIASES = "names", "norms_and_biases"
+"""The keys of a group in the configuration that select its parameters; all other keys are options of the optimizer."""
 
 
 def group_parameters(
-    named: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]], field: str = "optimizer.groups"
+    named: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]], field: str
 ) -> list[dict[str, Any]]:
     """Returns the trained parameters in groups for an optimizer: first the parameters without a group, then the groups.
 
     Args:
         named: The parameters by name.
-        groups: The groups of the configuration; a parameter belongs to the first group that names it.
-        field: Field of the configuration that has the groups.
+        groups: The groups of the configuration; a parameter belongs to the first group that selects it.
+        field: Field of the configuration that has the groups, for errors.
 
     Returns:
-        Options of the optimizer and `params` of each group that has a trained parameter.
+        The parameter groups as the optimizer takes them: the options of each group, and its parameters as `params`.
+        Groups without a trained parameter are left out.
 
     Raises:
-        ConfigError: A group has no names, or one of its patterns matches no parameter.
+        ConfigError: A group does not say which parameters it has, or one of its patterns matches no parameter.
     """
     remaining = dict(named)
     configured = []
@@ -80,9 +82,11 @@ def group_parameters(
         patterns = group.get(NAMES) or []
         if not isinstance(patterns, list) or not (patterns or group.get(NORMS_AND_BIASES)):
             raise ConfigError(
-                f"{field} has {group}; say whose options these are by {NAMES}, a list, or by {NORMS_AND_BIASES}: true."
+                f"{field} has {group}; say which parameters have these options by {NAMES}, a list, or by"
+                f" {NORMS_AND_BIASES}: true."
             )
         names = {name for pattern in patterns for name in match_names(named, pattern, field)}
+        # The parameters of norms, and biases, have at most one dimension.
         if group.get(NORMS_AND_BIASES):
             names |= {name for name, p in named.items() if p.ndim <= 1}
         members = [remaining.pop(name) for name in list(remaining) if name in names]
@@ -93,10 +97,13 @@ def group_parameters(
     return [group for group in trained if group["params"]]
 
 
-def check_group_options(
-    optimizer: Optimizer, groups: Sequence[dict[str, Any]], field: str = "optimizer.groups"
-) -> None:
-    """Checks that the optimizer has the options of all groups, with numbers where its defaults are numbers.
+def check_group_options(optimizer: Optimizer, groups: Sequence[dict[str, Any]], field: str) -> None:
+    """Checks that each option of the groups is one of the optimizer, and a number if its default is a number.
+
+    Args:
+        optimizer: The optimizer.
+        groups: The groups of the configuration.
+        field: Field of the configuration that has the groups, for errors.
 
     Raises:
         ConfigError: An option is unknown or not a number.
@@ -122,15 +129,16 @@ def ordered_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def parameter_numbers(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[int]:
-    """Returns the numbers that the optimizer gives to parameters."""
+    """Returns for each parameter its number in the optimizer, which is its key in the optimizer's `state_dict`."""
     numbers = {id(p): number for number, p in enumerate(ordered_parameters(optimizer))}
     return [numbers[id(p)] for p in parameters]
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Loads an optimizer's state with the dtypes that it was saved with.
+    """Loads a state into an optimizer and keeps the dtypes with which the state was saved.
 
-    PyTorch's `load_state_dict` would convert it to the dtypes of the parameters (NAdam, user optimizers in bf16).
+    PyTorch's `load_state_dict` alone would convert tensors of the state to the dtype of their parameter, which changes
+    the state of NAdam and of user optimizers in bf16.
     """
     optimizer.load_state_dict(saved)
     for p, number in zip(
@@ -146,10 +154,11 @@ def freeze_parameters(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
 
     Args:
         model: The model.
-        patterns: Patterns of names, with `*` for any text.
+        patterns: Value of `train.freeze`.
 
     Returns:
-        The batch-norm layers with frozen parameters only: they are to keep their statistics, as in Keras.
+        The batch-norm layers in which every parameter is frozen. The caller keeps them in evaluation mode, so that
+        their running statistics do not change, as in Keras.
 
     Raises:
         ConfigError: A pattern matches no parameter, or nothing is left to train.
@@ -172,13 +181,13 @@ def freeze_parameters(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
 
 
 def make_contiguous(model: nn.Module) -> nn.Module:
-    """Gives a model's parameters the contiguous memory layout of their shapes, and returns the model.
+    """Gives each parameter of a model the contiguous memory layout of its shape, in place, and returns the model.
 
     Fused optimizers pair the values of a parameter, its gradient and its state by their positions in memory, and
     reduction, checkpoints and transfers use contiguous tensors.
 
     Raises:
-        ConfigError: Values of a parameter share their memory, which a copy could not keep.
+        ConfigError: Values of a parameter share their memory; a copy would end the sharing and train other values.
     """
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):
@@ -200,7 +209,7 @@ def read_parameters(path: str, digest: str | None) -> dict[str, Tensor]:
 
     Args:
         path: Path or s3:// URI of a safetensors file.
-        digest: `params_digest` that the parameters must have; None for any.
+        digest: The `params_digest` that the parameters must have; None accepts any parameters.
 
     Raises:
         ConfigError: The file is missing, is not a safetensors file, or has parameters with another digest.
@@ -212,7 +221,7 @@ def read_parameters(path: str, digest: str | None) -> dict[str, Tensor]:
         raise unreadable_parameters_error(path, error) from error
     try:
         parameters = safetensors.torch.load(data)
-    # The library raises an exception class of its own, which it does not export.
+    # safetensors does not export the class of its exceptions, so every exception counts.
     except Exception as error:
         foreign = name_foreign_file(data[:HEAD_BYTES])
         reason = f"it is {foreign}" if foreign else str(error)
@@ -232,15 +241,20 @@ def unreadable_parameters_error(path: str, error: OSError) -> ConfigError:
 
 
 def check_parameters_digest(parameters: dict[str, Tensor], path: str, digest: str | None) -> None:
-    """Checks that initial parameters have the digest of those that the run began with.
+    """Checks that initial parameters are those with which the run began.
+
+    Args:
+        parameters: The parameters by name.
+        path: Value of `train.init_from`, for the error.
+        digest: The `params_digest` of the parameters with which the run began; None accepts any parameters.
 
     Raises:
-        ConfigError: They have another digest.
+        ConfigError: The parameters have another digest.
     """
     if digest is not None and params_digest(parameters) != digest:
         raise ConfigError(
             f"train.init_from {path!r} holds parameters with the digest {params_digest(parameters)}, but the run begins"
-            f" with {digest}. Give those of before, or start a new run."
+            f" with {digest}. Give the parameters that the run began with, or start a new run."
         )
 
 
@@ -265,7 +279,7 @@ def load_initial_parameters(model: nn.Module, initial: dict[str, Tensor], init_f
 
 
 def _differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
-    """Returns the differences between a model's parameters and others, each as text."""
+    """Returns one text for each kind of difference between the parameters of a model and those of a file."""
     kinds = {
         "missing": sorted(expected.keys() - actual.keys()),
         "unexpected": sorted(actual.keys() - expected.keys()),

@@ -1,8 +1,8 @@
-"""The training state: model, optimizer, schedule, loss scale and the number of finished steps.
+"""The training state: model, optimizer, schedule, loss scale, parameter average and the number of finished steps.
 
-`TrainingState` is what a step changes, what a checkpoint contains and what a joining worker receives. Its parts follow
-below it: the loss scale for half precision, the moving average of the parameters, the schedules of the configuration,
-the seeds of torch's generators, and the removal of compiler hooks from optimizers.
+`TrainingState` is what a step changes, what a checkpoint contains and what a joining worker receives. This module also
+has its parts: `LossScale` for float16, the seeds of torch's generators, `ParameterAverage`, `make_schedule`, and
+`remove_compiler_hooks`, which makes optimizers start and step faster.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ray_app.train.state.parameters import (
 from ray_app.train.state.transfer import copy_to_host, divergent_ranks, ranks_without_state, transfer_snapshot
 
 NO_STATE = -1
-"""The step of a worker that has no state yet."""
+"""The value of `TrainingState.step` while a worker has no state yet."""
 _NO_TRUSTED_STATE = (
     "After a failure the workers that are left have different states of the same step, and there is neither a"
     " checkpoint nor a snapshot to go on from. Start again, and set checkpoint.every_steps so that there is one."
@@ -61,22 +61,28 @@ class Trainable(Protocol):
 
 
 class TrainingState:
-    """Model, optimizer, schedule and the number of finished steps.
+    """The state of a training run in one worker; strategies override parts of it.
 
     Args:
         config: The run's configuration, which names optimizer and schedule.
         task: Builds the model and applies gradients to it.
         device: Device of the model.
-        total_steps: Steps of the run, for schedules with an argument `total_steps` that the configuration leaves out.
+        total_steps: Steps of the run. A schedule with an argument `total_steps` gets this number if the configuration
+            does not set the argument.
 
     Attributes:
         step: Finished steps; `NO_STATE` before a state is loaded or initialized.
         model: The model that computes.
-        master: The model that the optimizer updates; the same one, unless a strategy keeps them apart.
+        master: The model that the optimizer updates: `model` itself, unless the strategy has a second model for it.
+        optimizer: The optimizer; with `optimizers` in the configuration the same object as `turns`.
+        turns: The optimizers that take turns; None if there is only one optimizer.
+        schedule: The schedule of the learning rate, or the schedules of the optimizers that take turns; may be None.
+        average: The moving average of the parameters; None without `train.ema_decay`.
+        scale: The loss scale; None unless `train.precision` is `fp16`.
     """
 
     is_partitioned: ClassVar[bool] = False
-    """Whether each rank has only a part of the state, so that a snapshot is a collective of all ranks."""
+    """Whether each rank has only a part of the state, so that taking a snapshot is a collective of all ranks."""
 
     def __init__(self, config: Config, task: Trainable, device: torch.device, total_steps: int) -> None:
         self._config, self._task, self._device, self._total_steps = config, task, device, total_steps
@@ -87,18 +93,18 @@ class TrainingState:
         self._build_optimizers()
 
     def _build_model(self) -> nn.Module:
-        """Returns the model as the task builds it, from the run's seed, with frozen parameters."""
+        """Returns the model that the task builds with generators seeded by the run's seed, and freezes parameters."""
         seed_init(self._config.seed, self._device)
         model = make_contiguous(self._task.build_model())
-        self._frozen = freeze_parameters(model, self._config.train.freeze or [])
+        self._frozen_layers = freeze_parameters(model, self._config.train.freeze or [])
         return model
 
     def _make_master(self, model: nn.Module) -> nn.Module:
-        """Returns the model that the optimizer updates, here the one that computes."""
+        """Returns the model that the optimizer updates, here the model that computes."""
         return model
 
     def _build_optimizers(self) -> None:
-        """Builds everything that belongs to the model: optimizer, schedule, parameter average, loss scale."""
+        """Builds the parts that belong to the master model: optimizer, schedule, parameter average, loss scale."""
         config, model = self._config, self.master
         self.train()
         self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
@@ -111,7 +117,7 @@ class TrainingState:
             self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, make_schedule)
             return
         if config.optimizer.class_path == TASK_OPTIMIZER:
-            assert isinstance(self._task, Task), "the strategies that train something else refuse it"
+            assert isinstance(self._task, Task), "config checks refuse it for strategies without a Task"
             self.optimizer, self.schedule = self._task.configure_optimizers(model)
         else:
             self.optimizer = self._build_optimizer(config.optimizer, named)
@@ -123,32 +129,37 @@ class TrainingState:
                 )
             self.schedule = make_schedule(config.schedule, self.optimizer, self._total_steps)
 
-    def _build_optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
-        """Returns the optimizer of a specification for parameters by name."""
+    def _build_optimizer(
+        self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter], field: str = "optimizer"
+    ) -> Optimizer:
+        """Returns the optimizer of a specification for parameters by name; `field` names its section in errors."""
         optimizer_class, args = load_class(spec), dict(spec.init_args)
         if not self._config.train.compile:
             remove_compiler_hooks(optimizer_class)
-        # On a CPU an optimizer is fused only on request.
+        # PyTorch itself fuses an optimizer on a CPU only if it is asked to.
         if self._can_fuse(optimizer_class) and not {"fused", "foreach", "differentiable"} & args.keys():
             args["fused"] = True
-        optimizer = optimizer_class(self._parameter_groups(spec, named), **args)
-        check_group_options(optimizer, spec.groups or [])
+        optimizer = optimizer_class(self._parameter_groups(spec, named, field), **args)
+        check_group_options(optimizer, spec.groups or [], f"{field}.groups")
         return optimizer
 
-    def _parameter_groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> list[Any]:
-        """Returns the parameters for an optimizer: the trained ones of `named`, or groups of them."""
-        return group_parameters(named, spec.groups) if spec.groups else [p for p in named.values() if p.requires_grad]
+    def _parameter_groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter], field: str) -> list[Any]:
+        """Returns the trained parameters of `named` for an optimizer: a list of them, or of parameter groups."""
+        if spec.groups:
+            return group_parameters(named, spec.groups, f"{field}.groups")
+        return [p for p in named.values() if p.requires_grad]
 
-    def _can_fuse(self, optimizer: Any) -> bool:
-        """Returns whether a class of optimizers can update all parameters in one kernel."""
+    def _can_fuse(self, optimizer_class: Any) -> bool:
+        """Returns whether a class of optimizers can update all parameters in one kernel (`fused`)."""
         trained = (p for p in self.master.parameters() if p.requires_grad)
-        return "fused" in inspect.signature(optimizer).parameters and all(p.is_floating_point() for p in trained)
+        return "fused" in inspect.signature(optimizer_class).parameters and all(p.is_floating_point() for p in trained)
 
     def initialize(self, initial: dict[str, Tensor] | None) -> None:
         """Makes this the state before the first step.
 
         Args:
-            initial: The initial parameters; None for those that the model has drawn.
+            initial: The initial parameters and persistent buffers by name; None keeps the values with which the task
+                has built the model.
 
         Raises:
             ConfigError: The parameters do not fit the model.
@@ -161,26 +172,29 @@ class TrainingState:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group.
+        """Learning rate of the first parameter group of the next step's optimizer.
 
-        It has the parameters without a group in the configuration, unless every parameter has one.
+        This group has the parameters that belong to no group of the configuration, if there are such parameters.
         """
         return float(self._next_optimizer.param_groups[0]["lr"])
 
     @property
     def _next_optimizer(self) -> Optimizer:
-        """The optimizer of the next step."""
+        """The optimizer that the next step uses."""
         return self.optimizer if self.turns is None else self.turns.at(self.step)
 
     def train(self) -> None:
-        """Puts the model into training mode, without the frozen layers."""
+        """Puts the model into training mode, except for batch-norm layers with frozen parameters only."""
         self.model.train()
-        for layer in self._frozen:
+        for layer in self._frozen_layers:
             layer.eval()
 
     @contextmanager
     def eval_model(self) -> Iterator[nn.Module]:
-        """Yields the model as the run returns it: inside the block averaged parameters replace the trained ones."""
+        """Yields the model that is evaluated: with averaged parameters inside the block, if the run averages them.
+
+        Afterwards the model has its trained parameters again and is in training mode.
+        """
         try:
             with self.average.in_place() if self.average is not None else nullcontext():
                 yield self.model
@@ -188,7 +202,7 @@ class TrainingState:
             self.train()
 
     def optimizer_step(self) -> None:
-        """Updates the parameters by their gradients, and advances the schedule: the step is finished."""
+        """Finishes a step: updates the parameters by their gradients, then the average, and advances the schedule."""
         with user_code(lambda: "the update of the parameters"):
             self._task.apply_gradients(self.master, self._next_optimizer)
         if self.average is not None:
@@ -196,7 +210,7 @@ class TrainingState:
         self.advance_schedule()
 
     def advance_schedule(self) -> None:
-        """Advances the schedule without an update of the parameters: the step is finished."""
+        """Finishes a step without an update of the parameters: advances the schedule and counts the step."""
         if isinstance(self.schedule, TurnSchedules):
             self.schedule.step(self.step)
         elif self.schedule is not None:
@@ -207,13 +221,13 @@ class TrainingState:
         """Returns a copy of the state in host memory.
 
         Args:
-            into: A snapshot that is no longer needed. Its memory is reused: to touch new memory takes six times as long
-                as to copy.
+            into: A snapshot that is no longer needed. Its memory is reused, because the first write to new memory takes
+                six times as long as the copy.
         """
         return Snapshot(**copy_to_host(vars(self._live()), vars(into) if into is not None else None))
 
     def _live(self) -> Snapshot:
-        """Returns the state in the form of a checkpoint, without a copy: the memory that training changes."""
+        """Returns the state in the form of a checkpoint; its tensors are not copies, so training changes them."""
         model, more = self.master.state_dict(), dict[str, Any]()
         if self.average is not None:
             model, more["parameters"] = self.average.over(model), self.average.parameters()
@@ -239,26 +253,31 @@ class TrainingState:
 
     @contextmanager
     def bind(self, world: World) -> Iterator[World]:
-        """Binds the state to the workers of a generation, from before the state is shared to the generation's end.
+        """Binds the state to the workers of a generation; the block lasts from before `share` to the generation's end.
 
         Yields the workers, with the assignment of logical workers that this strategy needs.
         """
         yield world
 
     def refresh(self) -> None:
-        """Brings the model of this rank to the present step, if it is older; a collective of all ranks."""
+        """Brings the model of this rank to the present step, if its parameters are older; a collective of all ranks.
+
+        It does nothing here, because every rank updates its own model.
+        """
 
     def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
         """Gives all ranks the state of the highest step; a collective of all ranks, after which all states are equal.
 
         Args:
             world: The workers of the generation.
-            restore: Gives rank 0 a state; called if no rank has one.
-            was_broken: Whether the last generation broke for this rank; then the ranks at the highest step compare
-                their parameters.
+            restore: Gives this rank a state, from a snapshot, from a checkpoint or the initial one. It is called on
+                rank 0 if no rank has a state.
+            was_broken: Whether the last generation broke for this rank. If it did for any rank, the ranks at the
+                highest step compare their parameters.
 
         Returns:
-            The divergent ranks, which got another state: those with other parameters than the majority at their step.
+            The divergent ranks: ranks at the highest step with other parameters than the majority, or all ranks at that
+            step if there is no majority. Their states have been replaced.
 
         Raises:
             CheckpointError: No rank has a state that a majority agrees on, nor is there one to restore.
@@ -267,7 +286,8 @@ class TrainingState:
         steps, divergent = self._agreed_steps(world, was_broken)
         if max(steps) == NO_STATE and world.rank == 0:
             restore()
-            # A state of step 0 was not restored but initialized, which would repeat the whole run.
+            # At step 0 there was nothing to restore, so the state is the initial one. To continue with it would repeat
+            # the whole run.
             if divergent and self.step == 0:
                 raise CheckpointError(_NO_TRUSTED_STATE)
         source = steps.index(max(steps))
@@ -279,9 +299,9 @@ class TrainingState:
         return divergent
 
     def _agreed_steps(self, world: World, was_broken: bool) -> tuple[list[int], list[int]]:
-        """Returns the step of every rank, `NO_STATE` for divergent ranks, and the divergent ranks.
+        """Returns the step of every rank, with `NO_STATE` for divergent ranks, and the divergent ranks.
 
-        The digests of the parameters are compared only after a broken generation, because they take time.
+        A digest of the parameters takes time, so digests are compared only after a broken generation.
         """
         reports = gather((self.step, was_broken), world)
         steps, divergent = [step for step, _ in reports], list[int]()
@@ -293,7 +313,10 @@ class TrainingState:
 
 
 def _with_counters(value: Any, like: Any) -> Any:
-    """Returns a state with a `Counter` wherever `like` has one (`MultiStepLR`), where a snapshot has dictionaries."""
+    """Returns the state of a schedule with a `Counter` wherever `like` has one (`MultiStepLR`).
+
+    A snapshot has plain dictionaries instead.
+    """
     if isinstance(like, Counter):
         return Counter(value)
     if isinstance(like, dict) and isinstance(value, dict):
@@ -308,12 +331,13 @@ _STEPS_TO_GROW = 2000
 
 
 class LossScale:
-    """The scale of the loss in float16, found while training and part of the checkpoint.
+    """The factor by which the loss is multiplied in float16; it is adjusted while training and part of the checkpoint.
 
     Small gradients vanish in float16, so the loss is multiplied by a scale and the gradient is divided by it again, see
     Micikevicius et al., "Mixed Precision Training", ICLR 2018. The scale halves when a gradient overflows, and doubles
-    after 2,000 steps in a row without. It is always a power of two, so it changes no bit of a number that neither over-
-    nor underflows. An overflow is detected in the sum over all logical workers, so every worker decides alike.
+    after 2,000 steps in a row without an overflow. It is always a power of two, so it changes no bit of the significand
+    of a number that neither overflows nor underflows. An overflow is detected in the sum over all logical workers, so
+    every worker changes its scale in the same way.
     """
 
     def __init__(self) -> None:
@@ -342,7 +366,7 @@ class LossScale:
         self.value, self._good_steps = state[0], int(state[1])
 
 
-# Salts of the keys: different purposes draw different numbers.
+# The salts of the keys are different, so that building the model and the steps draw different random numbers.
 _INIT_SALT, _STEP_SALT = 21, 22
 
 
@@ -357,6 +381,7 @@ def seed_step(seed: int, epoch: int, step: int, logical_worker: int, device: tor
 
 
 def _seed_generators(value: int, device: torch.device) -> None:
+    """Seeds torch's generators of the CPU and of the device by the upper 63 bits of a 64-bit key."""
     torch.default_generator.manual_seed(value >> 1)
     if device.type == "cuda":
         torch.cuda.manual_seed(value >> 1)
@@ -364,18 +389,20 @@ def _seed_generators(value: int, device: torch.device) -> None:
 
 @lru_cache(1)
 def _epoch_key(seed: int, epoch: int) -> int:
+    """Returns the key of an epoch, from which `seed_step` derives those of its steps."""
     return key(_STEP_SALT, seed, epoch)
 
 
 class ParameterAverage:
     """The exponential moving average of a model's parameters, which the run returns with `train.ema_decay`.
 
-    It is one more copy of the parameters. The decay of step t is min(decay, (1 + t) / (10 + t)), so that the first
-    steps do not weigh for ever, as in TensorFlow's `ExponentialMovingAverage` with `num_updates`.
+    It is one more copy of the parameters. In step t, counted from 0, the decay is min(decay, (1 + t) / (10 + t)), so
+    that the initial parameters lose their weight quickly, as in TensorFlow's `ExponentialMovingAverage` with
+    `num_updates`.
 
     Args:
         model: The model.
-        decay: Weight of the average so far, 0 to 1.
+        decay: Maximum weight of the old average in an update, 0 to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -387,7 +414,11 @@ class ParameterAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Adds the parameters after `step` finished steps to the average."""
+        """Moves the average towards the present parameters.
+
+        Args:
+            step: Number of finished steps before the update of the parameters, which decides the decay.
+        """
         decay = min(self._decay, (1 + step) / (10 + step))
         torch._foreach_lerp_([v for v, _ in self._moving], [p.detach() for _, p in self._moving], 1 - decay)
 
@@ -403,7 +434,12 @@ class ParameterAverage:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Loads what `over` and `parameters` returned; each may lack frozen parameters."""
+        """Loads an average and the trained parameters.
+
+        Args:
+            state: The result of `over`; it may lack frozen parameters.
+            parameters: The result of `parameters`; it may lack frozen parameters.
+        """
         for name, number in self._names.items():
             if (parameter := parameters.get(name)) is not None:
                 self._parameters[number].copy_(parameter)
@@ -412,7 +448,7 @@ class ParameterAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Gives the model the average as its parameters inside the block."""
+        """Exchanges the values of the model's parameters with the average inside the block."""
         self._swap()
         try:
             yield
@@ -428,16 +464,21 @@ class ParameterAverage:
 
 
 def _has_average(p: Tensor) -> bool:
-    """Returns whether a parameter is averaged: integers (a quantized base model) are not, and stay as they are."""
+    """Returns whether a parameter is averaged; one of integers (a quantized base model) keeps its values."""
     return p.is_floating_point() or p.is_complex()
 
 
 _LENGTHS = {"total_steps", "epochs", "steps_per_epoch"}
-"""Arguments that give a schedule (`OneCycleLR`) its length; if the configuration has one, none is added."""
+"""Arguments that set the length of a schedule (`OneCycleLR`); if one is configured, `total_steps` is not added."""
 
 
 def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
-    """Returns the schedule of a specification, with the schedules in it (`SequentialLR`, `ChainedScheduler`).
+    """Returns the schedule of a specification; it may contain schedules (`SequentialLR`, `ChainedScheduler`).
+
+    Args:
+        spec: Class and arguments. An argument may be a specification of a schedule, or a list of them.
+        optimizer: The optimizer; the schedule sets its learning rates.
+        total_steps: Steps of the optimizer in the run.
 
     Raises:
         ConfigError: The schedule has one `max_lr` for groups of parameters with different learning rates.
@@ -467,7 +508,7 @@ def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LR
 
 
 def has_total_steps_argument(spec: ClassSpec) -> bool:
-    """Returns whether `make_schedule` gives a schedule, or one in it, the steps of the whole run."""
+    """Returns whether `make_schedule` passes the number of steps of the run to the schedule, or to a schedule in it."""
     parts = [part for value in spec.init_args.values() for part in (value if isinstance(value, list) else [value])]
     inner = [
         ClassSpec(part["class_path"], part.get("init_args") or {})
@@ -483,15 +524,15 @@ _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def remove_compiler_hooks(optimizer: type[Optimizer]) -> None:
-    """Changes the methods of a class of optimizers so that they use neither the compiler nor an idle profiler.
+    """Changes the methods of a class of optimizers so that they neither import the compiler nor call an idle profiler.
 
-    Optimizers (torch 2.15) import PyTorch's compiler when they are made and at every step, only to be excluded from
-    what it compiles: that takes every training process two seconds. Each step also reports its begin and end to the
-    profiler, which takes 30 us of a small step. This function undoes both for a run that compiles nothing; where
-    another version of PyTorch does it in another way, nothing changes. Call it before the first optimizer of the class
-    is made.
+    Optimizers of torch 2.15 import PyTorch's compiler when they are made and at every step, only to be excluded from
+    compilation. That takes two seconds in every training process. Each step also reports its begin and end to the
+    profiler, which takes 30 us of a small step. This function removes both for a run that compiles nothing. If another
+    version of PyTorch has these calls in another form, nothing changes. It has to be called before the first optimizer
+    of the class is made.
     """
-    # The compiler is imported already, so nothing can be saved.
+    # If the compiler has been imported already, nothing can be saved.
     if "torch._dynamo" in sys.modules:
         return
     for method in filter(inspect.isfunction, vars(Optimizer).values()):
@@ -500,14 +541,14 @@ def remove_compiler_hooks(optimizer: type[Optimizer]) -> None:
         plain.__dynamo_disable = plain
     step = optimizer.step
     if getattr(step, "__code__", _with_grad.__code__).co_name == "_use_grad":
-        # Each step would look for an accelerator, to ask whether it captures a graph.
+        # Otherwise each step would look for an accelerator, to ask whether it captures a graph.
         if not torch.accelerator.is_available():
             optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
         optimizer.step = _hooked(_with_grad(vars(step)["__wrapped__"]))  # type: ignore[method-assign]
 
 
 def _with_grad(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a step like `torch.optim.optimizer._use_grad_for_differentiable`, without its marks for the compiler."""
+    """Returns a step wrapped as by `torch.optim.optimizer._use_grad_for_differentiable`, without compiler marks."""
 
     @functools.wraps(step)
     def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -518,7 +559,7 @@ def _with_grad(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a step so that `torch.optim.Optimizer.profile_hook_step` runs only if there is a hook or a profiler."""
+    """Returns a step that runs in `torch.optim.Optimizer.profile_hook_step` only if there is a hook or a profiler."""
     profiled_step = Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)

@@ -1,20 +1,20 @@
 """Transfers of training states between ranks, and copies of states in host memory.
 
-`transfer_snapshot` sends a state to the ranks that lack it, tensor by tensor along a tree of ranks, in small pieces.
-Nothing big is pickled or copied while Python's lock is held, so heartbeats continue however large the state is. A
-tensor leaves from the memory that it has and arrives in the memory that it stays in; from a device it passes through
-the host piece by piece.
+`transfer_snapshot` sends a state to the ranks that lack it, along a tree of ranks, tensor by tensor and in pieces of at
+most `_PIECE_BYTES`. No large object is pickled or copied while Python's global lock is held, so heartbeats continue
+however large the state is. A tensor is sent from the memory in which it is, and is received into the memory in which it
+stays. Tensors on a device pass through host memory piece by piece.
 
-`copy_to_host` copies a state. All copies of device tensors are given to the device before any is waited for, and go to
+`copy_to_host` copies a state. It starts the copies of all device tensors before it waits for any. Their targets are in
 page-locked memory, into which a device copies by itself while the host continues. PyTorch's page-locked memory
-(`pin_memory=True`) rounds each tensor up to a power of two and is never freed: for each copy a snapshot of a big model
-would take up to twice the memory of the model, and more with each kind of copy. Here the memory of a copy is one block
-of exactly its size. When no tensor uses a block any more, the next copy reuses it, or frees it if it is of another
-size: to lock some gigabytes takes a second. Each tensor is the whole of its storage, because `torch.save` writes the
-whole storage of a tensor, and refuses tensors of different types in one storage.
+(`pin_memory=True`) rounds each tensor up to a power of two and is never freed, so each copy of a large model could take
+twice the memory of the model. Here the targets of a copy are in one block of the size that they need. When no tensor
+uses a block any more, the next copy reuses it, or frees it if it has another size; to lock a few gigabytes anew takes a
+second. Each tensor is the whole of its storage, because `torch.save` writes the whole storage of a tensor, and refuses
+tensors of different dtypes in one storage.
 
-All ranks copy like this, also ranks that only keep a copy: the next step waits for the slowest of them. The CPU's part
-has run; for the GPU's part tests examine the order of its calls.
+All ranks copy like this, also ranks that only keep a copy, because the next step waits for the slowest rank. Tests run
+the code for the CPU, and check the order of the calls of the code for the GPU.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ from ray_app.reduction.transport import P2PWork, receive, start_send
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 16 << 20
+"""Maximum size of a message of `transfer_snapshot`."""
 _SMALL_BYTES = 4096
-"""Tensors up to this size are pickled with everything else: a message for each would take longer."""
+"""Tensors up to this size are pickled with the rest of the state, because a message for each would take longer."""
 _MAX_SENDS_PER_CHILD = 4
-"""Pieces that may be on their way to each child at a time."""
+"""Maximum number of pieces that are being sent to one child at a time."""
 
 
 class _TensorSpec(NamedTuple):
-    """Stands for a tensor that is sent by itself."""
+    """Takes the place of a tensor in a pickled state; the tensor itself travels separately."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 def ranks_without_state(steps: Sequence[int], source: int) -> list[int]:
-    """Returns the ranks that do not have the state of a source.
+    """Returns the ranks that do not have the state of the rank `source`.
 
     Args:
-        steps: Every rank's step; below 0 it has no state.
-        source: The rank with the state.
+        steps: The step of every rank; negative if the rank has no state.
+        source: A rank.
     """
     return [rank for rank, step in enumerate(steps) if rank != source and (step < 0 or step != steps[source])]
 
@@ -68,11 +69,11 @@ def ranks_without_state(steps: Sequence[int], source: int) -> list[int]:
 def divergent_ranks(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
     """Returns the ranks at the highest step with another parameter digest than the majority of these ranks.
 
-    These are all of them if no digest has a majority.
+    If no digest has a majority, these are all ranks at the highest step.
 
     Args:
-        steps: Every rank's step.
-        digests: Every rank's digest of its parameters; only those at the highest step count.
+        steps: The step of every rank.
+        digests: The parameter digest of every rank; only the digests of ranks at the highest step are read.
     """
     newest = [rank for rank, step in enumerate(steps) if step == max(steps)]
     digest, count = Counter(digests[rank] for rank in newest).most_common(1)[0]
@@ -80,16 +81,16 @@ def divergent_ranks(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
 
 
 def transfer_snapshot(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int]) -> Snapshot | None:
-    """Sends the state of a source to the ranks that lack it; a collective of these ranks.
+    """Sends the state of the rank `source` to the ranks `to`; a collective of these ranks.
 
     Args:
-        snapshot: The source's state; it may be the memory in which it trains, also on a device.
+        snapshot: On the rank `source` its state; the tensors may be those that training changes, also on a device.
         rank: This rank.
         source: The rank with the state.
-        to: The ranks that get it, the same on all ranks.
+        to: The ranks that receive the state, the same list on all ranks.
 
     Returns:
-        On the ranks `to` the state, on the CPU and in memory of its own; on the others the argument.
+        On the ranks `to` the received state, in new memory on the CPU; on all other ranks the argument `snapshot`.
 
     Raises:
         PeerLostError: One of the ranks left meanwhile.
@@ -116,11 +117,11 @@ def transfer_snapshot(snapshot: Snapshot | None, rank: int, source: int, to: Seq
 
 
 class _TreeNode:
-    """A rank in the tree along which a state travels.
+    """This rank in the tree along which a state travels.
 
     Args:
-        parent: The rank to receive from; None at the root.
-        children: The ranks to send to.
+        parent: The rank from which this rank receives; None at the root.
+        children: The ranks to which this rank sends.
     """
 
     def __init__(self, parent: int | None, children: Sequence[int]) -> None:
@@ -128,7 +129,11 @@ class _TreeNode:
         self._sent: deque[P2PWork] = deque()
 
     def pass_head(self, head: bytes) -> bytes:
-        """Passes on the pickled part, which precedes the tensors; returns it. Only the root has it before."""
+        """Receives the pickled part of the state, unless this is the root, sends it to the children and returns it.
+
+        Args:
+            head: The pickled part at the root; empty on other ranks.
+        """
         size = torch.tensor([len(head)])
         self._pass_piece(size)
         data = torch.frombuffer(bytearray(head or bytes(int(size))), dtype=torch.uint8)
@@ -136,13 +141,15 @@ class _TreeNode:
         return data.numpy().tobytes()
 
     def pass_tensor(self, tensor: Tensor) -> None:
-        """Passes on the bytes of a tensor; ranks other than the root receive into it."""
+        """Receives into a tensor, unless this is the root, and sends its bytes to the children."""
         flat = tensor.detach().reshape(-1)
-        step = max(1, _PIECE_BYTES // flat.element_size())
-        for low in range(0, flat.numel(), step):
-            self._pass_piece(flat[low : low + step].cpu().contiguous().view(torch.uint8))
+        piece_numel = max(1, _PIECE_BYTES // flat.element_size())
+        for low in range(0, flat.numel(), piece_numel):
+            # For a contiguous tensor on the CPU these calls copy nothing, so ranks receive into the tensor itself.
+            self._pass_piece(flat[low : low + piece_numel].cpu().contiguous().view(torch.uint8))
 
     def _pass_piece(self, piece: Tensor) -> None:
+        """Receives into a piece, unless this is the root, and starts to send it to the children."""
         if self._parent is not None:
             receive(piece, self._parent)
         for child in self._children:
@@ -151,16 +158,16 @@ class _TreeNode:
             self._sent.popleft().wait()
 
     def wait(self) -> None:
-        """Waits until everything is sent."""
+        """Waits until all pieces have been sent."""
         while self._sent:
             self._sent.popleft().wait()
 
 
 def extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Returns a value with descriptions in place of its large tensors, which are appended to `tensors`."""
+    """Returns a copy of a state with a `_TensorSpec` in place of each large tensor; appends these to `tensors`."""
     if isinstance(value, Tensor):
         if value.nbytes <= _SMALL_BYTES:
-            # A clone, because pickle sends the whole storage of a view.
+            # The tensor is cloned, because pickle writes the whole storage of a view.
             return value.detach().cpu().clone()
         tensors.append(value)
         return _TensorSpec(value.dtype, tuple(value.shape))
@@ -172,9 +179,9 @@ def extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def insert_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Returns the result of `extract_tensors` with uninitialized tensors in place of the descriptions.
+    """Returns the result of `extract_tensors` with an uninitialized tensor in place of each `_TensorSpec`.
 
-    The tensors are also appended to `tensors`, in the order of `extract_tensors`.
+    It also appends these tensors to `tensors`, in the order of `extract_tensors`.
     """
     if isinstance(value, _TensorSpec):
         tensors.append(torch.empty(value.shape, dtype=value.dtype))
@@ -189,22 +196,23 @@ def insert_tensors(value: Any, tensors: list[Tensor]) -> Any:
 def copy_to_host(
     value: dict[str, Any], into: dict[str, Any] | None = None, whole: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> dict[str, Any]:
-    """Returns a deep copy of a value with its tensors on the CPU, reusing the memory of an older copy where it fits.
+    """Returns a deep copy of a value with its tensors on the CPU.
 
     Args:
-        value: Tensors in dictionaries, lists and tuples.
-        into: An older copy that is no longer needed.
-        whole: Returns the tensor to copy for one in `value`, for example the whole of a shard.
+        value: Tensors and other values in dictionaries, lists and tuples.
+        into: An older copy that is no longer needed. A tensor in a dictionary is copied into the older copy's tensor if
+            that has the same dtype and shape.
+        whole: Returns the tensor to copy for a tensor of `value`, for example the whole tensor for a shard.
     """
     devices: set[torch.device] = set()
-    memory = iter(page_locked_like(list(_without_memory(value, into))))
+    memory = iter(page_locked_like(list(_tensors_without_memory(value, into))))
     copy: dict[str, Any] = _start_copy(value, into, whole, devices, memory)
     for device in devices:
         cuda.current_stream(device).synchronize()
     return copy
 
 
-def _without_memory(value: Any, into: Any) -> Iterator[Tensor]:
+def _tensors_without_memory(value: Any, into: Any) -> Iterator[Tensor]:
     """Yields the tensors on a device for which the older copy has no memory, in the order of `_start_copy`."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu" and not _is_alike(value, into):
@@ -212,10 +220,10 @@ def _without_memory(value: Any, into: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         old_values = into if isinstance(into, dict) else {}
         for k, v in value.items():
-            yield from _without_memory(v, old_values.get(k))
+            yield from _tensors_without_memory(v, old_values.get(k))
     elif isinstance(value, list | tuple):
         for v in value:
-            yield from _without_memory(v, None)
+            yield from _tensors_without_memory(v, None)
 
 
 def _is_alike(value: Tensor, into: Any) -> bool:
@@ -226,20 +234,29 @@ def _is_alike(value: Tensor, into: Any) -> bool:
 def _start_copy(
     value: Any, into: Any, whole: Callable[[Tensor], Tensor], devices: set[torch.device], memory: Iterator[Tensor]
 ) -> Any:
-    """Returns the copy, which must not be read before the `devices` have done their copies; adds to `devices`."""
+    """Starts to copy a value and returns the copy, which is complete when the queued work of `devices` is done.
+
+    Args:
+        value: See `copy_to_host`.
+        into: See `copy_to_host`.
+        whole: See `copy_to_host`.
+        devices: The function adds each device that copies.
+        memory: Page-locked targets for the tensors of `_tensors_without_memory`, in the same order.
+    """
     if isinstance(value, Tensor):
         target = next(memory) if value.device.type != "cpu" and not _is_alike(value, into) else into
         value = whole(value)
         if value.device.type == "cpu":
             return into.copy_(value) if _is_alike(value, into) else value.to("cpu", copy=True).contiguous()
         devices.add(value.device)
+        # `whole` may have returned a tensor of another shape or dtype than the one that the target was made for.
         if not _is_alike(value, target):
             target = torch.empty(value.shape, dtype=value.dtype)
         return target.copy_(value, non_blocking=True)
     if isinstance(value, dict):
         old_values = into if isinstance(into, dict) else {}
         return {k: _start_copy(v, old_values.get(k), whole, devices, memory) for k, v in value.items()}
-    # A checkpoint with NumPy's scalars could not be loaded.
+    # A checkpoint with scalars of NumPy could not be loaded, so they become numbers of Python.
     if isinstance(value, np.float64 | np.integer | np.bool_):
         return value.item()
     if isinstance(value, list | tuple):
@@ -248,17 +265,21 @@ def _start_copy(
 
 
 _ALIGNED_BYTES = 64
-# The lock is reentrant: the garbage collector may free another block while this thread has the lock.
 _lock = threading.RLock()
+"""Guards `_free_blocks`.
+
+It is reentrant, because the garbage collector may release another block while a thread holds the lock.
+"""
 _free_blocks: list[mmap.mmap] = []
+"""Page-locked blocks that no tensor uses."""
 _is_refused = False
-"""Whether the driver has refused to lock memory; then it is not asked again."""
+"""Whether the GPU driver has refused to lock memory; then it is not asked again."""
 
 
 def aligned_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a block that a tensor takes.
+    """Returns the number of bytes that a tensor takes in a block.
 
-    They are a multiple of the alignment, and never 0, so that no two tensors have the same address.
+    It is a multiple of the alignment, and never 0, so that no two tensors have the same address.
     """
     return max(1, -(-tensor.nbytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
 
@@ -266,12 +287,13 @@ def aligned_bytes(tensor: Tensor) -> int:
 def page_locked_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns contiguous uninitialized tensors of the shapes and dtypes of others, in one block of page-locked memory.
 
-    If the driver does not lock more memory, the block is pageable: copies are then slower, but the same.
+    If the driver refuses to lock memory, the block is pageable, which only makes copies slower.
     """
     return list(_make_views(tensors, _take_block(sum(map(aligned_bytes, tensors))))) if tensors else []
 
 
 def _make_views(tensors: Sequence[Tensor], block: NDArray[np.uint8]) -> Iterator[Tensor]:
+    """Yields a tensor in a block for each of other tensors, of the same shape and dtype."""
     start = 0
     for tensor in tensors:
         part = torch.from_numpy(block[start : start + tensor.nbytes])
@@ -280,7 +302,10 @@ def _make_views(tensors: Sequence[Tensor], block: NDArray[np.uint8]) -> Iterator
 
 
 def _take_block(size: int) -> NDArray[np.uint8]:
-    """Returns a block of `size` bytes, which can be reused when no tensor uses a part of it any more."""
+    """Returns a block of `size` bytes, which goes to `_free_blocks` when no tensor uses a part of it any more.
+
+    All other free blocks are given back to the operating system.
+    """
     with _lock:
         memory = next((block for block in _free_blocks if len(block) == size), None)
         if memory is not None:
@@ -289,6 +314,7 @@ def _take_block(size: int) -> NDArray[np.uint8]:
             cuda.cudart().cudaHostUnregister(_address(_free_blocks.pop()))
         if memory is None:
             memory = mmap.mmap(-1, size)
+            # A pageable block is not kept for reuse.
             if not _lock_pages(memory):
                 return np.frombuffer(memory, np.uint8)
     array = np.frombuffer(memory, np.uint8)
@@ -299,15 +325,15 @@ def _take_block(size: int) -> NDArray[np.uint8]:
 def _release_block(memory: mmap.mmap) -> None:
     """Keeps an unused block for the next copy.
 
-    It is not unlocked here: the thread that drops a block last may have another present device, on which the unlocking
-    would create a context.
+    The block is not unlocked here, because any thread may drop the last reference to it, and in a thread with another
+    current device the unlocking would create a context on that device.
     """
     with _lock:
         _free_blocks.append(memory)
 
 
 def _lock_pages(memory: mmap.mmap) -> bool:
-    """Page-locks a block; returns whether the driver did it."""
+    """Asks the GPU driver to page-lock a block; returns whether it did."""
     global _is_refused
     if not _is_refused:
         error = int(cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0))
@@ -319,11 +345,12 @@ def _lock_pages(memory: mmap.mmap) -> bool:
             len(memory),
             error,
         )
-        # The runtime reports the error once more, at the next kernel.
+        # The CUDA runtime reports the error once more, at the next kernel, so a kernel is started here.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
     return False
 
 
 def _address(memory: mmap.mmap) -> int:
+    """Returns the address of a block in the memory of this process."""
     return int(np.frombuffer(memory, np.uint8).ctypes.data)

@@ -1,1 +1,1 @@
-"""One optimizer step: run the assigned logical workers, reduce their gradients, update."""
+"""One optimizer step: it runs the assigned logical workers, reduces their gradients and updates the parameters."""

@@ -1,10 +1,10 @@
-"""Forward and backward of a micro-batch as a CUDA graph: one launch instead of hundreds, for which a small step waits.
+"""Runs forward and backward of a micro-batch as a CUDA graph: one launch instead of hundreds.
 
-A graph is captured for each kind of micro-batch: its shapes, dtypes and memory layouts. Each replay reads the rows and
-weights from the memory of the capture, and leaves gradients and sums in the memory of the capture. Seeds and offsets of
-the random generator are those of the replay, so dropout draws the same numbers as without a graph. Results are
-bit-identical to an eager step, with which each graph is compared before its first use and from time to time: the number
-of workers, which decides which worker captures which graph and when, does not influence them.
+In a small step the GPU waits for launches. A graph is captured for each kind of micro-batch, that is, for its shapes,
+dtypes and memory layouts. Each replay reads the rows and weights from the memory of the capture, and leaves gradients
+and sums there. Seed and offset of the random generator are those of the replay, so dropout draws the same numbers as
+without a graph. Results are bit-identical to those of an eager pass, with which each graph is compared at its first use
+and from time to time. So it does not matter for the results which worker captures which graph, and when.
 
 CUDA graphs in PyTorch: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog, 2021, and the notes on CUDA
 semantics.
@@ -12,7 +12,7 @@ semantics.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,28 +27,30 @@ from ray_app.task.base import Batch, DeviceSums
 from ray_app.train.step.micro_batch import TensorGroup
 
 Compute = Callable[[Batch, Tensor], DeviceSums]
-"""Runs forward and backward of rows with their weights.
+"""Runs forward and backward of rows with the weights of their losses, shape (rows,).
 
 It leaves the gradients in `.grad`, which is None before, and returns the sums of the losses.
 """
 _MAX_GRAPHS = 16
+"""Each graph takes device memory, so further kinds of micro-batches are computed without a graph."""
 _CHECK_EVERY_USES = 1000
-"""A graph is compared with an eager step after 0, 1, 2, 4, ... uses, and after each multiple of this number.
+"""A graph is compared with an eager pass after 0, 1, 2, 4, ... uses, and after each multiple of this number.
 
-The first comparison has the rows of the capture. The others show whether the capture has read or drawn something on the
-host that changes.
+In the first comparison the rows are those of the capture. The others show whether the capture has read or drawn
+something on the host that changes.
 """
 _OUT_OF_MEMORY = ("out of memory", "allocate memory")
+"""Parts of the messages of errors that are not caused by the capture itself."""
 
 
 class GraphBackend(Protocol):
     """Captures work of a device in graphs."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Runs work on the stream on which it will be captured."""
+        """Runs work on the stream on which it will be captured, and waits for it."""
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Captures what `work` launches on the device; returns a function that replays it."""
+        """Captures what `work` launches on the device, without running it; returns a function that replays it."""
 
 
 def make_graph_backend(device: torch.device) -> GraphBackend:
@@ -70,9 +72,9 @@ class CudaGraphBackend:
 
     def __init__(self, device: torch.device) -> None:
         # The "nccl" backend of torch 2.15 registers each segment of this pool with its communicator when the segment is
-        # allocated, so also during a capture. Only two GPUs could show whether that matters. To allocate before a
-        # capture would take private functions; TORCH_DIST_USE_NCCL2=0 in the workers' environment chooses the older
-        # backend class, which registers nothing.
+        # allocated, and so during a capture, too. Whether that matters is not tested, since it takes two GPUs. Memory
+        # can be allocated before a capture only by private functions of torch. TORCH_DIST_USE_NCCL2=0 in the workers'
+        # environment chooses the older backend class, which registers nothing.
         self._stream, self._pool = get_stream(device, "capture"), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
@@ -95,11 +97,11 @@ class _CapturedGraph:
     """A graph with its memory.
 
     Args:
-        fields, weights: The memory from which it reads rows and weights.
+        fields, weights: The memory from which a replay reads rows and weights.
         run: Replays the graph.
-        gradients, sums: The memory in which it leaves its results.
-        inputs: All other tensors that it reads, to keep their memory allocated.
-        uses: How often it was used.
+        gradients, sums: The memory in which a replay leaves its results.
+        inputs: All other tensors that a replay reads; the reference keeps their memory allocated.
+        uses: Number of micro-batches for which the graph was used.
     """
 
     fields: Batch
@@ -128,9 +130,9 @@ class CapturedPasses:
         self._graphs: dict[tuple[object, ...], _CapturedGraph] = {}
 
     def run(self, fields: Batch, weights: Tensor) -> DeviceSums:
-        """Runs forward and backward like `Compute`, from the present state of the random generators.
+        """Runs forward and backward like `Compute`, with the present state of the random generators.
 
-        It waits for the device only when it captures or compares.
+        It waits for the device only when it captures a graph or compares one with an eager pass.
 
         Raises:
             ConfigError: The pass cannot be captured, or a replay is not bit-identical to the eager pass.
@@ -139,7 +141,6 @@ class CapturedPasses:
         key = (weights.shape, *((name, v.shape, v.dtype, v.stride()) for name, v in named))
         graph = self._graphs.get(key)
         if graph is None:
-            # Each graph takes memory of the device, so further kinds of micro-batches are computed without a graph.
             if len(self._graphs) == _MAX_GRAPHS:
                 return self._compute(fields, weights)
             graph = self._graphs[key] = self._capture(fields, weights)
@@ -152,6 +153,7 @@ class CapturedPasses:
         graph.uses += 1
         for p, gradient in zip(self._parameters, graph.gradients, strict=True):
             p.grad = gradient
+        # The sums are copied, because the next replay may overwrite them before the host has read them.
         return graph.sums._replace(values=graph.sums.values.clone())
 
     def _capture(self, fields: Batch, weights: Tensor) -> _CapturedGraph:
@@ -162,6 +164,7 @@ class CapturedPasses:
 
         def work() -> None:
             self._drop_gradients()
+            # Only the sums of the last call are used, that of the capture.
             sums[:] = [self._compute(graph_fields, graph_weights)]
 
         buffers, generators, inputs = self._copy_buffers(), self._generator_states(), _InputRecorder()
@@ -189,19 +192,28 @@ class CapturedPasses:
         return graph
 
     def _copy(self, name: str, field: Tensor) -> Tensor:
-        """Returns a copy of a field with its memory layout, from which every replay reads."""
+        """Returns a copy of a field with the same memory layout, from which every replay reads.
+
+        Raises:
+            ConfigError: The field is not on the device, or several of its values share memory.
+        """
         if field.device.type != self._device.type:
             raise _capture_error(
-                f"the field {name} is on the {field.device.type}, where each replay would find that of the capture"
+                f"the field {name} is on the {field.device.type}, and each replay would use the values of the capture;"
+                " let augment move it to the device"
             )
         if any(stride == 0 and size > 1 for size, stride in zip(field.shape, field.stride(), strict=True)):
             raise _capture_error(
-                f"the field {name} was expanded, and has no memory of its own; let augment call contiguous()"
+                f"the field {name} was expanded, so several of its values share memory; let augment call contiguous()"
             )
         return torch.empty_strided(field.shape, field.stride(), dtype=field.dtype, device=field.device).copy_(field)
 
     def _run_and_compare(self, graph: _CapturedGraph, fields: Batch, weights: Tensor) -> None:
-        """Replays a graph, and compares it with an eager pass that is computed first."""
+        """Replays a graph and compares the results with those of an eager pass, which runs first.
+
+        Raises:
+            ConfigError: The results are not bit-identical.
+        """
         buffers, generators = self._copy_buffers(), self._generator_states()
         sums = self._compute(fields, weights)
         gradients = [p.grad for p in self._parameters]
@@ -209,17 +221,16 @@ class CapturedPasses:
         self._drop_gradients()
         self._restore(buffers, generators)
         graph.run()
-        names = ["the gradient", "the loss", "a buffer"]
-        pairs_by_name = [
-            zip(gradients, graph.gradients, strict=True),
-            [(sums.values, graph.sums.values)],
-            [(eager_buffers.memory, self._copy_buffers().memory)],
-        ]
-        for name, pairs in zip(names, pairs_by_name, strict=True):
+        pairs_by_name: dict[str, Iterable[tuple[Tensor | None, Tensor | None]]] = {
+            "the gradient": zip(gradients, graph.gradients, strict=True),
+            "the loss": [(sums.values, graph.sums.values)],
+            "a buffer": [(eager_buffers.memory, self._copy_buffers().memory)],
+        }
+        for name, pairs in pairs_by_name.items():
             if not all(_is_bit_identical(a, b) for a, b in pairs):
                 raise _capture_error(
-                    f"{name} of a replay is not that of the same rows computed without; it depends on what changes on"
-                    " the host"
+                    f"{name} of a replay is not that of an eager pass with the same rows; it depends on something on"
+                    " the host that changes"
                 )
 
     def _drop_gradients(self) -> None:
@@ -232,7 +243,7 @@ class CapturedPasses:
         return copy
 
     def _generator_states(self) -> list[Tensor]:
-        """Returns the states of the random generators, that of the host first."""
+        """Returns the states of the random generators, the host's first."""
         host = torch.default_generator.get_state()
         return [host] if self._device.type == "cpu" else [host, torch.cuda.get_rng_state(self._device)]
 
@@ -244,10 +255,10 @@ class CapturedPasses:
 
 
 class _InputRecorder(TorchDispatchMode):
-    """Records the tensors that operators read and none of them made: parameters, buffers, a model's other tensors.
+    """Records the tensors that operators read and no operator made: parameters, buffers, other tensors of the model.
 
-    A graph reads from memory addresses. If a model replaces a tensor, such as a table of positions for longer rows, the
-    memory of the old one must stay allocated, or replays would read other values there.
+    A graph reads from memory addresses. If a model replaces a tensor later, such as a table of positions by one for
+    longer rows, the memory of the old tensor must stay allocated: otherwise replays would read other values there.
     """
 
     def __init__(self) -> None:
@@ -278,13 +289,16 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _explain(error: RuntimeError) -> Exception:
-    """Returns the error that made a capture fail: the end of the failed capture raises another one."""
+    """Returns the error that made a capture fail, as a `ConfigError` if the reason is what the pass does.
+
+    The end of a failed capture raises another error, so the first one is in the contexts of `error`.
+    """
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     message = str(error)
     if "captur" not in message.lower() or any(words in message for words in _OUT_OF_MEMORY):
         return error
-    return _capture_error(f"it does what a CUDA graph cannot hold ({message.partition(chr(10))[0]})")
+    return _capture_error(f"it does something that a CUDA graph cannot contain ({message.partition(chr(10))[0]})")
 
 
 def _is_bit_identical(a: Tensor | None, b: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""The parts of running one logical worker: forward of its micro-batch, and model buffers as if it had its own process.
+"""The parts of running one logical worker as if it had its own process: forward, model buffers, module modes.
 
 `Forward` takes a micro-batch's rows through the model to their losses, as the configuration demands. `ReplicaBuffers`
 gives every logical worker the same buffers to start from. `module_modes`, `restore_modes` and `allow_single_values`
@@ -28,6 +28,8 @@ from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.train.state.state import seed_step
 
 _ALIGNED_BYTES = 16
+"""Alignment of each tensor in the memory of a group; a view as complex128, the largest dtype, needs 16 bytes."""
+_MAX_WEIGHT_TENSORS = 16
 
 
 class ReplicaBuffers:
@@ -45,16 +47,19 @@ class ReplicaBuffers:
         self._world = world
         shared = world.logical_workers > 1
         self._buffers = TensorGroup(list(model.buffers()) if shared else [])
-        self._owners = [
+        # Each buffer with the dictionary of its module and its name there, to notice that it was replaced.
+        self._registered_buffers = [
             (m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if shared and b is not None
         ]
-        self._start, self._kept, self._sent = (self._buffers.like() for _ in range(3))
-        self._is_kept, self._sends = False, world.size > 1 and self._sent.memory.numel() > 0
+        # The buffers at the start of the step, those after logical worker 0, and the memory of the broadcast.
+        self._start, self._first_worker, self._broadcast = (self._buffers.like() for _ in range(3))
+        self._has_first_worker = False
+        self._has_broadcast = world.size > 1 and self._broadcast.memory.numel() > 0
         self._pending: dist.Work | None = None
 
     def begin(self) -> None:
-        """Remembers the buffers at the start of a step."""
-        self._is_kept = False
+        """Copies the buffers at the start of a step."""
+        self._has_first_worker = False
         self._start.copy(self._buffers)
 
     def checksum(self) -> int:
@@ -63,7 +68,7 @@ class ReplicaBuffers:
 
     @contextmanager
     def from_start(self) -> Iterator[None]:
-        """Gives the model the buffers of the start of the step inside the block, and the present ones back after it."""
+        """Gives the model the buffers of the start of the step inside the block; afterwards it has the present ones."""
         present = self._buffers.like()
         present.copy(self._buffers)
         self._buffers.copy(self._start)
@@ -78,29 +83,30 @@ class ReplicaBuffers:
         self._buffers.copy(self._start)
 
     def end_logical_worker(self, logical_worker: int) -> None:
-        """Keeps the buffers of logical worker 0 and restores those of the start of the step for the next one.
+        """Copies the buffers of logical worker 0, and restores those of the start of the step for the next one.
 
         Raises:
             ConfigError: The forward replaced the tensor of a buffer, which could then not be restored.
         """
-        for owner, name, buffer in self._owners:
-            if owner[name] is not buffer:
+        for module_buffers, name, buffer in self._registered_buffers:
+            if module_buffers[name] is not buffer:
                 raise replaced_tensor_error(name)
+        # A rank with one logical worker has no next one: it broadcasts its buffers, or receives others over them.
         if len(self._world.assigned) == 1:
             return
         if logical_worker == 0:
-            self._is_kept = True
-            self._kept.copy(self._buffers)
+            self._has_first_worker = True
+            self._first_worker.copy(self._buffers)
         self._buffers.copy(self._start)
 
     def launch(self) -> None:
-        """Starts the broadcast of logical worker 0's buffers to all ranks."""
-        if self._is_kept:
-            self._buffers.copy(self._kept)
-        if self._sends:
-            self._sent.copy(self._buffers)
+        """Starts the broadcast of logical worker 0's buffers to all ranks; rank 0 runs logical worker 0."""
+        if self._has_first_worker:
+            self._buffers.copy(self._first_worker)
+        if self._has_broadcast:
+            self._broadcast.copy(self._buffers)
             with self._world.launch_guard():
-                self._pending = dist.broadcast(self._sent.memory, 0, async_op=True)
+                self._pending = dist.broadcast(self._broadcast.memory, 0, async_op=True)
 
     def finish(self) -> None:
         """Waits until this rank has logical worker 0's buffers."""
@@ -109,7 +115,7 @@ class ReplicaBuffers:
         with self._world.launch_guard():
             self._pending.wait()
         self._pending = None
-        self._buffers.copy(self._sent)
+        self._buffers.copy(self._broadcast)
 
 
 ModuleModes = list[tuple[nn.Module, bool]]
@@ -123,17 +129,17 @@ def module_modes(model: nn.Module) -> ModuleModes:
 
 def restore_modes(modes: ModuleModes) -> None:
     """Puts all modules back into their modes, so that a mode that a task switched does not last into the next pass."""
-    for module, trains in modes:
-        # Assigning an attribute of a module is slow, so only what differs is assigned.
-        if module.training != trains:
-            module.training = trains
+    for module, is_training in modes:
+        # To assign an attribute of a module is slow, so only a mode that differs is assigned.
+        if module.training != is_training:
+            module.training = is_training
 
 
 def replaced_tensor_error(name: str) -> ConfigError:
     """Returns the error for a forward that replaced the tensor of a parameter or a buffer."""
     return ConfigError(
-        f"Training gives the model another tensor for {name} (self.{name.rpartition('.')[2]} = ...), which the other"
-        " workers, the optimizer and a step that is undone do not see. Write into the one that it has:"
+        f"Training gives the model another tensor for {name} (self.{name.rpartition('.')[2]} = ...). The other workers,"
+        " the optimizer and the rollback of a failed step still use the first one. Write into that one instead:"
         f" self.{name.rpartition('.')[2]}.copy_(...)."
     )
 
@@ -141,15 +147,20 @@ def replaced_tensor_error(name: str) -> ConfigError:
 class TensorGroup:
     """Several tensors that are copied with one call for each dtype.
 
+    Args:
+        tensors: The tensors.
+        memory: The memory of all tensors as bytes, if it is one allocation.
+
     Attributes:
-        memory: The memory of all tensors as bytes, if `like` made them; otherwise empty.
+        memory: That memory for a group that `like` has made; otherwise empty.
     """
 
     def __init__(self, tensors: list[Tensor], memory: Tensor | None = None) -> None:
         self._tensors, self.memory = tensors, memory if memory is not None else torch.empty(0)
-        self._lists: dict[torch.dtype, list[Tensor]] = {}
+        # `_foreach_copy_` is one call only for tensors of one dtype.
+        self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
-            self._lists.setdefault(tensor.dtype, []).append(tensor)
+            self._by_dtype.setdefault(tensor.dtype, []).append(tensor)
 
     def like(self) -> TensorGroup:
         """Returns a group of zeros of the same shapes and dtypes, in one allocation."""
@@ -170,26 +181,28 @@ class TensorGroup:
 
     def copy(self, others: TensorGroup) -> None:
         """Copies the values of a group of the same shapes and dtypes into this one."""
-        for dtype in self._lists:
-            torch._foreach_copy_(self._lists[dtype], others._lists[dtype])
+        for dtype, tensors in self._by_dtype.items():
+            torch._foreach_copy_(tensors, others._by_dtype[dtype])
 
 
 @contextmanager
 def allow_single_values(model: nn.Module) -> Iterator[None]:
-    """Lets batch-norm layers that see one value per channel use their running statistics and leave them alone.
+    """Puts batch-norm layers that get one value per channel into evaluation mode inside the block.
 
-    In training such a layer raises, since one value has no variance. It can happen only in a micro-batch of one row,
-    forward or backward.
+    Such a layer then uses its running statistics and does not change them. In training mode it would raise, since one
+    value has no variance. Only a micro-batch of one row can contain one value per channel.
     """
+    switched: list[nn.Module] = []
 
-    def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def before_forward(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]
         if layer.training and x.numel() == x.size(1):
             layer.training = False
             switched.append(layer)
 
-    switched: list[nn.Module] = []
-    hooks = [layer.register_forward_pre_hook(before) for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    hooks = [
+        layer.register_forward_pre_hook(before_forward) for layer in model.modules() if isinstance(layer, _BatchNorm)
+    ]
     try:
         yield
     finally:
@@ -199,23 +212,21 @@ def allow_single_values(model: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
-_MAX_WEIGHT_TENSORS = 16
-
-
 class Forward:
     """Takes a micro-batch's rows through a model to their losses.
 
     Args:
-        config: The run's configuration: seed, precision, memory layout, compilation.
+        config: The run's configuration, for seed, precision, memory layout and compilation.
         task: The task, which augments the rows.
         device: Device to compute on.
-        loss: Computes the losses of rows with a model.
+        loss: Computes the losses of rows with a model, `Task.training_loss` or one with its interface.
     """
 
     def __init__(
         self, config: Config, task: Task, device: torch.device, loss: Callable[[nn.Module, Batch], Tensor | Losses]
     ) -> None:
-        self._task, self._device, self._loss, self._seed, train = task, device, loss, config.seed, config.train
+        self._task, self._device, self._loss, self._seed = task, device, loss, config.seed
+        train = config.train
         self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(train.precision)
         self._compiles, self._channels_last = train.compile, train.channels_last
         if train.compile:
@@ -228,7 +239,8 @@ class Forward:
     def fields(self, cursor: Cursor, batch: MicroBatch) -> Batch:
         """Returns the augmented rows of a micro-batch.
 
-        Seeds torch's generators first, so that augmentation and forward draw the same numbers on every worker.
+        Seeds torch's generators first, so that augmentation and the forward that follows draw the same numbers on
+        whichever worker the logical worker runs.
         """
         seed_step(self._seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
         fields = self._task.augment(batch.fields, batch.keys)
@@ -243,13 +255,14 @@ class Forward:
 
     def losses(self, model: nn.Module, fields: Batch, rows: int) -> Losses:
         """Returns the losses of rows in float32; `rows` is their number."""
+        # A single row is not compiled, because `allow_single_values` switches layers while the forward runs.
         callable_model = self._compiled(model) if self._compiles and rows > 1 else model
         with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
             losses = self._loss(callable_model, fields)
         return check_losses(self._task, losses, rows).float()
 
     def weights(self, rows: int, over: float, scale: float) -> Tensor:
-        """Returns the weight of each row's loss, `scale / over`, shape (rows,); equal tensors are made once.
+        """Returns the weight of each row's loss, `scale / over`, shape (rows,); equal calls return the same tensor.
 
         Args:
             rows: Number of rows.
@@ -258,7 +271,7 @@ class Forward:
         """
         value = scale / over
         weights = self._weights.get((rows, value))
-        # The version counter shows whether a task's backward has written into the tensor.
+        # A version above 0 shows that a task's backward has written into the tensor.
         if weights is None or weights._version:
             if len(self._weights) == _MAX_WEIGHT_TENSORS:
                 self._weights.clear()
@@ -266,9 +279,10 @@ class Forward:
         return weights
 
     def _compiled(self, model: nn.Module) -> Any:
-        """Returns the compiled model; it compiles each shape separately.
+        """Returns the compiled model, which torch compiles for each shape separately.
 
-        The result for a shape must not depend on the shapes that came before, which differ between workers.
+        A kernel for several shapes (`dynamic`) would depend on the shapes that came first, which differ between
+        workers, and so would its results.
         """
         if model not in self._compiled_models:
             self._compiled_models[model] = torch.compile(model, dynamic=False)

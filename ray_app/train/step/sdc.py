@@ -1,12 +1,15 @@
 """Detects silent data corruption (SDC): a second worker recomputes shares of a step, and checksums are compared.
 
-A share is one logical worker's part of a step. Its gradient has the same bits wherever it is computed, so two checksums
-that differ before the update show that the hardware of one of the two workers errs. Such errors occur at scale: Dixit
-et al., "Silent Data Corruptions at Scale", 2021; Hochschild et al., "Cores that don't count", 2021.
+A share is one logical worker's part of a step. Its gradient is bit-identical wherever it is computed, so two different
+checksums of a share show, before the update, that the hardware of one of the two workers errs. Such errors occur at
+scale: Dixit et al., "Silent Data Corruptions at Scale", 2021; Hochschild et al., "Cores that don't count", 2021.
 
-`draw_recomputed_shares` is a pure function, so all ranks know which shares of a step are recomputed and where. In some
-steps every rank recomputes one share of another rank, and in the other steps no rank does, so that no rank waits for
-one with more work.
+`draw_recomputed_shares` is a pure function, so all ranks know which shares of a step are recomputed and by which rank.
+In some steps every rank recomputes one share of another rank (at a high rate several), and in the other steps no rank
+does, so that no rank waits for one with more work. If two checksums differ, a tie-breaking rank computes the share once
+more.
+
+`SdcChecker` decides what is recomputed in the steps of a generation, and `RecomputedShares` does it in one step.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from ray_app.reduction.base import GradientReducer, World, collective
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.transport import P2PWork, receive, start_send, sum_over_ranks
 
-# Salts of the keys: different purposes draw different numbers.
+# Salts of the keys, one for each purpose, so that the drawn numbers are independent of each other. Other modules have
+# other salts.
 _STEP_SALT, _SHIFT_SALT, _SHARE_SALT = 31, 32, 33
 
 
 class RecomputedShare(NamedTuple):
-    """A share that another rank computes again.
+    """A share and the rank that recomputes it.
 
     Args:
         logical_worker: The logical worker of the share.
@@ -57,15 +61,20 @@ def draw_recomputed_shares(
         blocks: The logical workers of every rank.
         groups: Groups of ranks with comparable results; shares of a rank alone in its group are not recomputed.
     """
+    shares = list[RecomputedShare]()
+    # In a round every rank recomputes one share of another rank of its group. A rank has up to `max_block` shares, so
+    # `rate * max_block` rounds per step are the rate on average.
     max_block = max(map(len, blocks))
-    shares, rounds = list[RecomputedShare](), rate * max_block
-    # The step is drawn: every n-th step might always be the same step of an epoch.
+    mean_rounds = rate * max_block
+    # Whether a step has one round more is drawn, because every n-th step may always be the same step of an epoch.
     chance = key(_STEP_SALT, seed, step) / 2**64
-    for round_number in range(math.floor(rounds) + (chance < rounds % 1)):
+    for round_number in range(math.floor(mean_rounds) + (chance < mean_rounds % 1)):
         for group in groups:
             shift = 1 + key(_SHIFT_SALT, seed, step, round_number) % max(1, len(group) - 1)
             for position, by in enumerate(group):
                 owner = group[(position + shift) % len(group)]
+                # An index beyond the shares of a rank with a smaller block means no share, so that each share of every
+                # rank is recomputed equally often.
                 index = (key(_SHARE_SALT, seed, step, owner) + round_number) % max_block
                 if owner != by and index < len(blocks[owner]):
                     shares.append(RecomputedShare(blocks[owner][index], owner, by))
@@ -73,9 +82,9 @@ def draw_recomputed_shares(
 
 
 def tie_breaking_ranks(share: RecomputedShare, groups: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the ranks that compute a share once more after two results differed.
+    """Returns the ranks that compute a share once more after its two results differed.
 
-    This is a third rank of the group; if there is none, both ranks compute it again.
+    This is a third rank of the group; if there is none, both ranks compute the share again.
     """
     [group] = [group for group in groups if share.by in group]
     others = [rank for rank in group if rank not in (share.owner, share.by)]
@@ -93,16 +102,21 @@ def corrupt_rank(
         tie_breakers: Rank and result of each of the `tie_breaking_ranks`.
     """
     by_owner, by_other = checksums
-    corrupt_ranks = {by_owner: share.by, by_other: share.owner}
+    # If the tie-breaking result is that of one rank, the other rank is corrupt.
+    rank_by_right_result = {by_owner: share.by, by_other: share.owner}
     if len(tie_breakers) == 1:
-        return corrupt_ranks.get(tie_breakers[0][1])
+        return rank_by_right_result.get(tie_breakers[0][1])
     [(_, owner_again), (_, other_again)] = tie_breakers
     if owner_again != other_again:
         return None
-    return corrupt_ranks.get(owner_again)
+    return rank_by_right_result.get(owner_again)
 
 
 ComputeShare = Callable[[MicroBatch], int]
+"""Computes the gradient of a micro-batch and leaves it in `.grad`; returns the checksum of the buffers after the pass.
+
+It changes nothing else.
+"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,8 @@ class WorkerDevice:
     Args:
         name: Node and process of the worker.
         device: Name of the device.
-        environment: Everything else that its results depend on; only workers with equal environments are compared.
+        environment: Everything that its results depend on, the name of the device included; only results of workers
+            with equal environments are compared.
     """
 
     name: str
@@ -122,14 +137,14 @@ class WorkerDevice:
 
 @dataclass(frozen=True)
 class SdcFinding:
-    """A wrong result of a worker.
+    """The finding that a worker computed a wrong result.
 
     Args:
         rank: Rank of the corrupt worker.
         worker: The corrupt worker and its device.
-        step: Number of the step, from 0 over the run.
+        step: Number of the step, from 1 over the run.
         logical_worker: Logical worker of the share.
-        clean: Last step in which a recomputed share of that worker was right; -1 if there was none.
+        clean: Last step, from 1, in which a recomputed share of that worker was right; 0 if there was none.
         reporting_rank: The rank that records the finding.
     """
 
@@ -142,14 +157,19 @@ class SdcFinding:
 
 
 class SdcChecker:
-    """Lets ranks recompute shares of each other in a generation of workers, see the module.
+    """Decides which shares the ranks of a generation recompute in each step, see the module.
 
     Args:
         rate: Fraction of all shares to recompute, 0 to 1.
         seed: Seed of the run.
         workers: Worker and device of each rank.
-        last_clean_steps: Last step with a right result by the worker's name; lasts from generation to generation.
+        last_clean_steps: Last step, from 1, in which a recomputed share of a worker was right, by the worker's name.
+            It is updated here and outlives the generation.
         report: Called on all ranks with each finding, before the corrupt rank ends.
+
+    Attributes:
+        groups: The groups of ranks with equal environments; results are compared within a group.
+        world: The workers of the generation, with the present assignment of logical workers; set by `begin`.
     """
 
     def __init__(
@@ -168,32 +188,36 @@ class SdcChecker:
         self.groups = list(by_environment.values())
 
     def begin(self, world: World) -> None:
-        """Takes over the assignment of logical workers for the following steps."""
+        """Sets the workers with the assignment of logical workers for the following steps."""
         self.world = world
         self._blocks = [world.assigned_to(rank) for rank in range(world.size)]
 
     def due(self, step: int, batches: Sequence[MicroBatch], reducer: GradientReducer) -> RecomputedShares | None:
-        """Returns the shares to recompute in a step; None without any. A collective of the ranks that take part.
+        """Returns the shares to recompute in a step; None without any.
+
+        If there are any this is a collective, in which the micro-batches go to the ranks that recompute them.
 
         Args:
             step: Number of the step, from 0 over the run.
             batches: The micro-batches of this rank.
-            reducer: Reduces the gradients of this step.
+            reducer: The gradient reducer of this step, which computes the checksums of gradients.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
         shares = draw_recomputed_shares(step, self._seed, self._rate, self._blocks, self.groups)
         assert isinstance(reducer, BucketedReducer), "checked with the configuration"
-        return RecomputedShares(self, step, shares, batches, reducer) if shares else None
+        return RecomputedShares(self, step + 1, shares, batches, reducer) if shares else None
 
 
 class RecomputedShares:
-    """The recomputed shares of one step.
+    """The recomputed shares of one step; `note_buffers`, `compute` and `compare` are called in this order.
+
+    The constructor sends the micro-batches to the ranks that recompute them, so it is a collective.
 
     Args:
-        checker: The checker that lasts from step to step.
-        step: Number of the step, from 0 over the run.
+        checker: The checker of the generation.
+        step: Number of the step, from 1 over the run.
         shares: The shares to recompute.
         batches, reducer: See `SdcChecker.due`.
     """
@@ -230,38 +254,47 @@ class RecomputedShares:
         return batches
 
     def note_buffers(self, logical_worker: int, buffer_checksum: Callable[[], int]) -> None:
-        """Notes the checksum of the buffers after a logical worker of this rank has run."""
+        """Notes the checksum of the buffers after a logical worker of this rank has run.
+
+        Args:
+            logical_worker: The logical worker.
+            buffer_checksum: Computes the checksum, which waits for the device; called only if the share is recomputed.
+        """
         if any(share.logical_worker == logical_worker for share in self.shares):
             self._buffer_checksums[logical_worker] = buffer_checksum()
 
-    def compute(self, compute: ComputeShare) -> None:
-        """Recomputes the shares of this rank.
+    def compute(self, compute_share: ComputeShare) -> None:
+        """Recomputes the shares that are drawn for this rank.
 
         Args:
-            compute: Leaves the gradient of a micro-batch in `.grad`, and nothing else; returns the checksum of the
-                buffers that the pass leaves behind.
+            compute_share: Computes a share; used by `compare`, too, if a tie has to be broken.
         """
-        self._compute = compute
+        self._compute_share = compute_share
         self._recomputed_checksums = {
             batch.logical_worker: self._checksum_of(batch) for batch in self._batches_to_recompute
         }
 
     def _checksum_of(self, batch: MicroBatch) -> int:
+        """Recomputes a share; returns the checksum of its gradient and its buffers."""
         with self._reducer.free_grads():
-            buffer_checksum = self._compute(batch)
+            buffer_checksum = self._compute_share(batch)
             return _to_int64(buffer_checksum + self._reducer.gradient_checksum())
 
     def compare(self) -> None:
-        """Compares the two checksums of each share; a collective, by which all ranks come to the same conclusion.
+        """Compares the two checksums of each share; a collective, after which all ranks raise or none does.
+
+        If it raises, the result of the step must not be used.
 
         Raises:
-            WrongResultError: This rank's result is wrong.
-            PeerLostError: Another rank's result is wrong and that rank ends, or a peer left; nothing of the step may
-                be kept.
-            IrreproducibleError: The results do not show which rank is wrong.
+            WrongResultError: This rank computed a wrong result.
+            PeerLostError: Another rank computed a wrong result and ends, or a peer left.
+            IrreproducibleError: The results do not show which rank is corrupt.
         """
         rank, gradient_checksums = self._world.rank, self._reducer.checksums()
-        checksums = {v: _to_int64(bits + gradient_checksums.get(v, 0)) for v, bits in self._buffer_checksums.items()}
+        checksums = {
+            v: _to_int64(buffer_checksum + gradient_checksums.get(v, 0))
+            for v, buffer_checksum in self._buffer_checksums.items()
+        }
         self._reducer.watch_checksums(set())
         # Each rank fills in its own results and zeros, so the sum over ranks has the results of all.
         results = torch.zeros(len(self.shares), 2, dtype=torch.int64)
@@ -277,7 +310,7 @@ class RecomputedShares:
         )
 
     def _raise_mismatch(self, share: RecomputedShare, checksums: tuple[int, int]) -> None:
-        """Lets the tie-breaking ranks compute a share once more, and raises an error for the corrupt rank."""
+        """Lets the tie-breaking ranks compute a share once more and raises the error of `compare`; a collective."""
         ranks, this_rank = tie_breaking_ranks(share, self._checker.groups), self._world.rank
         batches = self._send_batches([share._replace(by=rank) for rank in ranks])
         results = torch.zeros(len(ranks), dtype=torch.int64)
@@ -293,8 +326,9 @@ class RecomputedShares:
                 " device errs, and there are too few workers to tell which."
             )
         worker = self._checker.workers[rank]
+        # The corrupt rank ends, so another one records the finding.
         reporting_rank = next(r for r in range(self._world.size) if r != rank)
-        clean = self._checker.last_clean_steps.get(worker.name, -1)
+        clean = self._checker.last_clean_steps.get(worker.name, 0)
         self._checker.report(SdcFinding(rank, worker, self._step, share.logical_worker, clean, reporting_rank))
         message = (
             f"rank {rank} on {worker.name} ({worker.device}) computed logical worker {share.logical_worker} of step"
@@ -302,19 +336,20 @@ class RecomputedShares:
         )
         if rank == this_rank:
             raise WrongResultError(
-                f"This worker, {message}: others agree on another result. It ends, so that nothing of it is kept."
+                f"This worker is corrupt: {message}; other ranks agree on another result. It ends, so that no result of"
+                " this step is kept."
             )
         raise PeerLostError(f"{message}, and ends")
 
 
 def _to_int64(value: int) -> int:
-    """Returns an integer modulo 2**64, as a signed one."""
+    """Returns the signed 64-bit integer that is equal to an integer modulo 2**64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _pack(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Returns the length of a pickled micro-batch and its bytes."""
-    # The tensors are cloned, because pickle would send the whole storage of a tensor that is a part of another.
+    """Returns the length of a pickled micro-batch, shape (1,), and its bytes."""
+    # The tensors are cloned, because pickle writes the whole storage of a tensor that is a view of a part of it.
     fields = {name: values.cpu().clone() for name, values in batch.fields.items()}
     copied_batch = batch._replace(fields=fields, keys=batch.keys.clone())
     data = torch.frombuffer(bytearray(pickle.dumps(copied_batch)), dtype=torch.uint8)

@@ -2,8 +2,8 @@
 
 `Step` runs forward and backward for the logical workers of this rank, reduces the gradients, and moves the optimizer.
 `TurnStep` is the same for several optimizers that take turns: in each step only one optimizer's parameters get
-gradients, a reduction and an update. The functions for norms compute a norm where the gradient lies; the host reads it
-and decides by which factor the gradient is multiplied.
+gradients, a reduction and an update. Norms of gradients are computed on the device; the host reads them and decides by
+which factor the gradients are multiplied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
-from ray_app.errors import DataError, NonFiniteError, PeerLostError, TaskError, WrongResultError
+from ray_app.errors import DataError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, gather, run_backward
 from ray_app.task.base import Batch, DeviceSums, Losses, LossSums, Task, read_sums, sum_on_device
@@ -37,29 +37,31 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
-    """Returns the L2 norm of each tensor, without a device synchronization."""
-    # `torch.nn.utils.get_total_norm` takes 30 us more.
+    """Returns the L2 norm of each tensor, each of shape (), without a device synchronization."""
+    # `torch.nn.utils.get_total_norm` would return one norm, but it takes 30 us more.
     return [*torch._foreach_norm(gradients)] if gradients else []
 
 
 def total_norm(norms: Iterable[float], factor: float = 1.0) -> float:
-    """Returns the norm of tensors with these norms, times a factor.
+    """Returns the L2 norm of all values of tensors that have these norms, times a factor.
 
-    It is infinite where float32, in which the gradients are, could not represent it.
+    It is infinite if float32, the dtype of the gradients, cannot represent it.
     """
     norm = math.sqrt(math.fsum([n * n for n in norms])) * factor
     return math.inf if norm > _MAX_FLOAT32 else norm
 
 
 def scale_and_clip(gradients: list[Tensor], factor: float, norm: float, max_norm: float | None) -> None:
-    """Multiplies gradients by a factor, and then clips them to a norm.
+    """Multiplies gradients by a factor and then clips them to a norm, in place.
 
-    The clipping computes with the numbers of `torch.nn.utils.clip_grads_with_norm_`, which would send them from the
-    host to the device and wait for that.
+    The arithmetic is that of `torch.nn.utils.clip_grads_with_norm_`. That function is not called, because it would copy
+    the norm from the host to the device and wait for the copy.
 
     Args:
-        norm: The norm of all gradients after the multiplication.
-        max_norm: The norm to clip to; None: no clipping.
+        gradients: The gradients, or this rank's shards of them.
+        factor: The factor.
+        norm: The norm of the whole gradient after the multiplication.
+        max_norm: The norm to clip to; None for no clipping.
     """
     if factor != 1:
         torch._foreach_mul_(gradients, factor)
@@ -73,7 +75,7 @@ class Step:
     """Runs the steps of one generation of workers.
 
     Args:
-        config: The run's configuration: seed, precision, clipping.
+        config: The run's configuration, for seed, precision, clipping and capture.
         task: The task, which computes the losses.
         state: The training state that the step updates.
         reducer: The gradient reducer.
@@ -86,7 +88,7 @@ class Step:
     """
 
     non_finite_source: ClassVar[str] = "the sum of finite gradients"
-    """Names the source of a NaN or infinity that no single logical worker's rows gave, in the error message."""
+    """What the error names as the source of a NaN or infinity that the rows of no single logical worker gave."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class Step:
             else None
         )
         self._scale = state.scale
-        # A worker that is alone has no stragglers to compare itself with.
+        # The times are for straggler detection, which compares workers with each other.
         self._timer = StepTimer(device) if world.size > 1 else None
         self.data_wait_s = 0.0
         self._sdc_checker: SdcChecker | None = None
@@ -118,14 +120,14 @@ class Step:
         self._modes = module_modes(state.model)
 
     def close(self) -> None:
-        """Closes the gradient reducer, see `GradientReducer.close`."""
+        """Closes the gradient reducer, see `GradientReducer.close`, and frees the captured passes."""
         self._reducer.close()
-        # The captured passes refer to this step: without this their device memory would stay allocated until the
-        # garbage collector finds the cycle.
+        # The captured passes and this step refer to each other: without this line the device memory of the captured
+        # passes would stay allocated until the garbage collector finds the cycle.
         self._captured = None
 
     def use_sdc_checker(self, sdc_checker: SdcChecker | None) -> None:
-        """Lets the following steps compute some shares twice, as this checker decides; None: no shares."""
+        """Sets the checker that decides which shares of the following steps are recomputed; None for no SDC checks."""
         self._sdc_checker = sdc_checker
         if sdc_checker is not None:
             sdc_checker.begin(self._world)
@@ -136,29 +138,33 @@ class Step:
         return self._state.lr
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
-        """Does one step.
+        """Runs one step: forward, backward, gradient reduction and update.
 
         Args:
             cursor: Position of the step in the data.
-            batches: One micro-batch per logical worker of this rank, in their order.
-            global_rows: Rows that the plan has for the step over all logical workers. Losses and gradients become means
+            batches: One micro-batch per logical worker of this rank, in the order of the logical workers.
+            global_rows: Number of rows that the plan has for the step over all logical workers. The results are means
                 over the weight of those rows that can be decoded. That weight is known only after the reduction, so
-                they are computed with this number and rescaled afterwards. A row's weight is 1 unless its task gives
-                weights.
+                losses and gradients are computed as means over `global_rows` and rescaled afterwards. A row's weight is
+                1 unless the task gives weights.
             flags: The flags that this rank brings into the step.
 
         Raises:
+            DataError: The consumed rows are not those of the plan.
             NonFiniteError: The loss or the gradient is NaN or infinite; the optimizer did not move.
-            PeerLostError: A peer left; the state is that before the step.
+            PeerLostError: A peer left or computed a wrong result; the state is that before the step.
+            WrongResultError: An SDC check has shown that this rank computed a wrong result.
         """
         self._state.refresh()
         self._buffers.begin()
         try:
             result, factor = self._forward_backward_reduce(cursor, batches, global_rows, flags)
-        except (PeerLostError, WrongResultError):
+        except Exception:
+            # Not only for `PeerLostError`: in a broken group any error may be a consequence of the loss, and then the
+            # loop repeats the step, see `translate_peer_errors`.
             self._buffers.roll_back()
             raise
-        # All rows are bad or have no weight: the parameters stay as they are.
+        # Without a row that has weight there is no gradient: the parameters stay as they are, and the step counts.
         if not factor:
             self._state.advance_schedule()
             return result
@@ -170,6 +176,8 @@ class Step:
             self._state.optimizer_step()
         else:
             self._buffers.roll_back()
+            # In float16 a gradient may overflow because of the loss scale. The scale then falls, and the step counts
+            # without an update.
             if self._scale is None or not self._scale.can_fall or not math.isfinite(result.loss):
                 self._raise_non_finite(cursor, batches, global_rows, result)
             self._state.advance_schedule()
@@ -180,12 +188,12 @@ class Step:
     def _forward_backward_reduce(
         self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags
     ) -> tuple[StepResult, float]:
-        """Does everything of a step but the update: afterwards all ranks have the gradient, the buffers and the result.
+        """Runs a step up to its update; afterwards all ranks have the same gradient, buffers and result.
 
         Returns:
             The result of the step, and the factor by which the gradient has to be multiplied; 0 if no row has weight.
         """
-        recomputed = (
+        recomputed_shares = (
             self._sdc_checker.due(self._state.step, batches, self._reducer) if self._sdc_checker is not None else None
         )
         if self._timer is not None:
@@ -195,16 +203,17 @@ class Step:
             restore_modes(self._modes)
             with self._error_context(batch):
                 device_sums.append(self._run_logical_worker(cursor, batch, global_rows))
-            if recomputed is not None:
-                recomputed.note_buffers(batch.logical_worker, self._buffers.checksum)
+            if recomputed_shares is not None:
+                recomputed_shares.note_buffers(batch.logical_worker, self._buffers.checksum)
             self._buffers.end_logical_worker(batch.logical_worker)
         if self._timer is not None:
             self._timer.mark_computed()
         self._enter("exchange")
         self._reducer.launch()
         self._buffers.launch()
-        if recomputed is not None:
-            recomputed.compute(lambda batch: self._recompute(cursor, batch, global_rows))
+        # The recomputation overlaps with the gradient reduction.
+        if recomputed_shares is not None:
+            recomputed_shares.compute(lambda batch: self._recompute(cursor, batch, global_rows))
         result = None
         # Where the host carries the gradients (gloo), the statistics travel concurrently with them.
         if self._world.check_device_errors is None and self._world.size > 1:
@@ -219,20 +228,24 @@ class Step:
         # ranks have the reduced gradient.
         if result is None:
             result = self._stats.gather(self._replica_stats(batches, sums, global_rows, flags))
-        if recomputed is not None:
-            recomputed.compare()
-            result = result._replace(recomputed=len(recomputed.shares))
+        if recomputed_shares is not None:
+            recomputed_shares.compare()
+            result = result._replace(recomputed=len(recomputed_shares.shares))
         result = self._check_and_rescale(cursor, result, global_rows)
         factor = self._gradient_factor(result.weight, global_rows)
         return (result._replace(grad_norm=total_norm(norms, factor)) if factor else result), factor
 
     def _recompute(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> int:
-        """Computes the gradient of another rank's micro-batch and leaves it in `.grad`.
+        """Recomputes the gradient of a micro-batch for an SDC check and leaves it in `.grad`.
+
+        The micro-batch is that of a logical worker of another rank, or, after a mismatch, perhaps one of this rank. The
+        buffers of this rank stay as they are.
 
         Returns:
-            The checksum of the buffers that the pass leaves behind.
+            The checksum of the buffers at the end of the pass.
         """
         fields = {name: values.to(self._device) for name, values in batch.fields.items()}
+        restore_modes(self._modes)
         with self._buffers.from_start(), self._error_context(batch):
             if not batch.rows:
                 return self._buffers.checksum()
@@ -243,7 +256,10 @@ class Step:
     def _sync_and_read(
         self, device_sums: list[DeviceSums | None], norms: list[Tensor]
     ) -> tuple[list[LossSums], list[float]]:
-        """Waits for the device and reads sums of losses and norms: the only device synchronization point of a step.
+        """Waits for the device and reads the sums of the losses and the norms.
+
+        With NCCL or a single worker, and without SDC checks, this is the only device synchronization point of a step.
+        With gloo and several workers it is called twice, once for the sums and once for the norms.
 
         Raises:
             PeerLostError: A collective of the device was broken.
@@ -263,7 +279,10 @@ class Step:
         return result.over_weight(global_rows)
 
     def _error_context(self, batch: MicroBatch) -> AbstractContextManager[None]:
-        """Returns the context for forward and backward of a micro-batch; it adds logical worker and rows to errors."""
+        """Returns the context for forward and backward of a micro-batch.
+
+        It adds logical worker and rows to errors of user code, and lets batch-norm layers accept a single row.
+        """
         context = user_code(lambda: f"logical worker {batch.logical_worker}", batch.positions.tolist)
         return self._single_row_context(batch, context) if batch.rows == 1 else context
 
@@ -271,7 +290,7 @@ class Step:
     def _single_row_context(self, batch: MicroBatch, context: AbstractContextManager[None]) -> Iterator[None]:
         """Adds `allow_single_values` to the context of a micro-batch of one row.
 
-        It covers backward, too, which may compute parts of the forward again (activation checkpointing).
+        The context includes backward, which may run parts of the forward again (activation checkpointing).
         """
         with allow_single_values(self._trained_model(batch)), context:
             yield
@@ -308,7 +327,7 @@ class Step:
         return sum_on_device(losses)
 
     def _loss_weights(self, batch: MicroBatch, global_rows: int) -> Tensor:
-        """Returns the weight of each row's loss that backward begins with, shape (rows,)."""
+        """Returns the weight of each row's loss in the loss of the step, times the loss scale, shape (rows,)."""
         return self._forward.weights(batch.rows, global_rows, self._scale.value if self._scale is not None else 1.0)
 
     def _forward_backward(self, fields: Batch, weights: Tensor) -> DeviceSums:
@@ -326,15 +345,15 @@ class Step:
         return self._task.training_loss
 
     def _gradients(self) -> list[Tensor]:
-        """Returns this rank's part of the gradient, as the optimizer will use it."""
+        """Returns the gradient tensors that this rank has: the whole gradient, or its shards with `fsdp`."""
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def _norms(self) -> list[Tensor]:
-        """Returns norms of parts of the gradient that make up the whole, without a device synchronization."""
+        """Returns the norms of tensors that together are the whole gradient, without a device synchronization."""
         return gradient_norms(self._gradients())
 
     def _gradient_factor(self, weight: float, global_rows: int) -> float:
-        """Returns the factor that turns the gradient into the mean over the rows' weight, without the loss scale.
+        """Returns the factor that makes the reduced gradient the mean over the rows' weight and removes the loss scale.
 
         It is 0 if no row has weight.
         """
@@ -343,7 +362,11 @@ class Step:
     def _raise_non_finite(
         self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, result: StepResult
     ) -> None:
-        """Determines which logical workers' rows gave a NaN or infinity, and raises the same error on every rank."""
+        """Determines which rows of which logical workers gave a NaN or infinity, and raises an error; a collective.
+
+        Raises:
+            NonFiniteError: Always, with the same message on every rank.
+        """
         bad_rows = []
         for batch in batches:
             if not batch.rows:
@@ -351,11 +374,11 @@ class Step:
             with self._error_context(batch):
                 if not self._is_finite(cursor, batch, global_rows):
                     bad_rows.append((batch.logical_worker, self._non_finite_rows(cursor, batch)))
-        all_bad_rows = gather(bad_rows, self._world)
+        bad_rows_by_rank = gather(bad_rows, self._world)
         sources = "; ".join(
             f"logical worker {v}, rows at manifest positions {positions}"
-            for of_rank in all_bad_rows
-            for v, positions in of_rank
+            for bad_rows_of_rank in bad_rows_by_rank
+            for v, positions in bad_rows_of_rank
         )
         raise NonFiniteError(
             f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the loss ({result.loss}) or the gradient is not"
@@ -373,7 +396,7 @@ class Step:
             losses = self._losses(cursor, batch, self._trained_model(batch)).values
             bad = [i for i, is_finite in enumerate(losses.isfinite().tolist()) if not is_finite]
         if not bad:
-            # Each row goes through by itself: in a backward of all rows, what is not finite spreads to the others.
+            # Each row is computed separately, because in a backward of all rows a NaN of one row spreads to the others.
             for i in range(batch.rows):
                 row = batch._replace(rows=1, keys=batch.keys[i : i + 1], positions=batch.positions[i : i + 1])
                 row = row._replace(fields={name: values[i : i + 1] for name, values in batch.fields.items()})
@@ -383,13 +406,15 @@ class Step:
         return [positions[i] for i in bad if i < len(positions)] or positions
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
+        """Returns whether the loss and the gradient of a micro-batch are finite; computes them again."""
+        restore_modes(self._modes)
         loss = self._losses(cursor, batch, self._state.model).values.sum() / global_rows
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
 
 def _rows_with_non_finite_fields(fields: Batch) -> list[int]:
-    """Returns the rows of which a field has a number that is not finite."""
+    """Returns the indices of the rows that have a NaN or infinity in a field."""
     is_bad = [
         ~values.isfinite().flatten(1).all(1) if values.ndim > 1 else ~values.isfinite()
         for values in fields.values()
@@ -406,20 +431,40 @@ def make_replica_stats(
     time_breakdown: TimeBreakdown,
     squared_norm: float = 0.0,
 ) -> ReplicaStats:
-    """Returns the statistics of a micro-batch.
+    """Returns the statistics of the logical worker of a micro-batch.
 
     Args:
+        batch: The micro-batch.
+        sums: The sums over its rows.
         loss: Its share of the mean loss.
+        flags: The flags of this rank.
+        time_breakdown: The time of this rank.
         squared_norm: Its share of the square of the gradient's norm, see `ReplicaStats.norm`.
     """
-    rows = batch.logical_worker, batch.rows, batch.row_hash
-    return ReplicaStats(*rows, loss, flags, squared_norm, batch.num_skipped, sums.weight, *time_breakdown, sums.metrics)
+    return ReplicaStats(
+        batch.logical_worker,
+        batch.rows,
+        batch.row_hash,
+        loss,
+        flags,
+        squared_norm,
+        batch.num_skipped,
+        sums.weight,
+        *time_breakdown,
+        sums.metrics,
+    )
 
 
 class TurnStep(Step):
     """A `Step` with several optimizers that take turns; only the parameters of the optimizer in turn get gradients.
 
-    Each turn has a gradient reducer of its own, built while only that turn's parameters require gradients.
+    Each turn has a gradient reducer of its own, built while only that turn's parameters require gradients, and
+    statistics of its own, because each optimizer's loss may have other metrics.
+
+    Args:
+        turns: The optimizers.
+        make_reducer: Builds a gradient reducer of the parameters that require gradients now.
+        config, task, state, world, device, enter: See `Step`.
     """
 
     def __init__(
@@ -439,10 +484,11 @@ class TurnStep(Step):
         for turn in turns.optimizers:
             turns.take(turn)
             self._reducers[turn] = make_reducer()
+        # `run` sets the reducer, the statistics and the parameters of each step; this reducer is replaced there.
         super().__init__(config, task, state, self._reducers[turn], world, device, enter)
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
-        """Does the step of the optimizer in turn, see `Step.run`."""
+        """Runs the step of the optimizer in turn, see `Step.run`."""
         turn = self._turn = self._turns.begin(self._state.step)
         self._reducer = self._reducers[turn]
         self._stats = self._stats_by_turn[turn]

@@ -20,7 +20,10 @@ from ray_app.train.membership import Flags
 from ray_app.train.step.timing import TimeValues
 
 _RECORD_FORMAT = "<qQdqdqddddd"
-"""The fields of a `ReplicaStats` without the first and the last, eight bytes each."""
+"""The fields of a `ReplicaStats` from `rows` to `step_s`, eight bytes each.
+
+The first field is the row of the table, and the last one, `metrics`, follows as one float for each name.
+"""
 _NO_METRICS: Mapping[str, float] = {}
 
 
@@ -33,7 +36,7 @@ class ReplicaStats(NamedTuple):
         row_hash: Sum of the rows' hashes, modulo 2**64.
         loss: Its share of the mean loss.
         flags: The flags of its rank.
-        norm: Its share of the square of the gradient's norm, where that cannot be computed from the reduced gradient.
+        norm: Its share of the square of the gradient's norm with `local_sgd`, where no gradient is reduced; else 0.
         skipped: Number of its planned rows that cannot be decoded.
         weight: Sum of its rows' weights.
         compute_s, data_s, other_s, step_s: The time of its rank, see `TimeBreakdown`.
@@ -68,7 +71,7 @@ class StepResult(NamedTuple):
         weights: Sum of the rows' weights of every logical worker; a row's weight is 1 unless its task gives weights.
         metrics: Mean of each metric of the task over the global batch, by name.
         times: Time of every logical worker's rank, see `TimeBreakdown`.
-        recomputed: Number of shares that the SDC check computed twice, with the same checksum.
+        recomputed: Number of shares that SDC checks recomputed; their checksums were equal.
     """
 
     loss: float
@@ -88,9 +91,9 @@ class StepResult(NamedTuple):
         return math.fsum(self.weights)
 
     def over_weight(self, planned: int) -> StepResult:
-        """Returns the result with means over the rows' weight.
+        """Returns the result with means over the rows' weight, from one with means over the planned rows.
 
-        Before, loss and norm are means over the planned rows, and metrics are sums.
+        In that one the loss and the square of the norm are means over the planned rows, and the metrics are sums.
 
         Args:
             planned: Number of planned rows.
@@ -119,7 +122,8 @@ class StepStats:
     def gather(self, local_stats: list[ReplicaStats]) -> StepResult:
         """Gathers the statistics of all logical workers and combines them; a collective of all ranks.
 
-        The ranks add tables of integers. Each record comes from one rank and the others add zeros, so the sum is exact.
+        The ranks add tables of integers, in which floats are stored as their bit patterns. Each record comes from one
+        rank, and the others add zeros, so the sum is exact.
 
         Args:
             local_stats: The statistics of this rank's logical workers.
@@ -147,7 +151,11 @@ class StepStats:
         )
 
     def _agree_on_metrics(self, local_stats: list[ReplicaStats]) -> None:
-        """Gathers the names of the metrics in the first step with rows, and checks later steps against them."""
+        """Gathers the names of the metrics in the first step with rows, and compares those of later steps with them.
+
+        Raises:
+            ConfigError: The names differ. After the first step only the rank with other names raises.
+        """
         if self._names is None:
             local_names = {tuple(sorted(stats.metrics)) for stats in local_stats if stats.rows}
             all_names = set[tuple[str, ...]]().union(*gather(local_names, self._world))
@@ -163,27 +171,36 @@ class StepStats:
 def check_same_metrics(names: Iterable[tuple[str, ...]]) -> None:
     """Checks that all logical workers have metrics of the same names.
 
+    Args:
+        names: The sorted names of the metrics of some logical workers.
+
     Raises:
-        ConfigError: They have not.
+        ConfigError: The names differ.
     """
     different = sorted(set(names))
     if len(different) > 1:
         lists = " and ".join(", ".join(metrics) or "none" for metrics in different)
         raise ConfigError(
             f"The losses of some rows came with other metrics than those of others: {lists}. Return the same names for"
-            " every batch, with zeros where there is nothing to say."
+            " every batch, with zeros where a metric has no value."
         )
 
 
 def combine_stats(table: list[ReplicaStats]) -> StepResult:
-    """Returns the result of a step from the statistics of all logical workers, in their order."""
-    _, rows, row_hash, losses, flags, norms, skipped, weights, *durations, sums = zip(*table, strict=True)
-    metric_names = next(filter(None, sums), ())
-    metrics = {name: exact_sum([metric_sums.get(name, 0.0) for metric_sums in sums]) for name in metric_names}
+    """Returns the result of a step from the statistics of all logical workers, in the order of the logical workers.
+
+    Its loss and norm are over the planned rows, and its metrics are sums, see `StepResult.over_weight`.
+    """
+    _, rows, row_hash, losses, flags, squared_norms, skipped, weights, *durations, metrics = zip(*table, strict=True)
+    # Logical workers without rows have no metrics.
+    metric_names = next(filter(None, metrics), ())
+    metric_sums = {name: exact_sum([sums.get(name, 0.0) for sums in metrics]) for name in metric_names}
     all_flags = Flags(reduce(or_, flags))
     times = list(zip(*durations, strict=True))
-    norm = math.sqrt(sum(norms))
-    return StepResult(exact_sum(losses), norm, list(rows), list(row_hash), all_flags, skipped, weights, metrics, times)
+    norm = math.sqrt(sum(squared_norms))
+    return StepResult(
+        exact_sum(losses), norm, list(rows), list(row_hash), all_flags, skipped, weights, metric_sums, times
+    )
 
 
 def exact_sum(shares: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
 """The time that a worker's steps take, and the profiler's trace of some steps.
 
-`StepTimer` measures where the time of each step goes, by the device's clock where a device computes, because the host
-does not wait for the device. `StepProfile` writes a trace of some steps of rank 0 by `torch.profiler` into the run's
-directory.
+`StepTimer` measures where the time of each step goes. Computing on a GPU is timed by events on the device, because the
+host does not wait for it. `StepProfile` traces some steps of rank 0 with `torch.profiler` and writes the trace into the
+run's directory.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from ray_app.train.job import Job
 logger = logging.getLogger(__name__)
 
 _WARM_UP_STEPS = 3
-"""Steps that a worker does before the trace begins, if the configuration gives only the number of steps."""
+"""Steps that a worker runs before the trace begins, if the configuration gives only the number of steps."""
 
 
 class TimeBreakdown(NamedTuple):
     """Where one worker's time goes in a step, in seconds.
 
     Args:
-        compute_s: Time of forward and backward for each logical worker that the worker runs.
-        data_s: Time that the worker waited for data before the step.
-        other_s: All other time since the gradient of the previous step was reduced: the update, records, snapshots,
-            hooks.
+        compute_s: Time of forward and backward in this step, divided by the number of logical workers that the worker
+            runs.
+        data_s: Time that the worker waited for the data of this step.
+        other_s: All other time between the reduction of the previous step and the beginning of this one: the update,
+            records, snapshots, hooks; 0 without a previous step.
         step_s: Time from the beginning of the previous step to the beginning of this one; 0 without a previous step.
     """
 
@@ -45,7 +46,7 @@ class TimeBreakdown(NamedTuple):
 
 NO_TIME = TimeBreakdown(0.0, 0.0, 0.0, 0.0)
 TimeValues = tuple[float, float, float, float]
-"""The values of a `TimeBreakdown`, in the order of its fields."""
+"""The values of a `TimeBreakdown` in the order of its fields, as the ranks gather them."""
 
 
 class StepTimer:
@@ -69,7 +70,7 @@ class StepTimer:
             self._events[0].record()
 
     def mark_computed(self) -> None:
-        """Marks that the last backward is done, or has been launched on the device."""
+        """Marks that the last backward of the step is done, or has been launched on the device."""
         self._computed_s = time.perf_counter()
         if self._events is not None:
             self._events[1].record()
@@ -85,7 +86,7 @@ class StepTimer:
 
         Args:
             logical_workers: Number of logical workers that this rank ran.
-            data_s: Seconds that this rank waited for data.
+            data_s: Seconds that this rank waited for the data of the step.
         """
         compute_s = self._computed_s - self._began_s
         if self._events is not None:
@@ -99,7 +100,7 @@ class StepTimer:
 
 
 class StepProfile:
-    """Traces the steps that `train.profile_steps` names; a trace that cannot be written does not end the run.
+    """Traces the steps that `train.profile_steps` gives; if the trace cannot be written, the run continues without it.
 
     Args:
         job: The run, with `train.profile_steps`.
@@ -113,10 +114,13 @@ class StepProfile:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._activities = activities
         self._running: torch.profiler.profile | None = None
+        # The first and the last step to trace, from 1; 0 until this worker begins its first step.
         self._first = self._last = 0
 
     def before(self, rank: int, step: int) -> None:
-        """Starts the trace before the first of the steps, if this is rank 0.
+        """Starts the trace if this is rank 0 and the step is one to trace.
+
+        A rank that becomes rank 0 between the first and the last step starts then.
 
         Args:
             rank: This rank.
@@ -135,7 +139,7 @@ class StepProfile:
             self._running.__enter__()
 
     def after(self, step: int) -> None:
-        """Ends the trace after the last of the steps; `step` is the number of the step that is done."""
+        """Ends the trace after the last step to trace; `step` is the number of the step that is done."""
         if step >= self._last:
             self.end(step)
 

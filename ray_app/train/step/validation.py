@@ -1,7 +1,8 @@
-"""Evaluation by the training workers themselves at every planned checkpoint.
+"""Evaluation by the training workers themselves at every planned checkpoint (`evaluate.where: workers`).
 
-Every row is evaluated once; each rank evaluates its share of the chunks of rows. A run that resumes from a planned
-checkpoint evaluates it first, if that was not done before: whatever stopped the run, no evaluation is lost.
+The rows are cut into chunks, and each rank evaluates its part of the chunks, so every row is evaluated once. A run that
+resumes from a planned checkpoint first evaluates it if that was not done before, so no evaluation is lost if the run
+stops between a checkpoint and its evaluation.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 
@@ -24,18 +26,23 @@ from ray_app.train.state.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS, _FIRST_PAUSE_S = 6, 0.5
+_ATTEMPTS = 6
+_FIRST_PAUSE_S = 0.5
+"""Pause after the first failed attempt to write an evaluation; it doubles with each attempt.
+
+The numbers are those of checkpoints.
+"""
 
 
 class Validation:
-    """Evaluates the state of a worker together with the other workers.
+    """Evaluates the training state, which is the same on all workers, by all workers together.
 
     Args:
         job: The run, with `job.evaluation`.
         state: The training state.
-        load: Returns the decoded evaluation data, each field of shape (rows, ...).
+        load: Returns the decoded evaluation data, each field of shape (rows, ...); called at the first evaluation.
         device: Device to compute on.
-        moved: Called after every chunk, to report progress to the step watchdog.
+        moved: Called after every chunk and every failed write, to report progress to the step watchdog.
     """
 
     def __init__(
@@ -48,10 +55,13 @@ class Validation:
     ) -> None:
         self._job, self._state, self._load, self._device, self._moved = job, state, load, device, moved
         self._arrays: Arrays | None = None
+        # Step and reason of each evaluation that could not be written and has no event yet.
         self._pending_events: list[tuple[int, str]] = []
 
     def run(self, world: World) -> None:
-        """Evaluates the present state, unless that was done before; a collective of all ranks.
+        """Evaluates the present state, unless its evaluation is on storage; a collective of all ranks.
+
+        Rank 0 writes the evaluation.
 
         Raises:
             PeerLostError: A peer left meanwhile; the next generation evaluates again.
@@ -61,21 +71,23 @@ class Validation:
         assert job.evaluation is not None
         if gather(world.rank == 0 and self._is_done(step), world)[0]:
             return
-        arrays = self._arrays = self._arrays if self._arrays is not None else self._load()
-        size, local_chunks = job.config.evaluate.batch_size, []
+        if self._arrays is None:
+            self._arrays = self._load()
+        batch_size, manifest, local_chunks = job.config.evaluate.batch_size, job.evaluation.manifest, []
         with self._state.eval_model() as model:
             digest = params_digest(model.state_dict())
-            manifest = job.evaluation.manifest
-            for chunk in score(job.task, model, arrays, size, self._device, world.rank, world.size, manifest=manifest):
+            for chunk in score(
+                job.task, model, self._arrays, batch_size, self._device, world.rank, world.size, manifest=manifest
+            ):
                 local_chunks.append(chunk)
                 self._moved()
-        # The parameters may have been received on the device, where a broken collective leaves garbage.
+        # `eval_model` may have received the parameters on the device, where a broken collective leaves garbage.
         if world.check_device_errors is not None:
             world.check_device_errors()
         chunks_by_rank = gather(local_chunks, world)
         if world.rank != 0:
             return
-        scores = combine(job.task, (chunk for of_rank in chunks_by_rank for chunk in of_rank))
+        scores = combine(job.task, chain.from_iterable(chunks_by_rank))
         evaluation = Evaluation(
             step=step,
             epoch=Cursor.at(step, job.plan.steps_per_epoch).epoch,
@@ -89,9 +101,9 @@ class Validation:
         self._put(evaluation)
 
     def put_pending_events(self) -> None:
-        """Records the evaluations that could not be written, as soon as the storage accepts that.
+        """Writes the event `evaluation_skipped` for each evaluation that could not be written, if the storage answers.
 
-        Early stopping waits for these events.
+        Early stopping waits for an evaluation or for this event.
         """
         while self._pending_events:
             step, reason = self._pending_events[0]
@@ -100,15 +112,16 @@ class Validation:
             self._pending_events.pop(0)
 
     def _is_done(self, step: int) -> bool:
+        """Returns whether the evaluation of a step is on storage; False if the storage does not answer."""
         try:
             return step in evaluated_steps(self._job.paths)
         except OSError as error:
-            # The state is then evaluated again; an evaluation that is on storage already stays.
+            # The state is then perhaps evaluated twice; of two evaluations of a step the first one stays on storage.
             logger.warning("The evaluations could not be listed: %s", error)
             return False
 
     def _put(self, evaluation: Evaluation) -> None:
-        """Writes an evaluation, with as many attempts as a checkpoint; if all fail, training continues without it."""
+        """Writes an evaluation and its event; if all attempts fail, training continues without them."""
         paths, fence, reason = self._job.paths, self._job.fence, ""
         for attempt in range(_ATTEMPTS):
             try:
@@ -119,13 +132,14 @@ class Validation:
             except OSError as error:
                 reason = f"{type(error).__name__}: {error}"
                 logger.warning(
-                    "The evaluation of step %d, attempt %d of %d to write it failed: %s",
-                    evaluation.step,
+                    "Attempt %d of %d to write the evaluation of step %d failed: %s",
                     attempt + 1,
                     _ATTEMPTS,
+                    evaluation.step,
                     reason,
                 )
             self._moved()
-            time.sleep(_FIRST_PAUSE_S * 2**attempt)
+            if attempt < _ATTEMPTS - 1:
+                time.sleep(_FIRST_PAUSE_S * 2**attempt)
         self._pending_events.append((evaluation.step, reason))
         self.put_pending_events()

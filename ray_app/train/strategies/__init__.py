@@ -1,1 +1,4 @@
-"""The strategies other than `ddp`, each a state and a step in its module; `ray_app.train.build` chooses one."""
+"""The strategies other than `ddp`, each in a module with its training state and, if it needs one, its own step.
+
+`ray_app.train.build` chooses the classes of the configured strategy.
+"""

@@ -1,9 +1,9 @@
-"""Central storage: parameters and optimizer state are in the host memory of rank 0, all ranks compute on their devices.
+"""Central storage: rank 0 has parameters and optimizer state in host memory, and all ranks compute on their devices.
 
-`tf.distribute.experimental.CentralStorageStrategy` does the same on one machine. In each step every rank receives the
-parameters and computes, the gradients are reduced as with `ddp`, and rank 0 alone updates the parameters in host
-memory. So a device has parameters and gradients, but no optimizer state, and the result is bit-identical to that of
-`ddp` if the optimizer runs on the CPU there, too.
+`tf.distribute.experimental.CentralStorageStrategy` does the same on one machine. In each step rank 0 sends the
+parameters to all ranks, every rank computes its gradients, the gradients are reduced as with `ddp`, and rank 0 alone
+updates the parameters. A device has parameters and gradients, but no optimizer state. The result is bit-identical to
+that of `ddp` on a CPU; on a GPU it may differ from that of `ddp`, because here the optimizer runs on the CPU.
 """
 
 from __future__ import annotations
@@ -30,40 +30,45 @@ from ray_app.train.strategies.partitioned import PartitionedState
 
 
 class CentralState(PartitionedState):
-    """The state of central storage: `model` computes on the device, and the optimizer updates `master` on the host.
+    """The state of central storage: `model` computes on the device, and the optimizer updates `master` in host memory.
 
-    On ranks other than 0 the master is as old as the generation, and the optimizer has no state.
+    On ranks other than 0 the master has the parameters from the start of the generation, and the optimizer has no
+    state.
     """
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
         self._has_master = False
-        """Whether this rank has the parameters and the optimizer state, which is rank 0."""
+        """Whether this was rank 0 in its newest generation: only that rank has new parameters and optimizer state."""
         self._has_newer_buffers = False
-        """Whether an update has written buffers of the master that the model does not have yet."""
+        """Whether the master has buffers of the last update that the model does not have yet."""
         self._refreshed_step = NO_STATE
-        """The step of the parameters in the model."""
+        """The number of finished steps after which the model received its parameters; `NO_STATE` to send them again."""
         self._updates_buffers = type(task).apply_gradients is not Task.apply_gradients
-        """Whether an update may write buffers (averages), which all ranks then need."""
+        """Whether the task may write buffers in an update (averages), so that all ranks need the master's buffers."""
         self._gradients: dict[Tensor, Tensor] = {}
+        """Page-locked memory for the gradient of each trained parameter of the master, on rank 0 with a GPU."""
         super().__init__(config, task, device, total_steps)
 
     def _make_master(self, model: nn.Module) -> nn.Module:
+        """Returns a copy of the model in host memory."""
         try:
             master = copy.deepcopy(model).cpu()
-        # Some models cannot be copied: they have a lock, or a tensor that was computed (weight_norm, pruning).
+        # Some models cannot be copied, because they have a lock, or a tensor that was computed from others
+        # (weight_norm, pruning). Such a model is built a second time.
         except Exception:
-            frozen, master = self._frozen, self._build_model().cpu()
-            self._frozen = frozen
+            frozen_layers, master = self._frozen_layers, self._build_model().cpu()
+            # `_build_model` has replaced the frozen layers by those of the master, but `train` needs the model's.
+            self._frozen_layers = frozen_layers
             with torch.no_grad():
                 for target, source in zip(_tensors(master), _tensors(model), strict=True):
                     target.copy_(source)
-        # A copy of a parameter lacks the attributes that were set on it.
+        # A copied parameter lacks attributes that the task has set on the original.
         for m, p in zip(master.parameters(), model.parameters(), strict=True):
             vars(m).update(vars(p))
         return master
 
     def optimizer_step(self) -> None:
-        """Updates the parameters on rank 0, see `TrainingState.optimizer_step`."""
+        """Finishes a step, see `TrainingState.optimizer_step`; only rank 0 updates parameters."""
         if self._has_master:
             self._fetch_gradients()
             if self._updates_buffers:
@@ -71,13 +76,13 @@ class CentralState(PartitionedState):
                 self._has_newer_buffers = True
             super().optimizer_step()
             return
-        # On the other ranks the schedule advances without the optimizer.
+        # On the other ranks the schedule advances without the optimizer, for which torch would print a warning.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             self.advance_schedule()
 
     def _fetch_gradients(self) -> None:
-        """Gives the master the gradients of the model; from a GPU through page-locked memory."""
+        """Sets the gradients of the master to those of the model; from a GPU they are copied, and the host waits."""
         on_gpu = self._device.type == "cuda"
         for m, p in zip(self.master.parameters(), self.model.parameters(), strict=True):
             if not on_gpu or p.grad is None:
@@ -88,9 +93,9 @@ class CentralState(PartitionedState):
             torch.cuda.current_stream(self._device).synchronize()
 
     def _lock_pages(self) -> None:
-        """Moves the master's parameters and gradients to page-locked memory, so that their copies run concurrently.
+        """Moves the master's parameters and gradients to page-locked memory, so that a GPU copies them concurrently.
 
-        Only rank 0 makes such copies, so only its memory is page-locked.
+        Only rank 0 makes such copies, so only its memory is page-locked, and only once.
         """
         parameters = list(self.master.parameters())
         if self._device.type == "cpu" or self._gradients or not self._has_master:
@@ -112,6 +117,7 @@ class CentralState(PartitionedState):
 
     @torch.no_grad()
     def _send_parameters(self) -> None:
+        """Copies the master's parameters into the model of every rank, and its buffers if an update may write them."""
         parameters = [p.detach() for p in self.model.parameters()]
         if self._has_master:
             for p, m in zip(parameters, self.master.parameters(), strict=True):
@@ -130,7 +136,10 @@ class CentralState(PartitionedState):
 
     @contextmanager
     def eval_model(self) -> Iterator[nn.Module]:
-        """Yields the model with the parameters of rank 0, see `TrainingState.eval_model`; a collective of all ranks."""
+        """Yields the model with the parameters of rank 0, see `TrainingState.eval_model`; a collective of all ranks.
+
+        If the run averages parameters, these are the averaged ones. The next step sends the trained parameters again.
+        """
         try:
             with self.average.in_place() if self.average is not None else nullcontext():
                 self._send_parameters()
@@ -141,7 +150,8 @@ class CentralState(PartitionedState):
 
     def _fall_back(self) -> None:
         if self._has_master:
-            # If this rank has to leave now, it saves this copy without a group.
+            # Rank 0 has the whole state of the present step, so no step is lost. If this rank has to leave before the
+            # next generation forms, it saves this copy, without a group.
             self._whole = self._local_copy()
         else:
             super()._fall_back()
@@ -154,7 +164,7 @@ class CentralState(PartitionedState):
 
     @torch.no_grad()
     def _take_buffers(self) -> None:
-        """Copies the buffers of the model to the master, unless those of the master are newer."""
+        """Copies the buffers of the model to the master, unless the buffers of the master are newer."""
         if self._has_newer_buffers:
             return
         for target, source in zip(self.master.buffers(), self.model.buffers(), strict=True):
@@ -187,4 +197,5 @@ class CentralState(PartitionedState):
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
+    """Returns the parameters and buffers of a model."""
     return [*model.parameters(), *model.buffers()]

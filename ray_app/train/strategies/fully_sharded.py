@@ -1,10 +1,10 @@
 """The fully sharded strategy: every rank has a shard of each parameter and of its optimizer state (FSDP2).
 
-`ShardedState` builds the model anew for each generation, shards it over the ranks (`torch.distributed.fsdp`) and fills
-it from a whole copy, which does not depend on shards: a checkpoint is the same as with any other strategy, and loads on
-any number of workers. `ShardedStep` makes the same number of passes on all ranks, because every pass gathers the
-parameters from all ranks. `StateShards` and `PiecewiseKernels` let optimizers update a rank's shards as plain tensors,
-with results that are bit-identical to those on whole parameters.
+`ShardedState` builds the model anew for each generation, shards it over the ranks (`torch.distributed.fsdp`) and loads
+a whole copy into it. A whole copy does not depend on the number of ranks, so a checkpoint is the same as with any other
+strategy, and loads on any number of workers. `ShardedStep` makes the same number of passes on all ranks, because every
+pass gathers the parameters from all ranks. `StateShards` and `PiecewiseKernels` let optimizers update a rank's shards
+as plain tensors, with results that are bit-identical to those on whole parameters.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ from ray_app.train.strategies.partitioned import PartitionedState
 class ShardedStep(Step):
     """A step on sharded parameters, in which all ranks make the same number of passes.
 
-    A rank that runs fewer logical workers than another, or one without rows, makes idle passes: on rows that it had
-    before, with weights of zero, and without a change of the buffers.
+    A rank makes an idle pass for each logical worker without rows, and if it runs fewer logical workers than another
+    rank. An idle pass computes on rows that this rank has had before, with weights of zero, and leaves the buffers
+    unchanged.
     """
 
     non_finite_source = "gradients of finite losses, which are sharded, so that the logical worker is not known"
@@ -63,9 +64,12 @@ class ShardedStep(Step):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert isinstance(self._reducer, FsdpReducer), "build_reducer made it"
-        self._sharded = self._reducer
+        self._sharded_reducer = self._reducer
+        # The passes in which this rank has no logical worker and others do.
         self._idle_passes = count_passes(self._world.size, self._world.logical_workers) - len(self._world.assigned)
+        # The rows of idle passes.
         self._idle_batch: MicroBatch | None = None
+        # The logical workers of this rank with a loss that is not finite in the present step.
         self._non_finite: set[int] = set()
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
@@ -92,26 +96,32 @@ class ShardedStep(Step):
         return stats
 
     def _run_idle_pass(self, cursor: Cursor) -> None:
+        """Makes a pass that adds zeros to the gradients and leaves the buffers unchanged."""
         batch, buffers = self._idle_batch, list(self._state.model.buffers())
         assert batch is not None
         values_before = [b.clone() for b in buffers]
         with self._error_context(batch):
-            self._sharded.idle(self._losses(cursor, batch, self._state.model).values)
+            self._sharded_reducer.idle(self._losses(cursor, batch, self._state.model).values)
         with torch.no_grad():
             for buffer, value in zip(buffers, values_before, strict=True):
                 buffer.copy_(value)
 
     def _losses(self, cursor: Cursor, batch: MicroBatch, model: nn.Module) -> Losses:
+        # The forward gathers parameters, so a lost peer can end it.
         with collective():
             return super()._losses(cursor, batch, model)
 
     def _gradients(self) -> list[Tensor]:
+        """Returns this rank's shards of the gradients."""
         return [p.grad.to_local() for p in self._parameters if p.grad is not None]  # type: ignore[attr-defined]
 
     def _norms(self) -> list[Tensor]:
-        """Returns the norm of the whole gradient, see `Step._norms`; a collective."""
-        if isinstance(self._sharded, DeterministicShardedReducer):
-            norms = self._sharded.norms()
+        """Returns norms of all shards of the gradient, see `Step._norms`; a collective.
+
+        With `exact` these are the norms of all parameters' gradients, otherwise it is the norm of all of them together.
+        """
+        if isinstance(self._sharded_reducer, DeterministicShardedReducer):
+            norms = self._sharded_reducer.norms()
         else:
             norms = torch.stack(gradient_norms(self._gradients())).double().square().sum()
             with self._world.launch_guard():
@@ -120,17 +130,17 @@ class ShardedStep(Step):
         return [norms.to(self._device, non_blocking=True)]
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
-        """Returns whether the loss of the step's own pass was finite: another pass would need all ranks."""
+        """Returns whether the loss of a micro-batch was finite in the step, since another pass would need all ranks."""
         return batch.logical_worker not in self._non_finite
 
     def _non_finite_rows(self, cursor: Cursor, batch: MicroBatch) -> list[int]:
-        """Returns all rows of the micro-batch: a pass for each row would need all ranks."""
+        """Returns all rows of the micro-batch, since a pass for each row would need all ranks."""
         del cursor
         return batch.positions.tolist()
 
 
 def _zero_row(batch: MicroBatch) -> MicroBatch:
-    """Returns one row of zeros in the shape of a micro-batch without rows."""
+    """Returns a micro-batch of one row of zeros, with the fields of a micro-batch without rows."""
     fields = {
         name: torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)
         for name, value in batch.fields.items()
@@ -154,17 +164,19 @@ ELEMENTWISE_OPTIMIZERS = (
 """Optimizers that update each value of a parameter independently, so that a shard can be updated by itself."""
 _FUSED_KERNELS = (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_)
 _BLOCK_VALUES = 64
-"""Values of a block: a multiple of the width of vector instructions."""
+"""Number of values in a block of a parameter, see `PiecewiseKernels`: a multiple of the number of values in a vector
+register.
+"""
 
 
 class StateShards:
-    """This rank's shards of sharded parameters as plain parameters that share their memory.
+    """Plain parameters for an optimizer, one for this rank's shard of each sharded parameter, in the same memory.
 
     Args:
         parameters: The sharded parameters.
 
     Attributes:
-        of: The plain parameter of each sharded one.
+        of: The plain parameter by its sharded parameter.
     """
 
     def __init__(self, parameters: Sequence[DTensor]) -> None:
@@ -175,59 +187,71 @@ class StateShards:
         self._pieces = {shard: _pieces_of(p, shard.numel()) for shard, p in self._sharded.items()}
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Makes an optimizer of the plain parameters use the gradients of the sharded ones, by hooks of its steps."""
+        """Adds hooks to the optimizer of the plain parameters, so that it uses gradients of the sharded parameters.
 
-        def before(*_: Any) -> None:
+        Before each step the plain parameters get the memory and the gradients of their sharded parameters; after the
+        step they have no gradients.
+        """
+
+        def set_gradients(*_: Any) -> None:
             for shard, p in self._sharded.items():
                 gradient: Any = p.grad
                 shard.data, shard.grad = p.to_local().detach(), None if gradient is None else gradient.to_local()
 
-        def after(*_: Any) -> None:
+        def drop_gradients(*_: Any) -> None:
             for shard in self._sharded:
                 shard.grad = None
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        optimizer.register_step_pre_hook(set_gradients)
+        optimizer.register_step_post_hook(drop_gradients)
 
     def in_order(self, optimizer: Optimizer) -> list[Any]:
-        """Returns the sharded parameters in the order in which the optimizer numbers them."""
+        """Returns the sharded parameters in the order in which an optimizer numbers their plain parameters.
+
+        A parameter of the optimizer that is not one of the plain parameters is returned itself.
+        """
         return [self._sharded.get(p, p) for p in ordered_parameters(optimizer)]
 
     def as_whole(self) -> TorchFunctionMode:
-        """Returns a context in which fused kernels update each value as they would in the whole parameter."""
+        """Returns a context manager in which fused kernels update each value as they would in the whole parameter."""
         return PiecewiseKernels(self._pieces)
 
 
 Piece = tuple[int, int, int, int]
-"""Values [low, high) of a shard, their offset in a block of the whole parameter, and the size of that block.
+"""A piece of a shard that a kernel updates at once: (low, high, offset, size).
 
-Offset and size are 0 for whole blocks.
+The piece has the values [low, high) of the shard. If it is a part of one block of the whole parameter, `offset` is its
+position in the block, and `size` the number of values of the block. If it is one or more whole blocks, both are 0.
 """
 
 
 def cut_shard(start: int, count: int, total: int) -> list[Piece]:
-    """Returns the pieces of a shard, cut where blocks of the whole parameter begin; the last block may be shorter.
+    """Returns the pieces of a shard: parts of blocks of the whole parameter, and runs of whole blocks.
+
+    The last block of a parameter may have fewer than `_BLOCK_VALUES` values.
 
     Args:
         start: Position of the shard's first value in the whole parameter.
         count: Number of values of the shard.
         total: Number of values of the whole parameter.
     """
-    pieces, at, stop = list[Piece](), start, start + count
-    while at < stop:
-        block = at // _BLOCK_VALUES * _BLOCK_VALUES
+    # All positions are in the whole parameter; those of a piece are in the shard.
+    pieces, low, stop = list[Piece](), start, start + count
+    while low < stop:
+        block = low // _BLOCK_VALUES * _BLOCK_VALUES
         size = min(_BLOCK_VALUES, total - block)
-        if at == block and stop >= block + size:
-            end = stop if stop == total else stop // _BLOCK_VALUES * _BLOCK_VALUES
-            pieces.append((at - start, end - start, 0, 0))
+        if low == block and stop >= block + size:
+            high = stop if stop == total else stop // _BLOCK_VALUES * _BLOCK_VALUES
+            pieces.append((low - start, high - start, 0, 0))
         else:
-            end = min(stop, block + size)
-            pieces.append((at - start, end - start, at - block, size))
-        at = end
+            high = min(stop, block + size)
+            pieces.append((low - start, high - start, low - block, size))
+        low = high
     return pieces
 
 
 def _pieces_of(p: DTensor, count: int) -> list[Piece]:
+    """Returns the pieces of this rank's shard of a parameter; `count` is the number of values of the shard."""
     rows = -(-p.shape[0] // p.device_mesh.size())
     return cut_shard(p.device_mesh.get_local_rank() * rows * p.shape[1:].numel(), count, p.numel())
 
@@ -235,8 +259,10 @@ def _pieces_of(p: DTensor, count: int) -> list[Piece]:
 class PiecewiseKernels(TorchFunctionMode):
     """Makes fused kernels update shards with the same roundings as whole parameters, see `StateShards.as_whole`.
 
-    On a CPU a fused kernel updates the values after its last full vector one by one, with other roundings. So a piece
-    that is not whole blocks goes through the kernel in a temporary block, at the position that it has in its block.
+    On a CPU a fused kernel updates the values after the last full vector register one by one, with other roundings. So
+    the values of a shard have to be in the same position of a register as in the whole parameter. To that end a piece
+    that is a part of a block is copied into a temporary block of zeros, at the position that it has in its block; the
+    kernel updates the temporary block, and the piece is copied back. Whole blocks are updated in place.
 
     Args:
         pieces: The pieces of each shard.
@@ -264,12 +290,15 @@ class PiecewiseKernels(TorchFunctionMode):
 
 
 def _cut_piece(value: Tensor, piece: Piece, copies_back: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Returns a piece of a tensor that an optimizer has for a shard.
+    """Returns a piece of a tensor for the kernel: a view of it, or a temporary block with the piece in it.
 
-    For a temporary block, its target and source are appended to `copies_back`.
+    Args:
+        value: A tensor that the optimizer passes to the kernel for a shard: the shard, its gradient or its state.
+        piece: The piece.
+        copies_back: For a temporary block, the piece's view and its copy in the block are appended.
     """
     low, high, offset, size = piece
-    # The number of steps has no dimension and belongs to all pieces.
+    # The number of steps has no dimension and is the same for all pieces.
     if not value.ndim:
         return value
     part = value.detach().view(-1)[low:high]
@@ -284,28 +313,31 @@ _CPU = torch.device("cpu")
 
 
 class ShardedState(PartitionedState):
-    """The sharded training state; outside of a generation there is only the whole copy."""
+    """The training state of the fully sharded strategy; outside of a generation it consists of the whole copy only."""
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
-        # The whole model is built on the CPU: the memory of a device may be too small for it.
+        # The whole model is built on the CPU, because the memory of a device may be too small for it.
         super().__init__(config, task, _CPU, total_steps)
         self._units, self._mesh_device = task.shard_units, device
 
-    def _build_optimizer(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> Optimizer:
-        """Returns an optimizer of plain shards if it updates each value independently, otherwise of sharded parameters.
+    def _build_optimizer(
+        self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter], field: str = "optimizer"
+    ) -> Optimizer:
+        """Returns an optimizer of plain shards if its class updates each value independently.
 
-        Operators on sharded parameters (`DTensor`) compute with the whole parameter.
+        Any other optimizer gets the sharded parameters (`DTensor`); its operators compute as with whole parameters.
         """
         sharded = (
             [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in ELEMENTWISE_OPTIMIZERS else []
         )
         self._shards = StateShards(sharded)
-        optimizer = super()._build_optimizer(spec, {name: self._shards.of.get(p, p) for name, p in named.items()})
+        shards = {name: self._shards.of.get(p, p) for name, p in named.items()}
+        optimizer = super()._build_optimizer(spec, shards, field)
         self._shards.follow(optimizer)
         return optimizer
 
-    def _can_fuse(self, optimizer: Any) -> bool:
-        return optimizer in ELEMENTWISE_OPTIMIZERS and super()._can_fuse(optimizer)
+    def _can_fuse(self, optimizer_class: Any) -> bool:
+        return optimizer_class in ELEMENTWISE_OPTIMIZERS and super()._can_fuse(optimizer_class)
 
     def optimizer_step(self) -> None:
         """Updates the shards, see `TrainingState.optimizer_step`."""
@@ -314,7 +346,10 @@ class ShardedState(PartitionedState):
 
     @contextmanager
     def bind(self, world: World) -> Iterator[World]:
-        """Binds the state to a generation, see `TrainingState.bind`; a worker alone gets the process group it needs."""
+        """Binds the state to a generation, see `PartitionedState.bind`.
+
+        A single worker has no process group, but FSDP needs one, so it gets one for the generation.
+        """
         world = replace(world, strided=self._config.train.reduction == "exact")
         if world.size > 1:
             with super().bind(world):
@@ -342,11 +377,11 @@ class ShardedState(PartitionedState):
     def _drop(self) -> None:
         """Frees the shards of the last generation and everything that belongs to them.
 
-        It comes before those of the next generation are made, because the memory of a device may be too small for both.
-        They form reference cycles (`fully_shard`, optimizers), so the garbage collector has to run.
+        This has to be done before the shards of the next generation are made, because the memory of a device may be too
+        small for both. Models and optimizers are in reference cycles, so the garbage collector has to run.
         """
         self.model = self.master = nn.Module()
-        for name in ("optimizer", "schedule", "turns", "average", "_shards", "_frozen"):
+        for name in ("optimizer", "schedule", "turns", "average", "_shards", "_frozen_layers"):
             vars(self).pop(name, None)
         gc.collect()
 
@@ -375,19 +410,21 @@ class ShardedState(PartitionedState):
 
 
 def _shard_by_name(values: dict[str, Tensor], parameters: dict[str, Any]) -> dict[str, Tensor]:
-    """Returns a model's values with those of its parameters as shards."""
+    """Returns the values of a model by name, with a shard in place of the value of each parameter."""
     return {
         name: shard_like(value, parameters[name]) if name in parameters else value for name, value in values.items()
     }
 
 
 def _shard_values(values: dict[str, Any], parameter: DTensor, plain: bool) -> dict[str, Any]:
-    """Returns a parameter's optimizer state with shards of the tensors of the parameter's shape, in memory of its own.
+    """Returns this rank's optimizer state of a parameter; it shares no tensor with the state of the whole parameter.
+
+    A tensor of the parameter's shape is replaced by its shard, every other tensor by a copy.
 
     Args:
         values: The state for the whole parameter.
         parameter: The sharded parameter.
-        plain: Whether the shards are plain tensors instead of `DTensor`.
+        plain: Whether to return shards as plain tensors instead of `DTensor`.
     """
     sharded = copy.copy(values)
     for name, value in values.items():
@@ -400,7 +437,7 @@ def _shard_values(values: dict[str, Any], parameter: DTensor, plain: bool) -> di
 
 
 def _wrap_shards(values: dict[str, Any], parameter: Any) -> dict[str, Any]:
-    """Returns a parameter's optimizer state with sharded tensors where it has plain shards."""
+    """Returns the optimizer state of a parameter with a sharded tensor (`DTensor`) in place of each plain shard."""
     if not isinstance(parameter, DTensor):
         return values
     shape = parameter.to_local().shape

@@ -1,15 +1,16 @@
-"""Local SGD: every logical worker trains on its own for some steps, then all take the average.
+"""Local SGD: every logical worker trains a replica of its own for some steps (a round), then the replicas are averaged.
 
-Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. A replica belongs to a logical worker, not to a
-worker, so the number of workers changes nothing; a worker has one replica for each logical worker that it runs. A
-replica moves by the mean over its own rows, or over their weight if the task gives rows weights. The average is
-weighted by the same, summed over the round (McMahan et al., AISTATS 2017), and includes the optimizer's state (Yu et
-al., ICML 2019), so after it there is one state for all: workers may join and leave between two averages, and a round
-that a lost worker interrupts is repeated from its beginning, with bit-identical results. An outer optimizer applies the
-change of the parameters; with Nesterov momentum that is DiLoCo (Douillard et al., 2023).
+The method is that of Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. A replica belongs to a
+logical worker, and a worker has one replica for each logical worker that it runs, so the number of workers does not
+influence the result. In each step a replica is updated by the mean gradient of its own rows, weighted if the task gives
+rows weights. At the end of a round the replicas are averaged, each weighted by the weight of its rows in the round
+(McMahan et al., AISTATS 2017). The average includes the optimizer's state (Yu et al., ICML 2019), so afterwards there
+is one common state. Workers may join and leave between two rounds, and a round that a lost worker interrupts is
+repeated from its beginning, with bit-identical results. An outer optimizer applies the average change of the parameters
+to the common parameters; with Nesterov momentum that is DiLoCo (Douillard et al., 2023).
 
-`LocalState` is the common state at an average, `LocalReplica` the state of one logical worker until the next one, and
-`LocalStep` runs the steps.
+`LocalState` is the common state at the end of a round, `LocalReplica` the state of one logical worker during a round,
+and `LocalStep` runs the steps.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ from ray_app.train.step.timing import NO_TIME
 
 
 class LocalState(TrainingState):
-    """The common state of all logical workers at an average, with the outer optimizer that updates it."""
+    """The common state of all logical workers at the end of a round, with the outer optimizer that updates it.
+
+    Attributes:
+        outer: The outer optimizer. The attribute `optimizer` has the averaged state with which each round begins.
+    """
 
     def _build_optimizers(self) -> None:
         super()._build_optimizers()
@@ -53,13 +58,14 @@ class LocalState(TrainingState):
         self.outer = torch.optim.SGD(trained, train.outer_lr, train.outer_momentum, nesterov=train.outer_momentum > 0)
 
     def take_round(self, change: list[Tensor], optimizer: dict[str, Any], replica: TrainingState, step: int) -> None:
-        """Makes this the state at the end of a round.
+        """Advances the common state to the end of a round.
 
         Args:
-            change: Average decrease of each trained parameter in the round, as one tensor each.
+            change: For each trained parameter the average of what the replicas have subtracted from it in the round;
+                the outer optimizer takes it as the gradient.
             optimizer: The averaged state of the optimizer.
-            replica: A replica of the round, for the state of its schedule.
-            step: Finished steps.
+            replica: Any replica of the round; the state of its schedule is copied.
+            step: Finished steps at the end of the round.
         """
         for p, value in zip((p for p in self.model.parameters() if p.requires_grad), change, strict=True):
             p.grad = value
@@ -84,15 +90,21 @@ class LocalState(TrainingState):
 
 
 class LocalReplica(TrainingState):
-    """The state that one logical worker trains on its own during a round."""
+    """The state that one logical worker trains on its own during a round.
+
+    Attributes:
+        trained: The trained parameters.
+        modes: Whether each module is in training mode before a step, see `module_modes`.
+    """
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
+        # Only the common state has a moving average of its parameters.
         super().__init__(config.replace(train__ema_decay=None), task, device, total_steps)
         self.trained: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
         self.modes = module_modes(self.model)
 
     def follow(self, state: TrainingState) -> None:
-        """Starts a round from the common state."""
+        """Loads the common state, from which a round starts."""
         self.model.load_state_dict(state.model.state_dict())
         load_optimizer(self.optimizer, copy.deepcopy(state.optimizer.state_dict()))
         if self.schedule is not None and state.schedule is not None:
@@ -105,35 +117,39 @@ class LocalReplica(TrainingState):
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients of the trained parameters."""
+        """The gradients of the trained parameters that have one."""
         return [p.grad for p in self.trained if p.grad is not None]
 
     def move(self, has_rows: bool) -> None:
-        """Updates the parameters if the step had rows with weight, and advances the schedule."""
+        """Finishes a step: updates the parameters if its rows have a weight, and advances the schedule."""
         if has_rows:
             with user_code(lambda: "the update of the parameters"):
                 self._task.apply_gradients(self.model, self.optimizer)
         self.advance_schedule()
 
     def averaged(self) -> list[str]:
-        """Returns the names of the optimizer's values that are averaged: those with the shape of their parameter."""
+        """Returns the names in the optimizer's state that are averaged.
+
+        These are the names under which every value is a tensor of the shape of its parameter, such as a momentum.
+        """
         values = [(name, v, p) for p in self.trained for name, v in self.optimizer.state[p].items()]
-        others = {name for name, v, p in values if not isinstance(v, Tensor) or v.shape != p.shape}
-        return sorted({name for name, _, _ in values} - others)
+        not_averaged = {name for name, v, p in values if not isinstance(v, Tensor) or v.shape != p.shape}
+        return sorted({name for name, _, _ in values} - not_averaged)
 
     def values(self, name: str) -> list[Tensor]:
-        """Returns an averaged value of the optimizer for every parameter; zeros where the optimizer has none."""
+        """Returns the optimizer's state under a name for every trained parameter; zeros where it has no value."""
         return [self.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in self.trained]
 
     def lost(self, starts: list[Tensor]) -> list[Tensor]:
-        """Returns the decrease of the parameters since they were `starts`."""
+        """Returns for each trained parameter its value in `starts` minus its present value."""
         return [start - p.detach() for start, p in zip(starts, self.trained, strict=True)]
 
     def numbers(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
-        """Returns the rest of the optimizer's state, which is not averaged, on the CPU.
+        """Returns the part of the optimizer's state that is not averaged, with tensors on the CPU.
 
-        This is the state by the number of the parameter, such as the number of steps, and the state that the parameter
-        groups have, such as Prodigy's step size.
+        Returns:
+            For each parameter, by its number in the optimizer, the values that are not averaged, such as the number of
+            steps; and for each parameter group its options and values, such as Prodigy's step size.
         """
         averaged, state = self.averaged(), dict[int, dict[str, Any]]()
         for i, p in enumerate(ordered_parameters(self.optimizer)):
@@ -142,6 +158,7 @@ class LocalReplica(TrainingState):
 
 
 def _on_cpu(values: Mapping[str, Any], excluded: list[str]) -> dict[str, Any]:
+    """Returns values by name without the excluded names, with each tensor on the CPU."""
     return {
         name: value.cpu() if isinstance(value, Tensor) else value
         for name, value in values.items()
@@ -150,7 +167,7 @@ def _on_cpu(values: Mapping[str, Any], excluded: list[str]) -> dict[str, Any]:
 
 
 def move_to_device_of(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values with each tensor on the device of the other tensor of its name."""
+    """Returns values by name, with each tensor moved to the device of the tensor that `others` has under its name."""
 
     def move(value: Any, other: Any) -> Any:
         return value.to(other.device) if isinstance(value, Tensor) and isinstance(other, Tensor) else value
@@ -161,12 +178,12 @@ def move_to_device_of(values: Mapping[str, Any], others: Mapping[str, Any]) -> d
 class LocalStep(Step):
     """Runs the steps of local SGD in one generation of workers.
 
-    `state` stays that of the last average until the next one, and flags take effect only then.
+    During a round `state` does not change, and flags take effect only at its end.
 
     Args:
         job: The run.
         state: The common state.
-        reducer: Sums the values of the logical workers.
+        reducer: Sums tensors of the replicas over all logical workers.
         world: The workers of the generation.
         device: Device to compute on.
         enter: Called with each phase that the step begins.
@@ -182,7 +199,8 @@ class LocalStep(Step):
         enter: Callable[[Phase], None],
     ) -> None:
         super().__init__(job.config, job.task, state, reducer, world, device, enter)
-        self._job, self._common, self._sums = job, state, reducer
+        self._job, self._common_state, self._bucketed_reducer = job, state, reducer
+        # The replica of each logical worker of this rank.
         self._replicas = {v: LocalReplica(job.config, job.task, device, job.total_steps) for v in world.assigned}
         self._begin_round()
 
@@ -192,16 +210,22 @@ class LocalStep(Step):
         return next(iter(self._replicas.values())).lr
 
     def _begin_round(self) -> None:
+        """Starts a round from the common state: drops what the replicas have done since its beginning."""
         for replica in self._replicas.values():
             replica.follow(self._state)
         self._finished_steps = self._state.step
+        # The weight of the rows of each logical worker in the round, and the flags of all its steps.
         self._round_weights = [0.0] * self._world.logical_workers
-        self._flags = Flags(0)
+        self._round_flags = Flags(0)
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Does one step of every logical worker, see `Step.run`.
 
-        A lost worker takes all logical workers back to the last average.
+        After the last step of a round the replicas are averaged, and the result has the flags of all steps of the
+        round. The results of the other steps have no flags.
+
+        Raises:
+            PeerLostError: A peer left meanwhile; all logical workers return to the beginning of the round.
         """
         if self._timer is not None:
             self._timer.begin()
@@ -214,10 +238,10 @@ class LocalStep(Step):
         if self._timer is not None:
             self._timer.mark_computed()
         all_sums, numbers = read_sums(self._task, device_sums, [norm for norms in device_norms for norm in norms])
-        stats, norms, remaining = [], list[float](), iter(numbers)
+        stats, norms, remaining_norms = [], list[float](), iter(numbers)
         time_breakdown = self._timer.breakdown(len(batches), self.data_wait_s) if self._timer is not None else NO_TIME
         for batch, sums, batch_norms in zip(batches, all_sums, device_norms, strict=True):
-            norm, share = total_norm(islice(remaining, len(batch_norms))), sums.weight / global_rows
+            norm, share = total_norm(islice(remaining_norms, len(batch_norms))), sums.weight / global_rows
             norms.append(norm)
             loss, square = (sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0)
             stats.append(make_replica_stats(batch, sums, loss, flags, time_breakdown, square))
@@ -235,19 +259,20 @@ class LocalStep(Step):
         self._finished_steps += 1
         weights = zip(self._round_weights, result.weights, strict=True)
         self._round_weights = [round_weight + step_weight for round_weight, step_weight in weights]
-        self._flags |= result.flags
+        self._round_flags |= result.flags
         flags = Flags(0)
         is_run_complete = self._finished_steps == self._job.total_steps
         if self._finished_steps % self._job.steps_per_round == 0 or is_run_complete:
-            flags = self._flags
+            flags = self._round_flags
             self._average()
         return result._replace(flags=flags)
 
     def _run_replica(self, cursor: Cursor, batch: MicroBatch) -> tuple[DeviceSums | None, list[Tensor]]:
-        """Runs forward and backward of one logical worker on its own replica, for the mean over its own rows.
+        """Runs forward and backward of one logical worker on its replica, for the mean loss of its rows.
 
         Returns:
-            The sums of its losses and norms of parts of its gradient, on the device.
+            The sums of the losses, None without rows; and the norm of each trained parameter's gradient. Both are on
+            the device.
         """
         replica = self._replicas[batch.logical_worker]
         replica.forget()
@@ -256,26 +281,26 @@ class LocalStep(Step):
         restore_modes(replica.modes)
         losses = self._losses(cursor, batch, replica.model)
         sums = sum_on_device(losses)
-        # The task may have left gradients of its own.
+        # The task may have left gradients of its own in `.grad`.
         replica.forget()
         run_backward(losses.values, self._row_weights(sums))
-        # Without a gradient the optimizer would have only the averaged part of its state for a parameter.
+        # An optimizer makes its state for a parameter when the parameter first has a gradient. Without a gradient here,
+        # the optimizer would have only the averaged part of its state for the parameter after the round.
         for p in replica.trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         return sums, gradient_norms(replica.gradients)
 
     def _row_weights(self, sums: DeviceSums) -> Tensor:
-        """Returns for each row one over the weight of its micro-batch, or 0 without weight, shape (rows,).
-
-        If the task gives weights, only the device has their sum.
-        """
+        """Returns for each row one over the weight of its micro-batch, or 0 if that has no weight, shape (rows,)."""
+        # If the task gives rows weights, their sum is on the device, and the host does not wait for it.
         if sums.metrics is None:
             return self._forward.weights(sums.rows, sums.rows, 1.0)
         weight = sums.values[1]
         return torch.where(weight > 0, 1 / weight, 0.0).float().expand(sums.rows)
 
     def _trained_model(self, batch: MicroBatch) -> nn.Module:
+        """Returns the model of the replica that computes a micro-batch."""
         return self._replicas[batch.logical_worker].model
 
     def _is_finite(self, cursor: Cursor, batch: MicroBatch, global_rows: int) -> bool:
@@ -285,13 +310,13 @@ class LocalStep(Step):
         return bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients if g is not None)
 
     def _average(self) -> None:
-        """Makes the common state the average of the round; a collective of all ranks.
+        """Advances the common state by the average of the replicas and begins the next round; a collective.
 
         Raises:
-            PeerLostError: A peer left meanwhile; the state is that of the beginning of the round.
+            PeerLostError: A peer left meanwhile; the common state is still that of the beginning of the round.
         """
-        state, first = self._common, next(iter(self._replicas.values()))
-        # Every row of the round is bad or has no weight: the parameters stay as they are.
+        state, first = self._common_state, next(iter(self._replicas.values()))
+        # If every row of the round is bad or has no weight, the parameters stay as they are.
         if not any(self._round_weights):
             while state.step < self._finished_steps:
                 state.advance_schedule()
@@ -300,14 +325,17 @@ class LocalStep(Step):
         starts = [p.detach().clone() for p in self._parameters]
         optimizer_state = copy.deepcopy(first.optimizer.state_dict())
         numbers = parameter_numbers(first.optimizer, first.trained)
-        # The names are gathered, because the optimizer of a logical worker without rows so far has no state.
+        # The names are gathered from all ranks, because an optimizer has no state yet if its logical worker has had no
+        # rows.
         local_names = {name for replica in self._replicas.values() for name in replica.averaged()}
         for name in sorted(set().union(*gather(local_names, self._world))):
             for i, value in enumerate(self._mean({v: replica.values(name) for v, replica in self._replicas.items()})):
                 optimizer_state["state"].setdefault(numbers[i], {})[name] = value
-        # The rest comes from the logical worker with the highest weight: logical worker 0, unless rows were skipped.
+        # The values that are not averaged are taken from the logical worker with the highest weight, which is logical
+        # worker 0 unless rows were skipped.
         source = self._round_weights.index(max(self._round_weights))
         local_rest = self._replicas[source].numbers() if source in self._replicas else ({}, [])
+        # All ranks except the one with this logical worker send nothing: no groups, which `zip` then skips.
         for state_by_number, groups in gather(local_rest, self._world):
             for i, rest in state_by_number.items():
                 optimizer_state["state"].setdefault(i, {}).update(rest)
@@ -319,17 +347,26 @@ class LocalStep(Step):
         self._begin_round()
 
     def _mean(self, values: dict[int, list[Tensor]]) -> list[Tensor]:
-        """Returns the mean over all logical workers, weighted by their rows' weight in this round; a collective.
+        """Returns the mean over all logical workers, weighted by the weight of their rows in the round; a collective.
 
         Args:
-            values: For each logical worker of this rank one value per trained parameter.
+            values: For each logical worker of this rank a tensor per trained parameter, of its shape.
+
+        Returns:
+            A tensor per trained parameter, of its shape.
         """
         total = math.fsum(self._round_weights)
         fractions = {v: self._round_weights[v] / total for v in values}
-        return self._sums.sum({v: [value * fractions[v] for value in of_worker] for v, of_worker in values.items()})
+        return self._bucketed_reducer.sum(
+            {v: [tensor * fractions[v] for tensor in tensors] for v, tensors in values.items()}
+        )
 
     def _share_buffers(self) -> None:
-        """Gives all ranks the buffers of logical worker 0, or restores the old ones if that fails; a collective."""
+        """Gives the common model of all ranks the buffers of logical worker 0's replica; a collective of all ranks.
+
+        Raises:
+            PeerLostError: A peer left meanwhile; the buffers are as before.
+        """
         self._buffers.begin()
         try:
             if 0 in self._replicas:
@@ -339,7 +376,7 @@ class LocalStep(Step):
                         target.copy_(source)
             self._buffers.launch()
             self._buffers.finish()
-            # It checks all collectives of the round, of which this is the last.
+            # This checks all collectives of the average, of which the buffers' collective is the last.
             check_errors_on_all_ranks(self._world)
         except PeerLostError:
             self._buffers.roll_back()

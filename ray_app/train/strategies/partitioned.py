@@ -1,7 +1,8 @@
 """Partitioned training states: while a generation steps, each rank has only a part of the state.
 
-`PartitionedState` makes whole copies of such a state, from which a generation begins and to which it can return.
-`PeerReplicas` lets every rank also keep the part of its neighbor, so that the loss of a rank loses no step.
+`PartitionedState` makes whole copies of such a state. A generation begins from a whole copy, and if it breaks, the
+ranks return to one. With `PeerReplicas` every rank also keeps a copy of the part of the rank before it, so that the
+loss of one rank loses no step.
 """
 
 from __future__ import annotations
@@ -32,27 +33,31 @@ logger = logging.getLogger(__name__)
 class PartitionedState(TrainingState):
     """A training state of which each rank has a part while a generation steps.
 
-    Every snapshot is a collective and leaves a whole copy in the host memory of every rank. One is made at each
+    Taking a snapshot is a collective and leaves a whole copy in the host memory of every rank. It is done at each
     checkpoint and snapshot, and at the end of a generation that ends as planned. When a peer is lost, the ranks
-    continue from the newest whole copy that one of them has, or from the parts that they keep of each other after every
-    step (`train.peer_replica`).
+    continue from the newest whole copy that one of them has. With `train.peer_replica` they can also assemble a newer
+    state from the copies of parts that they exchange after every step.
     """
 
     is_partitioned: ClassVar[bool] = True
 
     def __init__(self, config: Config, task: Task, device: torch.device, total_steps: int) -> None:
+        # Outside of a generation this worker counts as the only one.
         self._world = World(0, 1, 1)
+        # The newest whole copy that this rank has.
         self._whole: Snapshot | None = None
         self._peer_replicas = PeerReplicas()
         super().__init__(config, task, device, total_steps)
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
-        """Returns a whole copy, see `TrainingState.snapshot`; a collective, unless there is one of this step already.
+        """Returns a whole copy of the state, see `TrainingState.snapshot`.
+
+        The call is a collective of all ranks, unless they have a whole copy of this step already.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        # Older copies are not overwritten: if this copy fails half-way, the previous one is needed.
+        # The memory of an older copy is not reused: if a peer is lost meanwhile, that copy is needed.
         del into
         if self._whole is None or self._whole.step != self.step:
             with collective():
@@ -62,12 +67,16 @@ class PartitionedState(TrainingState):
         return self._whole
 
     def load(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot as the whole copy; `share` distributes it."""
+        """Keeps a snapshot as the whole copy of this rank; `share` sends it to the others and loads the parts."""
         self._whole, self.step = snapshot, snapshot.step
 
     @contextmanager
     def bind(self, world: World) -> Iterator[World]:
-        """Makes a whole copy at the end of the generation, or returns to the last one, see `TrainingState.bind`."""
+        """Binds the state to a generation, see `TrainingState.bind`.
+
+        If the generation ends as planned, a whole copy is made at its end. If it breaks, this rank returns to the
+        newest whole copy that it has.
+        """
         self._world = world
         try:
             yield world
@@ -77,13 +86,14 @@ class PartitionedState(TrainingState):
             raise
 
     def _fall_back(self) -> None:
-        """Returns to the newest state that this rank has by itself, its whole copy."""
+        """Returns to the newest state that this rank can restore without other ranks: its whole copy."""
         self.step = self._whole.step if self._whole is not None else NO_STATE
 
     def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
-        """Gives all ranks the newest whole copy and its parts, see `TrainingState.share`.
+        """Gives every rank the newest whole copy and loads its part of it, see `TrainingState.share`.
 
-        Whole copies are not compared: each was made after all ranks had checked for errors.
+        The ranks do not compare their copies, because a whole copy is kept only after all ranks have checked for
+        errors. So no rank is divergent.
         """
         del was_broken
         newest = self._peer_replicas.newest(world, self.step)
@@ -108,17 +118,17 @@ class PartitionedState(TrainingState):
             self._peer_replicas.keep(self.step, self._local_part(), self._world, self._num_owners)
 
     def _local_part(self) -> Any:
-        """Returns this rank's part of the state, see `PeerReplicas.keep`."""
+        """Returns this rank's part of the state for `PeerReplicas.keep`, with shards as `DTensor`."""
         live = self._live()
         return live.model, live.optimizer, live.schedule, live.more
 
     @property
     def _num_owners(self) -> int:
-        """Number of ranks with a part of the state, the first ones."""
+        """Number of ranks that have a part of the state: the ranks below this number."""
         return self._world.size
 
     def _send_whole(self, source: int, to: Sequence[int]) -> Snapshot:
-        """Sends the whole copy of a rank to others and returns it; a collective of these ranks.
+        """Sends the whole copy of the rank `source` to the ranks `to` and returns it; a collective of these ranks.
 
         Raises:
             PeerLostError: A peer left meanwhile.
@@ -128,12 +138,12 @@ class PartitionedState(TrainingState):
         return whole
 
     def _local_copy(self) -> Snapshot:
-        """Returns the whole copy that this rank has by itself; without one, that of the state before the first step."""
+        """Returns the whole copy of this rank; before the first generation, a copy of the initial state."""
         return self._whole if self._whole is not None else super().snapshot()
 
     @abstractmethod
     def _collect(self) -> Snapshot:
-        """Returns a whole copy made of the parts; a collective of all ranks."""
+        """Returns a whole copy that is assembled from the parts of all ranks; a collective of all ranks."""
 
     @abstractmethod
     def _load_part(self, whole: Snapshot) -> None:
@@ -141,6 +151,7 @@ class PartitionedState(TrainingState):
 
 
 _SHARD = "a shard"
+"""The key of a dictionary that stands for a shard in a packed part, see `_mark_shards`."""
 
 
 class ShardReplica(NamedTuple):
@@ -156,30 +167,30 @@ class ShardReplica(NamedTuple):
 
 
 class PeerReplicas:
-    """The parts of a state that this rank keeps in host memory: its own and that of the rank before it.
+    """Copies of parts of a partitioned state in host memory: the part of this rank and the part of the rank before it.
 
-    It keeps the parts of the newest two steps, since some ranks may have finished a step that others have not: no rank
-    begins the next step before all have the parts of this one.
+    The copies of the newest two steps are kept, because after a loss some ranks may have finished a step that others
+    have not. Two steps are enough: no rank finishes the next step before all ranks have the copies of this one.
     """
 
     def __init__(self) -> None:
         self._versions: deque[tuple[int, int, dict[int, ShardReplica]]] = deque()
-        """Step, number of parts of the state, and the parts that this rank keeps, by their owner."""
+        """For each kept step: the step, the number of ranks that own a part, and the copies by the owner's rank."""
 
     def clear(self) -> None:
-        """Drops all parts, because every rank has a whole copy."""
+        """Drops all copies; for when every rank has a whole copy of the state."""
         self._versions.clear()
 
     def keep(self, step: int, part: Any, world: World, owners: int) -> None:
-        """Copies this rank's part of a step and exchanges copies with the neighbors; a collective.
+        """Copies this rank's part, sends the copy to the next rank and receives that of the rank before; a collective.
 
-        If a peer is lost, it only logs a warning: the next step raises the error.
+        If a peer is lost, the call only logs a warning, and the next step raises the error.
 
         Args:
             step: Finished steps.
-            part: A state with shards as `DTensor`; only ranks below `owners` have one.
+            part: The part of this rank, with shards as `DTensor`; not read on ranks without a part.
             world: The workers of the generation.
-            owners: Number of ranks with a part, the first ones.
+            owners: Number of ranks that have a part: the ranks below this number.
         """
         old = self._versions.popleft()[2] if len(self._versions) == 2 else {}
         parts: dict[int, ShardReplica] = {}
@@ -202,18 +213,18 @@ class PeerReplicas:
                 for work in sends:
                     work.wait()
         except PeerLostError as error:
-            logger.warning("No second copy of the state of step %d: %s", step, error)
+            logger.warning("The state of step %d has no complete peer replica: %s", step, error)
 
     def newest(self, world: World, step: int) -> tuple[int, Any] | None:
-        """Assembles the newest state of which no part is lost, on one rank; a collective of all ranks.
+        """Assembles, on one rank, the newest state of which a copy of every part is left; a collective of all ranks.
 
         Args:
             world: The workers of the generation.
-            step: Step of this rank's state without the replicas.
+            step: Step of the state that this rank has without the copies of parts.
 
         Returns:
-            Step and state, on the CPU, on one rank; None on the others, or if no such state is newer than that of any
-            rank.
+            On one rank the step and the state, with tensors on the CPU; None on all others. None on all ranks if no
+            such state is newer than the state of every rank.
 
         Raises:
             PeerLostError: A peer left meanwhile.
@@ -223,20 +234,23 @@ class PeerReplicas:
             for version_step, owners, parts in self._versions
         ]
         offers = gather((step, local_versions), world)
-        # For each step and number of parts: the first rank that keeps each owner's part, and the part's sizes.
+        # For each step and number of owners, and for each owner: the first rank that keeps the owner's part, and the
+        # sizes of this copy.
         ranks_with_part: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = {}
         for rank, (_, versions) in enumerate(offers):
             for version_step, owners, parts in versions:
                 for owner, sizes in parts.items():
                     ranks_with_part.setdefault((version_step, owners), {}).setdefault(owner, (rank, sizes))
         max_step = max(rank_step for rank_step, _ in offers)
+        # A state is complete if a rank keeps the part of each owner.
         complete = [key for key, by_owner in ranks_with_part.items() if len(by_owner) == key[1] and key[0] > max_step]
         if not complete:
             return None
         newest_step, owners = max(complete)
         by_owner = ranks_with_part[newest_step, owners]
+        # The rank that keeps the first part assembles the state.
         target = by_owner[0][0]
-        local_parts = next((parts for at, _, parts in self._versions if at == newest_step), {})
+        local_parts = next((parts for version_step, _, parts in self._versions if version_step == newest_step), {})
         assembled = []
         with collective():
             for owner in range(owners):
@@ -256,31 +270,33 @@ class PeerReplicas:
 
 
 def _reuse_memory(size: int, old: ShardReplica | None) -> Tensor:
-    """Returns memory of `size` bytes, that of an older part if it fits: memory that was touched before is faster."""
+    """Returns memory of `size` bytes: that of an older copy if it has this size, because new memory is slower."""
     return old.data if old is not None and old.data.numel() == size else torch.empty(size, dtype=torch.uint8)
 
 
 def _pack(state: Any, old: ShardReplica | None) -> ShardReplica:
+    """Returns a copy of a rank's part of a state, in the memory of an older copy if that fits."""
     tensors: list[Tensor] = []
     head = bytearray(pickle.dumps(extract_tensors(_mark_shards(state), tensors)))
-    data, at = _reuse_memory(sum(t.nbytes for t in tensors), old), 0
+    data, start = _reuse_memory(sum(t.nbytes for t in tensors), old), 0
     for t in tensors:
-        data[at : at + t.nbytes].copy_(t.detach().reshape(-1).view(torch.uint8))
-        at += t.nbytes
+        data[start : start + t.nbytes].copy_(t.detach().reshape(-1).view(torch.uint8))
+        start += t.nbytes
     return ShardReplica(torch.frombuffer(head, dtype=torch.uint8), data)
 
 
 def _unpack(part: ShardReplica) -> Any:
+    """Returns the part of a state that `_pack` has copied; its shards are marked, see `_mark_shards`."""
     tensors: list[Tensor] = []
-    state, at = insert_tensors(pickle.loads(part.head.numpy().tobytes()), tensors), 0
+    state, start = insert_tensors(pickle.loads(part.head.numpy().tobytes()), tensors), 0
     for t in tensors:
-        t.view(-1).view(torch.uint8).copy_(part.data[at : at + t.nbytes])
-        at += t.nbytes
+        t.view(-1).view(torch.uint8).copy_(part.data[start : start + t.nbytes])
+        start += t.nbytes
     return state
 
 
 def _mark_shards(value: Any) -> Any:
-    """Returns a state with plain tensors, and a dictionary with the key `_SHARD` around each shard."""
+    """Returns a state in which `{_SHARD: tensor}` stands for each shard (`DTensor`), with its local tensor."""
     if isinstance(value, Tensor):
         return {_SHARD: value.to_local()} if hasattr(value, "to_local") else value
     if isinstance(value, dict):
@@ -289,7 +305,7 @@ def _mark_shards(value: Any) -> Any:
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Returns the whole state from those of every rank, which differ only in their shards."""
+    """Returns the whole state, assembled from the marked parts of all owners, which differ only in their shards."""
     first = parts[0]
     if isinstance(first, dict) and first.keys() == {_SHARD}:
         return torch.cat([part[_SHARD] for part in parts])

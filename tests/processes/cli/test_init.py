@@ -30,12 +30,14 @@ def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(
     assert not any("PACKAGE" in path.read_text() for path in folder.rglob("*") if path.is_file())
     assert len([line for line in (folder / "README.md").read_text().splitlines() if line]) <= 10
 
+    workers_test = page.partition("`tests/test_workers.py`\n")[2].partition("```python\n")[2].partition("```")[0]
+    (folder / "tests" / "test_workers.py").write_text(workers_test)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     tested = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
         tested, cwd=folder, env=environment, capture_output=True, text=True, timeout=_PROCESS_S, check=False
     )
-    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert (done.returncode, "2 passed" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,12 @@ from ray_app.driver.finalize import summarize
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assignment import logical_workers_of
 from ray_app.plan.order import Cursor
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, digest_tensors, read_trained_run, stream_windows
 from ray_app.train.checkpointing.step_log import BadRows
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.state import TrainingState
 from tests.support.bad_rows import BAD, Picky, job_of
-from tests.support.local_world import CPU, DieAfter, Pool, cached, feed_of, plain, result_of, streamed, write_images
+from tests.support.local_world import CPU, feed_of, write_images
 
 ROWS = [[50, 1], [46]]
 
@@ -74,7 +75,7 @@ def test_a_process_that_cannot_decode_is_no_bad_row() -> None:
 # --- the feed
 
 
-@pytest.mark.parametrize("windows", [streamed, cached])
+@pytest.mark.parametrize("windows", [stream_windows, cache_windows])
 def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data: Path, windows: Any) -> None:
     job = job_of(tmp_path / "run", data, Picky())
     plan = job.plan
@@ -103,17 +104,19 @@ def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data:
 # --- training
 
 
-def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     job = job_of(tmp_path / "run", data, Picky(), checkpoint__every_epochs=None, checkpoint__every_steps=4)
-    alone = pool.trained(job, 1, cached)
-    for size, windows in ((2, streamed), (3, cached)):
-        several = pool.trained(job, size, windows)
-        assert several.bits == alone.bits
+    alone = pool.train_new_run(job, 1, cache_windows)
+    for size, windows in ((2, stream_windows), (3, cache_windows)):
+        several = pool.train_new_run(job, size, windows)
+        assert several.digests == alone.digests
         assert several.steps == alone.steps
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
     assert "dies after step 7" in str(outcomes[0].error)
-    pool.run_job(job, 2, cached)
-    assert result_of(job).bits == alone.bits
+    pool.train_to_end(job, 2, cache_windows)
+    assert read_trained_run(job).digests == alone.digests
 
     summary = summarize(job, "finished")
     planned = 2 * job.plan.manifest.num_rows
@@ -126,7 +129,7 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(pool: Poo
     assert listed[3] == {"position": 50, "path": "part-0.parquet", "row_group": 1, "row": 0}
 
 
-def test_local_steps_go_around_bad_rows_too(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_local_steps_go_around_bad_rows_too(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {
         "train__strategy": "local_sgd",
         "train__local_steps": 3,
@@ -134,8 +137,8 @@ def test_local_steps_go_around_bad_rows_too(pool: Pool, data: Path, tmp_path: Pa
         "checkpoint__every_steps": 3,
     }
     job = job_of(tmp_path / "run", data, Picky(), train__epochs=1, **fields)
-    alone, several = pool.trained(job, 1, cached), pool.trained(job, 3, cached)
-    assert several.bits == alone.bits
+    alone, several = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 3, cache_windows)
+    assert several.digests == alone.digests
     assert several.steps == alone.steps
     assert sum(sum(step[4]) for step in alone.steps) == job.plan.manifest.num_rows - len(BAD)
 
@@ -145,11 +148,11 @@ def fresh(job: Job) -> TrainingState:
         return TrainingState(job.config, job.task, CPU, job.total_steps)
 
 
-def test_a_step_is_the_mean_over_its_good_rows(pool: Pool, tmp_path: Path) -> None:
+def test_a_step_is_the_mean_over_its_good_rows(pool: WorkerPool, tmp_path: Path) -> None:
     folder = write_images(tmp_path / "data", [[12]])
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
     job = job_of(tmp_path / "run", folder, Picky((3, 7), plain=True), train__epochs=1, optimizer=sgd)
-    ended = pool.trained(job, 2, cached)
+    ended = pool.train_new_run(job, 2, cache_windows)
     rows = decode_first_rows(job.source.reader, job.plan.manifest, 12)
     assert len(rows["id"]) == 10
     state = fresh(job)
@@ -162,16 +165,16 @@ def test_a_step_is_the_mean_over_its_good_rows(pool: Pool, tmp_path: Path) -> No
         torch.testing.assert_close(ended.snapshot.model[name], value)
 
 
-def test_a_step_of_bad_rows_alone_moves_nothing(pool: Pool, tmp_path: Path) -> None:
+def test_a_step_of_bad_rows_alone_moves_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     folder = write_images(tmp_path / "data", [[12]])
     job = job_of(tmp_path / "run", folder, Picky(tuple(range(12))), train__epochs=1)
-    ended = pool.trained(job, 2, cached)
+    ended = pool.train_new_run(job, 2, cache_windows)
     start = fresh(job).snapshot()
     assert all(torch.equal(value, start.model[name]) for name, value in ended.snapshot.model.items())
     assert ended.commit.step == 1
 
 
-def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {
         "train__strategy": "local_sgd",
         "train__local_steps": 3,
@@ -182,30 +185,30 @@ def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: Pool, da
         "checkpoint__every_steps": 3,
     }
     good = job_of(tmp_path / "good", data, Picky(()), **fields)
-    feed = feed_of(good.plan, Cursor(), range(4), cached(good, Cursor(), range(4)))
+    feed = feed_of(good.plan, Cursor(), range(4), cache_windows(good, Cursor(), range(4)))
     rows = [[int(row) for batch in feed.next() for row in batch.positions] for _ in range(6)]
     bad = Picky(tuple(rows[3] + rows[4] + rows[5]))
-    before = pool.trained(job_of(tmp_path / "before", data, bad, train__max_steps=3, **fields), 2, cached)
-    after = pool.trained(job_of(tmp_path / "after", data, bad, train__max_steps=6, **fields), 2, cached)
+    before = pool.train_new_run(job_of(tmp_path / "before", data, bad, train__max_steps=3, **fields), 2, cache_windows)
+    after = pool.train_new_run(job_of(tmp_path / "after", data, bad, train__max_steps=6, **fields), 2, cache_windows)
     assert [sum(step[4]) for step in after.steps] == [12, 12, 12, 0, 0, 0]
     assert after.commit.params_digest == before.commit.params_digest
-    states = [plain((e.snapshot.optimizer["state"], e.snapshot.more)) for e in (before, after)]
+    states = [digest_tensors((e.snapshot.optimizer["state"], e.snapshot.more)) for e in (before, after)]
     assert states[0] == states[1]
     assert [e.snapshot.optimizer["param_groups"][0]["lr"] for e in (before, after)] == [0.005, 0.00125]
     assert [(e.snapshot.step, (e.snapshot.schedule or {})["last_epoch"]) for e in (before, after)] == [(3, 3), (6, 6)]
 
 
 def test_too_many_bad_rows_end_the_run_which_resumes_with_a_higher_limit(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     refused = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD) - 1, train__epochs=1)
-    outcomes = pool.train(refused, 1, windows=cached)
+    outcomes = pool.train(refused, 1, windows=cache_windows)
     assert isinstance(outcomes[0].error, DataError)
     assert f"{len(BAD)} rows cannot be decoded, more than data.max_bad_rows = {len(BAD) - 1}" in str(outcomes[0].error)
     allowed = job_of(tmp_path / "run", data, Picky(), data__max_bad_rows=len(BAD), train__epochs=1)
     assert allowed.config_digest == refused.config_digest
-    pool.run_job(allowed, 1, cached)
-    assert result_of(allowed).commit.step == allowed.total_steps
+    pool.train_to_end(allowed, 1, cache_windows)
+    assert read_trained_run(allowed).commit.step == allowed.total_steps
 
 
 def test_of_workers_that_meet_the_limit_together_one_says_so(data: Path, tmp_path: Path) -> None:
@@ -231,7 +234,7 @@ def test_of_workers_that_meet_the_limit_together_one_says_so(data: Path, tmp_pat
     assert sorted(int(path.stem) for path in job.paths.bad_rows.iterdir()) == list(BAD)
 
 
-def test_without_skip_the_row_is_an_error(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_without_skip_the_row_is_an_error(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, Picky((13,)), data__on_bad_row="fail")
     outcomes = pool.train(job, 1)
     assert isinstance(outcomes[0].error, BadRowError)

@@ -15,11 +15,12 @@ import pytest
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job, OpenWindows
 from tests.support.bad_rows import BAD, PickyTexts, job_of
 from tests.support.delivered import Place, assert_same
 from tests.support.delivered import delivered as all_delivered
-from tests.support.local_world import DieAfter, Pool, cached, disk_cached, result_of, streamed, write_images
+from tests.support.local_world import disk_cached, write_images
 
 FILES = [[30, 7], [1, 22], [19], [18]]
 ORDERS = [("row", "none"), ("file", "none"), ("off", "none"), ("row", "balanced"), ("off", "balanced")]
@@ -89,19 +90,25 @@ def test_the_same_micro_batches_however_they_are_read(
 ) -> None:
     options = {"data__shard": shard, "data__sampling": sampling, "data__last_batch": last}
     job = texts_job(tmp_path, data, **options)
-    first = delivered(job, 1, streamed)
-    for size, windows in ((1, disk_cached), (2, streamed), (2, disk_cached), (4, cached), (4, disk_cached)):
+    first = delivered(job, 1, stream_windows)
+    for size, windows in (
+        (1, disk_cached),
+        (2, stream_windows),
+        (2, disk_cached),
+        (4, cache_windows),
+        (4, disk_cached),
+    ):
         assert_same(first, delivered(job, size, windows))
     for start in starts(job):
         rest = {place: batch for place, batch in first.items() if place[:2] >= (start.epoch, start.step)}
-        for size, windows in ((1, cached), (2, disk_cached), (4, streamed)):
+        for size, windows in ((1, cache_windows), (2, disk_cached), (4, stream_windows)):
             assert_same(rest, delivered(job, size, windows, start))
     for epoch in range(2):
         found = used(job, first, epoch)
         assert found == planned(job, epoch), "the rows of an epoch are those without data.by_length"
         if last == "keep" and sampling == "none":
             assert found == Counter({row: 4 if shard == "off" else 1 for row in range(job.plan.manifest.num_rows)})
-    plain = delivered(texts_job(tmp_path / "plain", data, **options, data__by_length=None), 1, cached)
+    plain = delivered(texts_job(tmp_path / "plain", data, **options, data__by_length=None), 1, cache_windows)
     assert keys(first) == keys(plain)
     assert padded(first) < 0.9 * padded(plain)
 
@@ -120,7 +127,7 @@ def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Pa
     ],
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
-    pool: Pool, tmp_path: Path, data: Path, shard: str, sampling: str
+    pool: WorkerPool, tmp_path: Path, data: Path, shard: str, sampling: str
 ) -> None:
     fields = {
         "data__shard": shard,
@@ -129,12 +136,12 @@ def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
         "checkpoint__every_steps": 4,
     }
     job = texts_job(tmp_path, data, **fields)
-    alone = pool.trained(job, 1, cached)
-    for size, windows in ((2, streamed), (4, disk_cached)):
-        several = pool.trained(job, size, windows)
-        assert (several.bits, several.steps) == (alone.bits, alone.steps)
-    outcomes = pool.train(job, 4, Hooks(after_step=DieAfter(7)), cached)
+    alone = pool.train_new_run(job, 1, cache_windows)
+    for size, windows in ((2, stream_windows), (4, disk_cached)):
+        several = pool.train_new_run(job, size, windows)
+        assert (several.digests, several.steps) == (alone.digests, alone.steps)
+    outcomes = pool.train(job, 4, Hooks(after_step=DieAfter(7)), cache_windows)
     assert "dies after step 7" in str(outcomes[0].error)
-    assert result_of(job).commit.step == 4
-    pool.run_job(job, 2, disk_cached)
-    assert (result_of(job).bits, result_of(job).steps) == (alone.bits, alone.steps)
+    assert read_trained_run(job).commit.step == 4
+    pool.train_to_end(job, 2, disk_cached)
+    assert (read_trained_run(job).digests, read_trained_run(job).steps) == (alone.digests, alone.steps)

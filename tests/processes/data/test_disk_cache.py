@@ -18,19 +18,11 @@ from ray_app.data.disk_cache import SUMS, DiskCache, cache_key, cached_fetch, op
 from ray_app.data.reader import fetch_in_process
 from ray_app.storage.files import put_atomic
 from ray_app.storage.object_stores import S3Path
+from ray_app.testing import DieAfter, WorkerPool, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.bad_rows import BAD, Picky, job_of
 from tests.support.disk_caches import Counting, TinyTexts, assert_as_read, cached_job, epoch_of, opened
-from tests.support.local_world import (
-    DieAfter,
-    Pool,
-    TinyImages,
-    disk_cached,
-    make_job,
-    result_of,
-    streamed,
-    write_images,
-)
+from tests.support.local_world import TinyImages, disk_cached, make_job, write_images
 from tests.support.s3_server import S3Server
 
 ROWS = [[50, 1], [46]]
@@ -323,16 +315,16 @@ def test_without_a_usable_folder_everything_is_read(job: Job, tmp_path: Path, ca
 
 
 @BOTH
-def test_the_same_bits_as_without_also_after_a_worker_was_killed(pool: Pool, job: Job) -> None:
-    without = pool.trained(job, 2, streamed)
+def test_the_same_bits_as_without_also_after_a_worker_was_killed(pool: WorkerPool, job: Job) -> None:
+    without = pool.train_new_run(job, 2, stream_windows)
     for size in (1, 3):  # cold, then warm
-        found = pool.trained(job, size, disk_cached)
-        assert found.bits == without.bits
+        found = pool.train_new_run(job, size, disk_cached)
+        assert found.digests == without.digests
         assert found.steps == without.steps
     cold = replace(
         job, config=job.config.replace(data__cache_dir=str(job.config.data.cache_dir) + "-2", checkpoint__every_steps=3)
     )
     outcomes = pool.train(cold, 2, Hooks(after_step=DieAfter(4, killed=1)), disk_cached)
     assert all(outcome.error is not None for outcome in outcomes)
-    pool.run_job(cold, 3, disk_cached)
-    assert result_of(cold).bits == without.bits
+    pool.train_to_end(cold, 3, disk_cached)
+    assert read_trained_run(cold).digests == without.digests

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ray_app.testing import cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Job
 from tests.support.campaign import DILOCO, PHASES, Campaign, rows_of
-from tests.support.local_world import TinyImages, cached, make_job, result_of, streamed, write_images
+from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.served_campaign import MOMENTS, served
 
 AVERAGED = {
@@ -20,12 +21,12 @@ AVERAGED = {
     "schedule": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.9}},
 }
 CASES = {  # deaths, strategy, workers, where the data comes from, settings
-    "ddp": (300, "ddp", 3, cached, {}),
-    "ddp, streamed, averaged": (200, "ddp", 3, streamed, AVERAGED),
-    "central_storage": (200, "central_storage", 3, cached, {}),
-    "local_sgd": (150, "local_sgd", 3, cached, DILOCO),
-    "fsdp": (100, "fsdp", 3, cached, {}),
-    "single": (100, "single", 1, cached, {}),
+    "ddp": (300, "ddp", 3, cache_windows, {}),
+    "ddp, stream_windows, averaged": (200, "ddp", 3, stream_windows, AVERAGED),
+    "central_storage": (200, "central_storage", 3, cache_windows, {}),
+    "local_sgd": (150, "local_sgd", 3, cache_windows, DILOCO),
+    "fsdp": (100, "fsdp", 3, cache_windows, {}),
+    "single": (100, "single", 1, cache_windows, {}),
 }
 
 
@@ -55,8 +56,8 @@ def injected(case: str, folder: Path, deaths: int) -> Counter[str]:
         assert found, "nothing happened"
         fired += found
         assert rows_of(job) == rows_of(undisturbed)
-        assert result_of(job).bits == result_of(undisturbed).bits, f"seed {runs}"
-        assert result_of(job).steps == result_of(undisturbed).steps, f"seed {runs}"
+        assert read_trained_run(job).digests == read_trained_run(undisturbed).digests, f"seed {runs}"
+        assert read_trained_run(job).steps == read_trained_run(undisturbed).steps, f"seed {runs}"
     return fired
 
 
@@ -90,8 +91,8 @@ def test_any_loss_with_parameter_servers_leaves_the_result_undisturbed(
         runs += 1
         job = run(f"run-{runs}", runs, min(40, losses - fired.total()))
         assert rows_of(job) == rows_of(undisturbed), f"seed {runs}"
-        assert result_of(job).bits == result_of(undisturbed).bits, f"seed {runs}"
-        assert result_of(job).steps == result_of(undisturbed).steps, f"seed {runs}"
+        assert read_trained_run(job).digests == read_trained_run(undisturbed).digests, f"seed {runs}"
+        assert read_trained_run(job).steps == read_trained_run(undisturbed).steps, f"seed {runs}"
     assert set(fired) == {(who, when) for who, moments in MOMENTS.items() for when in moments}, (
         "a moment at which nobody was lost"
     )

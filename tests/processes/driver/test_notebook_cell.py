@@ -18,8 +18,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from ray_app.driver.background import Training
 from ray_app.driver.result import Result
 from ray_app.driver.run import Run
-from ray_app.driver.signals import stop_at_signals
 from ray_app.errors import RunEndedError
+from ray_app.process import stop_at_signals
 from ray_app.watch.terminal import LiveLine
 from tests.support.local_world import make_job, write_images
 

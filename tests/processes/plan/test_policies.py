@@ -28,20 +28,10 @@ from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.bad_rows import Picky, job_of
-from tests.support.local_world import (
-    CPU,
-    DieAfter,
-    Pool,
-    TinyImages,
-    cached,
-    feed_of,
-    make_job,
-    result_of,
-    streamed,
-    write_images,
-)
+from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 
 files = st.lists(st.lists(st.integers(0, 25), max_size=4), min_size=1, max_size=7).filter(
     lambda f: sum(map(sum, f)) > 0
@@ -232,7 +222,7 @@ def policy_job(folder: Path, data: Path, name: str, **fields: Any) -> Job:
 def test_the_feed_meets_the_plan(tmp_path: Path, data: Path, name: str) -> None:
     job = policy_job(tmp_path / "run", data, name, data__shuffle_window_rows=12)
     keys: dict[tuple[int, int, int], list[int]] = {}
-    for windows, size in ((streamed, 1), (cached, 3)):
+    for windows, size in ((stream_windows, 1), (cache_windows, 3)):
         for start in (Cursor(), Cursor(1, 2)):
             for rank in range(size):
                 played, cursor = logical_workers_of(rank, size, 4), start
@@ -256,29 +246,29 @@ def test_the_feed_meets_the_plan(tmp_path: Path, data: Path, name: str) -> None:
     "name", [pytest.param("file", marks=pytest.mark.rest), pytest.param("off", marks=pytest.mark.rest), "balanced"]
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, name: str
+    pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = policy_job(tmp_path / "run", data, name)
-    alone = pool.trained(job, 1, cached)
-    several = pool.trained(job, 3, streamed)
-    assert several.bits == alone.bits
+    alone = pool.train_new_run(job, 1, cache_windows)
+    several = pool.train_new_run(job, 3, stream_windows)
+    assert several.digests == alone.digests
     assert several.steps == alone.steps
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(6)), cached)
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
     assert "dies after step 6" in str(outcomes[0].error)
-    pool.run_job(job, 2, cached)
-    assert result_of(job).bits == alone.bits
+    pool.train_to_end(job, 2, cache_windows)
+    assert read_trained_run(job).digests == alone.digests
     summary = summarize(job, "finished")
     assert summary["rows"] == 2 * job.plan.rows_per_epoch
     assert summary["rows_by_logical_worker"] == [2 * job.plan.stream_rows(v) for v in range(4)]
 
 
-def test_a_bad_row_that_is_repeated_is_skipped_each_time(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_bad_row_that_is_repeated_is_skipped_each_time(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     dataset = open_dataset(str(data))
     rare = np.flatnonzero(read_labels(dataset.root, dataset.manifest, "label")[1] == 2)[1:].tolist()
     job = job_of(tmp_path / "run", data, Picky(tuple(rare)), data__sampling="balanced", train__epochs=1)
     uses = sum(used(job.plan, 0), Counter[int]())
     assert min(uses[row] for row in rare) > 1
-    pool.run_job(job, 2, cached)
+    pool.train_to_end(job, 2, cache_windows)
     summary = summarize(job, "finished")
     assert summary["bad_rows"] == {"skipped": sum(uses[row] for row in rare), "distinct": len(rare)}
     assert summary["rows"] + summary["bad_rows"]["skipped"] == job.plan.rows_per_epoch

@@ -20,9 +20,10 @@ from ray_app.errors import ConfigError, RunExistsError
 from ray_app.preflight.initial_parameters import load_initial_parameters
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.task.base import Task
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.places import ROOT
 
 
@@ -68,7 +69,7 @@ def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_
     ],
     ids=str,
 )
-def test_workers_need_the_parameters_only_to_begin(pool: Pool, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_workers_need_the_parameters_only_to_begin(pool: WorkerPool, tmp_path: Path, fields: dict[str, Any]) -> None:
     task, place = TinyImages(), tmp_path / "first.safetensors"
     parameters(task, place)
     fields = {"train__init_from": str(place), "train__ema_decay": 0.9, "checkpoint__every_epochs": None, **fields}
@@ -83,13 +84,13 @@ def test_workers_need_the_parameters_only_to_begin(pool: Pool, tmp_path: Path, f
         train__epochs=2,
         **fields,
     )
-    whole = pool.trained(job, 1, cached)
+    whole = pool.train_new_run(job, 1, cache_windows)
     seeded = dataclasses.replace(job, initial=None)
-    assert pool.trained(seeded, 1, cached).steps[0] != whole.steps[0]
-    pool.train(job, 2, Hooks(after_step=DieAfter(5)), cached)
+    assert pool.train_new_run(seeded, 1, cache_windows).steps[0] != whole.steps[0]
+    pool.train(job, 2, Hooks(after_step=DieAfter(5)), cache_windows)
     place.unlink()
-    pool.run_job(job, 2, cached)
-    assert result_of(job).bits == whole.bits
+    pool.train_to_end(job, 2, cache_windows)
+    assert read_trained_run(job).digests == whole.digests
 
 
 def test_a_run_that_has_begun_needs_the_file_no_more(given: Config, tmp_path: Path) -> None:

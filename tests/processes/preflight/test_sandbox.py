@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,14 @@ def test_a_flood_of_prints_does_not_fill_the_disk(tmp_path: Path) -> None:
     assert ended.error is None, ended.error
     assert ended.value > 2 * _MAX_OUTPUT_BYTES
     assert ended.output.splitlines()[-1] == "the end"
+
+
+def test_calls_after_one_that_took_too_long_run_in_a_new_server(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path / "trial")
+    try:
+        [late] = sandbox.run([(time.sleep, (600,))], 0.5)
+        [value] = sandbox.run([(abs, (-3,))], 60.0)
+    finally:
+        sandbox.close()
+    assert "did not end within 0.5 s" in str(late.error)
+    assert (value.value, value.error) == (3, None)

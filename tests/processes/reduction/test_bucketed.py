@@ -19,9 +19,10 @@ from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError, PeerLostError
 from ray_app.reduction.base import World, collective
 from ray_app.reduction.bucketed import BucketedReducer, _split_into_buckets, build_reducer
+from ray_app.testing import WorkerPool
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup, _list_sockets
-from tests.support.local_world import LocalMembership, Pool, TinyImages, make_job, write_images
+from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
 from tests.support.waiting import until
 
 CPU = torch.device("cpu")
@@ -33,7 +34,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("ddp") / "data", [[50, 1], [46]])
 
 
-def test_the_bits_of_exact_do_not_depend_on_the_size_of_the_buckets(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_the_bits_of_exact_do_not_depend_on_the_size_of_the_buckets(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     parameters = list(TinyImages().build_model().parameters())
     assert (
         len(_split_into_buckets(parameters, 8 << 20))
@@ -41,12 +44,12 @@ def test_the_bits_of_exact_do_not_depend_on_the_size_of_the_buckets(pool: Pool, 
         < len(_split_into_buckets(parameters, int(SMALL_MB * (1 << 20))))
     )
     found = [
-        pool.trained(
+        pool.train_new_run(
             make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__bucket_mb=mb), size
         )
         for mb, size in ((8.0, 1), (SMALL_MB, 3))
     ]
-    assert found[0].bits == found[1].bits
+    assert found[0].digests == found[1].digests
     assert found[0].steps == found[1].steps, "also the norm of the gradients"
 
 
@@ -100,15 +103,15 @@ def exchange_shared(rank: int, store: Path, size: int, reentrant: bool) -> list[
         return gradients
 
 
-def test_gradients_that_come_in_parts_are_refused_on_any_number_of_workers(pool: Pool) -> None:
+def test_gradients_that_come_in_parts_are_refused_on_any_number_of_workers(pool: WorkerPool) -> None:
     for size in (1, 2):
-        for outcome in pool.outcomes(size, exchange_shared, size, True):
+        for outcome in pool.call(size, exchange_shared, size, True):
             assert isinstance(outcome.error, ConfigError), outcome.trace
             assert "The gradient of the parameter 1." in str(outcome.error)
             assert "use_reentrant=False" in str(outcome.error)
 
 
-def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(pool: Pool) -> None:
+def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(pool: WorkerPool) -> None:
     [alone] = pool.run(1, exchange_shared, 1, False)
     for found in pool.run(2, exchange_shared, 2, False):
         assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
@@ -126,7 +129,7 @@ def sent_by_this_process() -> int:
     return total
 
 
-def test_compression_halves_what_travels_and_changes_little(pool: Pool) -> None:
+def test_compression_halves_what_travels_and_changes_little(pool: WorkerPool) -> None:
     plain = TrainSection(reduction="overlapped", bucket_mb=0.3)
     packed = TrainSection(reduction="overlapped", bucket_mb=0.3, gradient_compression="bf16")
     fp32, bf16 = (pool.run(2, exchange, 2, train) for train in (plain, packed))
@@ -157,9 +160,9 @@ def group_of(rank: int, store: Path, device: str, backend: str) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is asked for is told by what fails without a GPU")
-def test_the_backend_is_the_one_that_is_asked_for(pool: Pool) -> None:
+def test_the_backend_is_the_one_that_is_asked_for(pool: WorkerPool) -> None:
     for backend in ("auto", "nccl"):
-        [outcome] = pool.outcomes(1, group_of, "cuda:0", backend)
+        [outcome] = pool.call(1, group_of, "cuda:0", backend)
         assert "device_id cuda:0" in str(outcome.error)
     for device, backend in (("cpu", "auto"), ("cpu", "gloo"), ("cuda", "gloo")):
         assert pool.run(1, group_of, device, backend) == ["gloo"], (device, backend)
@@ -184,7 +187,7 @@ def formed_after_a_failure(rank: int, store: Path, port: int) -> float:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the failure is that there is no GPU")
-def test_a_rank_that_failed_to_form_a_group_meets_the_others_in_the_next(pool: Pool) -> None:
+def test_a_rank_that_failed_to_form_a_group_meets_the_others_in_the_next(pool: WorkerPool) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert pool.run(2, formed_after_a_failure, server.port) == [3.0, 3.0]
 
@@ -222,7 +225,7 @@ def bystanders_of_an_abort(rank: int, store: Path, port: int) -> list[bytes]:
     return [theirs.recv(5) for _, theirs in pairs]
 
 
-def test_an_abort_while_a_group_forms_breaks_nothing_else(pool: Pool) -> None:
+def test_an_abort_while_a_group_forms_breaks_nothing_else(pool: WorkerPool) -> None:
     """Other connections of a worker are Ray's."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert pool.run(1, bystanders_of_an_abort, server.port) == [[b"hello", b"hello"]]
@@ -276,7 +279,9 @@ def bystander_of_a_group(
 
 
 @pytest.mark.parametrize(("size", "aborts"), [(2, (0,)), (3, (0, 1, 2))], ids=["by who is missing", "by all"])
-def test_an_abort_frees_those_who_wait_and_breaks_nothing_else(pool: Pool, size: int, aborts: tuple[int, ...]) -> None:
+def test_an_abort_frees_those_who_wait_and_breaks_nothing_else(
+    pool: WorkerPool, size: int, aborts: tuple[int, ...]
+) -> None:
     """Not the connections either that came while the group formed."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     expected = [(b"hello", [] if rank == 0 else ["lost"]) for rank in range(size)]

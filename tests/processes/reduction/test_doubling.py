@@ -12,9 +12,10 @@ from ray_app.errors import PeerLostError
 from ray_app.reduction import transport
 from ray_app.reduction.base import World
 from ray_app.runlog.journal import StepRecord
+from ray_app.testing import WorkerPool
 from ray_app.train.checkpointing.step_log import gather_records
 from ray_app.train.step.step_stats import ReplicaStats, StepResult, StepStats
-from tests.support.local_world import LocalMembership, Pool
+from tests.support.local_world import LocalMembership
 
 
 def _rows(world: World) -> list[ReplicaStats]:
@@ -36,7 +37,7 @@ def _tables(rank: int, store: Path, size: int) -> tuple[StepResult, StepResult]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_table_is_that_of_the_ring(pool: Pool, size: int) -> None:
+def test_the_table_is_that_of_the_ring(pool: WorkerPool, size: int) -> None:
     found = pool.run(size, _tables, size)
     assert all(pair == found[0] for pair in found)
     assert found[0][0] == found[0][1]
@@ -58,7 +59,7 @@ def _leave(rank: int, store: Path, size: int) -> str:
         transport.MAX_RING_RANKS = 16
 
 
-def test_who_waits_for_one_that_left_is_set_free(pool: Pool) -> None:
+def test_who_waits_for_one_that_left_is_set_free(pool: WorkerPool) -> None:
     assert pool.run(3, _leave, 3) == ["PeerLostError", "InterruptedError", "PeerLostError"]
 
 
@@ -70,7 +71,7 @@ def _share(rank: int, store: Path, size: int) -> list[StepRecord]:
         return list(gather_records(kept, world).values())
 
 
-def test_all_have_all_records_afterwards_and_their_own_where_they_had_one(pool: Pool) -> None:
+def test_all_have_all_records_afterwards_and_their_own_where_they_had_one(pool: WorkerPool) -> None:
     found = pool.run(3, _share, 3)
     assert [[(r.step, r.step_ms) for r in records] for records in found] == [
         [(1, 1.0), (2, 0.0), (3, 0.0), (4, 1.0)],

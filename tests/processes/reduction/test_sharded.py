@@ -27,24 +27,13 @@ from ray_app.reduction.base import World
 from ray_app.runlog.journal import MetricsReader, read_events
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification
+from ray_app.testing import DieAfter, KilledError, TrainedRun, WorkerPool, cache_windows, read_trained_run
 from ray_app.train import process_group
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import (
-    CPU,
-    DieAfter,
-    KilledError,
-    LocalMembership,
-    OwnStep,
-    Pool,
-    TinyImages,
-    Trained,
-    cached,
-    feed_of,
-    result_of,
-)
+from tests.support.local_world import CPU, LocalMembership, OwnStep, TinyImages, feed_of
 from tests.support.sharded import ONE_CYCLE, Units, assert_bits, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
@@ -55,7 +44,7 @@ class OwnUnits(OwnStep, Units):
     """Both."""
 
 
-def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-3) -> None:
+def assert_close(found: TrainedRun, expected: TrainedRun, tolerance: float = 1e-3) -> None:
     """The same rows in every step, and nearly the same losses and values."""
     assert [step[4:] for step in found.steps] == [step[4:] for step in expected.steps]
     assert [step[1] for step in found.steps] == pytest.approx([step[1] for step in expected.steps], abs=tolerance)
@@ -67,21 +56,21 @@ def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-3) -> 
 
 @pytest.mark.rest
 def test_overlapped_values_are_close_to_ddp_on_any_workers_and_after_a_resume(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     fields = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
     job = fsdp_job(tmp_path / "run", data, **fields, train__reduction="overlapped")
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cached)
+    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
     for size in (1, 2, 3):
-        found = pool.trained(job, size, cached)
+        found = pool.train_new_run(job, size, cache_windows)
         assert_close(found, plain)
-    again = pool.trained(job, 3, cached)
-    assert again.bits == found.bits, "the same number of workers gives the same bits"
-    pool.train(job, 3, Hooks(after_step=DieAfter(6)), cached)
-    at_six = result_of(job)
+    again = pool.train_new_run(job, 3, cache_windows)
+    assert again.digests == found.digests, "the same number of workers gives the same bits"
+    pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
+    at_six = read_trained_run(job)
     assert at_six.commit.step == 6
-    pool.run_job(job, 2, cached)
-    assert_close(result_of(job), plain)
+    pool.train_to_end(job, 2, cache_windows)
+    assert_close(read_trained_run(job), plain)
 
     state = TrainingState(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields).config, job.task, CPU, job.total_steps
@@ -95,21 +84,23 @@ def test_overlapped_values_are_close_to_ddp_on_any_workers_and_after_a_resume(
 
 
 @pytest.mark.rest
-def test_adam_and_whole_layers_and_half_precision(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_adam_and_whole_layers_and_half_precision(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}}, "train__max_steps": 9}
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cached)
-    assert_bits(pool.trained(fsdp_job(tmp_path / "run", data, Units(own=False), **fields), 2, cached), plain)
-    half = pool.trained(fsdp_job(tmp_path / "half", data, train__precision="bf16", **fields), 3, cached)
+    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
+    assert_bits(
+        pool.train_new_run(fsdp_job(tmp_path / "run", data, Units(own=False), **fields), 2, cache_windows), plain
+    )
+    half = pool.train_new_run(fsdp_job(tmp_path / "half", data, train__precision="bf16", **fields), 3, cache_windows)
     assert {v.dtype for name, v in half.snapshot.model.items() if "num_batches" not in name} == {torch.float32}
     assert_close(half, plain, 2e-2)
     assert half.commit.params_digest != plain.commit.params_digest
 
 
-def test_a_tasks_own_step(pool: Pool, data: Path, tmp_path: Path) -> None:
-    plain = pool.trained(
-        fsdp_job(tmp_path / "plain", data, OwnUnits(), train__strategy="ddp", train__max_steps=9), 2, cached
+def test_a_tasks_own_step(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    plain = pool.train_new_run(
+        fsdp_job(tmp_path / "plain", data, OwnUnits(), train__strategy="ddp", train__max_steps=9), 2, cache_windows
     )
-    found = pool.trained(fsdp_job(tmp_path / "run", data, OwnUnits(), train__max_steps=9), 3, cached)
+    found = pool.train_new_run(fsdp_job(tmp_path / "run", data, OwnUnits(), train__max_steps=9), 3, cache_windows)
     assert_bits(found, plain)
     assert (
         max(float(v.abs().max()) for name, v in found.snapshot.model.items() if name.endswith("weight")) <= 0.2 + 1e-6
@@ -117,10 +108,10 @@ def test_a_tasks_own_step(pool: Pool, data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int) -> None:
+def test_a_lost_worker(pool: WorkerPool, data: Path, tmp_path: Path, lost: int) -> None:
     """Shards are lost with their worker; the other has the whole copy of the last snapshot, and no storage is read."""
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
     outcomes = train_shifting(pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
     assert kill.proof.exists()
@@ -129,31 +120,31 @@ def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int) -> Non
     assert [sizes[step] for step in range(9, 19)] == [{1}] * 10
     assert all(1 in sizes[step] for step in (7, 8)), "redone"
     assert not any(1 in sizes[step] for step in range(1, 7))
-    assert_bits(result_of(job), plain)
+    assert_bits(read_trained_run(job), plain)
 
 
 @pytest.mark.rest
-def test_a_restart_after_a_worker_was_killed(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_restart_after_a_worker_was_killed(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer
     workers.
     """
     job = fsdp_job(tmp_path / "run", data)
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cached)
+    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(8, killed=0)), cache_windows)
     assert isinstance(outcomes[0].error, KilledError)
     assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
-    assert result_of(job).commit.step == 6
-    pool.run_job(job, 2, cached)
+    assert read_trained_run(job).commit.step == 6
+    pool.train_to_end(job, 2, cache_windows)
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
-    assert_bits(result_of(job), plain)
+    assert_bits(read_trained_run(job), plain)
 
 
-def test_workers_leave_and_join_as_planned(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_workers_leave_and_join_as_planned(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None)
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     outcomes = train_shifting(pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
     assert [o.trace for o in outcomes] == [""] * 4
-    found = result_of(job)
+    found = read_trained_run(job)
     assert [set(workers) for workers in found.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "no step is done again"
     assert_bits(found, plain)
 
@@ -167,7 +158,7 @@ def after_a_step(rank: int, store: Path, job: Job, size: int, device: torch.devi
     with LocalMembership(world, store).generation(-1, False), state.bind(world) as world:
         state.share(world, lambda: state.initialize(None))
         step = build_step(job, state, world, device, lambda phase: None)
-        feed = Feed(job.plan, lambda cursor, played: cached(job, cursor, played), device)
+        feed = Feed(job.plan, lambda cursor, played: cache_windows(job, cursor, played), device)
         feed.seek(Cursor(), world.assigned)
         step.run(Cursor.at(0, 9), feed.next(), 12, Flags(0))
         yield state
@@ -193,7 +184,7 @@ def held_bytes(rank: int, store: Path, job: Job, size: int) -> dict[str, int]:
         return {kind: sum(v.nbytes for v in values) for kind, values in held.items()}
 
 
-def test_each_worker_holds_its_share(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_each_worker_holds_its_share(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
     [whole] = pool.run(1, held_bytes, fsdp_job(tmp_path / "plain", data, train__strategy="ddp", optimizer=adam), 1)
     shares = pool.run(4, held_bytes, fsdp_job(tmp_path / "run", data, optimizer=adam), 4)
@@ -220,22 +211,26 @@ def test_offloaded_shards_are_in_host_memory_and_the_device_computes(data: Path,
                 torch.testing.assert_close(value, expected, rtol=1e-2, atol=1e-3)
 
 
-def test_a_nan_is_refused_by_all_and_its_rows_are_named(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_nan_is_refused_by_all_and_its_rows_are_named(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = fsdp_job(tmp_path / "run", data, TinyImages(bad=(5,)))
-    outcomes = pool.train(job, 3, Hooks(), cached)
+    outcomes = pool.train(job, 3, Hooks(), cache_windows)
     for outcome in outcomes:
         assert isinstance(outcome.error, NonFiniteError)
         assert "rows at manifest positions" in str(outcome.error)
         assert str(outcome.error) == str(outcomes[0].error)
-    outcomes = pool.train(fsdp_job(tmp_path / "gradient", data, TinyImages(bad=(5,), bad_value=0)), 3, Hooks(), cached)
-    assert all("whose is not known" in str(outcome.error) for outcome in outcomes)
+    outcomes = pool.train(
+        fsdp_job(tmp_path / "gradient", data, TinyImages(bad=(5,), bad_value=0)), 3, Hooks(), cache_windows
+    )
+    assert all("so that the logical worker is not known" in str(outcome.error) for outcome in outcomes)
 
 
 @pytest.mark.rest
-def test_what_uses_no_parameter_and_what_is_frozen(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_what_uses_no_parameter_and_what_is_frozen(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     for variant in ("unused", "frozen"):
-        plain = pool.trained(fsdp_job(tmp_path / "a", data, TinyImages(variant), train__strategy="ddp"), 2, cached)
-        assert_bits(pool.trained(fsdp_job(tmp_path / "b", data, TinyImages(variant)), 3, cached), plain)
+        plain = pool.train_new_run(
+            fsdp_job(tmp_path / "a", data, TinyImages(variant), train__strategy="ddp"), 2, cache_windows
+        )
+        assert_bits(pool.train_new_run(fsdp_job(tmp_path / "b", data, TinyImages(variant)), 3, cache_windows), plain)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +317,7 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
         ):
             for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
                 patch.setattr(dist, name, noting(name, getattr(dist, name)))
-            feed = feed_of(job.plan, cursor, world.assigned, cached(job, cursor, world.assigned))
+            feed = feed_of(job.plan, cursor, world.assigned, cache_windows(job, cursor, world.assigned))
             step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
     return held
 
@@ -331,7 +326,7 @@ def exchanges_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bool]
     ("reduction", "scatters"), [("exact", "all_to_all_single"), ("overlapped", "reduce_scatter_single")]
 )
 def test_an_abort_waits_for_the_exchanges_that_fsdp_begins(
-    pool: Pool, data: Path, tmp_path: Path, reduction: str, scatters: str
+    pool: WorkerPool, data: Path, tmp_path: Path, reduction: str, scatters: str
 ) -> None:
     job = fsdp_job(tmp_path / "run", data, train__reduction=reduction)
     assert pool.run(2, exchanges_of_a_step, job) == [{"all_gather_single": {True}, scatters: {True}}] * 2

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
-from tests.support.local_world import CLASSES, DieAfter, Pool, TinyImages, cached, make_job, result_of, streamed
+from tests.support.local_world import CLASSES, TinyImages, make_job
 from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bits, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
@@ -28,26 +29,28 @@ def optimizer(name: str, **args: Any) -> dict[str, Any]:
 
 
 def assert_those_of_ddp(
-    pool: Pool, folder: Path, data: Path, sizes: tuple[int, ...], task: Any = None, **fields: Any
+    pool: WorkerPool, folder: Path, data: Path, sizes: tuple[int, ...], task: Any = None, **fields: Any
 ) -> None:
-    plain = pool.trained(fsdp_job(folder / "plain", data, task, train__strategy="ddp", **fields), 2, cached)
+    plain = pool.train_new_run(
+        fsdp_job(folder / "plain", data, task, train__strategy="ddp", **fields), 2, cache_windows
+    )
     for size in sizes:
-        assert_bits(pool.trained(fsdp_job(folder / "run", data, task, **fields), size, cached), plain)
+        assert_bits(pool.train_new_run(fsdp_job(folder / "run", data, task, **fields), size, cache_windows), plain)
 
 
 @pytest.mark.parametrize("fields", [{}, pytest.param(AVERAGED, marks=pytest.mark.rest)])
 def test_on_any_number_of_workers_and_across_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]
+    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     """Shapes that no number divides; the last step of an epoch has a row for one logical worker."""
     job = fsdp_job(tmp_path / "run", data, **fields)
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cached)
+    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
     for size in (1, 3, 4):
-        assert_bits(pool.trained(job, size, cached), plain)
-    pool.train(job, 3, Hooks(after_step=DieAfter(6)), cached)
-    assert result_of(job).commit.step == 6
-    pool.run_job(job, 2, streamed)
-    assert_bits(result_of(job), plain)
+        assert_bits(pool.train_new_run(job, size, cache_windows), plain)
+    pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
+    assert read_trained_run(job).commit.step == 6
+    pool.train_to_end(job, 2, stream_windows)
+    assert_bits(read_trained_run(job), plain)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,7 @@ def test_on_any_number_of_workers_and_across_a_resume(
     ],
 )
 def test_with_optimizers_that_treat_each_value_on_its_own(
-    pool: Pool, data: Path, tmp_path: Path, chosen: dict[str, Any]
+    pool: WorkerPool, data: Path, tmp_path: Path, chosen: dict[str, Any]
 ) -> None:
     assert_those_of_ddp(pool, tmp_path, data, (3,), optimizer=chosen, train__epochs=1, train__grad_clip_norm=0.5)
 
@@ -128,18 +131,18 @@ class Odd(TinyImages):
 
 
 @pytest.mark.rest
-def test_of_an_odd_model(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_of_an_odd_model(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     assert_those_of_ddp(pool, tmp_path, data, (1, 2, 3, 4), Odd(), train__epochs=1)
 
 
 @pytest.mark.rest
-def test_of_checkpointed_activations(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_of_checkpointed_activations(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     assert_those_of_ddp(pool, tmp_path, data, (1, 3), Odd(reentrant=False), train__epochs=1)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_that_come_in_parts_are_refused(pool: Pool, data: Path, tmp_path: Path, size: int) -> None:
-    outcomes = pool.train(fsdp_job(tmp_path / "run", data, Odd(reentrant=True)), size, Hooks(), cached)
+def test_gradients_that_come_in_parts_are_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
+    outcomes = pool.train(fsdp_job(tmp_path / "run", data, Odd(reentrant=True)), size, Hooks(), cache_windows)
     for outcome in outcomes:
         assert isinstance(outcome.error, ConfigError), outcome.trace
         assert "came in several parts" in str(outcome.error)
@@ -147,33 +150,35 @@ def test_gradients_that_come_in_parts_are_refused(pool: Pool, data: Path, tmp_pa
 
 @pytest.mark.parametrize("logical_workers", [1, 6])
 @pytest.mark.rest
-def test_of_other_numbers_of_logical_workers(pool: Pool, data: Path, tmp_path: Path, logical_workers: int) -> None:
+def test_of_other_numbers_of_logical_workers(
+    pool: WorkerPool, data: Path, tmp_path: Path, logical_workers: int
+) -> None:
     def job(strategy: str) -> Job:
         fields = {"train__strategy": strategy, "optimizer": SGD, "train__grad_clip_norm": 0.5}
         return make_job(tmp_path / strategy, data, logical_workers=logical_workers, batch=12, task=Units(), **fields)
 
-    plain = pool.trained(job("ddp"), 1, cached)
+    plain = pool.train_new_run(job("ddp"), 1, cache_windows)
     for size in range(1, min(logical_workers, 4) + 1):
-        assert_bits(pool.trained(job("fsdp"), size, cached), plain)
+        assert_bits(pool.train_new_run(job("fsdp"), size, cache_windows), plain)
 
 
 @pytest.mark.rest
-def test_half_precision_on_any_number_of_workers(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_half_precision_on_any_number_of_workers(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Not the bits of `ddp`, whose autocast rounds elsewhere."""
     job = fsdp_job(tmp_path / "run", data, train__precision="bf16", train__epochs=1, train__grad_clip_norm=0.5)
-    first = pool.trained(job, 1, cached)
+    first = pool.train_new_run(job, 1, cache_windows)
     for size in (2, 3, 4):
-        assert_bits(pool.trained(job, size, cached), first)
+        assert_bits(pool.train_new_run(job, size, cache_windows), first)
 
 
 @pytest.mark.rest
-def test_whoever_is_killed_or_comes(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_whoever_is_killed_or_comes(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
-    plain = pool.trained(
-        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", checkpoint__every_steps=None), 2, cached
+    plain = pool.train_new_run(
+        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", checkpoint__every_steps=None), 2, cache_windows
     )
     kill = KillOnce(tmp_path / "killed", step=8, rank=1)
-    train_shifting(pool, job, [[0, 1, 2], [0, 2], [0, 2, 3]], [0, 4], Hooks(after_step=kill), streamed)
+    train_shifting(pool, job, [[0, 1, 2], [0, 2], [0, 2, 3]], [0, 4], Hooks(after_step=kill), stream_windows)
     assert kill.proof.exists()
-    assert [sizes[-1] for sizes in result_of(job).workers] == [3] * 6 + [2] * 4 + [3] * 8
-    assert_bits(result_of(job), plain)
+    assert [sizes[-1] for sizes in read_trained_run(job).workers] == [3] * 6 + [2] * 4 + [3] * 8
+    assert_bits(read_trained_run(job), plain)

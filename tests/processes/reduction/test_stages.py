@@ -17,8 +17,9 @@ from ray_app.reduction import transport
 from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.transport import P2PWork, start_send
+from ray_app.testing import WorkerPool
 from tests.support.device_group import BACKEND
-from tests.support.local_world import LocalMembership, Pool
+from tests.support.local_world import LocalMembership
 
 SEND, GATHER = "all_to_all_single", "all_gather_into_tensor"
 
@@ -101,7 +102,7 @@ def summed_on(
 @pytest.mark.parametrize("backend", ["gloo", BACKEND])
 @pytest.mark.parametrize("logical_workers", [4, 7])
 def test_hosts_add_among_themselves_first_and_the_bits_are_the_same(
-    pool: Pool, logical_workers: int, backend: str
+    pool: WorkerPool, logical_workers: int, backend: str
 ) -> None:
     plain, staged = (pool.run(4, summed_on, tuple(hosts), logical_workers, backend) for hosts in ("abcd", "aabb"))
     if backend == "gloo":
@@ -119,7 +120,7 @@ def test_hosts_add_among_themselves_first_and_the_bits_are_the_same(
         assert all(torch.equal(a, b) for a, b in zip(rank.found, alone.found, strict=True))
 
 
-def test_what_a_device_exchanges_of_a_bucket_comes_back_before_the_last_is_sent(pool: Pool) -> None:
+def test_what_a_device_exchanges_of_a_bucket_comes_back_before_the_last_is_sent(pool: WorkerPool) -> None:
     """Where waiting for it keeps only a stream waiting; for a host see `test_transport.py`."""
     for rank in pool.run(2, summed_on, ("a", "b"), 4, BACKEND):
         assert [name for name, _ in rank.order] == [SEND, *[SEND, GATHER] * 3, GATHER]
@@ -131,7 +132,7 @@ def test_what_a_device_exchanges_of_a_bucket_comes_back_before_the_last_is_sent(
     ids=["exact", "overlapped"],
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abc"])
-def test_an_exchange_on_a_device_makes_its_memory_once(pool: Pool, hosts: str, train: TrainSection) -> None:
+def test_an_exchange_on_a_device_makes_its_memory_once(pool: WorkerPool, hosts: str, train: TrainSection) -> None:
     for rank in pool.run(len(hosts), summed_on, tuple(hosts), 7, BACKEND, train):
         assert "copy_" in rank.made or "cat.out" in rank.made, "what is counted is what is done"
         assert not rank.made & {

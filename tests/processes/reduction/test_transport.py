@@ -22,10 +22,11 @@ from ray_app.errors import PeerLostError
 from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.transport import receive, send
+from ray_app.testing import WorkerPool
 from ray_app.train import process_group
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup
-from tests.support.local_world import LocalMembership, Pool
+from tests.support.local_world import LocalMembership
 from tests.support.waiting import until
 
 CPU = torch.device("cpu")
@@ -110,7 +111,7 @@ def gathered_beside(rank: int, store: Path, size: int, hosts: tuple[str, ...], w
     ids=["both wait", "one waits", "uneven", "two stages"],
 )
 def test_sums_are_there_while_backward_is_not_done(
-    pool: Pool, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]
+    pool: WorkerPool, size: int, hosts: tuple[str, ...], waits: tuple[int, ...]
 ) -> None:
     """So the ranks come to the buckets in different orders, where not all of them wait."""
     found = pool.run(size, gathered_beside, size, hosts, waits)
@@ -133,7 +134,7 @@ def late_in_forward(rank: int, store: Path, size: int) -> None:
         dist.barrier()
 
 
-def test_nobody_waits_in_backward_for_a_rank_that_is_late(pool: Pool) -> None:
+def test_nobody_waits_in_backward_for_a_rank_that_is_late(pool: WorkerPool) -> None:
     """It would count as computing: whoever looks for the rank that holds up all, or hangs, would find every one."""
     pool.run(3, late_in_forward, 3)
 
@@ -159,7 +160,7 @@ def empty_among_them(rank: int, store: Path, size: int) -> list[Tensor]:
         return gradients
 
 
-def test_parameters_of_no_size_travel_too(pool: Pool) -> None:
+def test_parameters_of_no_size_travel_too(pool: WorkerPool) -> None:
     """Also from a rank that holds two nodes of the tree, as one of two does of three."""
     [alone] = pool.run(1, empty_among_them, 1)
     assert len(alone) == 6
@@ -219,7 +220,7 @@ def lost_beside(rank: int, store: Path, port: int) -> list[str]:
     return [str(told.value)]
 
 
-def test_who_waits_for_a_lost_rank_in_a_thread_is_told_and_leaves_no_thread(pool: Pool) -> None:
+def test_who_waits_for_a_lost_rank_in_a_thread_is_told_and_leaves_no_thread(pool: WorkerPool) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     [said], none = pool.run(2, lost_beside, server.port)
     assert "a collective failed" in said
@@ -245,7 +246,7 @@ def late(rank: int, store: Path, port: int) -> float:
         group.close()
 
 
-def test_a_rank_that_is_later_than_a_group_may_form_is_waited_for(pool: Pool) -> None:
+def test_a_rank_that_is_later_than_a_group_may_form_is_waited_for(pool: WorkerPool) -> None:
     """PyTorch's own receive gives up: "Timed out waiting 2000ms for recv operation to complete"."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert pool.run(2, late, server.port) == [2.0, 2.0]

@@ -218,16 +218,16 @@ def test_another_machines_lease_is_watched(
 ) -> None:
     """It is renewed, or released, after the first look."""
     put_lease(paths, time.time() + clock_s, life_s=3.0)
-    look = LeaseWatch.look
+    poll = LeaseWatch.poll
 
-    def look_and_renew(observer: LeaseWatch) -> str:
-        seen.append(look(observer))
+    def poll_and_renew(observer: LeaseWatch) -> str:
+        seen.append(poll(observer))
         if len(seen) == 1:
             put_lease(paths, time.time() + clock_s + 0.3, released, 3.0)
         return seen[-1]
 
     seen: list[str] = []
-    monkeypatch.setattr(LeaseWatch, "look", look_and_renew)
+    monkeypatch.setattr(LeaseWatch, "poll", poll_and_renew)
     if released:
         acquire_lease(paths).release()
     else:

@@ -20,8 +20,9 @@ from ray_app.models.export import load_model, write_export
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Ragged, to_batch
+from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
-from tests.support.local_world import CPU, DieAfter, KilledError, Pool, cached, make_job, result_of
+from tests.support.local_world import CPU, make_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 WORDS, ROWS = 50, 44
@@ -56,50 +57,58 @@ def job_of(folder: Path, data: Path, task: CausalLanguageModel | None = None, **
 @pytest.mark.rest
 @pytest.mark.parametrize(("how", "precision"), [({}, "fp32"), ({"gradient_checkpointing": True, "lora": LORA}, "bf16")])
 def test_the_same_bits_for_every_number_of_workers_a_kill_and_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, how: dict[str, Any], precision: str
+    pool: WorkerPool, data: Path, tmp_path: Path, how: dict[str, Any], precision: str
 ) -> None:
     job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), **how), train__precision=precision)
-    first = pool.trained(job, 1, cached)
+    first = pool.train_new_run(job, 1, cache_windows)
     for size in (2, 4):
-        found = pool.trained(job, size, cached)
-        assert (found.bits, found.steps) == (first.bits, first.steps)
+        found = pool.train_new_run(job, size, cache_windows)
+        assert (found.digests, found.steps) == (first.digests, first.steps)
     assert how or first.steps[-1][1] < first.steps[0][1], "it learns"
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(5)), cached)
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)
     assert all(isinstance(o.error, KilledError) for o in outcomes)
-    assert result_of(job).commit.step == 3, "in the middle of an epoch"
-    pool.run_job(job, 2, cached)
-    assert result_of(job).bits == first.bits
+    assert read_trained_run(job).commit.step == 3, "in the middle of an epoch"
+    pool.train_to_end(job, 2, cache_windows)
+    assert read_trained_run(job).digests == first.digests
     kill = KillOnce(tmp_path / "killed", step=5, rank=0)
     lost = job_of(tmp_path / "lost", data, CausalLanguageModel(spec(), **how), train__precision=precision)
     outcomes = train_shifting(pool, lost, [[0, 1], [1]], [], Hooks(after_step=kill))
     assert kill.proof.exists()
     assert outcomes[1].trace == ""
-    assert result_of(lost).bits == first.bits
+    assert read_trained_run(lost).digests == first.digests
 
 
 @pytest.mark.rest
-def test_adapters_alone_are_trained(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_adapters_alone_are_trained(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), lora=LORA), checkpoint__every_steps=1)
-    pool.run_job(job, 1, cached)
-    last = result_of(job).snapshot.model
-    pool.run_job(
-        begun := job_of(tmp_path / "begun", data, CausalLanguageModel(spec(), lora=LORA), train__max_steps=1), 1, cached
+    pool.train_to_end(job, 1, cache_windows)
+    last = read_trained_run(job).snapshot.model
+    pool.train_to_end(
+        begun := job_of(tmp_path / "begun", data, CausalLanguageModel(spec(), lora=LORA), train__max_steps=1),
+        1,
+        cache_windows,
     )
-    moved = {name for name, value in result_of(begun).snapshot.model.items() if not torch.equal(value, last[name])}
+    moved = {
+        name for name, value in read_trained_run(begun).snapshot.model.items() if not torch.equal(value, last[name])
+    }
     assert moved
     assert moved == {name for name in last if ".lora_" in name}
-    assert len(result_of(job).snapshot.optimizer["state"]) == len(moved)
+    assert len(read_trained_run(job).snapshot.optimizer["state"]) == len(moved)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("how", [{}, {"gradient_checkpointing": True, "lora": LORA}])
-def test_sharded_by_blocks_it_has_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path, how: dict[str, Any]) -> None:
+def test_sharded_by_blocks_it_has_the_bits_of_ddp(
+    pool: WorkerPool, data: Path, tmp_path: Path, how: dict[str, Any]
+) -> None:
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
     task = CausalLanguageModel(spec(), **how)
-    plain = pool.trained(job_of(tmp_path / "plain", data, task, optimizer=sgd), 2, cached)
-    found = pool.trained(job_of(tmp_path / "run", data, task, optimizer=sgd, train__strategy="fsdp"), 2, cached)
+    plain = pool.train_new_run(job_of(tmp_path / "plain", data, task, optimizer=sgd), 2, cache_windows)
+    found = pool.train_new_run(
+        job_of(tmp_path / "run", data, task, optimizer=sgd, train__strategy="fsdp"), 2, cache_windows
+    )
     assert found.steps == plain.steps
-    assert found.bits == plain.bits
+    assert found.digests == plain.digests
 
 
 def test_the_units_of_shards_are_the_blocks() -> None:

@@ -21,8 +21,9 @@ from ray_app.preflight.prepare import prepare
 from ray_app.runlog.journal import read_events
 from ray_app.task.lightning import LightningTask
 from ray_app.task.metrics import combine, score
+from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
-from tests.support.local_world import CPU, DieAfter, KilledError, Pool, cached, make_job, result_of, write_images
+from tests.support.local_world import CPU, make_job, write_images
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
@@ -47,27 +48,29 @@ def job_of(folder: Path, data: Path, task: LightningTask, **fields: Any) -> Job:
 
 
 def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "one", data, task_of(), checkpoint__every_epochs=None, checkpoint__every_steps=3)
-    one, two = pool.trained(job, 1), pool.trained(job, 2)
-    assert (two.bits, two.steps) == (one.bits, one.steps)
+    one, two = pool.train_new_run(job, 1), pool.train_new_run(job, 2)
+    assert (two.digests, two.steps) == (one.digests, one.steps)
     assert one.snapshot.optimizer["param_groups"][0]["momentum"] == 0.9
     assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the module's schedule moves after every step"
 
     killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cached)
+    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
     assert any(isinstance(each.error, KilledError) for each in ended), "the fault did not happen"
-    pool.run_job(replace(killed, fence=2), 1)
+    pool.train_to_end(replace(killed, fence=2), 1)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert job.plan.steps_per_epoch == 9
-    assert (result_of(killed).bits, result_of(killed).steps) == (one.bits, one.steps)
+    assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
 
 
-def test_what_a_step_logs_is_the_mean_over_the_rows_of_all_workers(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_what_a_step_logs_is_the_mean_over_the_rows_of_all_workers(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     job = job_of(tmp_path / "run", data, task_of(), train__max_steps=9)
-    pool.run_job(job, 3)
-    steps = result_of(job).steps
+    pool.train_to_end(job, 3)
+    steps = read_trained_run(job).steps
     logged, rows = [dict(step[-1]) for step in steps], [sum(step[4]) for step in steps]
     assert [set(each) for each in logged] == [{"train.accuracy"}] * 9
     assert rows == [12] * 8 + [1]
@@ -76,20 +79,22 @@ def test_what_a_step_logs_is_the_mean_over_the_rows_of_all_workers(pool: Pool, d
     assert 0 < sum(right) < sum(rows)
 
 
-def test_the_optimizer_of_the_configuration_goes_before_the_modules(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_the_optimizer_of_the_configuration_goes_before_the_modules(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
-    trained = pool.trained(job_of(tmp_path / "run", data, task_of(), train__epochs=1, **adam), 2)
+    trained = pool.train_new_run(job_of(tmp_path / "run", data, task_of(), train__epochs=1, **adam), 2)
     assert "betas" in trained.snapshot.optimizer["param_groups"][0]
     assert [step[2] for step in trained.steps] == [0.01] * 9
 
 
 def test_a_module_without_lightning_trains_by_the_optimizer_of_the_configuration(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     adam = {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
     assert not task_of("Unvalidated").has_own_optimizer
     job = job_of(tmp_path / "run", data, task_of("Unvalidated"), train__epochs=1, **adam)
-    assert pool.trained(job, 1).bits == pool.trained(job, 3).bits
+    assert pool.train_new_run(job, 1).digests == pool.train_new_run(job, 3).digests
 
 
 def test_an_evaluation_is_the_mean_over_rows_of_what_is_logged(data: Path, tmp_path: Path) -> None:
@@ -162,10 +167,10 @@ def test_a_mean_metric_as_the_loss_is_the_mean_over_its_weights(data: Path, tmp_
         assert found == pytest.approx({"loss": expected, "val_loss": expected}, rel=1e-6)
 
 
-def test_a_metric_logged_in_training_is_that_of_the_micro_batches(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_metric_logged_in_training_is_that_of_the_micro_batches(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, task_of(does="logs an object"), train__max_steps=2)
-    pool.run_job(job, 2)
-    for step in result_of(job).steps:
+    pool.train_to_end(job, 2)
+    for step in read_trained_run(job).steps:
         logged = dict(step[-1])
         assert logged["train.object"] == pytest.approx(logged["train.accuracy"])
 

@@ -16,8 +16,9 @@ from ray_app import load_config
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
 from ray_app.task.module import ModuleTask
+from ray_app.testing import WorkerPool, cache_windows
 from ray_app.train.job import Job
-from tests.support.local_world import Pool, cached, make_job
+from tests.support.local_world import make_job
 from tests.support.pictures import table_data
 
 LABELS, ROWS = 3, 48
@@ -74,13 +75,13 @@ def job_of(folder: Path, data: dict[str, Any], weights: Path, **fields: Any) -> 
 
 
 def test_a_run_begins_with_the_weights_of_the_folder(
-    pool: Pool, tmp_path: Path, data: dict[str, Any], weights: Path
+    pool: WorkerPool, tmp_path: Path, data: dict[str, Any], weights: Path
 ) -> None:
     from safetensors.torch import load_file
 
     stored = load_file(weights / "model.safetensors")
-    kept = pool.trained(
-        job_of(tmp_path / "still", data, weights, train__epochs=1, optimizer=STILL), 2, cached
+    kept = pool.train_new_run(
+        job_of(tmp_path / "still", data, weights, train__epochs=1, optimizer=STILL), 2, cache_windows
     ).snapshot.model
     trained = {name: values for name, values in kept.items() if name in stored}
     assert trained.keys() == stored.keys()
@@ -88,11 +89,11 @@ def test_a_run_begins_with_the_weights_of_the_folder(
 
 
 def test_it_trains_to_the_same_bits_on_one_worker_and_on_two(
-    pool: Pool, tmp_path: Path, data: dict[str, Any], weights: Path
+    pool: WorkerPool, tmp_path: Path, data: dict[str, Any], weights: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, weights, train__epochs=6)
-    alone, two = pool.trained(job, 1, cached), pool.trained(job, 2, cached)
-    assert (two.bits, two.steps) == (alone.bits, alone.steps)
+    alone, two = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 2, cache_windows)
+    assert (two.digests, two.steps) == (alone.digests, alone.steps)
     assert alone.steps[-1][1] < alone.steps[0][1], "it learns"
 
 

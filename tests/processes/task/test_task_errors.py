@@ -11,10 +11,11 @@ from torch import Tensor
 from ray_app.driver.single import train_in_process
 from ray_app.errors import TaskError
 from ray_app.task.base import Batch
+from ray_app.testing import WorkerPool
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import SingleProcessMembership
 from tests.support import server_world
-from tests.support.local_world import Pool, TinyImages, make_job, write_images
+from tests.support.local_world import TinyImages, make_job, write_images
 
 
 class Raising(TinyImages):
@@ -26,7 +27,7 @@ class Raising(TinyImages):
         return super().loss(outputs, batch)
 
 
-def raised(pool: Pool, job: Job) -> TaskError:
+def raised(pool: WorkerPool, job: Job) -> TaskError:
     """What a run of a strategy ends with: on two workers, in this process, or on a parameter server."""
     strategy = job.config.train.strategy
     if strategy == "single":
@@ -42,7 +43,7 @@ def raised(pool: Pool, job: Job) -> TaskError:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "fsdp", "central_storage", "single", "parameter_server"])
-def test_a_step_tells_rank_logical_worker_step_and_rows(pool: Pool, tmp_path: Path, strategy: str) -> None:
+def test_a_step_tells_rank_logical_worker_step_and_rows(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
     data = write_images(tmp_path / "data", [[20, 12], [16]])
     job = make_job(
         tmp_path / "run", data, logical_workers=4, batch=16, task=Raising(bad=(25,)), train__strategy=strategy

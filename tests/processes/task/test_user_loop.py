@@ -17,9 +17,10 @@ from ray_app.preflight.changes import read_code_versions
 from ray_app.preflight.prepare import prepare
 from ray_app.runlog.journal import read_events
 from ray_app.task.user_loop import LoopTask
+from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from tests.support.campaign import Campaign
-from tests.support.local_world import DieAfter, KilledError, Pool, cached, make_job, result_of, write_images
+from tests.support.local_world import make_job, write_images
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
@@ -43,45 +44,45 @@ def job_of(folder: Path, data: Path, does: str = "", told: Path | None = None, *
 
 
 def test_bit_identical_on_any_workers_after_a_kill_and_after_a_mid_epoch_resume(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     told = tmp_path / "told"
     job = job_of(tmp_path / "one", data, told=told, checkpoint__every_epochs=None, checkpoint__every_steps=3)
-    one = pool.trained(job, 1)
+    one = pool.train_new_run(job, 1)
     assert told.read_text() == "after the loop\n"
-    two = pool.trained(job, 2)
-    assert (two.bits, two.steps) == (one.bits, one.steps)
+    two = pool.train_new_run(job, 2)
+    assert (two.digests, two.steps) == (one.digests, one.steps)
     assert told.read_text() == "after the loop\n" * 3
     assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the script's schedule moves after every step"
     assert [dict(step[-1]).keys() for step in one.steps] == [{"accuracy"}] * 18
 
     killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cached)
+    ended = pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
     assert any(isinstance(each.error, KilledError) for each in ended), "the fault did not happen"
-    pool.run_job(replace(killed, fence=2), 1)
+    pool.train_to_end(replace(killed, fence=2), 1)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
-    assert (result_of(killed).bits, result_of(killed).steps) == (one.bits, one.steps)
+    assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
 
 
 @pytest.mark.rest
 def test_survivors_go_on_in_their_loops_whoever_is_killed_whenever(data: Path, tmp_path: Path) -> None:
     fields = {"train__epochs": 8, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
     undisturbed = job_of(tmp_path / "undisturbed", data, **fields)
-    Campaign(tmp_path / "none", 0, undisturbed, 3, cached).run(0)
+    Campaign(tmp_path / "none", 0, undisturbed, 3, cache_windows).run(0)
     disturbed = job_of(tmp_path / "disturbed", data, **fields)
-    campaign = Campaign(tmp_path / "groups", 3, disturbed, 3, cached)
+    campaign = Campaign(tmp_path / "groups", 3, disturbed, 3, cache_windows)
     campaign.run(12)
     assert campaign.fired.total() >= 6, "nothing happened"
-    assert (result_of(disturbed).bits, result_of(disturbed).steps) == (
-        result_of(undisturbed).bits,
-        result_of(undisturbed).steps,
+    assert (read_trained_run(disturbed).digests, read_trained_run(disturbed).steps) == (
+        read_trained_run(undisturbed).digests,
+        read_trained_run(undisturbed).steps,
     )
 
 
 @pytest.mark.parametrize("does", ["one for each", "as losses"])
-def test_a_loss_of_each_row_is_taken(does: str, pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_loss_of_each_row_is_taken(does: str, pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, does, train__epochs=1)
-    assert pool.trained(job, 1).bits == pool.trained(job, 3).bits
+    assert pool.train_new_run(job, 1).digests == pool.train_new_run(job, 3).digests
 
 
 @pytest.mark.parametrize(
@@ -96,20 +97,22 @@ def test_a_loss_of_each_row_is_taken(does: str, pool: Pool, data: Path, tmp_path
     ],
 )
 def test_a_loop_that_does_not_fit_ends_the_run_with_words(
-    does: str, said: str, pool: Pool, data: Path, tmp_path: Path
+    does: str, said: str, pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     [ended] = pool.train(job_of(tmp_path / "run", data, does), 1)
     assert isinstance(ended.error, TaskError)
     assert said in str(ended.error)
 
 
-def test_the_script_computes_in_the_precision_of_the_configuration(pool: Pool, data: Path, tmp_path: Path) -> None:
-    pool.run_job(job_of(tmp_path / "half", data, "needs bf16", train__max_steps=2, train__precision="bf16"), 2)
+def test_the_script_computes_in_the_precision_of_the_configuration(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    pool.train_to_end(job_of(tmp_path / "half", data, "needs bf16", train__max_steps=2, train__precision="bf16"), 2)
     [ended] = pool.train(job_of(tmp_path / "full", data, "needs bf16", train__max_steps=2), 1)
     assert "in another precision" in str(ended.error)
 
 
-def test_an_optimizer_of_the_configuration_is_refused(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_an_optimizer_of_the_configuration_is_refused(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     [ended] = pool.train(job_of(tmp_path / "run", data, optimizer={"class_path": "torch.optim.Adam"}), 1)
     assert isinstance(ended.error, ConfigError)
     assert "and the configuration has a Adam" in str(ended.error)

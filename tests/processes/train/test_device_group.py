@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from ray_app.reduction import group_state
 from ray_app.reduction.base import World, collective, translate_peer_errors
 from ray_app.runlog.journal import read_events
 from ray_app.task.user_code import user_code
+from ray_app.testing import KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train import process_group
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import GenerationInfo
@@ -38,17 +40,7 @@ from tests.support.device_group import (
     FullAt,
     SpinningGroup,
 )
-from tests.support.local_world import (
-    CPU,
-    KilledError,
-    LocalMembership,
-    Pool,
-    TinyImages,
-    cached,
-    make_job,
-    result_of,
-    write_images,
-)
+from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
 from tests.support.waiting import until
 
@@ -153,7 +145,7 @@ def test_whatever_a_collective_raises_after_the_backend_failed_is_a_lost_peer() 
 
 def test_a_group_that_was_given_up_is_given_no_more_to_exchange() -> None:
     begun = []
-    with watched(State(is_aborted=True)), pytest.raises(PeerLostError, match="given up"), collective():
+    with watched(State(is_aborted=True)), pytest.raises(PeerLostError, match="process group is aborted"), collective():
         begun.append("a launch on a communicator that another thread aborts")
     assert not begun
 
@@ -189,13 +181,13 @@ def exchanged_by_user_code(rank: int, store: Path) -> str:
     return ""
 
 
-def test_a_lost_peer_is_one_in_a_collective_of_user_code_too(pool: Pool) -> None:
-    first, second = pool.outcomes(2, exchanged_by_user_code)
+def test_a_lost_peer_is_one_in_a_collective_of_user_code_too(pool: WorkerPool) -> None:
+    first, second = pool.call(2, exchanged_by_user_code)
     assert isinstance(second.error, KilledError)
     assert first.value.startswith("a peer was lost meanwhile: RuntimeError: "), first.trace
 
 
-def test_training_has_the_bits_of_gloo(pool: Pool, tmp_path: Path) -> None:
+def test_training_has_the_bits_of_gloo(pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     for backend in ("gloo", BACKEND):
         (tmp_path / backend).mkdir()
@@ -204,18 +196,18 @@ def test_training_has_the_bits_of_gloo(pool: Pool, tmp_path: Path) -> None:
         for name in ("gloo", BACKEND)
     ]
     for job, backend in zip(jobs, ("gloo", BACKEND), strict=True):
-        for outcome in pool.train(job, 2, Hooks(at=FullAt(9, 0)), backend=backend):
+        for outcome in pool.train(job, 2, Hooks(at=FullAt(9, 0)), membership=partial(LocalMembership, backend=backend)):
             assert outcome.error is None, outcome.trace
     digests = [path.read_text() for path in sorted(tmp_path.glob("*/checkpoints/*/COMMIT.json"))]
     assert len({text.split('"params_digest": "')[1][:64] for text in digests}) == 1
     assert len(digests) == 2
 
 
-def test_a_device_without_memory_is_no_lost_peer(pool: Pool, tmp_path: Path) -> None:
+def test_a_device_without_memory_is_no_lost_peer(pool: WorkerPool, tmp_path: Path) -> None:
     """In the exchange of the second step: the error comes out of the loop in its own words, and at once."""
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=TinyImages())
-    first, second = pool.train(job, 2, Hooks(at=FullAt(0, 5)), backend=BACKEND)
+    first, second = pool.train(job, 2, Hooks(at=FullAt(0, 5)), membership=partial(LocalMembership, backend=BACKEND))
     assert isinstance(first.error, TaskError), first.trace
     assert first.error.message.startswith("OutOfMemoryError: ")
     assert OUT_OF_MEMORY in str(first.error)
@@ -247,8 +239,8 @@ def exchanged(rank: int, store: Path) -> list[str]:
     return seen
 
 
-def test_a_broken_exchange_leaves_finite_garbage_and_says_so_later(pool: Pool) -> None:
-    first, second = pool.outcomes(2, exchanged)
+def test_a_broken_exchange_leaves_finite_garbage_and_says_so_later(pool: WorkerPool) -> None:
+    first, second = pool.call(2, exchanged)
     assert isinstance(second.error, KilledError)
     assert first.value == ["garbage", "aborted", "lost on the host"], first.trace
 
@@ -296,12 +288,15 @@ def survived(rank: int, store: Path, port: int, heartbeat: bool) -> tuple[str, b
     "heartbeat", [True, False], ids=["aborted while the device spins", "left with an error of its own"]
 )
 def test_a_group_whose_kernels_spin_is_aborted_before_it_is_destroyed(
-    pool: Pool, store: TCPStore, heartbeat: bool
+    pool: WorkerPool, store: TCPStore, heartbeat: bool
 ) -> None:
-    first, second = pool.outcomes(2, survived, store.port, heartbeat)
+    first, second = pool.call(2, survived, store.port, heartbeat)
     assert isinstance(second.error, KilledError)
     assert first.error is None, first.trace
-    assert first.value == ("the exchange was given up while the device was at it" if heartbeat else "", False)
+    assert first.value == (
+        "the process group was aborted while the device ran its collectives" if heartbeat else "",
+        False,
+    )
 
 
 def told(rank: int, store: Path, port: int) -> None:
@@ -318,7 +313,7 @@ def told(rank: int, store: Path, port: int) -> None:
         group.close(broken=True)
 
 
-def test_an_error_that_only_the_backend_knows_is_found(pool: Pool, store: TCPStore) -> None:
+def test_an_error_that_only_the_backend_knows_is_found(pool: WorkerPool, store: TCPStore) -> None:
     pool.run(2, told, store.port)
 
 
@@ -345,7 +340,7 @@ def asked_meanwhile(rank: int, store: Path, port: int) -> list[str]:
     try:
         for _ in range(2):
             assert group.check_device_errors is not None
-            with pytest.raises(PeerLostError, match="was given up while the device was at it"):
+            with pytest.raises(PeerLostError, match="was aborted while the device ran its collectives"):
                 group.check_device_errors()
             begun.wait()
     finally:
@@ -353,7 +348,7 @@ def asked_meanwhile(rank: int, store: Path, port: int) -> list[str]:
     return happened
 
 
-def test_an_abort_waits_while_the_backend_is_asked_for_its_error(pool: Pool, store: TCPStore) -> None:
+def test_an_abort_waits_while_the_backend_is_asked_for_its_error(pool: WorkerPool, store: TCPStore) -> None:
     """It frees what the question reads; afterwards the backend is not asked any more."""
     assert pool.run(2, asked_meanwhile, store.port) == [["asked", "abort"]] * 2
 
@@ -373,8 +368,8 @@ def given_up(rank: int, store: Path, port: int) -> tuple[str, bool]:
     return said, dist.is_initialized()
 
 
-def test_a_group_that_is_given_up_while_it_forms_exchanges_nothing(pool: Pool, store: TCPStore) -> None:
-    assert pool.run(2, given_up, store.port) == [("the group was given up while it formed", False)] * 2
+def test_a_group_that_is_given_up_while_it_forms_exchanges_nothing(pool: WorkerPool, store: TCPStore) -> None:
+    assert pool.run(2, given_up, store.port) == [("the process group was aborted while it formed", False)] * 2
 
 
 def open_given_up(group: ProcessGroup, formed: GenerationInfo) -> None:
@@ -407,7 +402,9 @@ def stuck(rank: int, store: Path, port: int) -> list[bool]:
     return seen
 
 
-def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_known_to_be_stuck(pool: Pool, store: TCPStore) -> None:
+def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_known_to_be_stuck(
+    pool: WorkerPool, store: TCPStore
+) -> None:
     """What `ncclCommInitRank` does; the error that ends it here is a lost peer."""
     assert pool.run(1, stuck, store.port) == [[False, False, False]]
 
@@ -426,14 +423,14 @@ def launched(rank: int, store: Path, port: int) -> list[str]:
             group.abort()
             until(lambda: bool(group._abort_threads), "nobody has begun to abort")
             happened.append("launch")
-        with pytest.raises(PeerLostError, match="given up"), world.launch_guard():
+        with pytest.raises(PeerLostError, match="process group is aborted"), world.launch_guard():
             happened.append("another launch")
     finally:
         group.close(broken=True)
     return happened
 
 
-def test_an_abort_comes_between_launches_and_ends_them(pool: Pool, store: TCPStore) -> None:
+def test_an_abort_comes_between_launches_and_ends_them(pool: WorkerPool, store: TCPStore) -> None:
     assert pool.run(2, launched, store.port) == [["launch", "abort"]] * 2
 
 
@@ -454,7 +451,7 @@ def blocked(rank: int, store: Path, port: int) -> list[str]:
     return happened
 
 
-def test_an_abort_does_not_wait_for_ever_for_the_end_of_a_launch(pool: Pool, store: TCPStore) -> None:
+def test_an_abort_does_not_wait_for_ever_for_the_end_of_a_launch(pool: WorkerPool, store: TCPStore) -> None:
     assert pool.run(2, blocked, store.port) == [["abort"]] * 2
 
 
@@ -470,17 +467,17 @@ def test_a_group_that_was_given_up_before_it_forms_does_not_form(store: TCPStore
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, str]:
+def undisturbed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, str]:
     folder = tmp_path_factory.mktemp("undisturbed")
     data = write_images(folder / "data", [[20, 13]])
     job = make_job(folder / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2)
-    return job, pool.trained(job, 2, cached).commit.params_digest
+    return job, pool.train_new_run(job, 2, cache_windows).commit.params_digest
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
 @pytest.mark.parametrize(("exchange", "name"), list(enumerate(STEP, 1)), ids=STEP)
 def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
-    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str, backend: str
+    pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str, backend: str
 ) -> None:
     """It is lost at every exchange of a step in turn. What the device has of it then is garbage, and not all others
     know.
@@ -494,13 +491,13 @@ def test_whatever_a_lost_worker_leaves_behind_is_in_no_step(
     assert isinstance(outcomes[2].error, KilledError)
     assert proof.read_text() == name
     assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
-    assert result_of(job).commit.params_digest == expected
+    assert read_trained_run(job).commit.params_digest == expected
     assert not read_events(job.paths, "params_diverged"), "nobody had garbage, not for a step either"
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
 def test_a_worker_that_is_lost_during_backward_is_met_there_by_the_others(
-    pool: Pool, tmp_path: Path, backend: str
+    pool: WorkerPool, tmp_path: Path, backend: str
 ) -> None:
     """With a bucket for each parameter: the error is raised in a hook of backward, by the exchange after the one that
     broke.
@@ -509,18 +506,18 @@ def test_a_worker_that_is_lost_during_backward_is_met_there_by_the_others(
     job = make_job(
         tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, train__bucket_mb=1e-5
     )
-    expected = pool.trained(job, 2, cached).commit.params_digest
+    expected = pool.train_new_run(job, 2, cache_windows).commit.params_digest
     proof = tmp_path / "proof"
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(at=DiesAt(proof, 2, 2, 2)), backend=backend)
     assert proof.read_text() == "all_to_all_single", "the second bucket"
     assert [each.value for each in outcomes[:2]] == ["done", "done"], [each.trace for each in outcomes[:2]]
-    assert result_of(job).commit.params_digest == expected
+    assert read_trained_run(job).commit.params_digest == expected
 
 
 @pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
 @pytest.mark.parametrize(("exchange", "name"), list(enumerate(STEP[:3], 1)), ids=STEP[:3])
 def test_what_is_broken_on_a_device_alone_is_in_no_step(
-    pool: Pool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str, backend: str
+    pool: WorkerPool, undisturbed: tuple[Job, str], tmp_path: Path, exchange: int, name: str, backend: str
 ) -> None:
     """The hosts lack nobody, and the garbage is finite."""
     job, expected = undisturbed
@@ -531,7 +528,7 @@ def test_what_is_broken_on_a_device_alone_is_in_no_step(
     )
     assert proof.exists(), name
     assert [each.value for each in outcomes] == ["done"] * 3, [each.trace for each in outcomes]
-    assert result_of(job).commit.params_digest == expected
+    assert read_trained_run(job).commit.params_digest == expected
     assert not read_events(job.paths, "params_diverged"), "nobody had garbage, not for a step either"
 
 
@@ -541,7 +538,9 @@ def test_what_is_broken_on_a_device_alone_is_in_no_step(
     ("strategy", "exchange"),
     [("central_storage", 1), ("central_storage", 9), *(("local_sgd", exchange) for exchange in (1, 5, 7, 8))],
 )
-def test_with_other_strategies_neither(pool: Pool, tmp_path: Path, strategy: str, exchange: int, rank: int) -> None:
+def test_with_other_strategies_neither(
+    pool: WorkerPool, tmp_path: Path, strategy: str, exchange: int, rank: int
+) -> None:
     """A worker is lost after two steps; the eighth exchange of `local_sgd` is the last of an average.
 
     `fsdp` gathers whole parameters by functional collectives, which call no group that is made in Python.
@@ -550,7 +549,7 @@ def test_with_other_strategies_neither(pool: Pool, tmp_path: Path, strategy: str
     more = {"train__local_steps": 2} if strategy == "local_sgd" else {"train__peer_replica": True}
     fields = {"train__strategy": strategy, "train__epochs": 2, **more}
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), **fields)
-    expected = pool.trained(job, 2, cached).commit.params_digest
+    expected = pool.train_new_run(job, 2, cache_windows).commit.params_digest
     proof = tmp_path / "proof"
     stay = [each for each in (0, 1, 2) if each != rank]
     outcomes = train_shifting(
@@ -559,5 +558,5 @@ def test_with_other_strategies_neither(pool: Pool, tmp_path: Path, strategy: str
     assert proof.exists()
     assert isinstance(outcomes[rank].error, KilledError)
     assert [outcomes[each].value for each in stay] == ["done", "done"], [each.trace for each in outcomes]
-    assert result_of(job).commit.params_digest == expected
+    assert read_trained_run(job).commit.params_digest == expected
     assert not read_events(job.paths, "params_diverged")

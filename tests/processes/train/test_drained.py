@@ -7,10 +7,11 @@ from pathlib import Path
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import PreemptedError
 from ray_app.reduction.base import World
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Job
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags
-from tests.support.local_world import CPU, LocalMembership, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job, write_images
 
 STEP = 5
 
@@ -27,22 +28,22 @@ class Drained(LocalMembership):
 
 
 def _train(rank: int, store: Path, job: Job) -> None:
-    train(job, Drained(World(rank, 2, job.plan.logical_workers), store), cached, CPU)
+    train(job, Drained(World(rank, 2, job.plan.logical_workers), store), cache_windows, CPU)
 
 
-def test_all_leave_with_a_checkpoint_and_others_go_on_from_it(pool: Pool, tmp_path: Path) -> None:
+def test_all_leave_with_a_checkpoint_and_others_go_on_from_it(pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[50, 1], [46]])
     fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 8}
     job, plain = (
         make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
         for name in ("run", "undisturbed")
     )
-    pool.run_job(plain, 1, cached)
-    for outcome in pool.outcomes(2, _train, job):
+    pool.train_to_end(plain, 1, cache_windows)
+    for outcome in pool.call(2, _train, job):
         assert isinstance(outcome.error, PreemptedError), outcome.trace
         assert f"after step {STEP}; a checkpoint was made" in str(outcome.error)
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(STEP, "extra")]
-    pool.run_job(job, 3, cached)
-    assert result_of(job).bits == result_of(plain).bits
-    assert result_of(job).steps == result_of(plain).steps
-    assert [len(workers) for workers in result_of(job).workers] == [1] * job.total_steps, "a step was done again"
+    pool.train_to_end(job, 3, cache_windows)
+    assert read_trained_run(job).digests == read_trained_run(plain).digests
+    assert read_trained_run(job).steps == read_trained_run(plain).steps
+    assert [len(workers) for workers in read_trained_run(job).workers] == [1] * job.total_steps, "a step was done again"

@@ -19,13 +19,14 @@ from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World
 from ray_app.reduction.bucketed import Bucket
+from ray_app.testing import KilledError, WorkerPool, cache_windows
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import Step
 from ray_app.train.strategies.fully_sharded import ShardedState
-from tests.support.local_world import CPU, KilledError, Pool, TinyImages, cached, feed_of, make_job, write_images
+from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 from tests.support.shifting_world import KillOnce, train_shifting
 
 
@@ -57,7 +58,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("fields", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize("loss", [True, False], ids=["lost peer", "planned"])
 def test_nothing_of_a_step_is_left_when_the_next_generation_forms(
-    pool: Pool, tmp_path: Path, fields: dict[str, Any], loss: bool
+    pool: WorkerPool, tmp_path: Path, fields: dict[str, Any], loss: bool
 ) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=TinyImages(), train__epochs=2, **fields)
@@ -73,7 +74,7 @@ def step_once(job: Job, state: ShardedState, world: World) -> list[Any]:
     """Makes a step; returns weak references to the shards of parameters and of the optimizer's state."""
     cursor = Cursor.at(0, job.plan.steps_per_epoch)
     with closing(build_step(job, state, world, CPU, lambda phase: None)) as step:
-        feed = feed_of(job.plan, cursor, world.assigned, cached(job, cursor, world.assigned))
+        feed = feed_of(job.plan, cursor, world.assigned, cache_windows(job, cursor, world.assigned))
         step.run(cursor, feed.next(), job.plan.global_rows(cursor.step), Flags(0))
     moments = [
         v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor) and v.ndim
@@ -109,7 +110,7 @@ def shards_left(rank: int, store: Path, job: Job, breaks: bool) -> list[int]:
 
 @pytest.mark.parametrize("breaks", [True, False], ids=["lost peer", "planned"])
 def test_shards_of_a_generation_are_gone_before_those_of_the_next_are_made(
-    pool: Pool, tmp_path: Path, breaks: bool
+    pool: WorkerPool, tmp_path: Path, breaks: bool
 ) -> None:
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, train__strategy="fsdp", train__epochs=1)

@@ -15,8 +15,9 @@ import pytest
 from ray_app.task.base import Task
 from ray_app.task.detection import ObjectDetection
 from ray_app.task.module import ModuleTask
+from ray_app.testing import DieAfter, KilledError, WorkerPool, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
-from tests.support.local_world import DieAfter, KilledError, Pool, make_job, result_of, streamed
+from tests.support.local_world import make_job
 from tests.support.pictures import table_data, write_pictures
 from tests.support.shapes import write_shapes
 from tests.support.shifting_world import KillOnce, train_shifting
@@ -74,7 +75,7 @@ def images(folder: Path) -> Made:
 
 @pytest.mark.parametrize("make", [texts, objects, pixels, images])
 def test_a_killed_worker_costs_no_bit_and_a_killed_run_goes_on(
-    pool: Pool, tmp_path: Path, make: Callable[[Path], Made]
+    pool: WorkerPool, tmp_path: Path, make: Callable[[Path], Made]
 ) -> None:
     path, task, fields = make(tmp_path / "data")
 
@@ -82,16 +83,16 @@ def test_a_killed_worker_costs_no_bit_and_a_killed_run_goes_on(
         every = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 2}
         return make_job(tmp_path / name, Path(path), logical_workers=2, batch=16, task=task, **every, **fields)
 
-    first = pool.trained(job("whole"), 1)
-    assert pool.trained(job("two"), 2).bits == first.bits
+    first = pool.train_new_run(job("whole"), 1)
+    assert pool.train_new_run(job("two"), 2).digests == first.digests
 
     kill = KillOnce(tmp_path / "killed", step=4, rank=0)
-    train_shifting(pool, lost := job("lost"), [[0, 1], [1]], [], Hooks(after_step=kill), windows=streamed)
+    train_shifting(pool, lost := job("lost"), [[0, 1], [1]], [], Hooks(after_step=kill), windows=stream_windows)
     assert kill.proof.exists()
-    assert result_of(lost).bits == first.bits
+    assert read_trained_run(lost).digests == first.digests
 
     outcomes = pool.train(again := job("again"), 2, Hooks(after_step=DieAfter(5)))
     assert all(isinstance(outcome.error, KilledError) for outcome in outcomes)
-    assert result_of(again).commit.step == 4, "in the middle of an epoch"
-    pool.run_job(again, 1)
-    assert result_of(again).bits == first.bits
+    assert read_trained_run(again).commit.step == 4, "in the middle of an epoch"
+    pool.train_to_end(again, 1)
+    assert read_trained_run(again).digests == first.digests

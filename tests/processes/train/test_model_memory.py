@@ -10,19 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import (
-    CLASSES,
-    CPU,
-    DieAfter,
-    Pool,
-    TinyImages,
-    cached,
-    make_job,
-    result_of,
-    write_images,
-)
+from tests.support.local_world import CLASSES, CPU, TinyImages, make_job, write_images
 
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
 
@@ -71,17 +62,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["SGD", "Adam"]
 )
 def test_a_transposed_weight_is_trained_as_any_other_and_after_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
+    pool: WorkerPool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     def run(name: str, is_turned: bool, dies: int | None = None) -> Any:
         fields: dict[str, Any] = {"optimizer": optimizer, "train__epochs": 2, "checkpoint__every_steps": 3}
         job = make_job(tmp_path / name, data, logical_workers=3, batch=12, task=Turned(is_turned), **fields)
         if dies is not None:
-            assert [outcome.error for outcome in pool.train(job, 1, Hooks(after_step=DieAfter(dies)), cached)] != [
-                None
-            ], "nobody died"
-        pool.run_job(job, 1)
-        return result_of(job).bits
+            assert [
+                outcome.error for outcome in pool.train(job, 1, Hooks(after_step=DieAfter(dies)), cache_windows)
+            ] != [None], "nobody died"
+        pool.train_to_end(job, 1)
+        return read_trained_run(job).digests
 
     plain = run("plain", False)
     assert run("turned", True) == plain
@@ -89,12 +80,14 @@ def test_a_transposed_weight_is_trained_as_any_other_and_after_a_resume(
 
 
 def test_a_model_that_replaces_a_buffer_in_mid_training_ends_the_run_with_words(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=3, batch=12, task=LateRebinding())
     for workers in (1, 2):
         refused = [
-            str(each.error) for each in pool.train(job, workers, Hooks(), cached) if isinstance(each.error, ConfigError)
+            str(each.error)
+            for each in pool.train(job, workers, Hooks(), cache_windows)
+            if isinstance(each.error, ConfigError)
         ]
         assert refused, "those who lose a peer by it may say so, who finds it says what it is"
         assert all("another tensor for mean" in said for said in refused)

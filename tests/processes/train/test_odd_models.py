@@ -17,19 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
+from ray_app.testing import DieAfter, KilledError, TrainedRun, WorkerPool, cache_windows
 from ray_app.train.job import Hooks, Job
 from ray_app.train.strategies.central_storage import CentralState
-from tests.support.local_world import (
-    CLASSES,
-    DieAfter,
-    KilledError,
-    Pool,
-    TinyImages,
-    Trained,
-    cached,
-    make_job,
-    write_images,
-)
+from tests.support.local_world import CLASSES, TinyImages, make_job, write_images
 
 ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
@@ -261,8 +252,8 @@ def job_of(folder: Path, data: Path, task: TinyImages, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
 
 
-def trained(pool: Pool, folder: Path, data: Path, task: TinyImages, workers: int, **fields: Any) -> Trained:
-    return pool.trained(job_of(folder, data, task, **fields), workers, cached)
+def trained(pool: WorkerPool, folder: Path, data: Path, task: TinyImages, workers: int, **fields: Any) -> TrainedRun:
+    return pool.train_new_run(job_of(folder, data, task, **fields), workers, cache_windows)
 
 
 FSDP = {"train__strategy": "fsdp"}
@@ -291,7 +282,7 @@ LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
     ids=lambda value: type(value).__name__ if isinstance(value, TinyImages) else "",
 )
 def test_the_bits_are_those_of_one_worker(
-    pool: Pool,
+    pool: WorkerPool,
     data: Path,
     tmp_path: Path,
     task: TinyImages,
@@ -301,8 +292,8 @@ def test_the_bits_are_those_of_one_worker(
     alone = trained(pool, tmp_path / "one", data, task, 1, **fields)
     for number, (workers, side) in enumerate(sides):
         found = trained(pool, tmp_path / f"{number}", data, task, workers, **(fields | side))
-        assert (found.bits, [loss for _, loss, *_ in found.steps]) == (
-            alone.bits,
+        assert (found.digests, [loss for _, loss, *_ in found.steps]) == (
+            alone.digests,
             [loss for _, loss, *_ in alone.steps],
         ), side
 
@@ -339,7 +330,7 @@ def test_buffers_of_an_update_and_of_a_forward_outlast_a_change_of_workers(
 
 @pytest.mark.parametrize("task", [Routed(), RoutedByRow(), RoutedAgain()], ids=lambda task: type(task).__name__)
 def test_overlapped_shards_count_a_missing_gradient_as_zeros(
-    pool: Pool, data: Path, tmp_path: Path, task: TinyImages
+    pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages
 ) -> None:
     alone = trained(pool, tmp_path / "one", data, task, 1, optimizer=SGD)
     for workers in (1, 2, 3):
@@ -347,27 +338,27 @@ def test_overlapped_shards_count_a_missing_gradient_as_zeros(
         assert [loss for _, loss, *_ in found.steps] == pytest.approx([loss for _, loss, *_ in alone.steps], abs=1e-5)
 
 
-def test_what_an_optimizer_finds_is_the_same_for_all_replicas(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_what_an_optimizer_finds_is_the_same_for_all_replicas(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     finding = {"optimizer": {"class_path": "tests.support.odd_optimizers.Finding"}}
     fields = {**LOCAL, **finding, "checkpoint__every_steps": 3}
     runs = [trained(pool, tmp_path / f"{workers}", data, Plain(), workers, **fields) for workers in (1, 3)]
-    assert runs[0].bits == runs[1].bits
+    assert runs[0].digests == runs[1].digests
     assert runs[0].snapshot.optimizer["param_groups"] == runs[1].snapshot.optimizer["param_groups"]
     assert runs[0].snapshot.optimizer["param_groups"][0]["size"] != 0.1
 
 
-def test_a_learning_rate_of_numpys_is_kept_and_read(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_learning_rate_of_numpys_is_kept_and_read(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     schedule = {
         "class_path": "torch.optim.lr_scheduler.LambdaLR",
         "init_args": {"lr_lambda": "tests.support.odd_optimizers.cosine"},
     }
     undisturbed = trained(pool, tmp_path / "undisturbed", data, Plain(), 1, schedule=schedule)
     job = job_of(tmp_path / "run", data, Plain(), schedule=schedule)
-    assert {type(outcome.error) for outcome in pool.train(job, 3, Hooks(after_step=DieAfter(5)), cached)} == {
+    assert {type(outcome.error) for outcome in pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)} == {
         KilledError
     }
-    resumed = pool.trained(job, 2, cached)
-    assert (resumed.bits, resumed.steps) == (undisturbed.bits, undisturbed.steps)
+    resumed = pool.train_new_run(job, 2, cache_windows)
+    assert (resumed.digests, resumed.steps) == (undisturbed.digests, undisturbed.steps)
 
 
 @pytest.mark.parametrize(
@@ -379,9 +370,9 @@ def test_a_learning_rate_of_numpys_is_kept_and_read(pool: Pool, data: Path, tmp_
     ids=["gradients", "requires_grad"],
 )
 def test_what_shards_cannot_do_is_refused_when_it_happens(
-    pool: Pool, data: Path, tmp_path: Path, task: TinyImages, fields: dict[str, Any], said: str
+    pool: WorkerPool, data: Path, tmp_path: Path, task: TinyImages, fields: dict[str, Any], said: str
 ) -> None:
     for workers in (1, 3):
         job = job_of(tmp_path / f"{workers}", data, task, **fields)
-        errors = [outcome.error for outcome in pool.train(job, workers, Hooks(), cached)]
+        errors = [outcome.error for outcome in pool.train(job, workers, Hooks(), cache_windows)]
         assert any(isinstance(error, ConfigError) and said in str(error) for error in errors), errors

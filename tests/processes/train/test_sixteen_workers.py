@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.local_world import Pool, TinyImages, cached, make_job, write_images
+from ray_app.testing import WorkerPool, cache_windows
+from tests.support.local_world import TinyImages, make_job, write_images
 
 
 @pytest.mark.rest
@@ -15,7 +16,7 @@ def test_one_worker_and_sixteen_have_the_same_bits(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[50, 1], [46]])
     job = make_job(tmp_path / "run", data, logical_workers=16, batch=32, task=TinyImages(), train__epochs=2)
     (tmp_path / "groups").mkdir()
-    with closing(Pool(16, tmp_path / "groups")) as pool:
-        alone, sixteen = (pool.trained(job, size, cached) for size in (1, 16))
+    with closing(WorkerPool(16, tmp_path / "groups")) as pool:
+        alone, sixteen = (pool.train_new_run(job, size, cache_windows) for size in (1, 16))
     assert sixteen.steps == alone.steps
-    assert sixteen.bits == alone.bits
+    assert sixteen.digests == alone.digests

@@ -10,21 +10,15 @@ import pytest
 from torch import Tensor
 
 from ray_app.errors import ConfigError
+from ray_app.reduction.base import World
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.step_records import read_steps
 from ray_app.task.base import Batch
-from tests.support.local_world import (
-    OpenWindows,
-    Pool,
-    TinyImages,
-    Trained,
-    cached,
-    make_job,
-    result_of,
-    streamed,
-    write_images,
-)
+from ray_app.testing import TrainedRun, WorkerPool, cache_windows, read_trained_run, stream_windows
+from ray_app.train.job import OpenWindows
+from ray_app.train.stragglers import StragglerReporter
+from tests.support.local_world import CPU, TinyImages, make_job, write_images
 
 L, STEPS, UNIT_S = 16, 70, 0.002
 
@@ -53,8 +47,8 @@ class Waiting(TinyImages):
 
 
 def trained(
-    pool: Pool, folder: Path, data: Path, workers: int, windows: OpenWindows, balance: str, slow: bool
-) -> tuple[Trained, RunPaths]:
+    pool: WorkerPool, folder: Path, data: Path, workers: int, windows: OpenWindows, balance: str, slow: bool
+) -> tuple[TrainedRun, RunPaths]:
     meet = folder / "meet"
     meet.mkdir(parents=True)
     fields = {
@@ -66,12 +60,12 @@ def trained(
     job = make_job(folder / "run", data, logical_workers=L, batch=32, task=Waiting(str(meet) if slow else ""), **fields)
     for outcome in pool.train(job, workers, windows=windows):
         assert outcome.error is None, outcome.trace
-    return result_of(job), job.paths
+    return read_trained_run(job), job.paths
 
 
-@pytest.mark.parametrize("windows", [cached, pytest.param(streamed, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("windows", [cache_windows, pytest.param(stream_windows, marks=pytest.mark.rest)])
 def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(
-    pool: Pool, tmp_path: Path, windows: OpenWindows
+    pool: WorkerPool, tmp_path: Path, windows: OpenWindows
 ) -> None:
     data = write_images(tmp_path / "data", [[160]])
     alone, _ = trained(pool, tmp_path / "alone", data, 1, windows, "none", slow=False)
@@ -84,9 +78,9 @@ def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(
     assert sum(first.details["after"]) == L
 
 
-def test_what_a_slow_worker_costs_is_recorded(pool: Pool, tmp_path: Path) -> None:
+def test_what_a_slow_worker_costs_is_recorded(pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[160]])
-    _, paths = trained(pool, tmp_path / "run", data, 3, cached, "none", slow=True)
+    _, paths = trained(pool, tmp_path / "run", data, 3, cache_windows, "none", slow=True)
     assert not read_events(paths, "balanced")
     [slowed] = read_events(paths, "slowed")
     rank = slowed.details["rank"]
@@ -113,3 +107,15 @@ def test_balance_is_refused_where_logical_workers_cannot_move(tmp_path: Path, fi
             scaling__load_balancing="speed",
             **dict([field.split("=")]),
         )
+
+
+@pytest.mark.parametrize("reduction", ["exact", "overlapped"])
+def test_with_fsdp_no_straggler_is_looked_for(tmp_path: Path, reduction: str) -> None:
+    """Its workers wait for each other while they compute."""
+    data = write_images(tmp_path / "data", [[16]])
+    job = make_job(
+        tmp_path / "run", data, logical_workers=4, batch=8, train__strategy="fsdp", train__reduction=reduction
+    )
+    assert StragglerReporter(job, World(0, 2, 4), (), CPU)._detector is None
+    ddp = make_job(tmp_path / "run", data, logical_workers=4, batch=8)
+    assert StragglerReporter(ddp, World(0, 2, 4), (), CPU)._detector is not None

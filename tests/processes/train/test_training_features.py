@@ -23,6 +23,7 @@ from ray_app.task.base import Batch
 from ray_app.task.classification import mix_images, smooth_targets
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, SingleProcessMembership
 from ray_app.train.state.parameters import freeze_parameters
@@ -31,15 +32,11 @@ from ray_app.train.step.step import Step
 from tests.support.local_world import (
     CLASSES,
     CPU,
-    DieAfter,
     LocalMembership,
     OwnStep,
-    Pool,
     TinyImages,
-    cached,
     feed_of,
     make_job,
-    result_of,
     write_images,
 )
 
@@ -97,9 +94,9 @@ def job_of(name: str, folder: Path, data: Path) -> Job:
 
 
 @pytest.fixture(scope="module")
-def plain_digest(pool: Pool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def plain_digest(pool: WorkerPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     job = job_of("plain", tmp_path_factory.mktemp("plain") / "run", data)
-    return pool.trained(job, 2, cached).commit.params_digest
+    return pool.train_new_run(job, 2, cache_windows).commit.params_digest
 
 
 QUICK = ("fp16", "both", "own step")
@@ -109,18 +106,18 @@ QUICK = ("fp16", "both", "own step")
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in FEATURES]
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, name: str, plain_digest: str
+    pool: WorkerPool, data: Path, tmp_path: Path, name: str, plain_digest: str
 ) -> None:
     job = job_of(name, tmp_path / "run", data)
-    alone = pool.trained(job, 1, cached)
+    alone = pool.train_new_run(job, 1, cache_windows)
     assert len(alone.steps) == job.total_steps
-    several = pool.trained(job, 3, cached)
-    assert several.bits == alone.bits
+    several = pool.train_new_run(job, 3, cache_windows)
+    assert several.digests == alone.digests
     assert several.steps == alone.steps
-    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
+    outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
     assert "dies after step 7" in str(outcomes[0].error)
-    pool.run_job(job, 2, cached)
-    assert result_of(job).bits == alone.bits
+    pool.train_to_end(job, 2, cache_windows)
+    assert read_trained_run(job).digests == alone.digests
     overflowed = [step[3] for step in alone.steps].count(None)  # JSON has no infinity
     assert (overflowed > 4) == (name == "overflow"), "more than until the checkpoint that the resume went on from"
     if name not in ("plain", "channels last"):
@@ -141,7 +138,7 @@ def run_steps(job: Job, state: TrainingState, store: Path, steps: int) -> list[f
     """The gradient norms of some steps on one worker."""
     with LocalMembership(World(0, 1, job.plan.logical_workers), store).generation(0, False) as (world, _):
         step = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU)
-        feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+        feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
         rows = job.plan.rows_of_step
         return [
             step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)).grad_norm
@@ -197,9 +194,9 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(data: Path, tmp_pat
         run_steps(job, state_of(job), tmp_path / "store", 1)
 
 
-def test_half_precision_is_close_to_full(pool: Pool, data: Path, tmp_path: Path) -> None:
-    full = pool.trained(job_of("plain", tmp_path / "a", data), 1, cached)
-    half = pool.trained(job_of("fp16", tmp_path / "b", data), 1, cached)
+def test_half_precision_is_close_to_full(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    full = pool.train_new_run(job_of("plain", tmp_path / "a", data), 1, cache_windows)
+    half = pool.train_new_run(job_of("fp16", tmp_path / "b", data), 1, cache_windows)
     for theirs, ours in zip(full.steps[:6], half.steps[:6], strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=0.02)
 
@@ -288,7 +285,9 @@ def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "central_storage", "fsdp", "local_sgd"])
-def test_channels_last_changes_nothing_but_rounding(pool: Pool, data: Path, tmp_path: Path, strategy: str) -> None:
+def test_channels_last_changes_nothing_but_rounding(
+    pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
+) -> None:
     """As it would where a parameter has another layout than its gradient or its moments."""
     fields: dict[str, Any] = {
         "task": ImageClassification(model_args={"channels": 4, "dropout": 0.0}),
@@ -298,17 +297,17 @@ def test_channels_last_changes_nothing_but_rounding(pool: Pool, data: Path, tmp_
         make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, train__channels_last=last)
         for last in (False, True)
     )
-    plain, last = (pool.trained(job, 2, cached) for job in jobs)
+    plain, last = (pool.train_new_run(job, 2, cache_windows) for job in jobs)
     assert [step[1] for step in last.steps] == pytest.approx([step[1] for step in plain.steps], rel=1e-3)
 
 
 # --- epochs of so many steps
 
 
-def test_an_epoch_of_some_steps_goes_on_where_the_last_one_ended(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_an_epoch_of_some_steps_goes_on_where_the_last_one_ended(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = job_of("steps per epoch", tmp_path / "run", data)
     assert (job.plan.steps_per_epoch, job.total_steps, job.passes) == (9, 20, 3)
-    found = pool.trained(job, 2, cached)
+    found = pool.train_new_run(job, 2, cache_windows)
     passes = [step[0] for step in found.steps]
     assert passes == [0] * 9 + [1] * 9 + [2] * 2
     assert sum(sum(step[4]) for step in found.steps[:9]) == 97, "every row once in a pass"
@@ -348,19 +347,21 @@ def test_images_and_truths_are_mixed_in_the_same_proportion(mixup: float, cutmix
 @pytest.mark.rest
 @pytest.mark.rest  # compiling takes half a minute
 def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {"task": ImageClassification(**CNN), "train__max_steps": 9, "checkpoint__every_steps": 4}
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__compile=True, **fields)
-    alone, several = pool.trained(job, 1, cached), pool.trained(job, 2, cached)
-    assert several.bits == alone.bits
+    alone, several = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 2, cache_windows)
+    assert several.digests == alone.digests
     assert several.steps == alone.steps
-    pool.train(job, 2, Hooks(after_step=DieAfter(7)), cached)
-    assert result_of(job).commit.step == 4
-    pool.run_job(job, 1, cached)
-    resumed = result_of(job)
-    assert (resumed.bits, resumed.steps) == (alone.bits, alone.steps)
-    plain = pool.trained(make_job(tmp_path / "plain", data, logical_workers=4, batch=12, **fields), 1, cached)
+    pool.train(job, 2, Hooks(after_step=DieAfter(7)), cache_windows)
+    assert read_trained_run(job).commit.step == 4
+    pool.train_to_end(job, 1, cache_windows)
+    resumed = read_trained_run(job)
+    assert (resumed.digests, resumed.steps) == (alone.digests, alone.steps)
+    plain = pool.train_new_run(
+        make_job(tmp_path / "plain", data, logical_workers=4, batch=12, **fields), 1, cache_windows
+    )
     assert plain.commit.params_digest != alone.commit.params_digest, "nothing was compiled"
 
 
@@ -413,7 +414,7 @@ def test_alone_on_a_gpu_it_takes_the_first_one(data: Path, tmp_path: Path) -> No
     job = make_job(tmp_path / "run", data, logical_workers=1, batch=8, **fields)
     if torch.cuda.is_available():
         train_in_process(job, SingleProcessMembership(1, lambda: False), Hooks())
-        assert result_of(job).commit.environment["device"].startswith("cuda")
+        assert read_trained_run(job).commit.environment["device"].startswith("cuda")
     else:
         with pytest.raises((RuntimeError, AssertionError), match=r"NVIDIA driver|not compiled with CUDA"):
             train_in_process(job, SingleProcessMembership(1, lambda: False), Hooks())

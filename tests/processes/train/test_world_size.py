@@ -5,6 +5,7 @@ processes.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,17 @@ import torch
 
 from ray_app.errors import PeerLostError
 from ray_app.runlog.journal import read_events
-from ray_app.train.job import Hooks, Job, OpenWindows
-from tests.support.local_world import (
+from ray_app.testing import (
     DieAfter,
     KilledError,
-    Pool,
-    TinyImages,
-    Trained,
-    cached,
-    make_job,
-    result_of,
-    streamed,
-    write_images,
+    TrainedRun,
+    WorkerPool,
+    cache_windows,
+    read_trained_run,
+    stream_windows,
 )
+from ray_app.train.job import Hooks, Job, OpenWindows
+from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
 
 SHAPES = {  # rows of every row group of every file
     "103 rows": [[40, 1, 13], [], [29, 0], [20]],
@@ -40,19 +39,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_images(root / str(i), files) for i, (name, files) in enumerate(SHAPES.items())}
 
 
-def same(runs: list[Trained]) -> None:
+def same(runs: list[TrainedRun]) -> None:
     """Every run has the bits, the record and the number of steps of the first."""
     for run in runs[1:]:
-        assert run.bits == runs[0].bits
+        assert run.digests == runs[0].digests
         assert run.steps == runs[0].steps
 
 
-@pytest.mark.parametrize("windows", [streamed, cached])
+@pytest.mark.parametrize("windows", [stream_windows, cache_windows])
 def test_one_result_for_every_world_size(
-    pool: Pool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows
+    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=4, batch=12, train__epochs=2, schedule=STEPLR)
-    runs = [pool.trained(job, size, windows) for size in (1, 2, 3, 4)]
+    runs = [pool.train_new_run(job, size, windows) for size in (1, 2, 3, 4)]
     same(runs)
     assert len(runs[0].steps) == job.total_steps == 18
     assert [sum(rows) for *_, rows, _ in runs[0].steps[:9]] == [12] * 8 + [7]
@@ -62,29 +61,29 @@ def test_one_result_for_every_world_size(
 
 @pytest.mark.parametrize(("logical_workers", "sizes"), [(3, (1, 2, 3)), (5, (1, 2, 3, 4)), (6, (1, 3, 4))])
 def test_trees_that_do_not_split_evenly(
-    pool: Pool, data: dict[str, Path], tmp_path: Path, logical_workers: int, sizes: tuple[int, ...]
+    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, logical_workers: int, sizes: tuple[int, ...]
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=logical_workers, batch=30, train__epochs=2)
-    same([pool.trained(job, size) for size in sizes])
+    same([pool.train_new_run(job, size) for size in sizes])
 
 
-def test_logical_workers_are_a_hyperparameter(pool: Pool, data: dict[str, Path], tmp_path: Path) -> None:
+def test_logical_workers_are_a_hyperparameter(pool: WorkerPool, data: dict[str, Path], tmp_path: Path) -> None:
     jobs = [
         make_job(tmp_path / f"run{n}", data["103 rows"], logical_workers=n, batch=12, train__max_steps=2)
         for n in (1, 2, 4)
     ]
-    assert len({pool.trained(job, 1).commit.params_digest for job in jobs}) == 3
+    assert len({pool.train_new_run(job, 1).commit.params_digest for job in jobs}) == 3
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name.startswith("last step")])
 @pytest.mark.parametrize("tiny", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_a_last_step_with_one_row_or_none(
-    pool: Pool, data: dict[str, Path], tmp_path: Path, shape: str, tiny: bool
+    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, shape: str, tiny: bool
 ) -> None:
     """The dense network has batch-norm over one value per channel in that step."""
     task = TinyImages() if tiny else None
     job = make_job(tmp_path / "run", data[shape], logical_workers=4, batch=12, task=task, train__epochs=2)
-    runs = [pool.trained(job, size) for size in (1, 2, 3, 4)]
+    runs = [pool.train_new_run(job, size) for size in (1, 2, 3, 4)]
     same(runs)
     assert [sorted(rows, reverse=True) for *_, rows, _ in runs[0].steps[8::9]] == [
         [1, 1, 0, 0] if "1, 1" in shape else [1, 0, 0, 0]
@@ -109,21 +108,23 @@ def test_a_last_step_with_one_row_or_none(
     ],
     ids=str,
 )
-def test_settings_keep_the_bits(pool: Pool, data: dict[str, Path], tmp_path: Path, fields: dict[str, object]) -> None:
+def test_settings_keep_the_bits(
+    pool: WorkerPool, data: dict[str, Path], tmp_path: Path, fields: dict[str, object]
+) -> None:
     make = dict(logical_workers=4, batch=12, train__max_steps=11, train__epochs=2)
     job = make_job(tmp_path / "run", data["103 rows"], **make, **fields)
-    runs = [pool.trained(job, size) for size in (1, 2, 4)]
+    runs = [pool.train_new_run(job, size) for size in (1, 2, 4)]
     same(runs)
-    plain = pool.trained(make_job(tmp_path / "plain", data["103 rows"], **make), 1)
+    plain = pool.train_new_run(make_job(tmp_path / "plain", data["103 rows"], **make), 1)
     assert runs[0].commit.params_digest != plain.commit.params_digest, "the setting has no effect"
 
 
 @pytest.mark.parametrize("variant", ["unused", "frozen"])
-def test_parameters_without_gradients(pool: Pool, data: dict[str, Path], tmp_path: Path, variant: str) -> None:
+def test_parameters_without_gradients(pool: WorkerPool, data: dict[str, Path], tmp_path: Path, variant: str) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=4, batch=12, task=TinyImages(variant))
-    runs = [pool.trained(job, size) for size in (1, 3, 4)]
+    runs = [pool.train_new_run(job, size) for size in (1, 3, 4)]
     same(runs)
-    short = pool.trained(
+    short = pool.train_new_run(
         make_job(
             tmp_path / "short",
             data["103 rows"],
@@ -140,39 +141,41 @@ def test_parameters_without_gradients(pool: Pool, data: dict[str, Path], tmp_pat
 
 
 def test_overlapped_has_the_same_rows_and_nearly_the_same_parameters(
-    pool: Pool, data: dict[str, Path], tmp_path: Path
+    pool: WorkerPool, data: dict[str, Path], tmp_path: Path
 ) -> None:
     fields = {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}, "train__epochs": 2}
     make = dict(logical_workers=5, batch=20, **fields)
-    exact = pool.trained(make_job(tmp_path / "exact", data["103 rows"], **make), 2)
+    exact = pool.train_new_run(make_job(tmp_path / "exact", data["103 rows"], **make), 2)
     job = make_job(tmp_path / "run", data["103 rows"], **make, train__reduction="overlapped")
     for size in (1, 2, 3, 4):
-        run = pool.trained(job, size)
+        run = pool.train_new_run(job, size)
         assert [step[4:] for step in run.steps] == [step[4:] for step in exact.steps], "other rows"
         assert [step[1] for step in run.steps] == pytest.approx([step[1] for step in exact.steps], rel=1e-4)
         for name, value in run.snapshot.model.items():
             torch.testing.assert_close(value, exact.snapshot.model[name], rtol=1e-3, atol=1e-5)
 
 
-def resumed(pool: Pool, job: Job, deaths: list[int], sizes: list[int], new_fence: bool) -> Trained:
+def resumed(pool: WorkerPool, job: Job, deaths: list[int], sizes: list[int], new_fence: bool) -> TrainedRun:
     """Trains, dying after each of the steps `deaths`, each time with the next world size."""
     for i, step in enumerate(deaths):
         job = dataclasses.replace(job, fence=1 + i * new_fence)
         outcomes = pool.train(job, sizes[i], Hooks(after_step=DieAfter(step)))
         assert {type(o.error) for o in outcomes} == {KilledError}, "\n".join(o.trace for o in outcomes)
-    pool.run_job(dataclasses.replace(job, fence=1 + len(deaths) * new_fence), sizes[len(deaths)])
-    return result_of(job)
+    pool.train_to_end(dataclasses.replace(job, fence=1 + len(deaths) * new_fence), sizes[len(deaths)])
+    return read_trained_run(job)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pool: Pool, data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Trained]:
+def undisturbed(
+    pool: WorkerPool, data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Job, TrainedRun]:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     job = make_job(
         folder, data["103 rows"], logical_workers=4, batch=20, train__epochs=2, schedule=STEPLR, data__shuffle_window_rows=10,  # noqa: E501
         checkpoint__every_steps=2,
     )  # fmt: skip
     assert job.plan.steps_per_epoch == 6
-    return job, pool.trained(job, 2)
+    return job, pool.train_new_run(job, 2)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,12 @@ def undisturbed(pool: Pool, data: dict[str, Path], tmp_path_factory: pytest.Temp
     ],
 )
 def test_a_resume_on_other_workers_changes_nothing(
-    pool: Pool, undisturbed: tuple[Job, Trained], tmp_path: Path, deaths: list[int], sizes: list[int], new_fence: bool
+    pool: WorkerPool,
+    undisturbed: tuple[Job, TrainedRun],
+    tmp_path: Path,
+    deaths: list[int],
+    sizes: list[int],
+    new_fence: bool,
 ) -> None:
     job, expected = undisturbed
     run = resumed(pool, dataclasses.replace(job, run_root=str(tmp_path / "run")), deaths, sizes, new_fence)
@@ -203,36 +211,36 @@ def test_a_resume_on_other_workers_changes_nothing(
 
 
 def test_the_death_of_one_worker_is_a_lost_peer_for_the_others(
-    pool: Pool, undisturbed: tuple[Job, Trained], tmp_path: Path
+    pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path
 ) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
     outcomes = pool.train(job, 3, Hooks(after_step=DieAfter(5, killed=2)))
     assert [type(o.error) for o in outcomes] == [PeerLostError, PeerLostError, KilledError]
     assert PeerLostError.retryable
-    pool.run_job(job, 4)
-    same([undisturbed[1], result_of(job)])
+    pool.train_to_end(job, 4)
+    same([undisturbed[1], read_trained_run(job)])
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_one_worker_asks_to_stop_and_all_do_after_the_same_step(
-    pool: Pool, undisturbed: tuple[Job, Trained], tmp_path: Path, rank: int
+    pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path, rank: int
 ) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
-    outcomes = pool.train(job, 3, stop={rank: 3})
+    outcomes = pool.train(job, 3, membership=partial(LocalMembership, stop={rank: 3}))
     assert [o.error for o in outcomes] == [None] * 3
-    stopped = result_of(job)
+    stopped = read_trained_run(job)
     assert (stopped.commit.step, stopped.commit.why, len(stopped.steps)) == (3, "extra", 3)
-    pool.run_job(job, 2)
-    finished = result_of(job)
+    pool.train_to_end(job, 2)
+    finished = read_trained_run(job)
     same([undisturbed[1], finished])
     assert max(map(len, finished.workers)) == 1, "a step was done again"
 
 
 def test_a_finished_run_started_again_does_nothing(
-    pool: Pool, undisturbed: tuple[Job, Trained], tmp_path: Path
+    pool: WorkerPool, undisturbed: tuple[Job, TrainedRun], tmp_path: Path
 ) -> None:
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
-    pool.run_job(job, 1)
-    pool.run_job(job, 2)
-    same([undisturbed[1], result_of(job)])
-    assert result_of(job).workers == [[1]] * job.total_steps
+    pool.train_to_end(job, 1)
+    pool.train_to_end(job, 2)
+    same([undisturbed[1], read_trained_run(job)])
+    assert read_trained_run(job).workers == [[1]] * job.total_steps

@@ -22,8 +22,9 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.journal import Event, put_event, read_events
 from ray_app.runlog.paths import RunPaths, add_version
 from ray_app.storage.files import put_json
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.watch.observers import Observers
-from tests.support.local_world import Pool, cached, make_job, result_of, write_images
+from tests.support.local_world import make_job, write_images
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 from tests.support.receiver import receiver
@@ -152,18 +153,18 @@ def test_who_cannot_be_told_is_refused_before_the_start(
 
 @pytest.mark.parametrize(("wanted", "name"), [([3, 4], "steps-00000003-00000004"), (2, "steps-00000004-00000005")])
 def test_the_steps_that_are_asked_for_are_traced_by_rank_0(
-    pool: Pool, data: Path, tmp_path: Path, wanted: list[int] | int, name: str
+    pool: WorkerPool, data: Path, tmp_path: Path, wanted: list[int] | int, name: str
 ) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=wanted)
-    pool.run_job(job, 2, cached)
+    pool.train_to_end(job, 2, cache_windows)
     [trace] = job.paths.profile.glob("*")  # type: ignore[union-attr]
     assert trace.name == f"{name}.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert any("aten::" in str(each) for each in names)
     [event] = read_events(job.paths, "profiled")
     assert event.details["file"] == f"profile/{trace.name}"
-    plain = pool.trained(make_job(tmp_path / "plain", data, logical_workers=4, batch=12), 2, cached)
-    assert result_of(job).bits == plain.bits
+    plain = pool.train_new_run(make_job(tmp_path / "plain", data, logical_workers=4, batch=12), 2, cache_windows)
+    assert read_trained_run(job).digests == plain.digests
 
 
 @pytest.mark.parametrize("wanted", [[3], [0, 2], [5, 4], 0, -1])

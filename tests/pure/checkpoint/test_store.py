@@ -34,23 +34,14 @@ from ray_app.runlog.journal import MetricsReader, MetricsWriter, StepRecord, put
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage import files as files_module
 from ray_app.storage.files import put_atomic
+from ray_app.testing import DieAfter, KilledError, TrainedRun, cache_windows, read_trained_run
 from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.checkpointing.writer import CheckpointWriter
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from tests.support.checkpoints import commit_of, snapshot_of, store_of_three
-from tests.support.local_world import (
-    CPU,
-    DieAfter,
-    KilledError,
-    LocalMembership,
-    Trained,
-    cached,
-    make_job,
-    result_of,
-    write_images,
-)
+from tests.support.local_world import CPU, LocalMembership, make_job, write_images
 
 
 @pytest.fixture
@@ -165,7 +156,7 @@ def test_a_checkpoint_of_a_later_version_is_passed_over_and_stays_good(store: Ch
     for _ in range(2):
         step, [fallback] = load(store)
         assert step == 2
-        assert "schema version 99; this version reads 1" in fallback.reason
+        assert "schema version 99; this version reads 2" in fallback.reason
     assert [c.step for c in store.commits()] == [1, 2]
     (newest / "COMMIT.json").write_bytes(intact)
     assert load(store) == (3, [])
@@ -593,9 +584,9 @@ def test_the_saver_waits_for_the_write_before(paths: RunPaths) -> None:
     assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2]
 
 
-def run_alone(job: Job, **hooks: Any) -> Trained:
-    train(job, LocalMembership(World(0, 1, 2), Path()), cached, CPU, Hooks(**hooks))
-    return result_of(job)
+def run_alone(job: Job, **hooks: Any) -> TrainedRun:
+    train(job, LocalMembership(World(0, 1, 2), Path()), cache_windows, CPU, Hooks(**hooks))
+    return read_trained_run(job)
 
 
 @pytest.fixture
@@ -611,7 +602,7 @@ def test_a_full_disk_never_stops_training(job: Job) -> None:
     expected = run_alone(replace(job, run_root=f"{job.run_root}-undisturbed"))
     disk = FailingDisk({1: 2, 2: -1, 6: 5})
     run = run_alone(job, before_commit=disk)
-    assert (run.bits, run.steps) == (expected.bits, expected.steps)
+    assert (run.digests, run.steps) == (expected.digests, expected.steps)
     assert [c.step for c in CheckpointStore(job.paths).commits()] == [1, 3, 4, 5, 6]
     [failed] = read_events(job.paths, "write_failed")
     assert failed.details == {"step": 2, "attempts": 6, "reason": "OSError: disk full"}
@@ -623,8 +614,8 @@ def test_a_full_disk_never_stops_training(job: Job) -> None:
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(job: Job) -> None:
     with pytest.raises(CheckpointError, match="disk full"):
         run_alone(job, before_commit=FailingDisk({6: -1}))
-    assert len(result_of(job).steps) == 6, "all steps were done"
-    assert result_of(job).commit.step == 5
+    assert len(read_trained_run(job).steps) == 6, "all steps were done"
+    assert read_trained_run(job).commit.step == 5
     assert run_alone(job).commit.step == 6, "starting again goes on"
 
 
@@ -636,7 +627,7 @@ def test_a_run_falls_back_and_ends_with_the_same_bits(job: Job, damage: str, new
         run_alone(job, after_step=DieAfter(4))
     DAMAGES[damage][0](job.paths.checkpoint(4, 1))
     run = run_alone(replace(job, fence=1 + new_fence))
-    assert (run.bits, run.steps) == (expected.bits, expected.steps)
+    assert (run.digests, run.steps) == (expected.digests, expected.steps)
     [fallback] = read_events(job.paths, "fallback")
     assert fallback.details["checkpoint"] == "step-00000004-0001"
     assert DAMAGES[damage][1] in fallback.details["reason"]
@@ -819,8 +810,8 @@ def test_an_evaluation_is_read_once_and_an_unreadable_one_ends_nothing(
             paths, Evaluation(step, 0, "", {"accuracy": 0.5}, 10, 0.1, 0.0, examples=[{"image": "x" * 1000}])
         )
     newer = json.loads(paths.evaluation(16).read_text())
-    assert newer["schema_version"] == 1
-    paths.evaluation(16).write_text(json.dumps(newer | {"schema_version": 2, "of_a_later_version": [1]}))
+    assert newer["schema_version"] == 2
+    paths.evaluation(16).write_text(json.dumps(newer | {"schema_version": 3, "of_a_later_version": [1]}))
     paths.evaluation(24).write_text("{")
     paths.evaluation(32).write_text('{"step": 32}')
     for _ in range(3):
@@ -837,11 +828,11 @@ def test_an_evaluation_is_read_once_and_an_unreadable_one_ends_nothing(
 def test_metrics_and_events_of_other_versions_are_read(paths: RunPaths) -> None:
     put_event(paths, "started", 1, step=1)
     [file] = paths.events.iterdir()
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 2, "more": 1}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 3, "more": 1}))
     assert [event.kind for event in read_events(paths)] == ["started"]
     record = StepRecord(1, 0, 1.0, 0.5, 0.1, 1.0, 1.0, 1.0, 1, [1], [1], "1.1")
     columns = {name: [value] for name, value in asdict(record).items() if name != "skipped"}
-    for fence, more in ((1, {}), (2, {"more": [1], "schema_version": 2})):
+    for fence, more in ((1, {}), (2, {"more": [1], "schema_version": 3})):
         put_atomic(
             paths.metrics / f"{fence:010d}-{fence:04d}-{fence}.json",
             json.dumps(columns | more | {"step": [fence]}).encode(),

@@ -29,8 +29,8 @@ from ray_app.cli.retrain import main as retrain
 from ray_app.cli.submit import main as submit
 from ray_app.cli.train import main as train
 from ray_app.data.dataset import open_dataset
-from ray_app.driver.signals import interrupt_at_sigterm
 from ray_app.errors import BadRowError, ConfigError, EvaluationError, RegistryError, StorageError
+from ray_app.process import interrupt_at_sigterm
 from ray_app.runlog.redaction import redact, register_secrets
 from tests.support.made_run import MadeRun
 from tests.support.places import ROOT

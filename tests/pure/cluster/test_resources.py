@@ -160,7 +160,7 @@ def test_a_running_job_counts_parts_of_gpus_on_each_node_as_ray_places_them() ->
     ],
 )
 def test_no_worker_is_begun_on_the_gpu_of_the_evaluator(fields: dict[str, Any], expected: int) -> None:
-    assert sizes(**fields)._workers_beside_reading(NODES) == expected
+    assert sizes(**fields)._limit_by_total_resources(NODES) == expected
 
 
 def test_several_gpus_for_a_worker_are_refused_since_it_uses_one() -> None:

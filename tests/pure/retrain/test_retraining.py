@@ -506,7 +506,7 @@ def test_no_row_chooses_a_checkpoint_and_judges_it(tmp_path: Path, monkeypatch: 
     source = RowSource(
         Reader(dataset.root, ["x"], lambda rows: {"x": rows["x"]}, {"x": ArraySpec("<f8", ())}), dataset.manifest, 64
     )
-    monkeypatch.setattr(comparison, "fetch_at_once", fetch_in_process)
+    monkeypatch.setattr(comparison, "fetch_auto", fetch_in_process)
     scored = comparison._read_arrays(
         comparison.ScoringRequest(source, sample_segments(dataset.manifest, 500), {}, chosen=judges)
     )
@@ -551,7 +551,7 @@ def test_resampled_metrics_are_those_of_the_rows_that_were_drawn() -> None:
             assert value == pytest.approx(
                 combine(TASK, chunks(predicted[rows], LABELS[rows], 64)).values[name], rel=1e-6
             )
-    with pytest.raises(ConfigError, match="'f1' is no metric"):
+    with pytest.raises(ConfigError, match="'f1' is not a single metric"):
         resample(TASK, blocks, "f1", counts)
 
 

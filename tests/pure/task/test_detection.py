@@ -207,7 +207,7 @@ def test_rows_without_any_object_are_read() -> None:
     ("changed", "said"),
     [
         ({"boxes": [[5, 5, 3, 9]]}, "the box [5.0, 5.0, 3.0, 9.0] is not a box in an image 40 wide and 30 high"),
-        ({"boxes": [[5, 5, 45, 9]]}, "the box [5.0, 5.0, 45.0, 9.0] is none"),
+        ({"boxes": [[5, 5, 45, 9]]}, "the box [5.0, 5.0, 45.0, 9.0] is not a box"),
         ({"boxes": [[5, 5, np.nan, 9]]}, "is not a box in an image"),
         ({"labels": [0]}, "there is a label 0; labels go from 1, since 0 is the background, to num_classes - 1"),
         ({"labels": [3]}, "there is a label 3"),
@@ -239,7 +239,7 @@ def test_transforms_to_fractions_are_refused() -> None:
             {"boxes": ColumnFacts("array", "<f4", (4,))},
             "Column 'boxes' of data holds array <f4; the detector needs list",
         ),
-        ({"image": ColumnFacts("array", "<f4", (8, 8))}, "holds arrays that are no images"),
+        ({"image": ColumnFacts("array", "<f4", (8, 8))}, "holds arrays that are not images"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(facts: dict[str, ColumnFacts], said: str) -> None:

@@ -63,7 +63,7 @@ def test_a_phone_s_jpeg_with_a_second_picture_is_its_first_one() -> None:
     encoded = encode(PHOTO, "mpo", save_all=True, append_images=[PHOTO.rotate(180)], exif=orientation(3))
     assert Image.open(io.BytesIO(encoded)).format == "MPO"
     np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
-    with pytest.raises(ValueError, match="no mask"):
+    with pytest.raises(ValueError, match="not a mask"):
         decode_mask(encode(PHOTO.convert("L"), "mpo", save_all=True, append_images=[PHOTO.convert("L")]))
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ray_app.data.arrays import from_column, ragged_lists, spec_of_field, to_column
 from ray_app.data.bad_rows import KEYS, decode_good_rows
@@ -250,3 +251,25 @@ def test_a_column_of_lists_is_a_sequence_of_its_rows() -> None:
     for row in (3, -4):
         with pytest.raises(IndexError, match=f"row {row} of 3 rows"):
             lists[row]
+
+
+def test_drawing_covers_distributions_and_integers_like_a_tensor() -> None:
+    def draw(key: int) -> list[Tensor]:
+        with drawing(key):
+            like = torch.zeros(2, 3, 4, 4)
+            return [
+                torch.distributions.Beta(0.5, 0.5).sample((3,)),
+                torch.distributions.Dirichlet(torch.ones(3)).sample(),
+                torch.randint_like(like, 1000),
+                torch.randint_like(like, low=5, high=9, dtype=torch.int64),
+                torch.rand_like(like, memory_format=torch.channels_last),
+            ]
+
+    state = torch.random.get_rng_state()
+    first, again, other = draw(1), draw(1), draw(2)
+    assert torch.equal(state, torch.random.get_rng_state())
+    for a, b, c in zip(first, again, other, strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+    assert first[2].dtype == torch.float32
+    assert set(first[3].flatten().tolist()) <= {5, 6, 7, 8}

@@ -22,12 +22,13 @@ from ray_app.runlog.evaluations import Evaluation, Verdict, put_evaluation
 from ray_app.runlog.history import recoveries
 from ray_app.runlog.journal import MetricsReader, StepRecord, put_event, read_events
 from ray_app.storage.files import Location, list_tree
+from ray_app.testing import KilledError, cache_windows
 from ray_app.train.checkpointing import writer as saver_module
 from ray_app.train.checkpointing.snapshots import SnapshotSender
 from ray_app.train.job import Hooks, Job
-from ray_app.train.loop import train
-from ray_app.train.membership import GenerationInfo, LeavingError, Phase, SingleProcessMembership
-from tests.support.local_world import KilledError, TinyImages, cached, make_job, write_images
+from ray_app.train.loop import _MAX_BROKEN_GENERATIONS, train
+from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Phase, SingleProcessMembership
+from tests.support.local_world import TinyImages, make_job, write_images
 
 CPU = torch.device("cpu")
 
@@ -104,7 +105,7 @@ def test_a_newcomer_that_has_to_leave_before_it_begins_writes_no_checkpoint(
 ) -> None:
     job = new_job(train__strategy=strategy)
     with pytest.raises(PreemptedError, match="before it got a state"):
-        train(job, ToldToLeave(), cached, CPU, Hooks())
+        train(job, ToldToLeave(), cache_windows, CPU, Hooks())
     assert list_tree(job.paths.root) == {}
 
 
@@ -133,7 +134,7 @@ def test_a_checkpoint_that_was_due_is_made_after_a_restore_from_a_snapshot(
 ) -> None:
     """All workers are lost behind the last step, before its checkpoint is committed."""
     undisturbed = new_job("undisturbed")
-    train(undisturbed, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks())
+    train(undisturbed, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks())
     job, memory = new_job(checkpoint__snapshot_every_steps=2), Memory()
     monkeypatch.setattr(saver_module, "_ATTEMPTS", 1)
 
@@ -142,11 +143,11 @@ def test_a_checkpoint_that_was_due_is_made_after_a_restore_from_a_snapshot(
             raise KilledError
 
     with pytest.raises(CheckpointError):
-        train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(before_commit=die), memory)
+        train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(before_commit=die), memory)
     assert committed(job) == [4]
     assert memory.kept is not None
     assert memory.kept[0].step == job.total_steps == 8
-    train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(), memory)
+    train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), memory)
     assert committed(job) == [4, 8]
     digests = [CheckpointStore(run.paths).commits()[-1].params_digest for run in (job, undisturbed)]
     assert digests[0] == digests[1]
@@ -162,7 +163,7 @@ def test_a_generation_forms_while_the_storage_does_not_answer(new_job: Callable[
         if step == 7:
             outage.lasts = False
 
-    train(job, membership, cached, CPU, Hooks(after_step=after_step))
+    train(job, membership, cache_windows, CPU, Hooks(after_step=after_step))
     assert membership.generations == 2
     assert outage.refused
     assert committed(job) == [4, 8]
@@ -178,7 +179,7 @@ def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(
             raise KilledError
 
     with pytest.raises(KilledError):
-        train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(after_step=die), memory)
+        train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(after_step=die), memory)
     outage.lasts = True
 
     def back(rank: int, step: int) -> None:
@@ -186,8 +187,8 @@ def test_a_snapshot_is_gone_on_from_where_no_checkpoint_can_be_read(
             outage.lasts = False
 
     with pytest.raises(OSError, match="503"):
-        train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(), Memory())
-    train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(after_step=back), memory)
+        train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), Memory())
+    train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(after_step=back), memory)
     assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(6, "snapshot")]
     assert committed(job) == [4, 8]
 
@@ -215,9 +216,9 @@ def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(
     monkeypatch.setattr(CheckpointStore, "load", load)
     for step in (5, 7):
         with pytest.raises(KilledError):
-            train(job, SingleProcessMembership(4, lambda: False), cached, CPU, die_after(step), memory)
+            train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, die_after(step), memory)
     memory.kept = None if memory.kept is None else (dataclasses.replace(memory.kept[0], step=5), memory.kept[1])
-    train(job, SingleProcessMembership(4, lambda: False), cached, CPU, Hooks(), memory)
+    train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), memory)
     assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [
         (4, "snapshot"),
         (6, "checkpoint"),
@@ -234,7 +235,7 @@ def test_each_loss_has_a_recovery_of_its_own(new_job: Callable[..., Job]) -> Non
             lost.remove(step)
             raise PeerLostError("lost")
 
-    train(job, Regrouping(), cached, CPU, Hooks(after_step=lose))
+    train(job, Regrouping(), cache_windows, CPU, Hooks(after_step=lose))
     formed = [event.details["lost_s"] for event in read_events(job.paths, "formed")[1:]]
     reader = MetricsReader(job.paths)
     reader.poll()
@@ -245,7 +246,7 @@ def test_each_loss_has_a_recovery_of_its_own(new_job: Callable[..., Job]) -> Non
 
 def test_who_waits_for_the_storage_says_so(new_job: Callable[..., Job]) -> None:
     job, membership = new_job(), Regrouping()
-    train(job, membership, cached, CPU, Hooks())
+    train(job, membership, cache_windows, CPU, Hooks())
     waits = [i for i, phase in enumerate(membership.phases) if phase == "saving"]
     assert len(waits) == 3, "before either checkpoint, and for the last one"
     assert all(membership.phases[i + 1] != "saving" for i in waits)
@@ -264,3 +265,56 @@ def test_early_stopping_works_although_a_checkpoint_could_not_be_written(
     assert job.early_stop() is None
     put_event(job.paths, "write_failed", 1, step=4, attempts=6, reason="503")
     assert job.early_stop() == Verdict(6, 2)
+
+
+class Draining(SingleProcessMembership):
+    """A worker on a node that drains, which is asked to end its generation after a step.
+
+    Args:
+        reform_after: The step; None if the run ends before the notice takes effect.
+    """
+
+    def __init__(self, reform_after: int | None = None) -> None:
+        super().__init__(4, lambda: False)
+        self.reform_after, self.steps = reform_after, 0
+
+    def flags(self) -> Flags:
+        self.steps += 1
+        return Flags.REFORM if self.steps == self.reform_after else Flags(0)
+
+    def is_leaving(self) -> bool:
+        return True
+
+
+def test_a_worker_says_whether_it_ends_because_the_run_is_over(new_job: Callable[..., Job]) -> None:
+    assert train(new_job(), Draining(), cache_windows, CPU, Hooks()) is True
+    assert train(new_job("left"), Draining(3), cache_windows, CPU, Hooks()) is False
+
+
+def test_a_worker_that_has_to_leave_reports_a_last_checkpoint_that_failed(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "_FIRST_PAUSE_S", 0.001)
+    job = new_job()
+
+    def refuse(commit: Commit) -> None:
+        if commit.step == job.total_steps:
+            raise OSError("503 Slow Down")
+
+    with pytest.raises(CheckpointError, match="503 Slow Down"):
+        train(job, Draining(), cache_windows, CPU, Hooks(before_commit=refuse))
+
+
+def test_generations_that_break_at_different_steps_of_a_round_do_not_go_on_for_ever(
+    new_job: Callable[..., Job],
+) -> None:
+    """With local SGD each of them begins at the start of the round again."""
+    job, membership = new_job(train__strategy="local_sgd", train__local_steps=4), Regrouping()
+
+    def break_generation(rank: int, step: int) -> None:
+        if step == 5 + membership.generations % 2:
+            raise PeerLostError("lost")
+
+    with pytest.raises(PeerLostError):
+        train(job, membership, cache_windows, CPU, Hooks(after_step=break_generation))
+    assert membership.generations <= 1 + _MAX_BROKEN_GENERATIONS

@@ -49,3 +49,12 @@ def test_a_limit_that_is_given_is_five_times_as_long_for_the_first_step_of_a_gro
     assert still.limit_s == 150.0
     still.finished(5, None)
     assert still.limit_s == 30.0
+
+
+def test_a_record_that_heartbeats_repeat_counts_once() -> None:
+    watchdog = StepWatchdog(None, Clock())
+    watchdog.begin(0)
+    for step, step_s, heartbeats in ((1, 2.0, 1), (2, 2.0, 1), (3, 40.0, 100)):
+        for _ in range(heartbeats):
+            watchdog.finished(step, record_of(step, step_s))
+    assert watchdog.limit_s == 100.0

@@ -208,7 +208,7 @@ class _ServerState(TrainingState):
         self._members = [group["params"] for group in groups]
         super().__init__(config, task, CPU, total_steps)
 
-    def _parameter_groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter]) -> list[Any]:
+    def _parameter_groups(self, spec: OptimizerSpec, named: Mapping[str, nn.Parameter], field: str) -> list[Any]:
         parameters = list(named.values())
         return [{"params": [parameters[i] for i in members]} for members in self._members]
 

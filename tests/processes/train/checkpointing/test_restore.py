@@ -15,10 +15,11 @@ import pytest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.driver.single import train_in_process
 from ray_app.runlog.journal import read_events
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import SingleProcessMembership
 from tests.support.campaign import DILOCO, rows_of
-from tests.support.local_world import Pool, TinyImages, cached, disk_cached, make_job, result_of, streamed, write_images
+from tests.support.local_world import TinyImages, disk_cached, make_job, write_images
 from tests.support.server_world import World
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -29,10 +30,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "parameter_server": {"train__servers": 2},
 }
-CACHES: dict[str, OpenWindows] = {"none": streamed, "memory": cached, "disk": disk_cached}
+CACHES: dict[str, OpenWindows] = {"none": stream_windows, "memory": cache_windows, "disk": disk_cached}
 
 
-def restored_at_every_step(pool: Pool, folder: Path, strategy: str, cache: str, stride: int = 1) -> list[int]:
+def restored_at_every_step(pool: WorkerPool, folder: Path, strategy: str, cache: str, stride: int = 1) -> list[int]:
     """Trains once, keeping every checkpoint, and goes on from each; returns from which."""
     data = write_images(folder / "data", [[50, 1], [46]])
     every = STRATEGIES[strategy].get("train__local_steps", 1)
@@ -46,7 +47,7 @@ def restored_at_every_step(pool: Pool, folder: Path, strategy: str, cache: str, 
         if strategy == "parameter_server":
             World(job, size, CACHES[cache]).run()
         else:
-            pool.run_job(job, 1 if strategy == "single" else size, CACHES[cache])
+            pool.train_to_end(job, 1 if strategy == "single" else size, CACHES[cache])
 
     go(whole, 2)
     commits, tried = CheckpointStore(whole.paths).commits(), []
@@ -62,8 +63,8 @@ def restored_at_every_step(pool: Pool, folder: Path, strategy: str, cache: str, 
         go(job, 1 + 2 * (commit.step % 2))  # 1 or 3
         assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [commit.step]
         assert rows_of(job) == rows_of(whole)
-        assert result_of(job).bits == result_of(whole).bits, f"from step {commit.step}"
-        assert result_of(job).steps == result_of(whole).steps, f"from step {commit.step}"
+        assert read_trained_run(job).digests == read_trained_run(whole).digests, f"from step {commit.step}"
+        assert read_trained_run(job).steps == read_trained_run(whole).steps, f"from step {commit.step}"
         tried.append(commit.step)
         shutil.rmtree(job.run_root)
     return tried
@@ -72,14 +73,14 @@ def restored_at_every_step(pool: Pool, folder: Path, strategy: str, cache: str, 
 @pytest.mark.rest
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_goes_on_from_every_step(pool: Pool, tmp_path: Path, strategy: str, cache: str) -> None:
+def test_a_run_goes_on_from_every_step(pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
     tried = restored_at_every_step(pool, tmp_path, strategy, cache)
     every = STRATEGIES[strategy].get("train__local_steps", 1)
     assert tried == list(range(every, 18, every)), "two epochs of nine steps"
 
 
 @pytest.mark.parametrize(("strategy", "cache"), [("ddp", "none"), ("parameter_server", "memory")])
-def test_a_run_goes_on_from_some_steps(pool: Pool, tmp_path: Path, strategy: str, cache: str) -> None:
+def test_a_run_goes_on_from_some_steps(pool: WorkerPool, tmp_path: Path, strategy: str, cache: str) -> None:
     assert restored_at_every_step(pool, tmp_path, strategy, cache, stride=6) == [1, 7, 13]
 
 
@@ -110,5 +111,5 @@ def test_threads_that_read_change_no_bit(tmp_path: Path, monkeypatch: pytest.Mon
         readers.clear()
         train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks())
         assert ("reader" in readers) == (name != "0"), readers
-        bits.append((result_of(job).bits, result_of(job).steps))
+        bits.append((read_trained_run(job).digests, read_trained_run(job).steps))
     assert bits[1:] == [bits[0]] * 2

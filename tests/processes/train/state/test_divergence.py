@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError, PeerLostError
 from ray_app.runlog.journal import read_events
+from ray_app.testing import KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.transfer import divergent_ranks
-from tests.support.local_world import KilledError, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
 from tests.support.waiting import until
 
@@ -76,7 +77,7 @@ def differed(job: Job) -> list[tuple[list[int], int]]:
     return [(event.details["ranks"], event.details["step"]) for event in read_events(job.paths, "params_diverged")]
 
 
-def test_the_one_that_differs_gets_the_state_of_the_others(pool: Pool, tmp_path: Path) -> None:
+def test_the_one_that_differs_gets_the_state_of_the_others(pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=4)
     hook = KillLast(job, 3, 4, 1)
     outcomes = train_shifting(pool, job, [[0, 1, 2, 3], [0, 1, 2]], [], Hooks(after_step=hook))
@@ -84,23 +85,26 @@ def test_the_one_that_differs_gets_the_state_of_the_others(pool: Pool, tmp_path:
     assert (tmp_path / "proof").exists()
     assert [each.value for each in outcomes[:3]] == ["done"] * 3, [each.trace for each in outcomes[:3]]
     assert differed(job) == [([1], 4)]
-    assert result_of(job).commit.params_digest == pool.trained(job_in(tmp_path), 2, cached).commit.params_digest
+    assert (
+        read_trained_run(job).commit.params_digest
+        == pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
+    )
 
 
-def test_without_a_majority_the_newest_checkpoint_decides(pool: Pool, tmp_path: Path) -> None:
+def test_without_a_majority_the_newest_checkpoint_decides(pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=4)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 4, 1)))
     assert (tmp_path / "proof").exists()
     assert [each.value for each in outcomes[:2]] == ["done"] * 2, [each.trace for each in outcomes[:2]]
     assert differed(job) == [([0, 1], 3)]
-    found = result_of(job)
-    assert found.commit.params_digest == pool.trained(job_in(tmp_path), 2, cached).commit.params_digest
+    found = read_trained_run(job)
+    assert found.commit.params_digest == pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
     assert [len(workers) for workers in found.workers] == [1, 1, 1, 2, 1, 1], (
         "step 4 is done again, and its record says so"
     )
 
 
-def test_without_a_checkpoint_either_the_run_ends(pool: Pool, tmp_path: Path) -> None:
+def test_without_a_checkpoint_either_the_run_ends(pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, update=2)
     first, second, _ = train_shifting(pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=KillLast(job, 2, 2, 0)))
     assert isinstance(first.error, CheckpointError), first.trace

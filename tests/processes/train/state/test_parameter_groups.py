@@ -14,10 +14,11 @@ from ray_app.config.config import Config, digest, from_yaml, result_fields
 from ray_app.driver.parsing import load_config
 from ray_app.errors import ConfigError
 from ray_app.task.image import ImageClassification
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.state import TrainingState
 from tests.support import server_world
-from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.local_world import CPU, TinyImages, make_job, write_images
 
 ROWS = [[50, 1], [46]]
 GROUPS = [{"norms_and_biases": True, "weight_decay": 0.0}, {"names": ["9.*"], "lr": 0.05}]
@@ -62,23 +63,23 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "name", [pytest.param(n, marks=() if n == "local_sgd" else pytest.mark.rest) for n in STRATEGIES]
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, name: str
+    pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
-    alone, several = pool.trained(job, 1, cached), pool.trained(job, 3, cached)
-    assert (several.bits, several.steps) == (alone.bits, alone.steps)
-    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
-    pool.run_job(job, 2, cached)
-    assert result_of(job).bits == alone.bits
+    alone, several = pool.train_new_run(job, 1, cache_windows), pool.train_new_run(job, 3, cache_windows)
+    assert (several.digests, several.steps) == (alone.digests, alone.steps)
+    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    pool.train_to_end(job, 2, cache_windows)
+    assert read_trained_run(job).digests == alone.digests
     decays = [group["weight_decay"] for group in alone.snapshot.optimizer["param_groups"]]
     assert decays == [0.1, 0.0, 0.1], "the rest, norms and biases, what is left of the last layer"
     fields = STRATEGIES[name] | {"optimizer": job.config.replace(optimizer__groups=None).to_dict()["optimizer"]}
     fields["schedule"] = None
-    without = pool.trained(job_of(tmp_path / "without", data, **fields), 1, cached)
+    without = pool.train_new_run(job_of(tmp_path / "without", data, **fields), 1, cache_windows)
     assert without.commit.params_digest != alone.commit.params_digest
 
 
-def test_a_group_is_that_of_plain_torch(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_group_is_that_of_plain_torch(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """The groups of the strategies' shared state, against an optimizer that is made by hand with the same gradients."""
     job = job_of(tmp_path / "run", data)
     state, twin = (TrainingState(job.config, job.task, CPU, 10) for _ in range(2))
@@ -102,9 +103,11 @@ def test_a_group_is_that_of_plain_torch(pool: Pool, data: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "fields", [{}, {"optimizer": optimizer("SGD", momentum=0.9), "schedule": ONE_CYCLE, "train__grad_clip_norm": 0.5}]
 )
-def test_parameter_servers_have_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_parameter_servers_have_the_bits_of_ddp(
+    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     """With so many servers that some have nothing of some group, and a resume on fewer."""
-    plain = pool.trained(job_of(tmp_path / "ddp", data, **fields), 2, cached)
+    plain = pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
     served = {"train__strategy": "parameter_server", "train__min_shard_kb": 1, **fields}
     world = server_world.World(job_of(tmp_path / "servers", data, train__servers=3, **served), 2)
     world.run(turns=1)
@@ -115,20 +118,20 @@ def test_parameter_servers_have_the_bits_of_ddp(pool: Pool, data: Path, tmp_path
         world.run(turns=1)
     world.servers.lose(1)
     world.run()
-    run = result_of(world.job)
-    assert (run.bits, run.steps) == (plain.bits, plain.steps)
+    run = read_trained_run(world.job)
+    assert (run.digests, run.steps) == (plain.digests, plain.steps)
 
 
-def test_sharded_it_is_the_same(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_sharded_it_is_the_same(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {
         "task": TinyImages(),
         "optimizer": optimizer("SGD", [{"names": ["5.*"], "lr": 0.05}, {"norms_and_biases": True, "lr": 0.0}]),
     }
     plain, sharded = (
-        pool.trained(job_of(tmp_path / strategy, data, train__strategy=strategy, **fields), 2, cached)
+        pool.train_new_run(job_of(tmp_path / strategy, data, train__strategy=strategy, **fields), 2, cache_windows)
         for strategy in ("ddp", "fsdp")
     )
-    assert (sharded.steps, sharded.bits) == (plain.steps, plain.bits)
+    assert (sharded.steps, sharded.digests) == (plain.steps, plain.digests)
     begun = job_of(tmp_path / "x", data, **fields)
     before = TrainingState(begun.config, begun.task, CPU, 10).snapshot().model
     after = sharded.snapshot.model
@@ -155,7 +158,10 @@ def test_frozen_parameters_are_in_no_group(data: Path, tmp_path: Path) -> None:
             r"sets 'wight_decay', which is not an option of AdamW; the nearest is weight_decay",
         ),
         ([{"names": ["*.bias"], "lr": "fast"}], r"groups has lr = 'fast'; it must be a number"),
-        ([{"lr": 0.1}], r"has {'lr': 0.1}; say whose options these are by names, a list, or by norms_and_biases: true"),
+        (
+            [{"lr": 0.1}],
+            r"has {'lr': 0.1}; say which parameters have these options by names, a list, or by norms_and_biases: true",
+        ),
         ([{"names": "*.bias", "lr": 0.1}], r"by names, a list"),
     ],
 )

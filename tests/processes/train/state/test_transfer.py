@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from ray_app.checkpoint.format import Snapshot, pack
 from ray_app.config.config import Config
 from ray_app.reduction.base import World
+from ray_app.testing import WorkerPool, digest_tensors
 from ray_app.train.state import transfer as transfer_module
 from ray_app.train.state.state import TrainingState
 from ray_app.train.state.transfer import transfer_snapshot
 from tests.support.device_group import BACKEND
-from tests.support.local_world import CPU, LocalMembership, Pool, plain
+from tests.support.local_world import CPU, LocalMembership
 
 _MB = 1 << 20
 
@@ -55,16 +56,16 @@ def passed_on(rank: int, store: Path, size: int, source: int, to: list[int], bac
         got = transfer_snapshot(given, rank, source, to)
     if rank == source:
         assert got is given
-    return got and plain(got)
+    return got and digest_tensors(got)
 
 
 @pytest.mark.parametrize(
     ("size", "source", "to", "backend"), [(4, 0, [1, 2, 3], "gloo"), (4, 2, [3], "gloo"), (3, 1, [2, 0], BACKEND)]
 )
 def test_those_who_lack_a_state_get_it_and_nobody_else_does_anything(
-    pool: Pool, size: int, source: int, to: list[int], backend: str
+    pool: WorkerPool, size: int, source: int, to: list[int], backend: str
 ) -> None:
-    expected = plain(everything())
+    expected = digest_tensors(everything())
     found = pool.run(size, passed_on, size, source, to, backend)
     assert found == [expected if rank in [source, *to] else None for rank in range(size)]
 
@@ -122,7 +123,7 @@ def joined(rank: int, store: Path, megabytes: int) -> float:
 
 
 @pytest.mark.rest
-def test_signs_of_life_go_on_while_a_gigabyte_is_shared(pool: Pool) -> None:
+def test_signs_of_life_go_on_while_a_gigabyte_is_shared(pool: WorkerPool) -> None:
     """Nothing depends on how many tensors there are, so four times as many take four times as long, with the same
     silences.
     """
@@ -163,7 +164,7 @@ def four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
 
 
 @pytest.mark.rest
-def test_signs_of_life_go_on_while_four_gigabytes_are_sent(pool: Pool) -> None:
+def test_signs_of_life_go_on_while_four_gigabytes_are_sent(pool: WorkerPool) -> None:
     """The sizes are faked, so no machine needs the memory: all bytes are sent."""
     (one, _), (other, received) = pool.run(2, four_gigabytes)
     assert received >= 4 << 30

@@ -25,10 +25,11 @@ from ray_app.errors import ConfigError, WrongResultError
 from ray_app.models.export import load_model, write_export
 from ray_app.runlog.journal import MetricsReader, read_events
 from ray_app.task.base import Task
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.alternating_optimizers import steps_in_turn, turn_at
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import CPU, DieAfter, Pool, TinyImages, cached, make_job, result_of, write_images
+from tests.support.local_world import CPU, TinyImages, make_job, write_images
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 from tests.support.shifting_world import KillOnce, train_shifting
@@ -67,10 +68,10 @@ def with_schedules() -> dict[str, Any]:
     }
 
 
-def test_the_page_trains_a_gan(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_the_page_trains_a_gan(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     assert len([line for line in ON_PAGE["python"].split("class Gan")[1].splitlines() if line.strip()]) <= 35
     job = job_of(tmp_path / "run", data)
-    pool.run_job(job, 2, cached)
+    pool.train_to_end(job, 2, cache_windows)
     reader = MetricsReader(job.paths)
     reader.poll()
     turns = [sorted(reader.records[step].metrics) for step in range(1, 7)]
@@ -88,25 +89,25 @@ def test_the_page_trains_a_gan(pool: Pool, data: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, turns: dict[str, Any] | None, fields: dict[str, Any]
+    pool: WorkerPool, data: Path, tmp_path: Path, turns: dict[str, Any] | None, fields: dict[str, Any]
 ) -> None:
     """The resumes are in the middle of a turn of several steps, and of an epoch."""
     job = job_of(tmp_path / "run", data, turns, **fields)
-    alone = pool.trained(job, 1, cached)
+    alone = pool.train_new_run(job, 1, cache_windows)
     for size in (2, 4):
-        several = pool.trained(job, size, cached)
-        assert (several.bits, several.steps) == (alone.bits, alone.steps)
-    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
-    assert result_of(job).commit.step == 4
-    pool.run_job(job, 2, cached)
-    again = result_of(job)
-    assert (again.bits, again.steps) == (alone.bits, alone.steps)
+        several = pool.train_new_run(job, size, cache_windows)
+        assert (several.digests, several.steps) == (alone.digests, alone.steps)
+    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    assert read_trained_run(job).commit.step == 4
+    pool.train_to_end(job, 2, cache_windows)
+    again = read_trained_run(job)
+    assert (again.digests, again.steps) == (alone.digests, alone.steps)
 
 
-def test_only_the_parameters_of_the_turn_get_gradients_and_move(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_only_the_parameters_of_the_turn_get_gradients_and_move(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     for steps, moved in ((1, {"critic"}), (2, {"critic"}), (3, {"critic", "generator"})):
         job = job_of(tmp_path / str(steps), data, train__max_steps=steps)
-        found = pool.trained(job, 2, cached).snapshot.model
+        found = pool.train_new_run(job, 2, cache_windows).snapshot.model
         begun = TrainingState(job.config, job.task, CPU, 10).snapshot().model
         assert {name.split(".")[0] for name, value in found.items() if not torch.equal(value, begun[name])} == moved
 
@@ -145,7 +146,7 @@ def test_whose_turn_it_is() -> None:
 
 
 @pytest.mark.parametrize("part", ["critic", "generator"])
-def test_what_is_computed_twice_is_that_of_the_turn(pool: Pool, data: Path, tmp_path: Path, part: str) -> None:
+def test_what_is_computed_twice_is_that_of_the_turn(pool: WorkerPool, data: Path, tmp_path: Path, part: str) -> None:
     """A bit of a gradient of rank 1, in the next step in which that part of the model has its turn."""
     job = job_of(tmp_path / "run", data, failure__sdc_check_rate=1.0)
     flip = Flip(Evidence(str(tmp_path / "proofs")), "flip", "gradient", 1, 3)
@@ -156,15 +157,15 @@ def test_what_is_computed_twice_is_that_of_the_turn(pool: Pool, data: Path, tmp_
 
 
 def test_a_worker_that_is_killed_between_two_steps_of_a_turn_costs_no_bit(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     """Between the critic's two: who goes on knows whose turn it is, and has the optimizers' states of both."""
-    alone = pool.trained(job_of(tmp_path / "alone", data), 1, cached)
+    alone = pool.train_new_run(job_of(tmp_path / "alone", data), 1, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=4, rank=0)
     train_shifting(pool, job := job_of(tmp_path / "killed-run", data), [[0, 1], [1]], [], Hooks(after_step=kill))
     assert kill.proof.exists(), "the fault did not happen"
     assert turn_at(job.config.optimizers or {}, 3) == turn_at(job.config.optimizers or {}, 4) == "critic"
-    assert result_of(job).bits == alone.bits
+    assert read_trained_run(job).digests == alone.digests
 
 
 def test_a_generator_is_exported_though_it_draws(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,10 +261,30 @@ def test_yaml_is_checked_against_the_signatures(tmp_path: Path) -> None:
             load_config(file)
 
 
-def test_a_task_that_knows_no_turns_has_its_usual_loss(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_task_that_knows_no_turns_has_its_usual_loss(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     turns = {
         name: {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}, "parameters": [f"{n}.*" for n in layers]}
         for name, layers in (("first", (1, 2)), ("last", (5,)))
     }
     job = job_of(tmp_path / "run", data, turns, task=TinyImages())
-    assert pool.trained(job, 2, cached).bits == pool.trained(job, 1, cached).bits
+    assert pool.train_new_run(job, 2, cache_windows).digests == pool.train_new_run(job, 1, cache_windows).digests
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"names": ["critic.9.wieght"], "lr": 0.1}], r"optimizers.critic.groups names 'critic.9.wieght'"),
+        ([{"names": ["*.bias"], "wight_decay": 0}], r"optimizers.critic.groups sets 'wight_decay'"),
+    ],
+)
+def test_an_error_in_groups_names_the_optimizer(
+    data: Path, tmp_path: Path, groups: list[dict[str, Any]], message: str
+) -> None:
+    turns = {**OPTIMIZERS, "critic": OPTIMIZERS["critic"] | {"groups": groups}}
+
+    def make_state() -> TrainingState:
+        job = job_of(tmp_path / "run", data, turns)
+        return TrainingState(job.config, job.task, CPU, 10)
+
+    with pytest.raises(ConfigError, match=message):
+        make_state()

@@ -20,22 +20,12 @@ from ray_app.errors import ConfigError
 from ray_app.reduction.base import World
 from ray_app.task.base import Batch, DeviceSums
 from ray_app.task.image import ImageClassification
+from ray_app.testing import DieAfter, KilledError, WorkerPool, _train, cache_windows, read_trained_run
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.step import cuda_graphs
 from ray_app.train.step.cuda_graphs import CapturedPasses, _InputRecorder, make_graph_backend
-from tests.support.local_world import (
-    CPU,
-    DieAfter,
-    KilledError,
-    Pool,
-    TinyImages,
-    _train,
-    cached,
-    make_job,
-    result_of,
-    write_images,
-)
+from tests.support.local_world import CPU, TinyImages, make_job, write_images
 from tests.support.recorded_graph import RecordedGraphs
 
 CAPTURE: dict[str, Any] = {"train__capture": True, "scaling__gpus_per_worker": 1.0, "train__backend": "gloo"}
@@ -56,7 +46,7 @@ def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_ki
         patch.object(cuda_graphs, "_MAX_GRAPHS", most_kinds),
         patch.object(cuda_graphs, "_CHECK_EVERY_USES", 5),
     ):
-        _train(rank, store, job, size, hooks, cached, {})
+        _train(rank, store, job, size, hooks, cache_windows, {})
     return graphs.captures, graphs.replays
 
 
@@ -72,37 +62,37 @@ def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_ki
     ],
 )
 def test_the_bits_are_those_of_an_eager_step(
-    pool: Pool, data: Path, tmp_path: Path, task: ImageClassification | None, fields: dict[str, Any], workers: int
+    pool: WorkerPool, data: Path, tmp_path: Path, task: ImageClassification | None, fields: dict[str, Any], workers: int
 ) -> None:
     """Batch-norm, dropout, augmentation, micro-batches of other sizes, of one row and of none."""
     L = fields.get("scaling__logical_workers", 4)
     fields = {"train__epochs": 2} | fields
-    eager = pool.trained(
-        make_job(tmp_path / "eager", data, logical_workers=L, batch=12, task=task, **fields), 1, cached
+    eager = pool.train_new_run(
+        make_job(tmp_path / "eager", data, logical_workers=L, batch=12, task=task, **fields), 1, cache_windows
     )
     job = make_job(tmp_path / "captured", data, logical_workers=L, batch=12, task=task, **fields, **CAPTURE)
     counts = pool.run(min(workers, L), _captured, job, min(workers, L), Hooks(), 16)
-    found = result_of(job)
-    assert (found.bits, found.steps) == (eager.bits, eager.steps)
+    found = read_trained_run(job)
+    assert (found.digests, found.steps) == (eager.digests, eager.steps)
     assert all(0 < captures < replays for captures, replays in counts)
 
 
-def test_other_workers_go_on_with_the_same_bits(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_other_workers_go_on_with_the_same_bits(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2, "checkpoint__every_steps": 4}
-    eager = pool.trained(make_job(tmp_path / "eager", data, **fields), 1, cached)
+    eager = pool.train_new_run(make_job(tmp_path / "eager", data, **fields), 1, cache_windows)
     job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
-    broken = pool.outcomes(2, _captured, job, 2, Hooks(after_step=DieAfter(6)), 16)
+    broken = pool.call(2, _captured, job, 2, Hooks(after_step=DieAfter(6)), 16)
     assert all(isinstance(each.error, KilledError) for each in broken)
     pool.run(1, _captured, job, 1, Hooks(), 16)
-    assert result_of(job).bits == eager.bits
+    assert read_trained_run(job).digests == eager.digests
 
 
-def test_kinds_beyond_the_most_are_computed_eagerly(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_kinds_beyond_the_most_are_computed_eagerly(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"logical_workers": 4, "batch": 12, "train__epochs": 2}
-    eager = pool.trained(make_job(tmp_path / "eager", data, **fields), 1, cached)
+    eager = pool.train_new_run(make_job(tmp_path / "eager", data, **fields), 1, cache_windows)
     job = make_job(tmp_path / "captured", data, **fields, **CAPTURE)
     [(captures, replays)] = pool.run(1, _captured, job, 1, Hooks(), 1)
-    assert (captures, result_of(job).bits) == (1, eager.bits)
+    assert (captures, read_trained_run(job).digests) == (1, eager.digests)
     assert replays < len(eager.steps) * 4
 
 
@@ -130,19 +120,20 @@ class OnTheHost(TinyImages):
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("counts", "the gradient of a replay is not that of the same rows computed without"),
-        ("later", "the gradient of a replay is not that of the same rows computed without"),
-        ("much later", "the gradient of a replay is not that of the same rows computed without"),
-        ("draws", "the gradient of a replay is not that of the same rows computed without"),
+        ("counts", "the gradient of a replay is not that of an eager pass with the same rows"),
+        ("later", "the gradient of a replay is not that of an eager pass with the same rows"),
+        ("much later", "the gradient of a replay is not that of an eager pass with the same rows"),
+        ("draws", "the gradient of a replay is not that of an eager pass with the same rows"),
         (
             "reads",
-            "it does what a CUDA graph cannot hold (CUDA error: operation not permitted when stream is capturing)",
+            "it does something that a CUDA graph cannot contain"
+            " (CUDA error: operation not permitted when stream is capturing)",
         ),
     ],
 )
-def test_what_depends_on_the_host_is_refused(pool: Pool, data: Path, tmp_path: Path, how: str, why: str) -> None:
+def test_what_depends_on_the_host_is_refused(pool: WorkerPool, data: Path, tmp_path: Path, how: str, why: str) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=OnTheHost(how), **CAPTURE)
-    [outcome] = pool.outcomes(1, _captured, job, 1, Hooks(), 16)
+    [outcome] = pool.call(1, _captured, job, 1, Hooks(), 16)
     assert isinstance(outcome.error, ConfigError)
     assert why in str(outcome.error)
     assert "leave train.capture out: the bits are the same without" in str(outcome.error)
@@ -268,7 +259,7 @@ def test_what_a_graph_reads_is_kept_alive_and_what_it_makes_is_not() -> None:
     table, weight = torch.ones(3), nn.Parameter(torch.ones(3))
     with _InputRecorder() as inputs:
         ((weight * table + 1).relu() * 2).sum().backward()
-    assert {t.data_ptr() for t in inputs.alive} == {table.data_ptr(), weight.data_ptr()}
+    assert {t.data_ptr() for t in inputs.tensors} == {table.data_ptr(), weight.data_ptr()}
 
 
 def test_a_closed_step_keeps_no_graph(data: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ on the device.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_app.task import base
 from ray_app.task.base import Batch, Losses
+from ray_app.testing import WorkerPool, cache_windows
 from ray_app.train.job import Hooks
 from tests.support.device_group import BACKEND
-from tests.support.local_world import Pool, TinyImages, cached, make_job, write_images
+from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
 
 FIRST, STEPS = 3, 5
 WAITS = {getattr(Tensor, name) for name in ("tolist", "cpu", "numpy")}
@@ -97,7 +99,7 @@ LOCAL_SGD = {
     ],
 )
 def test_a_step_waits_for_the_device_once_however_many_logical_workers_it_plays(
-    pool: Pool,
+    pool: WorkerPool,
     tmp_path: Path,
     task: Any,
     logical_workers: int,
@@ -108,6 +110,12 @@ def test_a_step_waits_for_the_device_once_however_many_logical_workers_it_plays(
 ) -> None:
     data, found = write_images(tmp_path / "data", [[8 * (FIRST + STEPS + 2)]]), tmp_path / "found.json"
     job = make_job(tmp_path / "run", data, logical_workers=logical_workers, batch=8, task=task(), **fields)
-    for outcome in pool.train(job, workers, Hooks(after_step=CountWaits(found)), cached, backend=backend):
+    for outcome in pool.train(
+        job,
+        workers,
+        Hooks(after_step=CountWaits(found)),
+        cache_windows,
+        membership=partial(LocalMembership, backend=backend),
+    ):
         assert outcome.error is None, outcome.trace
     assert json.loads(found.read_text()) == waits

@@ -24,25 +24,14 @@ from ray_app.runlog.journal import MetricsReader
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
 from ray_app.task.metrics import combine, score
+from ray_app.testing import DieAfter, TrainedRun, WorkerPool, cache_windows, digest_tensors, read_trained_run
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import Step
 from tests.support import server_world
-from tests.support.local_world import (
-    CPU,
-    DieAfter,
-    Pool,
-    TinyImages,
-    Trained,
-    cached,
-    feed_of,
-    make_job,
-    plain,
-    result_of,
-    write_images,
-)
+from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 from tests.support.pages import blocks
 from tests.support.places import ROOT
 
@@ -98,28 +87,30 @@ def job_of(folder: Path, data: Path, task: TinyImages | None = None, **fields: A
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ddp" else pytest.mark.rest) for n in STRATEGIES])
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, name: str
+    pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
-    alone = pool.trained(job, 1, cached)
+    alone = pool.train_new_run(job, 1, cache_windows)
     for size in (2, 4):
-        several = pool.trained(job, size, cached)
-        assert several.bits == alone.bits
+        several = pool.train_new_run(job, size, cache_windows)
+        assert several.digests == alone.digests
         assert several.steps == alone.steps
     assert alone.steps[0][6] == sum(position % 7 for v in range(4) for position in job.plan.epoch(0).rows_at(v, 0)), (
         "its weight"
     )
-    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cached)
-    pool.run_job(job, 2, cached)
-    assert result_of(job).bits == alone.bits
-    unweighted = pool.trained(job_of(tmp_path / "other", data, task=Tokens("none"), **STRATEGIES[name]), 1, cached)
+    pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
+    pool.train_to_end(job, 2, cache_windows)
+    assert read_trained_run(job).digests == alone.digests
+    unweighted = pool.train_new_run(
+        job_of(tmp_path / "other", data, task=Tokens("none"), **STRATEGIES[name]), 1, cache_windows
+    )
     assert unweighted.commit.params_digest != alone.commit.params_digest, "weights change nothing"
 
 
-def test_metrics_without_weights_change_no_bit(pool: Pool, data: Path, tmp_path: Path) -> None:
-    watched = pool.trained(job_of(tmp_path / "one", data, task=Tokens("none")), 2, cached)
-    bare = pool.trained(job_of(tmp_path / "two", data, task=TinyImages()), 2, cached)
-    assert watched.bits == bare.bits
+def test_metrics_without_weights_change_no_bit(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    watched = pool.train_new_run(job_of(tmp_path / "one", data, task=Tokens("none")), 2, cache_windows)
+    bare = pool.train_new_run(job_of(tmp_path / "two", data, task=TinyImages()), 2, cache_windows)
+    assert watched.digests == bare.digests
     assert [step[:6] for step in watched.steps] == bare.steps
 
 
@@ -130,7 +121,7 @@ def run_steps(job: Job, steps: int) -> tuple[TrainingState, list[Any]]:
     state.step = 0
     world = World(0, 1, 4)
     step = build_step(job, state, world, CPU, lambda phase: None)
-    feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+    feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
     rows = job.plan.rows_of_step
     return state, [
         step.run(Cursor.at(i, job.plan.steps_per_epoch), feed.next(), sum(rows(i)), Flags(0)) for i in range(steps)
@@ -141,7 +132,7 @@ def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, task=Tokens(plainly=True), optimizer=SGD)
     state, results = run_steps(job, 9)
     twin = TrainingState(job.config, job.task, CPU, 100)
-    feed = feed_of(job.plan, Cursor(), range(4), cached(job, Cursor(), range(4)))
+    feed = feed_of(job.plan, Cursor(), range(4), cache_windows(job, Cursor(), range(4)))
     for result in results:
         batches = feed.next()
         rows = {name: torch.cat([b.fields[name] for b in batches]) for name in ("image", "label", "id")}
@@ -167,7 +158,7 @@ def test_rows_that_count_for_nothing_move_nothing(data: Path, tmp_path: Path, st
     job = job_of(tmp_path / "run", data, task=Tokens("nothing"), schedule=schedule, train__strategy=strategy, **local)
     state, results = run_steps(job, 4)
     first, _ = run_steps(job, 0)
-    before, after = plain(first.snapshot()), plain(state.snapshot())
+    before, after = digest_tensors(first.snapshot()), digest_tensors(state.snapshot())
     names = [name for name, _ in state.model.named_parameters()]
     assert {name: after["model"][name] for name in names} == {name: before["model"][name] for name in names}
     assert after["optimizer"]["state"] == {}
@@ -175,20 +166,20 @@ def test_rows_that_count_for_nothing_move_nothing(data: Path, tmp_path: Path, st
     assert [(r.loss, r.weight, r.metrics) for r in results] == [(0.0, 0.0, {})] * 4
 
 
-def test_parameter_servers_have_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_parameter_servers_have_the_bits_of_ddp(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     fields = {"train__grad_clip_norm": 0.3, "optimizer": SGD}
-    ddp = pool.trained(job_of(tmp_path / "ddp", data, **fields), 2, cached)
+    ddp = pool.train_new_run(job_of(tmp_path / "ddp", data, **fields), 2, cache_windows)
     job = job_of(tmp_path / "servers", data, train__strategy="parameter_server", train__servers=2, **fields)
     server_world.World(job, 3).run()
-    served = result_of(job)
-    assert (served.bits, served.steps) == (ddp.bits, ddp.steps)
+    served = read_trained_run(job)
+    assert (served.digests, served.steps) == (ddp.digests, ddp.steps)
 
 
 def test_parameter_servers_pass_over_what_counts_for_nothing(data: Path, tmp_path: Path) -> None:
     job = job_of(tmp_path / "run", data, task=Tokens("nothing"), train__strategy="parameter_server", train__max_steps=4)
     server_world.World(job, 2).run()
     begun = TrainingState(job.config, job.task, CPU, 100).snapshot()
-    found = result_of(job).snapshot
+    found = read_trained_run(job).snapshot
     assert all(
         torch.equal(found.model[name], value)
         for name, value in begun.model.items()
@@ -214,28 +205,28 @@ def test_with_staleness_a_gradient_is_that_of_the_own_mean(data: Path, tmp_path:
     state = build_state(job.config.replace(train__strategy="ddp"), job.task, CPU, 100)
     state.step, world = 0, World(0, 1, 1)
     step = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU)
-    feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+    feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
     for i in range(6):
         step.run(Cursor.at(i, 9), feed.next(), sum(job.plan.rows_of_step(i)), Flags(0))
-    for name, value in result_of(job).snapshot.model.items():
+    for name, value in read_trained_run(job).snapshot.model.items():
         assert torch.allclose(value, state.model.state_dict()[name], atol=1e-6)
 
 
-def test_sharded_it_is_the_same(pool: Pool, data: Path, tmp_path: Path) -> None:
-    def run(strategy: str) -> Trained:
+def test_sharded_it_is_the_same(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    def run(strategy: str) -> TrainedRun:
         fields = {"task": Tokens(plainly=True), "optimizer": SGD, "train__strategy": strategy}
-        return pool.trained(job_of(tmp_path / strategy, data, **fields), 2, cached)
+        return pool.train_new_run(job_of(tmp_path / strategy, data, **fields), 2, cache_windows)
 
     ours, theirs = run("fsdp"), run("ddp")
-    assert (ours.steps, ours.bits) == (theirs.steps, theirs.bits)
+    assert (ours.steps, ours.digests) == (theirs.steps, theirs.digests)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_other_metrics_of_some_rows_are_refused(pool: Pool, data: Path, tmp_path: Path, size: int) -> None:
+def test_other_metrics_of_some_rows_are_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
     job = job_of(tmp_path / "run", data)
     odd = tuple(int(row) for row in job.plan.epoch(0).rows_at(3, 0))
     job = job_of(tmp_path / "run", data, task=Tokens(odd=odd))
-    outcomes = pool.train(job, size, windows=cached)
+    outcomes = pool.train(job, size, windows=cache_windows)
     said = "with other metrics than those of others: right and wrong. Return the same names for every batch"
     assert all(isinstance(o.error, ConfigError) and said in str(o.error) for o in outcomes), outcomes
 
@@ -339,15 +330,17 @@ def test_an_evaluation_has_the_same_mean(data: Path, tmp_path: Path) -> None:
     assert combine(task, chunks).values["loss"] == pytest.approx(float((losses * parts).sum() / parts.sum()), rel=1e-5)
 
 
-def test_the_record_has_weight_and_metrics_only_where_there_are_some(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_the_record_has_weight_and_metrics_only_where_there_are_some(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     job = job_of(tmp_path / "run", data, train__max_steps=4)
-    pool.run_job(job, 2, cached)
+    pool.train_to_end(job, 2, cache_windows)
     reader = MetricsReader(job.paths)
     reader.poll()
     assert all(
         record.over == record.weight > 0 and 0 <= record.metrics["right"] <= 1 for record in reader.records.values()
     )
     bare = replace(job, run_root=str(tmp_path / "bare"), task=TinyImages().from_settings(vars(job.task)))
-    pool.run_job(bare, 2, cached)
+    pool.train_to_end(bare, 2, cache_windows)
     [segment, *_] = sorted(bare.paths.metrics.glob("*.json"))
     assert not json.loads(segment.read_bytes()).keys() & {"weight", "metrics"}

@@ -20,29 +20,20 @@ from ray_app.checkpoint.format import pack, params_digest, unpack
 from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.config.sections import ClassSpec
-from ray_app.errors import ConfigError, NonFiniteError
+from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import build_reducer
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
+from ray_app.testing import RankResult, WorkerPool, cache_windows
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState, seed_step
 from ray_app.train.step.micro_batch import ReplicaBuffers, allow_single_values
 from ray_app.train.step.step import Step, StepResult
-from tests.support.local_world import (
-    CPU,
-    LocalMembership,
-    Outcome,
-    Pool,
-    TinyImages,
-    cached,
-    feed_of,
-    make_job,
-    write_images,
-)
+from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
 
 ROWS = [[50, 1], [46]]
 """97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
@@ -89,7 +80,7 @@ def run_steps(rank: int, store: Path, job: Job, size: int, steps: int) -> Steppe
     with LocalMembership(World(rank, size, plan.logical_workers), store).generation(0, False) as (world, _):
         strategy = build_reducer(job.config.train, state.model, world)
         step = Step(job.config, job.task, state, strategy, world, CPU)
-        feed = feed_of(plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+        feed = feed_of(plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
         with closing(strategy):
             for i in range(steps):
                 before = digests(state)
@@ -129,7 +120,7 @@ def bad_job(folder: Path, data: Path, where: list[tuple[int, int]], value: float
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0], ids="loss {}".format)
 def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_the_update(
-    pool: Pool, data: Path, tmp_path: Path, size: int, value: float
+    pool: WorkerPool, data: Path, tmp_path: Path, size: int, value: float
 ) -> None:
     """A loss of 0 stands for a finite loss with a gradient that is not."""
     job = bad_job(tmp_path / "run", data, [(2, 1)], value)
@@ -157,21 +148,23 @@ class Pairs(TinyImages):
         return losses + (losses - losses).sqrt()
 
 
-def test_a_task_that_takes_no_row_alone_is_told_what_is_not_finite(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_task_that_takes_no_row_alone_is_told_what_is_not_finite(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     """To look for the row is no new failure."""
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=Pairs())
     [rank] = pool.run(1, run_steps, job, 1, 1)
     assert isinstance(rank.error, NonFiniteError), rank.error
 
 
-def test_every_culprit_is_named(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_every_culprit_is_named(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = bad_job(tmp_path / "run", data, [(0, 0), (3, 0)], math.nan)
     [message] = {str(rank.error) for rank in pool.run(3, run_steps, job, 3, 1)}
     for v in (0, 3):
         assert f"logical worker {v}, rows at manifest positions {[position_in(job, v, 0)]}" in message
 
 
-def test_infinities_of_both_signs_are_refused_alike(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_infinities_of_both_signs_are_refused_alike(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Their sum has no value, which must not be another error."""
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=BothInfinities())
     for rank in pool.run(2, run_steps, job, 2, 1):
@@ -187,7 +180,7 @@ class BothInfinities(TinyImages):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_loss_of_the_wrong_shape_is_refused(pool: Pool, data: Path, tmp_path: Path, size: int) -> None:
+def test_a_loss_of_the_wrong_shape_is_refused(pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(loss_shape="mean"))
     for rank in pool.run(size, run_steps, job, size, 1):
         assert isinstance(rank.error, ConfigError)
@@ -199,7 +192,7 @@ def test_a_loss_of_the_wrong_shape_is_refused(pool: Pool, data: Path, tmp_path: 
         assert rank.before == rank.after
 
 
-def test_clipping_bounds_what_the_optimizer_sees(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_clipping_bounds_what_the_optimizer_sees(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
     norms, moved = [], []
     for clip in (None, 0.01):
@@ -226,7 +219,7 @@ def distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[float, float
     state.step = 0
     world = World(rank, 1, job.plan.logical_workers)
     before = [p.detach().clone() for p in state.model.parameters()]
-    feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+    feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
     result = Step(job.config, job.task, state, build_reducer(job.config.train, state.model, world), world, CPU).run(
         Cursor(), feed.next(), 12, flags=Flags(0)
     )
@@ -240,7 +233,7 @@ def test_a_step_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=Plain(), optimizer=sgd)
     stepped = run_steps(0, tmp_path, job, 1, 9)
     state = TrainingState(job.config, job.task, CPU, 100)
-    arrays = cached(job, Cursor(), range(4))
+    arrays = cache_windows(job, Cursor(), range(4))
     feed = feed_of(job.plan, Cursor(), range(4), arrays)
     for i in range(9):
         batches = feed.next()
@@ -321,9 +314,11 @@ class Turned(TinyImages):
         return Turning()
 
 
-def test_complex_parameters_are_trained_with_any_number_of_workers(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_complex_parameters_are_trained_with_any_number_of_workers(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     jobs = [make_job(tmp_path / str(size), data, logical_workers=3, batch=12, task=Turned()) for size in (1, 3)]
-    assert pool.trained(jobs[0], 1).bits == pool.trained(jobs[1], 3).bits
+    assert pool.train_new_run(jobs[0], 1).digests == pool.train_new_run(jobs[1], 3).digests
 
 
 class Recomputing(nn.Module):
@@ -344,14 +339,14 @@ class Recomputed(TinyImages):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
 def test_batch_norm_of_one_row_is_the_same_when_backward_computes_it_again(
-    pool: Pool, data: Path, tmp_path: Path, strategy: str
+    pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
 ) -> None:
     fields = {"train__strategy": strategy} | ({"train__local_steps": 2} if strategy == "local_sgd" else {})
     found = []
     for size in (1, 3):
         job = make_job(tmp_path / str(size), data, logical_workers=3, batch=3, task=Recomputed(), **fields)
         assert job.plan.rows_of_step(0) == [1, 1, 1]
-        found.append(pool.trained(job, size).bits)
+        found.append(pool.train_new_run(job, size).digests)
     assert found[0] == found[1]
 
 
@@ -497,7 +492,7 @@ def test_nothing_of_a_generation_outlives_it(data: Path, tmp_path: Path, fields:
     def generation() -> list[weakref.ref[Any]]:
         with LocalMembership(World(0, 1, 4), tmp_path / "store").generation(0, False) as (world, _):
             step = build_step(job, state, world, CPU, lambda phase: None)
-            feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+            feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
             with closing(step), closing(feed):
                 step.run(Cursor(), feed.next(), sum(job.plan.rows_of_step(0)), Flags(0))
         return [weakref.ref(step), weakref.ref(step._reducer)]
@@ -519,8 +514,8 @@ def test_a_snapshot_is_memory_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("highest", [0, 2])
-def test_the_highest_step_is_shared(pool: Pool, highest: int) -> None:
-    outcomes: list[Outcome] = pool.outcomes(3, share_from, highest)
+def test_the_highest_step_is_shared(pool: WorkerPool, highest: int) -> None:
+    outcomes: list[RankResult] = pool.call(3, share_from, highest)
     assert [o.error for o in outcomes] == [None] * 3
     assert len({o.value for o in outcomes}) == 1
     assert outcomes[0].value[0] == 5
@@ -560,3 +555,31 @@ def test_a_snapshot_can_take_over_the_memory_of_an_old_one() -> None:
     assert pack(second) == pack(fresh)
     assert all(second.model[name].data_ptr() == first.model[name].data_ptr() for name in first.model)
     assert all(fresh.model[name].data_ptr() != first.model[name].data_ptr() for name in first.model)
+
+
+class FailsLater(TinyImages):
+    """Raises in the second micro-batch, when the first one has moved the batch-norm statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        self.passes += 1
+        if self.passes == 2:
+            raise ValueError("of the task")
+        return super().loss(outputs, batch)
+
+
+def test_an_error_of_the_task_leaves_the_buffers_of_the_start(data: Path, tmp_path: Path) -> None:
+    """In a broken group such an error may be a consequence of the loss, and then the step is repeated."""
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=FailsLater())
+    state, world = build_state(job.config, job.task, CPU, 1), World(0, 1, 2)
+    before = {name: values.clone() for name, values in state.model.named_buffers()}
+    windows = cache_windows(job, Cursor(), world.assigned)
+    feed = feed_of(job.plan, Cursor(), world.assigned, windows)
+    step = build_step(job, state, world, CPU, lambda phase: None)
+    with closing(step), pytest.raises(TaskError, match="of the task"):
+        step.run(Cursor(), feed.next(), job.plan.global_rows(0), Flags(0))
+    assert before
+    assert all(torch.equal(values, before[name]) for name, values in state.model.named_buffers())

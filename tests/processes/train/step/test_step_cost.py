@@ -20,8 +20,9 @@ from torch import nn
 
 from ray_app.task.base import Task
 from ray_app.task.image import ImageClassification
-from ray_app.train.job import Hooks
-from tests.support.local_world import OpenWindows, Pool, TinyImages, cached, make_job, streamed, write_images
+from ray_app.testing import WorkerPool, cache_windows, stream_windows
+from ray_app.train.job import Hooks, OpenWindows
+from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.step_cost import STEPS, StepCost
 
 FIRST = 13
@@ -54,13 +55,13 @@ def resnet18() -> Task:
 @pytest.mark.parametrize(
     ("task", "workers", "windows", "fields", "expected"),
     [
-        pytest.param(Small, 1, cached, {}, {"python_calls": 469, "torch_operators": 66}, id="small"),
-        pytest.param(Small, 1, streamed, {}, {"python_calls": 469, "torch_operators": 66}, id="small, read"),
-        pytest.param(Small, 2, cached, {}, {"python_calls": 759, "torch_operators": 94}, id="small, 2 workers"),
+        pytest.param(Small, 1, cache_windows, {}, {"python_calls": 469, "torch_operators": 66}, id="small"),
+        pytest.param(Small, 1, stream_windows, {}, {"python_calls": 469, "torch_operators": 66}, id="small, read"),
+        pytest.param(Small, 2, cache_windows, {}, {"python_calls": 759, "torch_operators": 94}, id="small, 2 workers"),
         pytest.param(
             resnet18,
             2,
-            cached,
+            cache_windows,
             {},
             {"python_calls": 3140, "torch_operators": 404},
             id="ResNet-18, 2 workers",
@@ -69,7 +70,7 @@ def resnet18() -> Task:
         pytest.param(
             resnet18,
             2,
-            cached,
+            cache_windows,
             {"train__reduction": "overlapped"},
             {"python_calls": 3107, "torch_operators": 401},
             id="ResNet-18, overlapped",
@@ -78,7 +79,7 @@ def resnet18() -> Task:
     ],
 )
 def test_a_step_costs_what_it_did(
-    pool: Pool,
+    pool: WorkerPool,
     tmp_path: Path,
     task: Any,
     workers: int,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
+from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.step import validation as validation_module
-from tests.support.local_world import DieAfter, KilledError, Pool, TinyImages, cached, make_job, write_images
+from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
 
 EVERY = [4, 8, 12, 16, 18]
 """18 steps in two epochs of nine."""
@@ -85,10 +87,10 @@ def rows_evaluated(job: Job) -> int:
 
 
 def test_every_planned_checkpoint_is_evaluated_whatever_the_workers_and_stops(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     one, stopped = (evaluated_job(tmp_path / name, data) for name in ("one", "stopped"))
-    pool.run_job(one, 1)
+    pool.train_to_end(one, 1)
     expected = found_in(one)
     assert steps_in(expected) == EVERY == one.planned_evaluations(18)
     assert all(e["rows"] == EVAL_ROWS for e in expected)
@@ -97,21 +99,21 @@ def test_every_planned_checkpoint_is_evaluated_whatever_the_workers_and_stops(
     died = pool.train(stopped, 2, Hooks(after_step=DieAfter(8)))
     assert all(isinstance(o.error, KilledError) for o in died), [o.trace for o in died]
     assert steps_in(found_in(stopped)) == [4], "it died between the checkpoint and its evaluation"
-    pool.train(stopped, 2, stop={0: 2})
+    pool.train(stopped, 2, membership=partial(LocalMembership, stop={0: 2}))
     assert steps_in(found_in(stopped)) == [4, 8], (
         "the stop at step 10 made an extra checkpoint, which is not a planned one"
     )
     died = pool.train(stopped, 1, Hooks(after_step=DieAfter(14)))
     assert isinstance(died[0].error, KilledError)
-    pool.run_job(stopped, 2)
+    pool.train_to_end(stopped, 2)
     assert found_in(stopped) == expected, "parameters and metrics are those of the run that was not disturbed"
     assert rows_evaluated(stopped) == rows_evaluated(one), "none was made twice"
     assert len(read_events(stopped.paths, "evaluated")) == len(EVERY)
 
 
-def test_epochs_count_as_well(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_epochs_count_as_well(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = evaluated_job(tmp_path / "epochs", data, checkpoint__every_steps=None, checkpoint__every_epochs=1)
-    pool.run_job(job, 1)
+    pool.train_to_end(job, 1)
     assert steps_in(found_in(job)) == [9, 18]
 
 
@@ -143,15 +145,17 @@ def test_a_storage_that_refuses_for_a_while_stops_no_training(
     monkeypatch.setattr(validation_module, "put_evaluation", put)
     monkeypatch.setattr(validation_module, "put_event", tell)
     monkeypatch.setattr(validation_module, "evaluated_steps", unlisted)
-    monkeypatch.setattr(validation_module, "_FIRST_PAUSE_S", 0.001)
+    pauses = list[float]()
+    monkeypatch.setattr(validation_module.time, "sleep", pauses.append)
     train(
         job,
         SingleProcessMembership(4, lambda: False),
-        cached,
+        cache_windows,
         torch.device("cpu"),
         load_evaluation=lambda: load_all(fetch_in_process, evaluation).arrays,
     )
     assert (refused[8], refused[12]) == (3, validation_module._ATTEMPTS)
+    assert pauses == [0.5, 1.0, *([0.5, 1.0, 2.0, 4.0, 8.0] * 2)], "no pause after the last attempt"
     assert steps_in(found_in(job)) == [4, 8, 16]
     skipped = [(e.details["step"], e.details["reason"]) for e in read_events(job.paths, "evaluation_skipped")]
     assert skipped == [(step, "OSError: 503") for step in (12, 18)], "early stopping would wait for them for ever"

@@ -21,25 +21,14 @@ from ray_app.runlog.journal import read_events
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification
+from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.strategies import central_storage, partitioned
 from ray_app.train.strategies.central_storage import CentralState
 from tests.support.injector import KillSaving
-from tests.support.local_world import (
-    CPU,
-    DieAfter,
-    KilledError,
-    LocalMembership,
-    Pool,
-    TinyImages,
-    cached,
-    feed_of,
-    make_job,
-    result_of,
-    write_images,
-)
+from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
 from tests.support.shifting_world import KillOnce, train_shifting
 from tests.support.waiting import until
 
@@ -71,33 +60,33 @@ def central_job(folder: Path, data: Path, **fields: Any) -> Job:
     ],
 )
 def test_the_bits_are_those_of_ddp_for_every_number_of_workers_and_across_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]
+    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     job = central_job(tmp_path / "run", data, **fields)
-    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cached)
+    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows)
     for size in (1, 3):
-        found = pool.trained(job, size, cached)
-        assert found.bits == plain.bits
+        found = pool.train_new_run(job, size, cache_windows)
+        assert found.digests == plain.digests
         assert found.steps == plain.steps
-    pool.train(job, 3, Hooks(after_step=DieAfter(8)), cached)
-    assert result_of(job).commit.step == 6
-    pool.run_job(job, 2, cached)
-    assert result_of(job).bits == plain.bits
+    pool.train(job, 3, Hooks(after_step=DieAfter(8)), cache_windows)
+    assert read_trained_run(job).commit.step == 6
+    pool.train_to_end(job, 2, cache_windows)
+    assert read_trained_run(job).digests == plain.digests
 
 
 @pytest.mark.parametrize(("lost", "goes_back"), [(0, True), (1, False)])
-def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int, goes_back: bool) -> None:
+def test_a_lost_worker(pool: WorkerPool, data: Path, tmp_path: Path, lost: int, goes_back: bool) -> None:
     """Without the one that holds the optimizer's state the other goes back to its newest copy, otherwise nothing is
     done again.
     """
     job = central_job(tmp_path / "run", data)
-    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
     outcomes = train_shifting(pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
     assert kill.proof.exists()
     assert outcomes[1 - lost].trace == ""
-    found = result_of(job)
-    assert found.bits == plain.bits
+    found = read_trained_run(job)
+    assert found.digests == plain.digests
     assert found.steps == plain.steps
     assert [set(workers) for workers in found.workers[8:]] == [{1}] * 10
     assert all((1 in workers) == goes_back for workers in found.workers[6:8])
@@ -105,18 +94,18 @@ def test_a_lost_worker(pool: Pool, data: Path, tmp_path: Path, lost: int, goes_b
     assert not any(1 in workers for workers in found.workers[:6]), "the copy of the checkpoint was not used"
 
 
-def test_the_holder_has_to_leave_while_it_waits_for_a_lost_worker(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_the_holder_has_to_leave_while_it_waits_for_a_lost_worker(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Nobody is there to make a whole copy with, and nothing is done again."""
     job = central_job(tmp_path / "run", data)
-    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=1)
     left = train_shifting(pool, job, [[0, 1], [], []], [], Hooks(after_step=kill))[0]
     assert kill.proof.exists()
     assert isinstance(left.error, PreemptedError), left.trace
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(6, "cadence"), (8, "extra")]
-    pool.run_job(job, 2, cached)
-    found = result_of(job)
-    assert found.bits == plain.bits
+    pool.train_to_end(job, 2, cache_windows)
+    found = read_trained_run(job)
+    assert found.digests == plain.digests
     assert [len(workers) for workers in found.workers] == [1] * 18
 
 
@@ -134,21 +123,21 @@ class LateFailure:
     def __call__(self, rank: int, step: int) -> None:
         if (rank, step) != (self.rank, self.step):
             return
-        send = partitioned.transfer
+        send = partitioned.transfer_snapshot
 
         def fails_once(*args: Any) -> None:
-            partitioned.transfer = send
+            partitioned.transfer_snapshot = send
             send(*args)
             self.proof.touch()
             raise RuntimeError("Connection closed by peer")
 
-        partitioned.transfer = fails_once
+        partitioned.transfer_snapshot = fails_once
 
 
-def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Rank 0 dies before it commits, and who becomes rank 0 has no copy of that checkpoint, but another worker does."""
     job = central_job(tmp_path / "run", data, checkpoint__keep_last=10)
-    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillSaving(str(tmp_path / "killed"), step=6)
     hooks = Hooks(after_step=LateFailure(1, 5, tmp_path / "failed"), before_commit=kill)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [1, 2]], [], hooks)
@@ -158,8 +147,8 @@ def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: Pool, data
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [
         (step, "cadence") for step in (6, 12, 18)
     ]
-    found = result_of(job)
-    assert found.bits == plain.bits
+    found = read_trained_run(job)
+    assert found.digests == plain.digests
     assert [set(workers) for workers in found.workers[6:]] == [{2}] * 12, "nothing before it is done again"
 
 
@@ -175,30 +164,30 @@ class DieOnceCommitted:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_restart_after_the_holder_was_killed(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_restart_after_the_holder_was_killed(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """As with `failure.recovery: restart`: the others end, all start again from the checkpoint, here on fewer
     workers.
     """
     job = central_job(tmp_path / "run", data)
-    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
-    outcomes = pool.train(job, 3, Hooks(after_step=DieOnceCommitted(job)), cached)
+    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    outcomes = pool.train(job, 3, Hooks(after_step=DieOnceCommitted(job)), cache_windows)
     assert isinstance(outcomes[0].error, KilledError)
     assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
-    pool.run_job(job, 2, cached)
-    found = result_of(job)
-    assert found.bits == plain.bits
+    pool.train_to_end(job, 2, cache_windows)
+    found = read_trained_run(job)
+    assert found.digests == plain.digests
     assert found.steps == plain.steps
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
 
 
-def test_the_holder_leaves_as_planned_and_others_join(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_the_holder_leaves_as_planned_and_others_join(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = central_job(tmp_path / "run", data, checkpoint__every_steps=None)
-    plain = pool.trained(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cached)
+    plain = pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     outcomes = train_shifting(pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
     assert [o.trace for o in outcomes] == [""] * 4
-    found = result_of(job)
+    found = read_trained_run(job)
     assert [set(workers) for workers in found.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "no step is done again"
-    assert found.bits == plain.bits
+    assert found.digests == plain.digests
     assert found.steps == plain.steps
 
 
@@ -216,7 +205,7 @@ def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
     with LocalMembership(world, store).generation(-1, False), state.bind(world):
         state.share(world, begin)
         step = build_step(job, state, world, CPU, lambda phase: None)
-        feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+        feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
         for i in range(2):
             step.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
         on_device = {p.data_ptr() for p in state.model.parameters()}
@@ -233,7 +222,7 @@ def held(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
         }
 
 
-def test_only_one_worker_holds_the_optimizers_state_and_no_device(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_only_one_worker_holds_the_optimizers_state_and_no_device(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     first, *others = pool.run(3, held, central_job(tmp_path / "run", data, train__ema_decay=0.9), 3)
     assert first["optimizer"] == 2 * first["parameters"] > 0, "Adam's two moments"
     assert [o["optimizer"] for o in others] == [0, 0]
@@ -261,12 +250,16 @@ class SometimesUsed(TinyImages):
         return losses + model.sometimes.sum() if int(batch["id"][0]) % 2 else losses  # type: ignore[operator]
 
 
-def test_a_parameter_without_a_gradient_does_not_move_by_the_one_before(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_parameter_without_a_gradient_does_not_move_by_the_one_before(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     """With one logical worker it has none, and is left alone; with more it has zeros."""
     make = dict(logical_workers=1, batch=12, task=SometimesUsed(), train__epochs=2)
-    central = pool.trained(make_job(tmp_path / "run", data, train__strategy="central_storage", **make), 1, cached)
-    plain = pool.trained(make_job(tmp_path / "plain", data, **make), 1, cached)
-    assert central.bits == plain.bits
+    central = pool.train_new_run(
+        make_job(tmp_path / "run", data, train__strategy="central_storage", **make), 1, cache_windows
+    )
+    plain = pool.train_new_run(make_job(tmp_path / "plain", data, **make), 1, cache_windows)
+    assert central.digests == plain.digests
 
 
 def test_only_the_memory_of_the_rank_that_moves_the_parameters_is_page_locked(
@@ -278,7 +271,7 @@ def test_only_the_memory_of_the_rank_that_moves_the_parameters_is_page_locked(
     assert isinstance(state, CentralState)
     monkeypatch.setattr(
         central_storage,
-        "views_like",
+        "page_locked_like",
         lambda tensors: [pieces.append(t.numel()) or torch.empty_like(t) for t in tensors],
     )
     before = params_digest(state.master.state_dict())

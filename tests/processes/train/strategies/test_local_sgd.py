@@ -20,26 +20,14 @@ from ray_app.reduction.base import World
 from ray_app.task.base import Batch
 from ray_app.task.device import set_up_torch
 from ray_app.task.image import ImageClassification
+from ray_app.testing import DieAfter, WorkerPool, cache_windows, digest_tensors, read_trained_run
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import ReplicaBuffers
 from ray_app.train.strategies.local_sgd import LocalStep
-from tests.support.local_world import (
-    CLASSES,
-    CPU,
-    DieAfter,
-    LocalMembership,
-    Pool,
-    TinyImages,
-    cached,
-    feed_of,
-    make_job,
-    plain,
-    result_of,
-    write_images,
-)
+from tests.support.local_world import CLASSES, CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
 
 ROWS = [[50, 1], [46]]
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
@@ -79,19 +67,19 @@ def local_job(folder: Path, data: Path, **fields: Any) -> Job:
     ids=["adam", "diloco", "average and schedule", "an unfinished round at the end"],
 )
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
-    pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]
+    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     job = local_job(tmp_path / "run", data, **fields)
-    alone = pool.trained(job, 1, cached)
-    several = pool.trained(job, 3, cached)
+    alone = pool.train_new_run(job, 1, cache_windows)
+    several = pool.train_new_run(job, 3, cache_windows)
     assert len(alone.steps) == job.total_steps
-    assert several.bits == alone.bits
+    assert several.digests == alone.digests
     assert several.steps == alone.steps
-    pool.train(job, 3, Hooks(after_step=DieAfter(11)), cached)  # in the middle of a round
-    assert result_of(job).commit.step == 6
-    pool.run_job(job, 2, cached)
-    again = result_of(job)
-    assert again.bits == alone.bits
+    pool.train(job, 3, Hooks(after_step=DieAfter(11)), cache_windows)  # in the middle of a round
+    assert read_trained_run(job).commit.step == 6
+    pool.train_to_end(job, 2, cache_windows)
+    again = read_trained_run(job)
+    assert again.digests == alone.digests
     assert again.workers[6:8] == [[3, 2], [3, 2]], "the round's steps were done again"
 
 
@@ -108,12 +96,12 @@ class Tempered(TinyImages):
 
 
 def test_a_parameter_without_dimensions_is_averaged_and_the_number_of_steps_is_not(
-    pool: Pool, data: Path, tmp_path: Path
+    pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = local_job(tmp_path / "run", data, task=Tempered(), train__outer_lr=0.7)
-    alone = pool.trained(job, 1, cached)
+    alone = pool.train_new_run(job, 1, cache_windows)
     assert len(alone.steps) == job.total_steps
-    assert pool.trained(job, 2, cached).bits == alone.bits
+    assert pool.train_new_run(job, 2, cache_windows).digests == alone.digests
 
 
 def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[LocalStep, TrainingState, Any]:
@@ -124,7 +112,7 @@ def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[
     world = World(0, 1, job.plan.logical_workers)
     with LocalMembership(world, store).generation(0, False):
         step = build_step(job, state, world, CPU, lambda phase: None)
-    feed = feed_of(job.plan, Cursor(), world.assigned, cached(job, Cursor(), world.assigned))
+    feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
     return step, state, feed  # type: ignore[return-value]
 
 
@@ -169,7 +157,7 @@ def test_a_peer_that_is_lost_at_the_end_of_a_round_takes_all_of_it_back(
         patched.setattr(ReplicaBuffers, "launch", lose)
         with pytest.raises(PeerLostError):
             step.run(Cursor.at(2, 9), feed.next(), 12, Flags(0))
-    assert plain(state.snapshot()) == plain(before)
+    assert digest_tensors(state.snapshot()) == digest_tensors(before)
     assert state.step == 0
     again, _, feed = step_of(job, tmp_path / "again", state)
     other, undisturbed, its_feed = step_of(job, tmp_path / "other")
@@ -177,7 +165,7 @@ def test_a_peer_that_is_lost_at_the_end_of_a_round_takes_all_of_it_back(
         again.run(Cursor.at(i, 9), feed.next(), 12, Flags(0))
         other.run(Cursor.at(i, 9), its_feed.next(), 12, Flags(0))
     assert state.step == 3
-    assert plain(state.snapshot()) == plain(undisturbed.snapshot())
+    assert digest_tensors(state.snapshot()) == digest_tensors(undisturbed.snapshot())
 
 
 class Branches(TinyImages):
@@ -200,11 +188,11 @@ class Branches(TinyImages):
     "optimizer", [SGD, {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}], ids=["sgd", "adam"]
 )
 def test_a_parameter_that_a_logical_worker_has_no_gradient_for(
-    pool: Pool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
+    pool: WorkerPool, data: Path, tmp_path: Path, optimizer: dict[str, Any]
 ) -> None:
     job = local_job(tmp_path / "run", data, optimizer=optimizer, task=Branches())
-    alone = pool.trained(job, 1, cached)
-    assert pool.trained(job, 3, cached).bits == alone.bits
+    alone = pool.train_new_run(job, 1, cache_windows)
+    assert pool.train_new_run(job, 3, cache_windows).digests == alone.digests
     moments = [
         values["exp_avg" if "exp_avg" in values else "momentum_buffer"]
         for values in alone.snapshot.optimizer["state"].values()
@@ -212,7 +200,7 @@ def test_a_parameter_that_a_logical_worker_has_no_gradient_for(
     assert [bool(value.any()) for value in moments] == [False] + [True] * 7, "unused, then the branch, then the layers"
 
 
-def test_a_logical_worker_without_rows_meets_the_others_all_the_same(pool: Pool, tmp_path: Path) -> None:
+def test_a_logical_worker_without_rows_meets_the_others_all_the_same(pool: WorkerPool, tmp_path: Path) -> None:
     """Of two rows the first two of four logical workers get one each, so a worker may have none but such that never
     moved.
     """
@@ -220,11 +208,11 @@ def test_a_logical_worker_without_rows_meets_the_others_all_the_same(pool: Pool,
     job = local_job(
         tmp_path / "run", few, task=TinyImages(), train__local_steps=2, train__epochs=4, checkpoint__every_steps=2
     )
-    alone = pool.trained(job, 1, cached)
-    several = pool.trained(job, 2, cached)
-    assert several.bits == alone.bits
+    alone = pool.train_new_run(job, 1, cache_windows)
+    several = pool.train_new_run(job, 2, cache_windows)
+    assert several.digests == alone.digests
     assert [step[4] for step in several.steps] == [(1, 1, 0, 0)] * 4
-    assert pool.trained(job, 4, cached).bits == alone.bits
+    assert pool.train_new_run(job, 4, cache_windows).digests == alone.digests
 
 
 def test_flags_wait_for_the_average(data: Path, tmp_path: Path) -> None:
@@ -234,21 +222,25 @@ def test_flags_wait_for_the_average(data: Path, tmp_path: Path) -> None:
     assert said == [Flags(0), Flags(0), Flags.STOP, Flags(0), Flags(0), Flags(0)]
 
 
-def test_with_one_step_it_is_synchronous(pool: Pool, data: Path, tmp_path: Path) -> None:
-    one = pool.trained(local_job(tmp_path / "one", data, train__local_steps=1), 2, cached)
-    plain = pool.trained(local_job(tmp_path / "plain", data, train__local_steps=1, train__strategy="ddp"), 2, cached)
+def test_with_one_step_it_is_synchronous(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    one = pool.train_new_run(local_job(tmp_path / "one", data, train__local_steps=1), 2, cache_windows)
+    plain = pool.train_new_run(
+        local_job(tmp_path / "plain", data, train__local_steps=1, train__strategy="ddp"), 2, cache_windows
+    )
     assert one.commit.params_digest == plain.commit.params_digest
     assert one.steps == plain.steps
 
 
-def test_one_step_of_plain_sgd_and_then_the_average_is_nearly_the_same(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_one_step_of_plain_sgd_and_then_the_average_is_nearly_the_same(
+    pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
     """The mean of p - lr * g is p - lr * the mean of g, but for rounding; the outer momentum of almost nothing makes it
     go that way.
     """
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05}}
     fields = {"optimizer": sgd, "train__local_steps": 1, "train__max_steps": 9}
-    local = pool.trained(local_job(tmp_path / "a", data, train__outer_momentum=1e-12, **fields), 2, cached)
-    plain = pool.trained(local_job(tmp_path / "b", data, train__strategy="ddp", **fields), 2, cached)
+    local = pool.train_new_run(local_job(tmp_path / "a", data, train__outer_momentum=1e-12, **fields), 2, cache_windows)
+    plain = pool.train_new_run(local_job(tmp_path / "b", data, train__strategy="ddp", **fields), 2, cache_windows)
     assert local.commit.params_digest != plain.commit.params_digest
     for name, value in plain.snapshot.model.items():
         if "running" not in name:

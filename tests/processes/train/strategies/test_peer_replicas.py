@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks
-from tests.support.local_world import Pool, cached, result_of
 from tests.support.sharded import Units, assert_bits, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
@@ -53,16 +53,18 @@ def others(lost: int) -> list[int]:
         pytest.param("central_storage", 1, 8, marks=pytest.mark.rest),
     ],
 )
-def test_no_step_is_done_again(pool: Pool, data: Path, tmp_path: Path, strategy: str, lost: int, step: int) -> None:
+def test_no_step_is_done_again(
+    pool: WorkerPool, data: Path, tmp_path: Path, strategy: str, lost: int, step: int
+) -> None:
     """Killed in the middle of a step; then another one, when two are left."""
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cached)
+    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     job = fsdp_job(tmp_path / "run", data, **(FIELDS | {"train__strategy": strategy}))
     first = KillIn(tmp_path / "first", "exchange", step, lost)
     second = KillOnce(tmp_path / "second", step=12, rank=0)
     train_shifting(pool, job, [[0, 1, 2], others(lost), others(lost)[1:]], [], Hooks(after_step=second, at=first))
     assert first.proof.exists()
     assert second.proof.exists()
-    found = result_of(job)
+    found = read_trained_run(job)
     assert [set(sizes) for sizes in found.workers] == [{3}] * step + [{2}] * (12 - step) + [{1}] * 6, "each step once"
     assert_bits(found, plain)
 
@@ -82,30 +84,30 @@ class KilledInUpdate(Units):
         super().apply_gradients(model, optimizer)
 
 
-def test_in_the_middle_of_an_update(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_in_the_middle_of_an_update(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Nobody has what the lost one would have made of its shards: all take those of the step before."""
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cached)
+    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     job = fsdp_job(tmp_path / "run", data, KilledInUpdate(tmp_path / "proof"), **FIELDS)
     train_shifting(pool, job, [[0, 1, 2], [0, 1]], [])
     assert (tmp_path / "proof").exists()
-    sizes = [set(each) for each in result_of(job).workers]
+    sizes = [set(each) for each in read_trained_run(job).workers]
     assert sizes[:8] == [{3}] * 8
     assert sizes[9:] == [{2}] * 9
-    assert_bits(result_of(job), plain)
+    assert_bits(read_trained_run(job), plain)
 
 
-def test_of_two_neighbours_the_state_is_gone(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_of_two_neighbours_the_state_is_gone(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """They go back to the newest whole copy."""
     job = fsdp_job(tmp_path / "run", data, **FIELDS, checkpoint__snapshot_every_steps=5)
-    plain = pool.trained(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cached)
+    plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     kills = [KillOnce(tmp_path / str(rank), step=8, rank=rank) for rank in (0, 1)]
     train_shifting(pool, job, [[0, 1, 2], [2]], [], Hooks(after_step=Each(kills)))
     assert all(kill.proof.exists() for kill in kills)
-    sizes = [set(each) for each in result_of(job).workers]
+    sizes = [set(each) for each in read_trained_run(job).workers]
     assert sizes[:5] == [{3}] * 5
     assert sizes[5:7] == [{3, 1}] * 2, "done again"
     assert sizes[8:] == [{1}] * 10
-    assert_bits(result_of(job), plain)
+    assert_bits(read_trained_run(job), plain)
 
 
 @dataclass(frozen=True)

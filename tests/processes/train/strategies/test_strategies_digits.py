@@ -20,9 +20,10 @@ from ray_app.preflight.prepare import open_evaluation_source
 from ray_app.runlog.journal import read_events
 from ray_app.task.image import ImageClassification
 from ray_app.task.metrics import combine, score
+from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import SingleProcessMembership
-from tests.support.local_world import CPU, DieAfter, KilledError, Pool, cached, make_job
+from tests.support.local_world import CPU, make_job
 from tests.support.server_world import World
 from tests.support.shifting_world import KillOnce, train_shifting
 
@@ -36,14 +37,14 @@ COMPRESSED = {"train__reduction": "overlapped", "train__gradient_compression": "
     ids=["fsdp", "central_storage", "compressed"],
 )
 @pytest.mark.rest
-def test_the_digits_are_learnt(pool: Pool, digits: Path, tmp_path: Path, fields: Fields) -> None:
+def test_the_digits_are_learnt(pool: WorkerPool, digits: Path, tmp_path: Path, fields: Fields) -> None:
     job = digits_job(tmp_path, digits, fields)
     kill = KillOnce(tmp_path / "killed", step=60, rank=0)
     stop = DieAfter(160)
     train_shifting(pool, job, [[0, 1], [1]], [], Hooks(after_step=HookChain((kill, stop))))
     assert kill.proof.exists()
     assert CheckpointStore(job.paths).commits()[-1].step == 6 * job.plan.steps_per_epoch == 138
-    pool.run_job(job, 3, cached)
+    pool.train_to_end(job, 3, cache_windows)
     assert accuracy_of(job, digits) >= 0.97
 
 

@@ -14,8 +14,9 @@ import pytest
 from ray_app.task.base import Task
 from ray_app.task.detection import ObjectDetection
 from ray_app.task.module import ModuleTask
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Job
-from tests.support.local_world import Pool, cached, make_job, result_of
+from tests.support.local_world import make_job
 from tests.support.pictures import table_data
 from tests.support.server_world import World
 from tests.support.shapes import write_shapes
@@ -78,17 +79,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(write_shapes(folder / "shapes", 16)["path"])
 
 
-def trained(pool: Pool, job: Job, workers: int) -> Any:
+def trained(pool: WorkerPool, job: Job, workers: int) -> Any:
     if job.config.train.strategy != "parameter_server":
-        return pool.trained(job, workers, cached)
+        return pool.train_new_run(job, workers, cache_windows)
     World(job, workers).run()
-    return result_of(job)
+    return read_trained_run(job)
 
 
 @pytest.mark.parametrize(
     "strategy", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.rest) for name in STRATEGIES]
 )
-def test_words_of_texts(pool: Pool, texts: Path, tmp_path: Path, strategy: str) -> None:
+def test_words_of_texts(pool: WorkerPool, texts: Path, tmp_path: Path, strategy: str) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 2, "data__by_length": "tokens"}
     runs = [
         trained(
@@ -101,12 +102,12 @@ def test_words_of_texts(pool: Pool, texts: Path, tmp_path: Path, strategy: str) 
             [loss for _, loss, *_ in runs[1].steps], rel=1e-4
         )
     else:
-        assert (runs[0].bits, runs[0].steps) == (runs[1].bits, runs[1].steps)
+        assert (runs[0].digests, runs[0].steps) == (runs[1].digests, runs[1].steps)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_images_of_any_size_with_their_boxes(pool: Pool, images: Path, tmp_path: Path, strategy: str) -> None:
+def test_images_of_any_size_with_their_boxes(pool: WorkerPool, images: Path, tmp_path: Path, strategy: str) -> None:
     fields = {**STRATEGIES[strategy], "train__epochs": 1}
     runs = [
         trained(
@@ -116,4 +117,4 @@ def test_images_of_any_size_with_their_boxes(pool: Pool, images: Path, tmp_path:
         )
         for workers in (1, 2)
     ]
-    assert "overlapped" in strategy or runs[0].bits == runs[1].bits
+    assert "overlapped" in strategy or runs[0].digests == runs[1].digests

@@ -333,7 +333,7 @@ def test_the_unused_collectives_actor_is_ended_before_the_workers_are_awaited(
 
     monkeypatch.setattr(WorkerGroup, "_start_impl", start)
     monkeypatch.setattr(ray, "kill", done.append)
-    vars(group).update(_workers_of=done.append)
+    vars(group).update(_adopt_workers=done.append)
     group._start_impl(builder)
     assert done == ["made", []]
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from ray_app.cluster.controller.scaling_policy import Eviction, StragglerEvictor
+from ray_app.cluster.controller.scaling_policy import Eviction, StragglerEvictor, slow_workers
+from ray_app.runlog.journal import StepRecord
+from ray_app.train.membership import Heartbeat
 
 
 class Clock:
@@ -86,3 +88,15 @@ def test_the_slowest_first_one_at_a_time_and_so_many_at_most(clock: Clock) -> No
     assert second.worker == "c"
     assert ours.decide(slow, 4, 0, lambda worker: 1) is None
     assert ours.evicted == {"b", "c"}
+
+
+def record_of(generation: str, slow: dict[str, float]) -> StepRecord:
+    return StepRecord(8, 0, 0.0, 0.5, 0.1, 1.0, 1.0, 0.0, 3, [4], [0], generation, slow=slow)
+
+
+def test_a_rank_is_that_of_the_workers_in_the_generation_of_the_record() -> None:
+    """Rank 1 waits already, so that rank 2 is the second of the workers that step."""
+    heartbeats = [Heartbeat(name, "n", "h", 1, generation=7, rank=rank) for name, rank in (("a", 0), ("c", 2))]
+    assert slow_workers(record_of("1.7", {"2": 3.0, "1": 2.0}), heartbeats) == {"c": 3.0}
+    assert slow_workers(record_of("1.6", {"2": 3.0}), heartbeats) == {}, "ranks of an earlier generation"
+    assert slow_workers(record_of("1.17", {"2": 3.0}), heartbeats) == {}

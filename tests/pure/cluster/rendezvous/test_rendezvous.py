@@ -477,3 +477,30 @@ def test_the_status_counts_steps_from_zero(clock: Clock) -> None:
         assert (await group.rendezvous.status()).step == 3
 
     play(story)
+
+
+def test_a_worker_that_leaves_without_knowing_its_generation_breaks_it(clock: Clock) -> None:
+    """It had to leave while it waited, and a generation formed with it before it said so."""
+
+    async def story(group: Group) -> None:
+        await start(group, "ab", clock)
+        await group.rendezvous.set_expected(3)
+        await group.join("c")
+        waiting = group.beats["c"]
+        await group.join("ab")
+        assert sorted(group.formed()) == ["a", "b", "c"]
+        await group.beat("a")
+        assert not group.rendezvous.reply_for("a").abort
+        await group.rendezvous.leave(waiting)
+        assert group.rendezvous.reply_for("a").abort
+
+    play(story)
+
+
+def test_a_worker_that_leaves_at_the_end_of_its_generation_breaks_nothing(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "abc", clock)
+        await group.rendezvous.leave(group.beats["c"])
+        assert not group.rendezvous.reply_for("a").abort
+
+    play(story)

@@ -290,3 +290,10 @@ def test_what_stands_in_the_place_of_a_text_file_is_named(
     tmp_path: Path, content: bytes, expected: str, source: str
 ) -> None:
     assert f"f.{source}: it is {expected}" in refusal(tmp_path, source, written(tmp_path, content, f"f.{source}"))
+
+
+def test_a_long_value_in_the_first_rows_hides_no_header_line(tmp_path: Path) -> None:
+    long_value = "x" * 200_000
+    written_file = written(tmp_path, f"text,label\n{long_value},1\nshort,2\n")
+    got = done(tmp_path, "csv", written_file, column_names=["text", "label"])
+    assert (got["text"], got["label"]) == ([long_value, "short"], [1, 2])

@@ -228,9 +228,13 @@ def test_many_histories() -> None:
 
 
 @pytest.mark.search
-@pytest.mark.parametrize("broken", ["put_pending_events", "skipped", "discard"])
+@pytest.mark.parametrize("broken", ["put_pending_events", "skipped_evaluations", "discard"])
 def test_a_saver_without_one_of_its_duties_would_be_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner: Any = {"put_pending_events": CheckpointWriter, "skipped": module, "discard": CheckpointStore}[broken]
-    monkeypatch.setattr(owner, broken, lambda *_: set())
+    owners: dict[str, Any] = {
+        "put_pending_events": CheckpointWriter,
+        "skipped_evaluations": module,
+        "discard": CheckpointStore,
+    }
+    monkeypatch.setattr(owners[broken], broken, lambda *_: set())
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Saving, settings=settings(MANY, phases=(Phase.generate,)))

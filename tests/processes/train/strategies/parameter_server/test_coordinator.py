@@ -26,22 +26,13 @@ from ray_app.driver.finalize import summarize
 from ray_app.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from ray_app.runlog.journal import MetricsReader, read_events
 from ray_app.task.image import ImageClassification
+from ray_app.testing import TrainedRun, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator, UnitScheduler
 from ray_app.train.strategies.parameter_server.server import _NO_GRADIENTS
-from tests.support.local_world import (
-    CLASSES,
-    Pool,
-    TinyImages,
-    Trained,
-    cached,
-    make_job,
-    result_of,
-    streamed,
-    write_images,
-)
+from tests.support.local_world import CLASSES, TinyImages, make_job, write_images
 from tests.support.server_world import World
 
 ROWS = [[50, 1], [46]]
@@ -67,9 +58,9 @@ def job_of(folder: Path, data: Path, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=12, **({"task": task} | defaults | fields))
 
 
-def trained(job: Job, workers: int) -> Trained:
+def trained(job: Job, workers: int) -> TrainedRun:
     World(job, workers).run()
-    return result_of(job)
+    return read_trained_run(job)
 
 
 def consumed(job: Job) -> list[tuple[int, list[int], list[int]]]:
@@ -79,9 +70,9 @@ def consumed(job: Job) -> list[tuple[int, list[int], list[int]]]:
     return [(step, r.rows, r.row_hash) for step, r in sorted(reader.records.items())]
 
 
-def planned(data: Path, folder: Path, pool: Pool) -> list[tuple[int, list[int], list[int]]]:
+def planned(data: Path, folder: Path, pool: WorkerPool) -> list[tuple[int, list[int], list[int]]]:
     job = job_of(folder, data, train__strategy="ddp", train__servers=1)
-    pool.run_job(job, 1, cached)
+    pool.train_to_end(job, 1, cache_windows)
     return consumed(job)
 
 
@@ -98,14 +89,18 @@ def planned(data: Path, folder: Path, pool: Pool) -> list[tuple[int, list[int], 
     ],
     ids=["adam", "sgd with momentum, clipped, scheduled", "average, given, frozen and unused parameters"],
 )
-def test_synchronous_it_has_the_bits_of_ddp(pool: Pool, data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_synchronous_it_has_the_bits_of_ddp(
+    pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     if "train__freeze" in fields:
         save_file(fields["task"].build_model().state_dict(), tmp_path / "begin.safetensors")
         fields = {**fields, "train__init_from": str(tmp_path / "begin.safetensors")}
-    plain = pool.trained(job_of(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cached)
+    plain = pool.train_new_run(
+        job_of(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cache_windows
+    )
     for workers, servers in ((1, 1), (3, 2)):
         run = trained(job_of(tmp_path / f"{workers}", data, train__servers=servers, **fields), workers)
-        assert run.bits == plain.bits
+        assert run.digests == plain.digests
         assert run.steps == plain.steps
     assert run.workers[-1] == [3]
 
@@ -118,14 +113,18 @@ class Wide(TinyImages):
 
 
 @pytest.mark.parametrize("clipped", [{}, {"train__grad_clip_norm": 0.01}])
-def test_split_variables_have_the_same_bits(pool: Pool, data: Path, tmp_path: Path, clipped: dict[str, Any]) -> None:
+def test_split_variables_have_the_same_bits(
+    pool: WorkerPool, data: Path, tmp_path: Path, clipped: dict[str, Any]
+) -> None:
     fields = {"task": Wide(), "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}, **clipped}
-    plain = pool.trained(job_of(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cached)
+    plain = pool.train_new_run(
+        job_of(tmp_path / "ddp", data, train__strategy="ddp", train__servers=1, **fields), 2, cache_windows
+    )
     whole = trained(job_of(tmp_path / "one", data, train__servers=1, **fields), 1)
     split = World(job_of(tmp_path / "three", data, train__servers=3, train__min_shard_kb=1, **fields), 2)
     assert any(split.coordinator._served.layout.incomplete()), "nothing was split"
     split.run()
-    assert result_of(split.job).bits == whole.bits == plain.bits
+    assert read_trained_run(split.job).digests == whole.digests == plain.digests
 
 
 def test_the_record_says_what_each_server_holds(data: Path, tmp_path: Path) -> None:
@@ -158,11 +157,11 @@ def test_a_resume_on_other_workers_and_servers_changes_nothing(data: Path, tmp_p
     again = World(dataclasses.replace(job_of(tmp_path / "run", data, train__servers=3, **fields), fence=2), 3)
     again.run()
     assert [e.details["step"] for e in read_events(again.job.paths, "resumed")] == [5]
-    assert result_of(again.job).bits == undisturbed.bits
+    assert read_trained_run(again.job).digests == undisturbed.digests
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_worker_is_lost_and_another_joins(pool: Pool, data: Path, tmp_path: Path, staleness: int) -> None:
+def test_a_worker_is_lost_and_another_joins(pool: WorkerPool, data: Path, tmp_path: Path, staleness: int) -> None:
     """It is lost when its gradient is applied but nobody was told, so that the unit is done again and must not count
     twice.
     """
@@ -183,7 +182,7 @@ def test_a_worker_is_lost_and_another_joins(pool: Pool, data: Path, tmp_path: Pa
     assert consumed(job) == planned(data, tmp_path / "plan", pool)
     assert [e.details["workers"] for e in read_events(job.paths, "formed")][-3:] == [3, 2, 3]
     if not staleness:
-        assert result_of(job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+        assert read_trained_run(job).digests == trained(job_of(tmp_path / "undisturbed", data), 1).digests
 
 
 def test_who_leaves_finishes_what_it_has_and_takes_on_nothing_more(data: Path, tmp_path: Path) -> None:
@@ -220,12 +219,14 @@ def test_a_gradient_counts_once(data: Path, tmp_path: Path) -> None:
 
     world.servers.call = twice  # type: ignore[method-assign]
     world.run()
-    state = result_of(job).snapshot.optimizer["state"]
+    state = read_trained_run(job).snapshot.optimizer["state"]
     assert {int(values["step"]) for values in state.values()} == {4 * 4}
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tmp_path: Path, staleness: int) -> None:
+def test_a_lost_server_takes_all_back_to_the_last_cut(
+    pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
+) -> None:
     world = World(job_of(tmp_path / "run", data, train__staleness=staleness), 2)
     while world.coordinator._units.complete < 8:
         world.run(turns=1)
@@ -245,7 +246,7 @@ def test_a_lost_server_takes_all_back_to_the_last_cut(pool: Pool, data: Path, tm
         applied = sum(map(bool, itertools.chain(*rows[: commit.step]))) if staleness else commit.step
         assert {int(values["step"]) for values in state.values()} == {applied}
     if not staleness:
-        assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+        assert read_trained_run(world.job).digests == trained(job_of(tmp_path / "undisturbed", data), 1).digests
 
 
 def test_large_rows_are_gathered_ahead_also_after_going_back(
@@ -255,14 +256,14 @@ def test_large_rows_are_gathered_ahead_also_after_going_back(
     undisturbed = trained(job_of(tmp_path / "undisturbed", data, **fields), 1)
     monkeypatch.setattr("ray_app.data.feed._MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.prefetch._PREPARED_BYTES", 0)
-    world = World(job_of(tmp_path / "run", data, **fields), 2, streamed)
+    world = World(job_of(tmp_path / "run", data, **fields), 2, stream_windows)
     assert world.job.plan.steps_per_window > 1
     while world.coordinator._units.complete < 7:
         world.run(turns=1)
     world.servers.lose(0)
     world.run()
     assert [e.details["back_to"] for e in read_events(world.job.paths, "server_lost")] == [5]
-    assert result_of(world.job).bits == undisturbed.bits
+    assert read_trained_run(world.job).digests == undisturbed.digests
 
 
 def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_a_coordinator_that_begins_without_servers_waits_for_them(data: Path, tm
     world.servers.call = call  # type: ignore[method-assign]
     world.run()
     assert world.coordinator._served.era > former._served.era
-    assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+    assert read_trained_run(world.job).digests == trained(job_of(tmp_path / "undisturbed", data), 1).digests
 
 
 def test_a_coordinator_that_begins_while_the_storage_does_not_answer_tries_again(
@@ -308,7 +309,7 @@ def test_a_coordinator_that_begins_while_the_storage_does_not_answer_tries_again
     assert not world.coordinator.is_waiting
     world.run()
     assert [e.details["step"] for e in read_events(world.job.paths, "resumed")] == [5]
-    assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+    assert read_trained_run(world.job).digests == trained(job_of(tmp_path / "undisturbed", data), 1).digests
 
 
 class Handle:
@@ -418,7 +419,7 @@ def test_a_coordinator_that_cannot_begin_says_why_to_who_asks(
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_work_for_a_coordinator_that_died_with_all_servers_counts_for_nothing(
-    pool: Pool, data: Path, tmp_path: Path, staleness: int
+    pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
     """Ray sends what a worker said to the former coordinator again to the new one; the gradients are gone with the
     servers.
@@ -440,7 +441,7 @@ def test_work_for_a_coordinator_that_died_with_all_servers_counts_for_nothing(
     world.run()
     assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
     if not staleness:
-        assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+        assert read_trained_run(world.job).digests == trained(job_of(tmp_path / "undisturbed", data), 1).digests
 
 
 def test_steps_that_another_coordinator_does_again_are_counted(data: Path, tmp_path: Path) -> None:
@@ -501,7 +502,7 @@ def test_a_step_ends_once(data: Path, tmp_path: Path) -> None:
 
     world.servers.call = twice  # type: ignore[method-assign]
     world.run()
-    assert result_of(world.job).bits == undisturbed.bits
+    assert read_trained_run(world.job).digests == undisturbed.digests
 
 
 def test_a_sum_that_is_not_finite_moves_nothing(data: Path, tmp_path: Path) -> None:
@@ -577,7 +578,7 @@ def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Pa
     world.servers.call = fails_once  # type: ignore[method-assign]
     world.run()
     assert missed
-    assert result_of(world.job).bits == trained(job_of(tmp_path / "undisturbed", data), 1).bits
+    assert read_trained_run(world.job).digests == trained(job_of(tmp_path / "undisturbed", data), 1).digests
 
 
 def test_snapshots_make_the_way_back_short(data: Path, tmp_path: Path) -> None:
@@ -590,7 +591,7 @@ def test_snapshots_make_the_way_back_short(data: Path, tmp_path: Path) -> None:
     assert lost.details["back_to"] == 8
 
 
-def test_a_stop_makes_a_checkpoint_at_the_next_common_step(pool: Pool, data: Path, tmp_path: Path) -> None:
+def test_a_stop_makes_a_checkpoint_at_the_next_common_step(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     world = World(job_of(tmp_path / "run", data, train__staleness=3, checkpoint__every_steps=None), 2)
     while world.coordinator._units.begun < 7:
         world.turn("0")
@@ -603,7 +604,7 @@ def test_a_stop_makes_a_checkpoint_at_the_next_common_step(pool: Pool, data: Pat
     assert (commit.step, commit.why) == (begun, "extra")
     World(dataclasses.replace(world.job, fence=2), 1).run()
     assert consumed(world.job) == planned(data, tmp_path / "plan", pool)
-    assert result_of(world.job).commit.step == world.job.total_steps
+    assert read_trained_run(world.job).commit.step == world.job.total_steps
 
 
 def test_a_stop_ends_a_run_that_waits_for_more_workers(data: Path, tmp_path: Path) -> None:

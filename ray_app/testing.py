@@ -1,0 +1,359 @@
+"""Tests of tasks and strategies: the real training loop in worker processes of this machine, without Ray.
+
+A test prepares a job with `make_job`, trains it on any number of workers of a `WorkerPool`, and compares the
+`TrainedRun`s. Data is read in the workers, gradients are reduced by gloo over the loopback interface, and checkpoints
+and records are those of a run. Recovery in place needs a cluster: if a worker is lost, the others end with an error,
+and the next training continues from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ray_app.checkpoint.format import MODEL, Snapshot, params_digest, unpack
+from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.config.config import Config
+from ray_app.data.local_readers import load_all
+from ray_app.data.prefetch import StreamedWindows
+from ray_app.data.reader import fetch_in_process
+from ray_app.data.windows import CachedWindows, Windows
+from ray_app.plan.order import Cursor
+from ray_app.preflight.prepare import prepare
+from ray_app.reduction.base import World
+from ray_app.train.job import Hooks, Job, OpenWindows
+from ray_app.train.loop import train
+from ray_app.train.membership import Membership
+from ray_app.train.process_group import FileStoreMembership
+
+__all__ = [
+    "DieAfter",
+    "FileStoreMembership",
+    "Hooks",
+    "KilledError",
+    "RankResult",
+    "TrainedRun",
+    "WorkerPool",
+    "cache_windows",
+    "digest_tensors",
+    "make_job",
+    "read_trained_run",
+    "stream_windows",
+]
+
+_ANSWER_TIMEOUT_S = 240.0
+
+
+def make_job(config: Config, folder: Path) -> Job:
+    """Prepares a configuration as `ray-app train` does, and returns the job of its workers.
+
+    Args:
+        config: A configuration, for example from `load_config`. Its `run` section does not matter.
+        folder: Folder of the run; it is made by the training.
+
+    Raises:
+        ConfigError: The configuration is refused, as a run would refuse it.
+        DataError: The data is refused, as a run would refuse it.
+    """
+    prepared = prepare(config.replace(run__name=None))
+    initial = None
+    if prepared.initial is not None:
+        initial = f"{folder}-initial.safetensors"
+        safetensors.torch.save_file(prepared.initial, initial)
+    return dataclasses.replace(prepared.job, run_root=str(folder), fence=1, initial=initial)
+
+
+def stream_windows(job: Job, cursor: Cursor, assigned: range) -> Windows:
+    """Opens windows that are read ahead in the worker, in read tasks of a few rows."""
+    source = dataclasses.replace(job.source, task_rows=7)
+    return StreamedWindows(job.plan, cursor, assigned, job.passes, fetch_in_process, source)
+
+
+def cache_windows(job: Job, cursor: Cursor, assigned: range) -> Windows:
+    """Opens windows that are gathered from the memory of the worker, which reads all data once."""
+    del cursor, assigned
+    return CachedWindows(load_all(fetch_in_process, job.source))
+
+
+class KilledError(Exception):
+    """A worker has ended because the test asked for it."""
+
+
+@dataclass(frozen=True)
+class DieAfter:
+    """A `Hooks.after_step` that ends the training after a step: on all ranks by an error, or by SIGKILL on one rank.
+
+    Args:
+        step: Number of finished steps.
+        killed: Rank whose process is killed; None for an error on all ranks.
+    """
+
+    step: int
+    killed: int | None = None
+
+    def __call__(self, rank: int, step: int) -> None:
+        """Ends this worker if the step is the one."""
+        if step == self.step and self.killed is None:
+            raise KilledError(f"rank {rank} dies after step {step}")
+        if step == self.step and rank == self.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """The result of a function on one rank.
+
+    Args:
+        value: The value that it returned.
+        error: The error that it raised, or `KilledError` if its process was killed.
+        trace: The traceback of the error as text.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+MembershipFactory = Callable[[World, Path], Membership]
+"""Makes the membership of a worker from its rank and size, and from the file at which the process group meets."""
+
+
+class WorkerPool:
+    """Worker processes that live through many trainings, so that each imports torch only once.
+
+    Use it as a context, or call `close`.
+
+    Args:
+        size: Number of processes.
+        folder: Folder for the files at which process groups meet.
+        preloaded: Modules that are imported once for all processes; those of the first pool of this process count.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        folder: Path,
+        preloaded: Sequence[str] = ("ray_app.testing", "ray_app.task.image", "torchmetrics"),
+    ) -> None:
+        self._folder, self._num_groups = folder, 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preloaded))
+        self._workers = [self._start() for _ in range(size)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _start(self) -> tuple[Any, Any]:
+        """Starts a process; returns it and the pipe to it."""
+        pipe, worker_pipe = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(worker_pipe,), daemon=True)
+        process.start()
+        worker_pipe.close()
+        return process, pipe
+
+    def _restart(self, rank: int) -> None:
+        self._end(rank)
+        self._workers[rank] = self._start()
+
+    def _end(self, rank: int) -> None:
+        process, pipe = self._workers[rank]
+        process.kill()
+        process.join()
+        pipe.close()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for rank in range(len(self._workers)):
+            self._end(rank)
+
+    def call(self, size: int, function: Callable[..., Any], *args: Any) -> list[RankResult]:
+        """Calls `function(rank, store, *args)` in `size` processes, and returns the result of each.
+
+        Args:
+            size: Number of processes.
+            function: The function; it is pickled by reference. `store` is a new file for a process group.
+            *args: Further arguments.
+        """
+        self._num_groups += 1
+        store = self._folder / f"store-{self._num_groups}"
+        for rank in range(size):
+            self._workers[rank][1].send((function, (rank, store, *args)))
+        deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S
+        return [self._receive(rank, deadline_s) for rank in range(size)]
+
+    def _receive(self, rank: int, deadline_s: float) -> RankResult:
+        """Waits for the result of a rank; a process that is gone, late or left with an error is replaced."""
+        pipe = self._workers[rank][1]
+        try:
+            if pipe.poll(max(0.0, deadline_s - time.monotonic())):
+                result = pipe.recv()
+                if result.error is not None:
+                    self._restart(rank)
+                return result
+            error: Exception = TimeoutError(f"rank {rank} did not answer within {_ANSWER_TIMEOUT_S:g} s")
+        except (EOFError, ConnectionResetError):
+            error = KilledError(f"the process of rank {rank} was killed")
+        self._restart(rank)
+        return RankResult(error=error, trace=str(error))
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls a function as `call` does, and returns the values; an error of any rank fails."""
+        results = self.call(size, function, *args)
+        assert all(r.error is None for r in results), "\n".join(r.trace for r in results)
+        return [r.value for r in results]
+
+    def train(
+        self,
+        job: Job,
+        size: int,
+        hooks: Hooks = Hooks(),
+        windows: OpenWindows = stream_windows,
+        membership: MembershipFactory = FileStoreMembership,
+    ) -> list[RankResult]:
+        """Runs the training loop on `size` workers, from the newest checkpoint of the run if it has one.
+
+        Args:
+            job: What to train, from `make_job`.
+            size: Number of workers.
+            hooks: Faults, such as `Hooks(after_step=DieAfter(5, killed=1))`.
+            windows: How rows reach the step.
+            membership: Makes the membership of each worker; it is pickled.
+        """
+        return self.call(size, _train, job, size, hooks, windows, membership)
+
+    def train_to_end(self, job: Job, size: int, windows: OpenWindows = stream_windows) -> TrainedRun:
+        """Trains as `train` does, and returns the run; an error of any rank fails."""
+        self.run(size, _train, job, size, Hooks(), windows, FileStoreMembership)
+        return read_trained_run(job)
+
+    def train_new_run(self, job: Job, size: int, windows: OpenWindows = stream_windows) -> TrainedRun:
+        """Trains from the first step to the last in a run folder of its own, and returns the run."""
+        return self.train_to_end(dataclasses.replace(job, run_root=f"{job.run_root}-{self._num_groups}"), size, windows)
+
+
+def _serve(pipe: Any) -> None:
+    """Answers calls until the pipe closes or a call fails.
+
+    The frames of an error hold the process group, and the peers may wait for its connections to close. So the process
+    ends after an error, and the pool starts another.
+    """
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        result = _call(function, args)
+        pipe.send(result)
+        if result.error is not None:
+            return
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> RankResult:
+    try:
+        return RankResult(function(*args))
+    except Exception as error:
+        return RankResult(error=error, trace=traceback.format_exc())
+
+
+def _train(
+    rank: int,
+    store: Path,
+    job: Job,
+    size: int,
+    hooks: Hooks,
+    windows: OpenWindows,
+    membership: MembershipFactory,
+) -> None:
+    evaluation = job.evaluation
+    load = (
+        (lambda: load_all(fetch_in_process, evaluation).arrays)
+        if job.workers_evaluate and evaluation is not None
+        else None
+    )
+    world = World(rank, size, job.plan.logical_workers)
+    train(job, membership(world, store), windows, torch.device("cpu"), hooks, load_evaluation=load)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a run left behind.
+
+    Args:
+        commit: The newest checkpoint.
+        steps: What was recorded of each step and must not depend on the workers, in the order of the steps.
+        workers: The number of workers of each execution of each step.
+        snapshot: The contents of the checkpoint.
+    """
+
+    commit: Commit
+    steps: list[tuple[Any, ...]]
+    workers: list[list[int]]
+    snapshot: Snapshot
+
+    @property
+    def digests(self) -> dict[str, Any]:
+        """The digest of the parameters, and everything else that the newest checkpoint holds, tensors as digests.
+
+        Two runs with equal digests are bit-identical: parameters, buffers, optimizer, schedule and position.
+        """
+        values = digest_tensors(self.snapshot)
+        return {"params": self.commit.params_digest, "file": self.commit.files[MODEL]["sha256"], **values}
+
+
+def digest_tensors(value: Any) -> Any:
+    """Returns a snapshot, or a value that one may hold, with a digest in place of each tensor, for comparisons."""
+    if isinstance(value, Snapshot):
+        return {item.name: digest_tensors(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Tensor):
+        return params_digest({"": value})
+    if isinstance(value, dict):
+        return {k: digest_tensors(v) for k, v in value.items()}
+    return [digest_tensors(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+_RESULT_COLUMNS = ("epoch", "loss", "lr", "grad_norm")
+
+
+def read_trained_run(job: Job) -> TrainedRun:
+    """Reads the newest checkpoint and the records of a run.
+
+    Raises:
+        AssertionError: A step has no record, or a step that was executed again has other numbers.
+    """
+    records: dict[int, set[tuple[Any, ...]]] = {}
+    workers: dict[int, list[int]] = {}
+    for path in sorted(Path(job.run_root, "metrics").glob("*.json")):
+        columns = json.loads(path.read_bytes())
+        for i, step in enumerate(columns["step"]):
+            values = [columns[name][i] for name in _RESULT_COLUMNS]
+            values += [tuple(columns["rows"][i]), tuple(columns["row_hash"][i])]
+            if "weight" in columns:
+                values.append(columns["weight"][i])
+            if "metrics" in columns:
+                values.append(tuple(sorted(columns["metrics"][i].items())))
+            records.setdefault(step, set()).add(tuple(values))
+            workers.setdefault(step, []).append(columns["workers"][i])
+    steps = sorted(records)
+    assert steps == list(range(1, len(steps) + 1)), "a step has no record"
+    assert all(len(values) == 1 for values in records.values()), "a step that was executed again has other numbers"
+    store = CheckpointStore(job.paths)
+    commit = store.commits()[-1]
+    return TrainedRun(
+        commit, [records[s].pop() for s in steps], [workers[s] for s in steps], unpack(store.load(commit))
+    )
