@@ -74,8 +74,8 @@ class Alone:
     def enter(self, phase: Phase) -> None:
         """See `Membership.enter`."""
 
-    def moved(self) -> None:
-        """See `Membership.moved`."""
+    def report_progress(self) -> None:
+        """See `Membership.report_progress`."""
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """See `Membership.report`."""

@@ -16,7 +16,7 @@ from benchmarks.gpu_lines import Found, Line
 from benchmarks.gpu_loops import WARM_UP
 from benchmarks.gpu_speed import trace_of
 from benchmarks.gpu_workers import Bench
-from benchmarks.newcomers import AT, Dies
+from benchmarks.joining import AT, Dies
 from ray_app import load_config, run_training
 from ray_app.driver.run import Faults
 from ray_app.runlog.journal import MetricsReader

@@ -119,7 +119,7 @@ class Bench:
         paths = self.run(task, faults, "large", train__max_steps=COST_STEPS, failure__sdc_check_rate=rate, **two)
         if rate:
             print(
-                f"  {read_steps(paths).replayed / 2 / COST_STEPS:.3f} of all shares were computed twice",
+                f"  {read_steps(paths).recomputed / 2 / COST_STEPS:.3f} of all shares were computed twice",
                 file=sys.stderr,
             )
         return watch.sample(2)
@@ -129,7 +129,7 @@ def attribution(bench: Bench) -> None:
     """Which worker is named, and after how many steps; and who is where nobody is slow."""
     for times in (1.5, 2.0, 3.0):
         paths = bench.sleeping(times, 60, 4)
-        slowed = read_events(paths, "slowed")
+        slowed = read_events(paths, "straggler_detected")
         right = [event for event in slowed if event.details["rank"] == SLOW]
         said = (
             f"after {right[0].details['step']} steps, as {right[0].details['times']:.2f} times as long"
@@ -142,7 +142,9 @@ def attribution(bench: Bench) -> None:
         )
     paths = bench.sleeping(1.0, 1000, 4)
     found = [
-        (event.kind, event.details["rank"]) for kind in ("slowed", "stalled") for event in read_events(paths, kind)
+        (event.kind, event.details["rank"])
+        for kind in ("straggler_detected", "stalled")
+        for event in read_events(paths, kind)
     ]
     print(f"none slow, 1,000 steps: named {found or 'nobody'}")
 
@@ -158,7 +160,7 @@ def balance(bench: Bench) -> None:
     ideal_s = step_s(bench.sleeping(1.0, 100, 16)) * 4 / 3.5
     for how in ("none", "speed"):
         paths = bench.sleeping(2.0, 120, 16, how)
-        moves = [event.details["after"] for event in read_events(paths, "balanced")]
+        moves = [event.details["after"] for event in read_events(paths, "rebalanced")]
         took_s = step_s(paths)
         print(
             f"balance {how}: {1e3 * took_s:.0f} ms a step, {ideal_s / took_s:.2f} of the ideal; logical workers"
@@ -181,8 +183,8 @@ def flips(bench: Bench) -> None:
     kinds: tuple[FlipTarget, ...] = ("gradient", "activation", "parameter")
     found = 0
     for number, what in enumerate(kinds):
-        with tempfile.TemporaryDirectory() as proofs:
-            flip = Flip(Evidence(proofs), "flip", what, number, 4)
+        with tempfile.TemporaryDirectory() as evidence:
+            flip = Flip(Evidence(evidence), "flip", what, number, 4)
             paths = bench.run(task, Faults(train=Hooks(after_step=flip, built=flip.built)), train__max_steps=12, **few)
             found += [event.details["rank"] for event in read_events(paths, "sdc_detected")] == [
                 number
@@ -193,7 +195,7 @@ def flips(bench: Bench) -> None:
         paths = bench.run(
             task, train__max_steps=850, **few | {"scaling__max_workers": size, "scaling__min_workers": size}
         )
-        shares += read_steps(paths).replayed
+        shares += read_steps(paths).recomputed
         assert not read_events(paths, "sdc_detected")
     print(f"{shares:,} shares computed twice without a false alarm")
 

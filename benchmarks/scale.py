@@ -42,7 +42,7 @@ from ray_app.reduction.transport import MAX_RING_RANKS, doubling_rounds
 from ray_app.runlog import journal
 from ray_app.runlog.journal import FLUSH_S, MAX_SMALL_FILES, StepRecord
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.step_records import _Columns
+from ray_app.runlog.step_records import _RecordColumns
 from ray_app.storage.files import list_files
 from ray_app.train.membership import Heartbeat
 from ray_app.train.step import step_stats
@@ -90,7 +90,7 @@ class Meeting:
 
     def form(self) -> float:
         """All wait for a generation, and hear of it; CPU seconds of the rendezvous."""
-        lines = [encode(changed(beat, waits=1)) for beat in self.beats]
+        lines = [encode(changed(beat, wait_number=1)) for beat in self.beats]
         took = cpu_s(lambda: [self.pass_on(line) for line in lines])
         told: list[bytes] = []
         took += cpu_s(lambda: told.extend(encode(self.rendezvous.reply_for(beat.worker)) for beat in self.beats))
@@ -225,7 +225,7 @@ def remembered(workers: int, steps: int) -> dict[str, float]:
     )
     gc.collect()
     tracemalloc.start()
-    columns = _Columns()
+    columns = _RecordColumns()
     for _ in range(steps):
         columns.add(record)
     driver = tracemalloc.get_traced_memory()[0] / steps * 1e6

@@ -41,7 +41,7 @@ async def _beating(workers: int, address: tuple[str, int], secret: str, cpu_s: A
     async def work(i: int) -> None:
         nonlocal period_s
         reader, writers[i] = await asyncio.open_connection(*address, limit=1 << 22)
-        writers[i].write(f"{secret}\n".encode() + beat(i, waits=1))
+        writers[i].write(f"{secret}\n".encode() + beat(i, wait_number=1))
         while line := await reader.readline():
             orders = decode_reply(line)
             period_s = max(period_s, orders.period_s)
@@ -75,7 +75,7 @@ def as_actor(workers: int) -> dict[str, float]:
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         actor = start_rendezvous("rendezvous-scale", 30.0, None)
-        address, secret = ray.get(actor.lifeline.remote())
+        address, secret = ray.get(actor.address_and_secret.remote())
         ray.get(actor.set_expected.remote(workers))
         found = asyncio.run(_beating(workers, address, secret, _cpu_s(actor)))
         called: Any = ray.remote(_Called).options(num_cpus=0, max_concurrency=1000).remote()

@@ -55,6 +55,19 @@ def keep_freed_memory() -> None:
     malloc.mallopt(_MMAP_THRESHOLD, 32 << 20)
 
 
+def log_to_stderr() -> None:
+    """Writes the log lines of this application from INFO on to standard error, which Ray keeps in the process's log.
+
+    It is called in all processes of a run but the driver, which shows the same events on its console.
+    """
+    application_logger = logging.getLogger("ray_app")
+    if not application_logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        application_logger.addHandler(handler)
+    application_logger.setLevel(logging.INFO)
+
+
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
     """Defers an interrupt (SIGINT) to the end of the block; other threads than the main one receive none."""

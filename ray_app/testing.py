@@ -52,6 +52,7 @@ __all__ = [
     "make_job",
     "read_trained_run",
     "stream_windows",
+    "train_rank",
 ]
 
 _ANSWER_TIMEOUT_S = 240.0
@@ -98,7 +99,7 @@ class DieAfter:
 
     Args:
         step: Number of finished steps.
-        killed: Rank whose process is killed; None for an error on all ranks.
+        killed: Rank of the process that is killed; None for an error on all ranks.
     """
 
     step: int
@@ -235,11 +236,11 @@ class WorkerPool:
             windows: How rows reach the step.
             membership: Makes the membership of each worker; it is pickled.
         """
-        return self.call(size, _train, job, size, hooks, windows, membership)
+        return self.call(size, train_rank, job, size, hooks, windows, membership)
 
     def train_to_end(self, job: Job, size: int, windows: OpenWindows = stream_windows) -> TrainedRun:
         """Trains as `train` does, and returns the run; an error of any rank fails."""
-        self.run(size, _train, job, size, Hooks(), windows, FileStoreMembership)
+        self.run(size, train_rank, job, size, Hooks(), windows, FileStoreMembership)
         return read_trained_run(job)
 
     def train_new_run(self, job: Job, size: int, windows: OpenWindows = stream_windows) -> TrainedRun:
@@ -271,7 +272,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> RankResult:
         return RankResult(error=error, trace=traceback.format_exc())
 
 
-def _train(
+def train_rank(
     rank: int,
     store: Path,
     job: Job,
@@ -280,6 +281,7 @@ def _train(
     windows: OpenWindows,
     membership: MembershipFactory,
 ) -> None:
+    """Runs the training loop as one rank of several; the function that `WorkerPool.train` calls in each process."""
     evaluation = job.evaluation
     load = (
         (lambda: load_all(fetch_in_process, evaluation).arrays)

@@ -56,7 +56,7 @@ def until(is_there: Callable[[], bool], what: str) -> None:
 
 
 def trained(folder: Path) -> str:
-    """Trains the digits in a real terminal and returns what that shows at the end, with its colours."""
+    """Trains the digits in a real terminal and returns what that shows at the end, with its colors."""
     done = folder / "done"
     given = COMMAND.removeprefix("ray-app ")
     command = f"{shlex.quote(sys.executable)} -m ray_app {given} --run.name digits --run.storage_path {folder}/runs"
@@ -83,7 +83,7 @@ def terminal(shown: str, file: Path) -> None:
 
 
 def save(browser: Browser, file: Path) -> None:
-    """Saves the part of the page that is shown, with few colours, so that the file is small."""
+    """Saves the part of the page that is shown, with few colors, so that the file is small."""
     shot = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
     Image.open(io.BytesIO(shot)).convert("RGB").quantize(128).save(file, optimize=True)
 

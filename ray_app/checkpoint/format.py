@@ -30,15 +30,15 @@ class Snapshot:
         model: Parameters and persistent buffers of the model that training returns, by name.
         optimizer: State of the optimizer.
         schedule: State of the learning-rate schedule; None without one.
-        more: Other state that a resume needs: the trained parameters if `model` has their average, and the scale of the
-            loss.
+        extra_state: Other state that a resume needs: the trained parameters if `model` has their average, the scale of
+            the loss, and the outer optimizer of `local_sgd`. Files have it under the key `more`.
     """
 
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     schedule: dict[str, Any] | None
-    more: dict[str, Any] = field(default_factory=dict)
+    extra_state: dict[str, Any] = field(default_factory=dict)
 
 
 def file_writers(snapshot: Snapshot) -> dict[str, Content]:
@@ -50,7 +50,7 @@ def file_writers(snapshot: Snapshot) -> dict[str, Content]:
         "step": snapshot.step,
         "optimizer": snapshot.optimizer,
         "schedule": snapshot.schedule,
-        "more": snapshot.more,
+        "more": snapshot.extra_state,
     }
     return {MODEL: lambda file: _write_model(snapshot.model, file), TRAINING: lambda file: _write_rest(rest, file)}
 
@@ -113,10 +113,10 @@ def unpack(files: dict[str, bytes]) -> Snapshot:
     """
     try:
         rest = torch.load(io.BytesIO(files[TRAINING]), weights_only=True)
-        step, optimizer, schedule, more = rest["step"], rest["optimizer"], rest["schedule"], rest["more"]
+        step, optimizer, schedule, extra_state = rest["step"], rest["optimizer"], rest["schedule"], rest["more"]
     except Exception as error:
         raise _refusal(TRAINING, error) from error
-    return Snapshot(step, unpack_model(files), optimizer, schedule, more)
+    return Snapshot(step, unpack_model(files), optimizer, schedule, extra_state)
 
 
 def unpack_model(files: dict[str, bytes]) -> dict[str, Tensor]:

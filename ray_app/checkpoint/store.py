@@ -212,30 +212,30 @@ def parse_folder_name(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-ALL = 1_000_000_000
-"""The `Hold.most` of an evaluator that needs every checkpoint. It is a number, because JSON has no infinity."""
+ALL_CHECKPOINTS = 1_000_000_000
+"""The `Pin.max_checkpoints` of an evaluator that needs every checkpoint. It is a number, since JSON has no infinity."""
 
 
 @dataclass(frozen=True)
-class Hold:
-    """A pin: the declaration of an evaluator that it still needs the newest checkpoints after `done_step`.
+class Pin:
+    """The declaration of an evaluator that it still needs the newest checkpoints after `done_step`.
 
     Args:
         done_step: The newest step that the evaluator has evaluated.
-        expires_s: Time at which the hold ends unless it is renewed, seconds since 1970 (UTC).
-        most: The maximum number of checkpoints that the hold keeps, at least 1. Older ones are removed, and their
-            evaluations are recorded as skipped.
+        expires_s: Time at which the pin ends unless it is renewed, seconds since 1970 (UTC).
+        max_checkpoints: The maximum number of checkpoints that the pin keeps, at least 1. Older ones are removed, and
+            their evaluations are recorded as skipped.
         evaluator: Name of the evaluator; None is the run's own evaluator.
     """
 
     done_step: int
     expires_s: float
-    most: int = 32
+    max_checkpoints: int = 32
     evaluator: str | None = None
 
 
 def removable_steps(
-    steps: Iterable[int], keep_last: int, best: Iterable[int], holds: Iterable[Hold], now_s: float
+    steps: Iterable[int], keep_last: int, best: Iterable[int], pins: Iterable[Pin], now_s: float
 ) -> set[int]:
     """Returns the steps of the checkpoints that can be removed.
 
@@ -243,25 +243,25 @@ def removable_steps(
         steps: Steps of all intact checkpoints.
         keep_last: Number of newest checkpoints to keep; at least one always stays.
         best: Other steps to keep.
-        holds: The holds of the evaluators; expired ones do not count.
+        pins: The pins of the evaluators; expired ones do not count.
         now_s: The time, seconds since 1970 (UTC).
     """
     ordered = sorted(set(steps))
     kept = set(ordered[-max(1, keep_last) :]) | set(best)
-    for hold in holds:
-        if hold.expires_s > now_s:
-            kept |= set([step for step in ordered if step > hold.done_step][-hold.most :])
+    for pin in pins:
+        if pin.expires_s > now_s:
+            kept |= set([step for step in ordered if step > pin.done_step][-pin.max_checkpoints :])
     return set(ordered) - kept
 
 
-def skipped_evaluations(removed: Iterable[int], holds: Iterable[Hold], now_s: float) -> set[tuple[int, str | None]]:
+def skipped_evaluations(removed: Iterable[int], pins: Iterable[Pin], now_s: float) -> set[tuple[int, str | None]]:
     """Returns the removed steps that an evaluator has not evaluated, with its name (None is the run's own evaluator).
 
-    A named evaluator counts until its hold expires. The run's own evaluator always counts, since it may be waiting for
+    A named evaluator counts until its pin expires. The run's own evaluator always counts, since it may be waiting for
     capacity or restarting.
     """
-    waiting = [hold for hold in holds if hold.evaluator is None or hold.expires_s > now_s]
-    return {(step, hold.evaluator) for hold in waiting for step in removed if step > hold.done_step}
+    waiting = [pin for pin in pins if pin.evaluator is None or pin.expires_s > now_s]
+    return {(step, pin.evaluator) for pin in waiting for step in removed if step > pin.done_step}
 
 
 _Folders = dict[str, dict[str, Location]]
@@ -282,7 +282,7 @@ class Fallback:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, and the holds of its evaluators.
+    """The checkpoints of one run, and the pins of its evaluators.
 
     Args:
         paths: The paths of the run.
@@ -497,7 +497,7 @@ class CheckpointStore:
         self,
         keep_last: int,
         best: list[int],
-        holds: Sequence[Hold] = (),
+        pins: Sequence[Pin] = (),
         before: Callable[[list[int]], None] | None = None,
     ) -> list[int]:
         """Removes the checkpoints that are no longer needed; returns their steps.
@@ -505,14 +505,14 @@ class CheckpointStore:
         Args:
             keep_last: Number of newest intact checkpoints to keep.
             best: Steps of the best checkpoints, which are kept as well.
-            holds: Holds that the caller read earlier; they count in addition to those that exist now.
+            pins: Pins that the caller read earlier; they count in addition to those that exist now.
             before: Called with the steps to remove, before the first one is removed.
 
         Raises:
             OSError: The storage does not answer.
         """
         commits = self.commits()
-        removed = removable_steps([c.step for c in commits], keep_last, best, [*holds, *self.holds()], time.time())
+        removed = removable_steps([c.step for c in commits], keep_last, best, [*pins, *self.read_pins()], time.time())
         if before is not None:
             before(sorted(removed))
         for commit in commits:
@@ -523,19 +523,19 @@ class CheckpointStore:
                 remove_tree(folder)
         return sorted(removed)
 
-    def holds(self) -> list[Hold]:
-        """Returns the holds of all evaluators of this run."""
-        # An evaluator may remove its hold between the listing and the reading.
-        values = read_all_json(list_tree(self._paths.holds).values(), missing=b"null")
-        return [Hold(**value) for value in values if value]
+    def read_pins(self) -> list[Pin]:
+        """Returns the pins of all evaluators of this run."""
+        # An evaluator may remove its pin between the listing and the reading.
+        values = read_all_json(list_tree(self._paths.pins).values(), missing=b"null")
+        return [Pin(**value) for value in values if value]
 
-    def hold(self, follower: str, hold: Hold) -> None:
-        """Writes or renews a hold; `follower` is the name under which the evaluator holds checkpoints."""
-        put_json(self._paths.holds / f"{follower}.json", asdict(hold))
+    def put_pin(self, evaluator_id: str, pin: Pin) -> None:
+        """Writes or renews the pin of an evaluator."""
+        put_json(self._paths.pins / f"{evaluator_id}.json", asdict(pin))
 
-    def release(self, follower: str) -> None:
-        """Removes the hold that an evaluator has under a name, if there is one."""
-        (self._paths.holds / f"{follower}.json").unlink(missing_ok=True)
+    def remove_pin(self, evaluator_id: str) -> None:
+        """Removes the pin of an evaluator, if there is one."""
+        (self._paths.pins / f"{evaluator_id}.json").unlink(missing_ok=True)
 
     def _folders(self, temporary: bool = False) -> _Folders:
         """Returns the files of all checkpoint directories, by one request on S3.

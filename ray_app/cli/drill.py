@@ -41,7 +41,7 @@ class DrillSection:
 
     Args:
         scenarios: Names of scenarios, separated by commas. Not given: all of them. Names: kill, kill_twice, kill_two,
-            kill_all, kill_exchange, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator,
+            kill_all, kill_reduction, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator,
             freeze, slow, slow_storage, storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node,
             node_rank0, grow (or resize), shrink (or preempt), head, mlflow, damage, torn_write, driver,
             evaluator_and_driver.

@@ -97,7 +97,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
             _follow(job, evaluator, options.follow, console)
         finally:
             ray.kill(evaluator, no_restart=True)
-            CheckpointStore(paths).release(job.follower)
+            CheckpointStore(paths).remove_pin(job.evaluator_id)
     if not is_held(paths):
         _publish(paths, config)
     return read_evaluations(paths, options.name)
@@ -188,7 +188,7 @@ def _check_resources(section: EvaluateSection) -> None:
         node["Resources"] for node in nodes_with_labels(ray.nodes(), section.label_selector, "evaluate.label_selector")
     ]
     if not any(node.get("CPU", 0.0) >= section.num_cpus and node.get("GPU", 0.0) >= section.num_gpus for node in nodes):
-        labels = f", labelled {section.label_selector}," if section.label_selector else ""
+        labels = f", labeled {section.label_selector}," if section.label_selector else ""
         raise ConfigError(
             f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has."
             " Give less with --num_cpus and --num_gpus (0: it computes on the CPU), or add a node."

@@ -323,15 +323,15 @@ def workers_that_fit(
     if max_resources is None:
         _check_selectors(config, nodes)
     if scaling.label_selector and max_resources is None:
-        on_labelled = _workers_on_labelled(config, nodes)
-        if on_labelled < scaling.min_workers:
+        on_labeled = _workers_on_labeled(config, nodes)
+        if on_labeled < scaling.min_workers:
             raise ConfigError(
-                f"The run does not fit: the nodes labelled {scaling.label_selector} (scaling.label_selector) have"
-                f" capacity for {on_labelled} workers of {scaling.cpus_per_worker:g} CPU and"
+                f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have"
+                f" capacity for {on_labeled} workers of {scaling.cpus_per_worker:g} CPU and"
                 f" {scaling.gpus_per_worker:g} GPU, below scaling.min_workers = {scaling.min_workers}. Label more"
                 " nodes, or lower scaling.min_workers."
             )
-        workers = min(workers, on_labelled)
+        workers = min(workers, on_labeled)
     if workers < scaling.min_workers:
         has = "has" if max_resources is None else "grows to at most"
         raise ConfigError(
@@ -364,12 +364,12 @@ def _check_selectors(config: Config, nodes: list[Node]) -> None:
         matching = nodes_with_labels(nodes, selector, field)
         if not any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in matching):
             raise ConfigError(
-                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labelled so; the labels are"
+                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labeled so; the labels are"
                 f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
             )
 
 
-def _workers_on_labelled(config: Config, nodes: list[Node]) -> int:
+def _workers_on_labeled(config: Config, nodes: list[Node]) -> int:
     """Returns how many workers fit on the nodes with the labels of `scaling.label_selector`.
 
     Raises:
@@ -379,7 +379,7 @@ def _workers_on_labelled(config: Config, nodes: list[Node]) -> int:
     matching = nodes_with_labels(nodes, scaling.label_selector)
     if not matching:
         raise ConfigError(
-            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labelled so; its labels"
+            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labeled so; its labels"
             f" are {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
         )
     needs = [("CPU", scaling.cpus_per_worker, count_fitting), ("GPU", scaling.gpus_per_worker, count_fitting_on_gpus)]

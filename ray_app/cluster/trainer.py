@@ -30,7 +30,7 @@ from ray_app.data.reader import Fetch
 from ray_app.data.windows import CachedWindows, Windows
 from ray_app.errors import PreemptedError, unwrap_app_error
 from ray_app.plan.order import Cursor
-from ray_app.process import keep_freed_memory
+from ray_app.process import keep_freed_memory, log_to_stderr
 from ray_app.runlog.output import copied_output
 from ray_app.runlog.redaction import register_secrets
 from ray_app.task.device import gpu_of
@@ -172,6 +172,7 @@ def _gpu() -> torch.device:
 def _run_worker(worker_config: dict[str, Any]) -> None:
     """Trains in a worker until the run ends or the worker has to leave."""
     keep_freed_memory()
+    log_to_stderr()
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     args: WorkerArgs = ray.get(worker_config["args"])
     job = args.job

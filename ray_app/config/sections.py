@@ -78,9 +78,9 @@ class ScalingSection:
         standby_workers: Processes that have imported all libraries and opened their device, but do not train. Each
             reserves the resources of a worker. At the next step boundary a standby worker replaces a lost worker or
             takes up new capacity.
-        evict_straggler_after_s: Seconds for which a worker has to delay the other workers (event `slowed`) before it is
-            evicted. It is replaced by a new worker, on another node if there is one. Without capacity for a
-            replacement, it is evicted only if the remaining workers are faster without it. Not given: never.
+        evict_straggler_after_s: Seconds for which a worker has to delay the other workers (event `straggler_detected`)
+            before it is evicted. It is replaced by a new worker, on another node if there is one. Without capacity for
+            a replacement, it is evicted only if the remaining workers are faster without it. Not given: never.
         load_balancing: `none`: every worker runs the same number of logical workers. `speed`: logical workers move from
             slower to faster workers; the result stays bit-identical. This needs more logical workers than workers,
             `train.reduction: exact`, and the strategy `ddp` or `central_storage`.

@@ -416,9 +416,9 @@ def read_footers(
         if list(table_row) == paths:
             return kept
         unchanged = next(file for file, path in zip(files, paths, strict=True) if path in table_row)
-        columns = _Columns(kept.schema, unchanged)
+        columns = _SharedColumns(kept.schema, unchanged)
     else:
-        columns, kept = _Columns(_schema_of(files[0]), files[0]), None
+        columns, kept = _SharedColumns(_schema_of(files[0]), files[0]), None
     if repeated := sorted(name for name, times in Counter(columns.schema.names).items() if times > 1):
         raise DataError(
             f"{files[0]} has several columns of the name {repeated[0]!r}; a name stands for one column. Rename or drop"
@@ -438,7 +438,7 @@ def read_footers(
     return Footers(columns.schema, merged.combine_chunks())
 
 
-class _Columns:
+class _SharedColumns:
     """The columns that all files of a data set have.
 
     Args:
@@ -490,7 +490,7 @@ def _leaf(field: pa.Field) -> str | None:
     return f"{field.name}.list.element" if is_numbers(kind) else None
 
 
-def _read_group(columns: _Columns, trusted: bool, files: list[DataLocation]) -> list[_FileFacts]:
+def _read_group(columns: _SharedColumns, trusted: bool, files: list[DataLocation]) -> list[_FileFacts]:
     """Returns the facts of the footers of some files."""
     facts, tails = [], list[bytes]()
     for file in files:
@@ -581,7 +581,7 @@ def _table_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema([("path", pa.binary()), ("version", pa.string()), ("rows", pa.list_(pa.int64())), *ranges])
 
 
-def _facts_table(columns: _Columns, paths: list[str], versions: list[str], facts: list[_FileFacts]) -> pa.Table:
+def _facts_table(columns: _SharedColumns, paths: list[str], versions: list[str], facts: list[_FileFacts]) -> pa.Table:
     """Returns the table of `Footers` with a row for each file."""
     ranges = np.array([file_ranges for _, file_ranges in facts]).reshape(len(facts), len(columns.leaves), 4)
     range_columns = [

@@ -86,7 +86,7 @@ def compare_restart(run: ScenarioResult, first: RunStart) -> dict[str, Any]:
         run: The run of the scenario.
         first: The start of the undisturbed run.
     """
-    killed = run.proofs.get("driver_killed")
+    killed = run.evidence.get("driver_killed")
     if killed is None:
         return {}
     restart_start = find_start_after(run.paths, killed["time_s"])
@@ -118,10 +118,10 @@ def find_difference(undisturbed: Trace, disturbed: Trace) -> str | None:
 
 def find_missing_evidence(scenario: Scenario, run: ScenarioResult) -> list[str]:
     """Returns a message for each trace of the disturbance that is missing: without them it did not really happen."""
-    if "trouble" in run.proofs:
-        return [str(run.proofs["trouble"]["error"])]
-    absent = [name for name in scenario.expected if name not in run.proofs]
-    return [f"there is no proof {name!r}" for name in absent] if absent else scenario.confirm(run)
+    if "trouble" in run.evidence:
+        return [str(run.evidence["trouble"]["error"])]
+    absent = [name for name in scenario.expected if name not in run.evidence]
+    return [f"there is no evidence {name!r}" for name in absent] if absent else scenario.confirm(run)
 
 
 def assess_scenario(scenario: Scenario, run: ScenarioResult, undisturbed: Trace) -> tuple[Outcome, str | None]:
@@ -135,15 +135,15 @@ def assess_scenario(scenario: Scenario, run: ScenarioResult, undisturbed: Trace)
     return ("different", deviation) if deviation else ("equal", None)
 
 
-def collect_proofs(proofs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the proofs of the faults, each with `process_gone`: whether its process has ended, None if the process
-    is on another machine. The pauses of the drill (`paced-`) are not faults.
+def collect_fault_evidence(evidence: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the evidence of the faults, each entry with `process_gone`: whether its process has ended, None if the
+    process is on another machine. The pauses of the drill (`paced-`) are not faults.
     """
-    fault_proofs = {name: proof for name, proof in proofs.items() if not name.startswith("paced-")}
+    fault_evidence = {name: entry for name, entry in evidence.items() if not name.startswith("paced-")}
     this_process = asdict(LeaseHolder.here())
     return {
-        name: proof | ({"process_gone": is_gone(proof)} if proof["process"] != this_process else {})
-        for name, proof in fault_proofs.items()
+        name: entry | ({"process_gone": is_gone(entry)} if entry["process"] != this_process else {})
+        for name, entry in fault_evidence.items()
     }
 
 
@@ -152,12 +152,14 @@ def collect_measurements(scenario: Scenario, run: ScenarioResult) -> dict[str, A
     that the drill itself has caused.
     """
     kept_records, repeated_records = _read_records(run.paths)
-    records = {step: _correct_clock(r, run.proofs) for step, r in kept_records.items()}
-    repeated = [_correct_clock(r, run.proofs) for r in repeated_records]
-    waits = _collect_waits(scenario, run.proofs)
+    records = {step: _correct_clock(r, run.evidence) for step, r in kept_records.items()}
+    repeated = [_correct_clock(r, run.evidence) for r in repeated_records]
+    waits = _collect_waits(scenario, run.evidence)
     names = [*scenario.waits.values()] or scenario.expected
     faults = sorted(
-        (run.proofs[name]["time_s"], run.proofs[name]["step"]) for name in names if "step" in run.proofs.get(name, {})
+        (run.evidence[name]["time_s"], run.evidence[name]["step"])
+        for name in names
+        if "step" in run.evidence.get(name, {})
     )
     return {
         "world_sizes": run.summary["world_sizes"],
@@ -207,16 +209,16 @@ def _recovery_times_s(
     return list(recovery_s.values())
 
 
-def _collect_waits(scenario: Scenario, proofs: dict[str, dict[str, Any]]) -> dict[int, float]:
+def _collect_waits(scenario: Scenario, evidence: dict[str, dict[str, Any]]) -> dict[int, float]:
     """Returns the seconds for which the drill itself made the run wait, by the step after which it waited."""
     waits: dict[int, float] = {}
-    for name, proof in proofs.items():
+    for name, entry in evidence.items():
         if name.startswith("paced-"):
-            waits |= {int(step): waits.get(int(step), 0.0) + pause_s for step, pause_s in proof["pauses"].items()}
+            waits |= {int(step): waits.get(int(step), 0.0) + pause_s for step, pause_s in entry["pauses"].items()}
     for name, until in scenario.waits.items():
-        if name in proofs and until in proofs:
-            step = proofs[name]["step"]
-            waits[step] = waits.get(step, 0.0) + proofs[until]["time_s"] - proofs[name]["time_s"]
+        if name in evidence and until in evidence:
+            step = evidence[name]["step"]
+            waits[step] = waits.get(step, 0.0) + evidence[until]["time_s"] - evidence[name]["time_s"]
     return waits
 
 
@@ -238,9 +240,9 @@ def subtract_waits(records: Iterable[StepRecord], waits: dict[int, float]) -> li
     return [without_waits(record) for record in records]
 
 
-def _correct_clock(record: StepRecord, proofs: dict[str, dict[str, Any]]) -> StepRecord:
+def _correct_clock(record: StepRecord, evidence: dict[str, dict[str, Any]]) -> StepRecord:
     """Returns the record with the time of a clock that the drill has not changed (scenario `clock_jump`)."""
-    jumps = sorted((p["step"], p["clock_s"]) for p in proofs.values() if "clock_s" in p and p["step"] < record.step)
+    jumps = sorted((p["step"], p["clock_s"]) for p in evidence.values() if "clock_s" in p and p["step"] < record.step)
     return replace(record, time_s=record.time_s - jumps[-1][1]) if jumps else record
 
 

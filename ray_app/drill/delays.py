@@ -1,6 +1,6 @@
 """Hooks of the drill that delay a run: frozen and slow workers, slow and failing storage, and pauses.
 
-As in `faults`, every hook is pickled and leaves a proof when it acts.
+As in `faults`, every hook is pickled and writes evidence when it acts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray_app.checkpoint.store import Commit
 from ray_app.drill.faults import Evidence
 from ray_app.storage.files import put_json, to_location
 
-MAX_HOLD_S = 120.0
+MAX_WAIT_S = 120.0
 """Maximum time that a worker waits at a step boundary until the drill has disturbed its node or its driver."""
 
 
@@ -28,7 +28,7 @@ class Freeze:
 
     Args:
         evidence: Records the fault.
-        name: Name of the proof.
+        name: Name of the evidence.
         step: Finished steps at which the rank stops.
         rank: The rank.
         seconds: Time until SIGCONT.
@@ -59,7 +59,7 @@ class Slow:
 
     Args:
         evidence: Records the fault at the end, with the seconds that the rank has slept.
-        name: Name of the proof.
+        name: Name of the evidence.
         first: Finished steps at the start.
         last: Finished steps at the end.
         rank: The rank.
@@ -94,7 +94,7 @@ class SlowCommit:
 
     Args:
         evidence: Records the fault.
-        name: Name of the proof.
+        name: Name of the evidence.
         step: The first checkpoint at or after this step is delayed.
         seconds: The delay.
     """
@@ -116,7 +116,7 @@ class RefusedCommit:
 
     Args:
         evidence: Records the fault.
-        name: Name of the proof.
+        name: Name of the evidence.
         step: The first checkpoint at or after this step is refused.
         seconds: Duration of the refusals; None: every attempt to write this checkpoint is refused.
         number: Number of the error, see `errno`.
@@ -133,20 +133,20 @@ class RefusedCommit:
         if commit.step < self.step:
             return
         self.evidence.claim([self.name], step=commit.step, seconds=self.seconds)
-        proof = self.evidence.get(self.name)
-        assert proof is not None
-        if commit.step == proof["step"] and (self.seconds is None or time.time() < proof["time_s"] + self.seconds):
+        entry = self.evidence.get(self.name)
+        assert entry is not None
+        if commit.step == entry["step"] and (self.seconds is None or time.time() < entry["time_s"] + self.seconds):
             raise OSError(self.number, f"{os.strerror(self.number)} (the drill's)")
 
 
 @dataclass(frozen=True)
-class Hold:
-    """Makes a rank wait after a step until a proof exists; the other ranks wait for it in the next step.
+class WaitForEvidence:
+    """Makes a rank wait after a step until some evidence exists; the other ranks wait for it in the next step.
 
     Args:
         evidence: Records the wait.
-        name: Name of the proof that the rank waits.
-        until: Name of the proof for which the rank waits.
+        name: Name of the evidence of the wait.
+        until: Name of the evidence for which the rank waits.
         step: Finished steps at which the rank waits.
         rank: The rank.
     """
@@ -160,7 +160,7 @@ class Hold:
     def __call__(self, rank: int, step: int) -> None:
         """See `Hooks.after_step`."""
         if step == self.step and rank == self.rank and self.evidence.claim([self.name], rank=rank, step=step):
-            self.evidence.wait([self.until], MAX_HOLD_S)
+            self.evidence.wait([self.until], MAX_WAIT_S)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Hooks of the drill that kill or stop processes of a run, and `Evidence`, which records each fault.
 
-The hooks are pickled and run in a worker, in the evaluator or in another driver. Before a hook acts it writes a proof:
-a file with the node, the time and the process. A fault without its proof does not count.
+The hooks are pickled and run in a worker, in the evaluator or in another driver. Before a hook acts it writes evidence:
+a file with the node, the time and the process. A fault without its evidence does not count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DrillStopError(RayAppError):
 
 @dataclass(frozen=True)
 class Evidence:
-    """The proofs of a scenario: one JSON file for each fault that happened.
+    """The evidence of a scenario: one JSON file, an entry, for each fault that happened.
 
     Args:
         folder: Folder of the files; all nodes must see it, as they see the directory of the run.
@@ -47,28 +47,28 @@ class Evidence:
     folder: str
 
     def put(self, name: str, **facts: Any) -> bool:
-        """Writes the proof that a fault happens now, in this process; returns whether the proof is new."""
+        """Writes the entry of a fault that happens now, in this process; returns whether the entry is new."""
         node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
-        proof = {"time_s": time.time(), "node": node, "process": asdict(LeaseHolder.here())}
-        return put_json(to_location(self.folder) / f"{name}.json", proof | facts, if_absent=True)
+        entry = {"time_s": time.time(), "node": node, "process": asdict(LeaseHolder.here())}
+        return put_json(to_location(self.folder) / f"{name}.json", entry | facts, if_absent=True)
 
     def has(self, name: str) -> bool:
-        """Returns whether a proof exists."""
+        """Returns whether an entry exists."""
         return (to_location(self.folder) / f"{name}.json").exists()
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Returns the content of a proof; None if it does not exist."""
-        proof: dict[str, Any] | None = read_json(to_location(self.folder) / f"{name}.json")
-        return proof
+        """Returns the content of an entry; None if it does not exist."""
+        entry: dict[str, Any] | None = read_json(to_location(self.folder) / f"{name}.json")
+        return entry
 
     def all(self) -> dict[str, dict[str, Any]]:
-        """Returns the contents of all proofs, by name."""
+        """Returns the contents of all entries, by name."""
         return {
             name.removesuffix(".json"): read_json(file) for name, file in list_tree(to_location(self.folder)).items()
         }
 
     def wait(self, names: list[str], limit_s: float) -> bool:
-        """Waits until all of these proofs exist; returns whether they do within the limit."""
+        """Waits until all of these entries exist; returns whether they do within the limit."""
         deadline_s = time.monotonic() + limit_s
         while not all(map(self.has, names)):
             if time.monotonic() > deadline_s:
@@ -77,7 +77,7 @@ class Evidence:
         return True
 
     def claim(self, slots: list[str], **facts: Any) -> bool:
-        """Writes the first proof of several names that does not exist yet; returns whether there was one."""
+        """Writes the first entry of several names that does not exist yet; returns whether there was one."""
         return any(not self.has(slot) and self.put(slot, **facts) for slot in slots)
 
 
@@ -99,7 +99,7 @@ class Kill:
 
     Args:
         evidence: Records the faults.
-        names: Names of the proofs, one for each rank.
+        names: Names of the evidence, one for each rank.
         step: Finished steps at which the ranks die.
         ranks: The ranks.
     """
@@ -136,8 +136,8 @@ class KillJoiningWorker:
 
     Args:
         evidence: Records the fault.
-        name: Name of the proof.
-        after: Name of the other fault's proof.
+        name: Name of the evidence.
+        after: Name of the other fault's evidence.
     """
 
     evidence: Evidence

@@ -60,7 +60,7 @@ class Flip:
 
     Args:
         evidence: Records the fault.
-        name: Name of the proof.
+        name: Name of the evidence.
         target: The kind of tensor.
         rank: The rank.
         step: Finished steps at which the bit flips.
@@ -123,13 +123,13 @@ def memory(context: ScenarioContext) -> Scenario | str:
         try:
             yield {}
         finally:
-            if proof := evidence.get("limited"):
+            if entry := evidence.get("limited"):
                 with suppress(ray.exceptions.RayError):
-                    _run_on_node(proof["node"], remove_cgroup, proof["group"])
+                    _run_on_node(entry["node"], remove_cgroup, entry["group"])
 
     def confirm(run: ScenarioResult) -> list[str]:
-        proof = run.proofs["limited"]
-        kills = _run_on_node(proof["node"], count_oom_kills, proof["group"])
+        entry = run.evidence["limited"]
+        kills = _run_on_node(entry["node"], count_oom_kills, entry["group"])
         missing = [] if kills == 1 else [f"the kernel counts {kills} processes that it ended for their memory"]
         return missing + confirm_deaths(["limited"])(run)
 

@@ -3,7 +3,7 @@
 A socket filter (`SO_ATTACH_FILTER`, classic BPF) does that; a process may attach one to its own sockets without
 privileges. The kernel does not acknowledge the dropped packets either, so the other end sends nothing new after a fifth
 of a second. As when a cable is unplugged, neither end of the connection gets an error. The kernel counts the packets
-that it drops; this count is the proof.
+that it drops; this count is the evidence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
-from ray_app.drill.delays import MAX_HOLD_S
+from ray_app.drill.delays import MAX_WAIT_S
 from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
 from ray_app.driver.run import Faults
@@ -105,7 +105,7 @@ class CutConnections:
         step: Finished steps at which the connections are cut.
         rank: The rank.
         others: The ranks at the other ends.
-        rendezvous: Whether to cut the connection to the rendezvous, too; the proof `listening` has its address.
+        rendezvous: Whether to cut the connection to the rendezvous, too; the evidence `listening` has its address.
         restores: Whether the connections work again once the other ranks have formed a generation without this one.
     """
 
@@ -145,11 +145,11 @@ class CutConnections:
 
     def _cut(self) -> None:
         listening = ["listening"] if self.rendezvous else []
-        if not self.evidence.wait([f"connections-{rank}" for rank in self.others] + listening, MAX_HOLD_S):
+        if not self.evidence.wait([f"connections-{rank}" for rank in self.others] + listening, MAX_WAIT_S):
             return
-        proofs = [self.evidence.get(f"connections-{rank}") or {} for rank in self.others]
+        entries = [self.evidence.get(f"connections-{rank}") or {} for rank in self.others]
         # The local end of a connection of another rank is the remote end of this rank's.
-        ends = {(tuple(remote), tuple(local)) for proof in proofs for local, remote in proof["ends"]}
+        ends = {(tuple(remote), tuple(local)) for entry in entries for local, remote in entry["ends"]}
         rendezvous_addresses = [tuple((self.evidence.get(name) or {})["address"]) for name in listening]
         for connection in open_connections():
             if (connection.local, connection.remote) in ends or connection.remote in rendezvous_addresses:
@@ -166,7 +166,7 @@ class CutConnections:
 
     def _watch(self) -> None:
         """Records the dropped packets, and restores the connections once the others have gone on."""
-        deadline_s = time.monotonic() + MAX_HOLD_S
+        deadline_s = time.monotonic() + MAX_WAIT_S
         while not self._is_done() and time.monotonic() < deadline_s:
             time.sleep(_POLL_INTERVAL_S)
         dropped_packets = [connection.dropped_packets for connection in self._connections]
@@ -215,16 +215,17 @@ def _make_scenario(
 
     def observe(job: Job) -> None:
         if restores and not context.evidence.has("listening"):
-            context.evidence.put("listening", address=ray.get(ray.get_actor(job.rendezvous).lifeline.remote())[0])
+            address, _ = ray.get(ray.get_actor(job.rendezvous).address_and_secret.remote())
+            context.evidence.put("listening", address=address)
 
     def confirm_cut(run: ScenarioResult) -> list[str]:
-        proof = run.proofs["cut"]
+        entry = run.evidence["cut"]
         missing = []
-        if len(proof["connections"]) <= proof["of_the_rendezvous"]:
+        if len(entry["connections"]) <= entry["of_the_rendezvous"]:
             missing.append("no connection to another worker was cut")
-        if restores and not proof["of_the_rendezvous"]:
+        if restores and not entry["of_the_rendezvous"]:
             missing.append("no connection to the rendezvous was cut")
-        if not sum(run.proofs["restored" if restores else "silent"]["thrown_away"]):
+        if not sum(run.evidence["restored" if restores else "silent"]["thrown_away"]):
             missing.append("nothing was thrown away")
         return missing + confirm(run, step)
 
@@ -236,12 +237,12 @@ def partition(context: ScenarioContext) -> Scenario | str:
     """A worker is cut off from all others and the rendezvous, until these have gone on without it."""
 
     def confirm(run: ScenarioResult, step: int) -> list[str]:
-        remaining_workers = run.proofs["went_on"]["workers"]
+        remaining_workers = run.evidence["went_on"]["workers"]
         missing = []
         if remaining_workers >= context.workers:
             missing.append(f"the others went on as {remaining_workers} workers")
         has_rejoined = run.sizes[-1] > remaining_workers
-        if is_gone(run.proofs["cut"]) is False and not has_rejoined:
+        if is_gone(run.evidence["cut"]) is False and not has_rejoined:
             missing.append("the worker still lives and is not one of them again")
         return missing
 

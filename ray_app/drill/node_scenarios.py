@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ray_app.drill.cluster import DrillCluster
-from ray_app.drill.delays import Hold
+from ray_app.drill.delays import WaitForEvidence
 from ray_app.drill.faults import Evidence, HookChain, Kill
 from ray_app.drill.process_scenarios import confirm_deaths
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone
@@ -25,9 +25,9 @@ _SAME_MACHINE = "nodes of this machine would share its GPUs"
 
 
 @dataclass
-class _ActOnHold:
-    """Acts once on the cluster while a worker waits, given the proof of the wait, which names the worker's node; called
-    in the driver while the run goes on.
+class _ActOnWait:
+    """Acts once on the cluster while a worker waits, given the evidence of the wait, which names the worker's node;
+    called in the driver while the run goes on.
     """
 
     evidence: Evidence
@@ -35,15 +35,15 @@ class _ActOnHold:
     has_acted: bool = False
 
     def __call__(self, _: Any) -> None:
-        if self.has_acted or not (hold := self.evidence.get("held")):
+        if self.has_acted or not (wait := self.evidence.get("held")):
             return
         self.has_acted = True
         # On an error the scenario counts as failed, but the run must go on: `released` ends the wait.
         try:
-            self.act(hold)
+            self.act(wait)
         except Exception as error:
             self.evidence.put("trouble", error=f"{type(error).__name__}: {error}")
-        self.evidence.put("released", step=hold["step"])
+        self.evidence.put("released", step=wait["step"])
 
 
 def _make_scenario(
@@ -55,14 +55,13 @@ def _make_scenario(
         context: The input of the scenario.
         rank: The rank that waits.
         sizes: World sizes at which the pauses after the wait end.
-        act: Called with the proof of the wait.
+        act: Called with the evidence of the wait.
         **fields: More fields of `Scenario`.
     """
     step = context.choose_step()
-    after = HookChain(
-        (Hold(context.evidence, "held", "released", step, rank), context.make_delay_plan(step + 1, sizes=sizes))
-    )
-    faults, observe = Faults(train=Hooks(after_step=after)), _ActOnHold(context.evidence, act)
+    wait = WaitForEvidence(context.evidence, "held", "released", step, rank)
+    after = HookChain((wait, context.make_delay_plan(step + 1, sizes=sizes)))
+    faults, observe = Faults(train=Hooks(after_step=after)), _ActOnWait(context.evidence, act)
     return Scenario([step], faults=faults, observe=observe, changes={"scaling__min_workers": 1}, **fields)
 
 
@@ -76,10 +75,10 @@ def _find_obstacle(context: ScenarioContext, min_workers: int) -> str | None:
 def _make_node_loss(context: ScenarioContext, rank: int, add: bool) -> Scenario:
     """Returns a scenario in which the node of a rank is killed and, if `add`, another one is added."""
 
-    def act(hold: dict[str, Any]) -> None:
+    def act(wait: dict[str, Any]) -> None:
         assert context.nodes is not None
-        node = hold["node"]
-        facts = {"step": hold["step"], "rank": hold["rank"]}
+        node = wait["node"]
+        facts = {"step": wait["step"], "rank": wait["rank"]}
         context.nodes.check_removable(node)
         context.evidence.put("node_killed", **facts, node=node)
         context.nodes.kill_node(node)
@@ -91,7 +90,7 @@ def _make_node_loss(context: ScenarioContext, rank: int, add: bool) -> Scenario:
         fewer = (
             [] if context.workers == 1 or min(run.sizes) < context.workers else ["the number of workers did not fall"]
         )
-        return fewer + ([] if is_gone(run.proofs["held"]) else ["the worker's process still lives"])
+        return fewer + ([] if is_gone(run.evidence["held"]) else ["the worker's process still lives"])
 
     expected = ["held", "node_killed", "node_dead", *(["node_added"] if add else [])]
     sizes = context.sufficient_workers if add else range(1, context.workers)
@@ -114,9 +113,9 @@ def grow(context: ScenarioContext) -> Scenario | str:
     if impossible:
         return impossible
 
-    def act(hold: dict[str, Any]) -> None:
+    def act(wait: dict[str, Any]) -> None:
         assert context.nodes is not None
-        context.evidence.put("node_added", step=hold["step"], nodes=context.nodes.add_nodes(context.workers - 1))
+        context.evidence.put("node_added", step=wait["step"], nodes=context.nodes.add_nodes(context.workers - 1))
 
     def confirm(run: ScenarioResult) -> list[str]:
         has_grown = run.sizes[0] == 1 < run.sizes[-1] in context.sufficient_workers
@@ -133,15 +132,15 @@ def shrink(context: ScenarioContext) -> Scenario | str:
     if impossible:
         return impossible
 
-    def act(hold: dict[str, Any]) -> None:
+    def act(wait: dict[str, Any]) -> None:
         assert context.nodes is not None
-        context.nodes.drain_node(hold["node"], _DRAIN_S)
-        context.evidence.put("drained", step=hold["step"], node=hold["node"], rank=hold["rank"], deadline_s=_DRAIN_S)
+        context.nodes.drain_node(wait["node"], _DRAIN_S)
+        context.evidence.put("drained", step=wait["step"], node=wait["node"], rank=wait["rank"], deadline_s=_DRAIN_S)
 
     def confirm(run: ScenarioResult) -> list[str]:
         missing = [] if run.events("preempted") else ["the run has no record of a preemption"]
         fewer = [] if run.sizes[-1] < context.workers else ["the number of workers did not fall"]
-        return missing + fewer + ([] if is_gone(run.proofs["held"]) else ["the worker is still on the node"])
+        return missing + fewer + ([] if is_gone(run.evidence["held"]) else ["the worker is still on the node"])
 
     expected, waits = ["held", "drained"], {"held": "drained"}
     sizes = range(1, context.workers)
@@ -179,7 +178,10 @@ def head(context: ScenarioContext) -> Scenario | str:
             evidence.put("trouble", error=f"{type(error).__name__}: {error}")
             evidence.put("head_back", step=until)
 
-    holds = Hold(evidence, "held", "head_killed", step, 0), Hold(evidence, "held_again", "head_back", until, 0)
+    waits = (
+        WaitForEvidence(evidence, "held", "head_killed", step, 0),
+        WaitForEvidence(evidence, "held_again", "head_back", until, 0),
+    )
     victims = context.random.sample(range(context.workers), context.workers - context.sufficient_workers.start + 1)
     names = [f"killed-{i}" for i in range(len(victims))]
     kill = Kill(evidence, names, until + 1, victims)
@@ -187,7 +189,7 @@ def head(context: ScenarioContext) -> Scenario | str:
         [step],
         ["held", "head_killed", "held_again", "head_back", *names],
         lambda run: confirm_head_loss(run) + confirm_deaths(names)(run),
-        Faults(train=Hooks(after_step=HookChain((*holds, kill, context.make_delay_plan(until + 2))))),
+        Faults(train=Hooks(after_step=HookChain((*waits, kill, context.make_delay_plan(until + 2))))),
         observe,
         {"held": "head_killed", "held_again": "head_back"},
         setup=setup,
@@ -198,7 +200,7 @@ def confirm_head_loss(run: ScenarioResult) -> list[str]:
     """Confirms that the run finished steps without a head, and that new workers joined the same run after the head was
     back; returns what is missing.
     """
-    killed, back = run.proofs["head_killed"], run.proofs["head_back"]
+    killed, back = run.evidence["head_killed"], run.evidence["head_back"]
     missing = [] if LeaseHolder(**killed["head"]).is_gone() else ["the head that was killed still lives"]
     missing += [] if killed["head"] != back["head"] else ["it is the same head as before"]
     reader = MetricsReader(run.paths)

@@ -26,7 +26,7 @@ import ray
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
-from ray_app.drill.delays import Freeze, Hold, RefusedCommit, Slow, SlowCommit
+from ray_app.drill.delays import Freeze, RefusedCommit, Slow, SlowCommit, WaitForEvidence
 from ray_app.drill.faults import (
     DrillStopError,
     Evidence,
@@ -67,10 +67,10 @@ def _make_kill_scenario(
 
 
 def confirm_deaths(names: list[str]) -> Callable[[ScenarioResult], list[str]]:
-    """Returns a check that the processes of these proofs have ended, and that the run has recorded a failure."""
+    """Returns a check that the processes of this evidence have ended, and that the run has recorded a failure."""
 
     def confirm(run: ScenarioResult) -> list[str]:
-        missing = [f"the process of {name} still lives" for name in names if is_gone(run.proofs[name]) is False]
+        missing = [f"the process of {name} still lives" for name in names if is_gone(run.evidence[name]) is False]
         return missing if run.events("failed") else [*missing, "the run has no record of a failure"]
 
     return confirm
@@ -109,12 +109,12 @@ def kill_all(context: ScenarioContext) -> Scenario | str:
     return _make_kill_scenario(context, context.choose_step(), list(range(context.workers)))
 
 
-def kill_exchange(context: ScenarioContext) -> Scenario | str:
+def kill_reduction(context: ScenarioContext) -> Scenario | str:
     """A worker is killed as it begins to exchange gradients."""
     if context.workers < 2:
         return "one worker exchanges nothing"
     return _make_kill_scenario(
-        context, context.choose_step(), [context.choose_rank()], lambda kill: Hooks(at=KillAt("exchange", kill))
+        context, context.choose_step(), [context.choose_rank()], lambda kill: Hooks(at=KillAt("reduction", kill))
     )
 
 
@@ -144,7 +144,7 @@ def kill_joining(context: ScenarioContext) -> Scenario | str:
 
 def kill_phases(context: ScenarioContext) -> Scenario | str:
     """Rank 0 is killed three times: as it asks for data, as it computes, and as it exchanges gradients."""
-    phases = ("data", "compute", "exchange" if context.workers > 1 else "compute")
+    phases = ("data", "compute", "reduction" if context.workers > 1 else "compute")
     steps = [int(part * context.total_steps) for part in (0.25, 0.45, 0.65)]
     names = [f"killed-{i}" for i in range(len(phases))]
     kills = zip(phases, names, steps, strict=True)
@@ -180,7 +180,7 @@ def evaluator(context: ScenarioContext) -> Scenario | str:
     step = context.choose_checkpoint_step()
 
     def confirm(run: ScenarioResult) -> list[str]:
-        missing = ["the evaluator's process still lives"] if is_gone(run.proofs["killed-0"]) is False else []
+        missing = ["the evaluator's process still lives"] if is_gone(run.evidence["killed-0"]) is False else []
         is_evaluated = any(e.step >= step for e in read_evaluations(run.paths))
         return missing if is_evaluated else [*missing, "nothing was evaluated after it"]
 
@@ -209,7 +209,7 @@ def slow(context: ScenarioContext) -> Scenario | str:
 
     def confirm(run: ScenarioResult) -> list[str]:
         failures = [str(e.details["errors"]) for e in run.events("failed")]
-        missing = [] if run.proofs["slow"]["seconds"] > 0 else ["no time was wasted"]
+        missing = [] if run.evidence["slow"]["seconds"] > 0 else ["no time was wasted"]
         return [*missing, *(f"a slow worker was taken for a lost one: {errors}" for errors in failures)]
 
     return Scenario([step], ["slow"], confirm, Faults(train=Hooks(after_step=hook)))
@@ -224,7 +224,7 @@ def slow_storage(context: ScenarioContext) -> Scenario | str:
         durations_s = [
             e.details["duration_s"]
             for e in run.events("checkpointed")
-            if e.details["step"] == run.proofs["slow"]["step"]
+            if e.details["step"] == run.evidence["slow"]["step"]
         ]
         return [] if durations_s and durations_s[0] >= seconds else [f"no checkpoint took {seconds:g} s"]
 
@@ -254,7 +254,7 @@ def _make_refusal_scenario(context: ScenarioContext, seconds: float | None, numb
     hooks = Hooks(before_commit=RefusedCommit(context.evidence, "refused", step, seconds, number))
 
     def confirm(run: ScenarioResult) -> list[str]:
-        refused_step = run.proofs["refused"]["step"]
+        refused_step = run.evidence["refused"]["step"]
         has_event = any(e.details["step"] == refused_step for e in run.events(kind))
         written_steps = {e.details["step"] for e in run.events("checkpointed")}
         missing = [] if has_event else [f"there is no event {kind} of step {refused_step}"]
@@ -273,26 +273,26 @@ _RENDEZVOUS_TIMEOUT_S = 60.0
 def rendezvous(context: ScenarioContext) -> Scenario | str:
     """The rendezvous, which forms the generations, is killed; a worker is killed right after it is back."""
     step = context.choose_step()
-    hold = Hold(context.evidence, "held", "rendezvous_killed", step, 0)
+    wait = WaitForEvidence(context.evidence, "held", "rendezvous_killed", step, 0)
     kill = Kill(context.evidence, ["killed-0"], step + 1, [context.choose_rank()])
 
     def observe(job: Job) -> None:
         if context.evidence.has("held") and not context.evidence.has("rendezvous_killed"):
             actor = ray.get_actor(job.rendezvous)
-            old_address, _ = ray.get(actor.lifeline.remote())
+            old_address, _ = ray.get(actor.address_and_secret.remote())
             ray.kill(actor, no_restart=False)
             new_address, deadline_s = old_address, time.monotonic() + _RENDEZVOUS_TIMEOUT_S
             # `ray.kill` does not wait for the death of the actor: the old process may still answer.
             while new_address == old_address and time.monotonic() < deadline_s:
-                new_address, _ = ray.get(actor.lifeline.remote())
+                new_address, _ = ray.get(actor.address_and_secret.remote())
             context.evidence.put("rendezvous_killed", step=step, before=old_address, after=new_address)
 
     def confirm(run: ScenarioResult) -> list[str]:
-        killed = run.proofs["rendezvous_killed"]
+        killed = run.evidence["rendezvous_killed"]
         missing = ["the rendezvous listens where it did before"] if killed["before"] == killed["after"] else []
         return missing + confirm_deaths(["killed-0"])(run)
 
-    hooks = Hooks(after_step=HookChain((hold, kill, context.make_delay_plan(step + 2))))
+    hooks = Hooks(after_step=HookChain((wait, kill, context.make_delay_plan(step + 2))))
     names, waits = ["held", "rendezvous_killed", "killed-0"], {"held": "rendezvous_killed"}
     return Scenario([step], names, confirm, Faults(train=hooks), observe, waits)
 
@@ -326,7 +326,7 @@ def _make_damage_scenario(context: ScenarioContext, damage: Callable[[bytearray]
         context.evidence.put("damaged", step=newest.step, checkpoint=folder.name, file=name)
 
     def confirm(run: ScenarioResult) -> list[str]:
-        damaged = run.proofs["damaged"]["checkpoint"]
+        damaged = run.evidence["damaged"]["checkpoint"]
         was_passed_over = any(e.details["checkpoint"] == damaged for e in run.events("fallback"))
         return [] if was_passed_over else [f"the run has no record that {damaged} was passed over"]
 
@@ -347,8 +347,8 @@ def cut_in_half(data: bytearray) -> bytearray:
 def driver(context: ScenarioContext) -> Scenario | str:
     """The driver is killed, and the same run is started again."""
     step = context.choose_step()
-    hold = Hold(context.evidence, "held", "driver_killed", step, 0)
-    return _make_driver_scenario(context, step, Faults(train=Hooks(after_step=hold)), ["held"])
+    wait = WaitForEvidence(context.evidence, "held", "driver_killed", step, 0)
+    return _make_driver_scenario(context, step, Faults(train=Hooks(after_step=wait)), ["held"])
 
 
 def evaluator_and_driver(context: ScenarioContext) -> Scenario | str:
@@ -356,8 +356,8 @@ def evaluator_and_driver(context: ScenarioContext) -> Scenario | str:
     if context.config.data.eval_path is None or context.config.evaluate.where == "workers":
         return "there is no evaluator without data.eval_path, nor with evaluate.where workers"
     step = context.choose_checkpoint_step()
-    hold = Hold(context.evidence, "held", "driver_killed", step + 1, 0)
-    faults = Faults(train=Hooks(after_step=hold), before_evaluation=KillOnCommit(context.evidence, "killed-0", step))
+    wait = WaitForEvidence(context.evidence, "held", "driver_killed", step + 1, 0)
+    faults = Faults(train=Hooks(after_step=wait), before_evaluation=KillOnCommit(context.evidence, "killed-0", step))
     scenario = _make_driver_scenario(context, step + 1, faults, ["held", "killed-0"])
 
     def confirm(run: ScenarioResult) -> list[str]:
@@ -370,14 +370,14 @@ def evaluator_and_driver(context: ScenarioContext) -> Scenario | str:
 _DRIVER_TIMEOUT_S = 180.0
 
 
-def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, awaited_proofs: list[str]) -> Scenario:
+def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, awaited_evidence: list[str]) -> Scenario:
     """Returns a scenario that starts the run with a driver in another process, kills it, and starts the run again.
 
     Args:
         context: The input of the scenario.
         step: The step for the certificate.
         faults: The faults of the first start.
-        awaited_proofs: Proofs that must exist before the driver is killed.
+        awaited_evidence: Names of the evidence that must exist before the driver is killed.
     """
 
     def first_start(config: Config) -> None:
@@ -388,10 +388,10 @@ def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, a
             try:
                 deadline_s = time.monotonic() + _DRIVER_TIMEOUT_S
                 while process.poll() is None and time.monotonic() < deadline_s:
-                    if all(map(context.evidence.has, awaited_proofs)):
+                    if all(map(context.evidence.has, awaited_evidence)):
                         break
                     time.sleep(0.1)
-                if process.poll() is None and all(map(context.evidence.has, awaited_proofs)):
+                if process.poll() is None and all(map(context.evidence.has, awaited_evidence)):
                     process.kill()
                     process.wait()
                     context.evidence.put("driver_killed", step=step, pid=process.pid, exit_code=process.returncode)
@@ -407,7 +407,7 @@ def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, a
         return [] if starts == 2 else [f"the run has the record of {starts} starts"]
 
     return Scenario(
-        [step], [*awaited_proofs, "driver_killed"], confirm, waits={"held": "driver_killed"}, first_start=first_start
+        [step], [*awaited_evidence, "driver_killed"], confirm, waits={"held": "driver_killed"}, first_start=first_start
     )
 
 
@@ -443,7 +443,7 @@ def confirm_clock_jumps(run: ScenarioResult) -> list[str]:
     """
     reader = MetricsReader(run.paths)
     reader.poll()
-    jumps = sorted((p for name, p in run.proofs.items() if name.startswith("clock-")), key=lambda p: p["step"])
+    jumps = sorted((p for name, p in run.evidence.items() if name.startswith("clock-")), key=lambda p: p["step"])
     missing = []
     for jump, last_step in zip(jumps, [jump["step"] for jump in jumps[1:]] + [max(reader.records)], strict=True):
         errors_s = [
@@ -460,7 +460,7 @@ class ClockJump:
 
     Args:
         evidence: Records the fault with the time of the right clock.
-        name: Name of the proof.
+        name: Name of the evidence.
         step: Finished steps at which the clock jumps.
         rank: The rank.
         offset_s: Difference of the clock to the right one from then on.

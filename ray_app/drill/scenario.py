@@ -101,12 +101,12 @@ class ScenarioResult:
     Args:
         paths: The directory of the run.
         summary: The run's summary.
-        proofs: The contents of each proof file (see `Evidence`), by name.
+        evidence: The contents of the entries of `Evidence`, by name.
     """
 
     paths: RunPaths
     summary: dict[str, Any]
-    proofs: dict[str, dict[str, Any]]
+    evidence: dict[str, dict[str, Any]]
 
     def events(self, kind: str) -> list[Event]:
         """Returns the run's events of one kind."""
@@ -124,12 +124,12 @@ class Scenario:
 
     Args:
         steps: Finished steps at which the faults happen, for the certificate.
-        expected: Names of the proofs that must exist at the end.
+        expected: Names of the evidence that must exist at the end.
         confirm: Returns a line for each trace of the disturbance that is missing in the run.
         faults: Hooks that run in the processes of the run.
         observe: Called in the driver while the run goes on.
-        waits: Pairs of proofs between which the drill makes the run wait: from the key to the value. The time between
-            them is taken out of the measurements.
+        waits: Pairs of names of evidence between which the drill makes the run wait: from the key to the value. The
+            time between them is taken out of the measurements.
         initial_workers: Number of workers that fit on the drill's own cluster at first; None: all.
         changes: Configuration fields of this scenario's run, in place of the drill's.
         first_start: Starts the same run once and ends it early; the drill then starts the run again.
@@ -149,15 +149,15 @@ class Scenario:
     setup: Callable[[], AbstractContextManager[dict[str, Any]]] = lambda: nullcontext({})
 
 
-def is_gone(proof: dict[str, Any]) -> bool | None:
-    """Returns whether the process that a proof names has ended; None if it runs on another machine."""
-    process = LeaseHolder(**proof["process"])
+def is_gone(entry: dict[str, Any]) -> bool | None:
+    """Returns whether the process that an entry of `Evidence` names has ended; None if it runs on another machine."""
+    process = LeaseHolder(**entry["process"])
     return process.is_gone() if process.machine == LeaseHolder.here().machine else None
 
 
 def kill_frozen_process(evidence: Evidence) -> None:
     """Kills the process that the scenario has stopped with SIGSTOP, if it has not ended and is on this machine."""
-    proof = evidence.get("frozen")
-    if proof is not None and is_gone(proof) is False:
+    entry = evidence.get("frozen")
+    if entry is not None and is_gone(entry) is False:
         with suppress(ProcessLookupError):
-            os.kill(proof["process"]["pid"], signal.SIGKILL)
+            os.kill(entry["process"]["pid"], signal.SIGKILL)

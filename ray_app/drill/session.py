@@ -29,8 +29,8 @@ from ray_app.drill.certificate import (
     RunStart,
     Trace,
     assess_scenario,
+    collect_fault_evidence,
     collect_measurements,
-    collect_proofs,
     compare_restart,
     describe_environment,
     find_start_after,
@@ -60,7 +60,7 @@ _SCENARIO_FUNCTIONS = (
         process_scenarios.kill_twice,
         process_scenarios.kill_two,
         process_scenarios.kill_all,
-        process_scenarios.kill_exchange,
+        process_scenarios.kill_reduction,
         process_scenarios.kill_saving,
     ),
     *(
@@ -222,7 +222,7 @@ class Drill:
         finally:
             kill_frozen_process(context.evidence)
             self._store_log(name)
-        return result | {"proof": collect_proofs(context.evidence.all()), "run": str(context.paths.root)}
+        return result | {"evidence": collect_fault_evidence(context.evidence.all()), "run": str(context.paths.root)}
 
     def _run_disturbed(
         self, plan: Scenario, context: ScenarioContext, undisturbed: Trace, first: RunStart
@@ -277,7 +277,7 @@ class Drill:
             total_steps=self._steps,
             steps_per_epoch=self._per_epoch,
             checkpoint_every=int(self._config.checkpoint.every_steps or 1),
-            evidence=Evidence(str(self._out / "proofs" / name)),
+            evidence=Evidence(str(self._out / "evidence" / name)),
             random=random.Random(f"{self._seed} {name}"),
             nodes=self._nodes,
             train=self._train,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_app.drill.delays import Hold
+from ray_app.drill.delays import WaitForEvidence
 from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult
 from ray_app.driver.run import Faults
@@ -111,21 +111,21 @@ class MlflowOutage:
 
     def __call__(self, job: Job) -> None:
         """See `Observe`."""
-        first_hold, second_hold = self.evidence.get("held"), self.evidence.get("held_again")
-        if first_hold and not self.evidence.has("server_killed"):
+        first_wait, second_wait = self.evidence.get("held"), self.evidence.get("held_again")
+        if first_wait and not self.evidence.has("server_killed"):
             # The server must die while the run uses it, not before the first points have arrived.
             if not _read_sent_step(job):
                 return
             self.server.kill()
-            self.evidence.put("server_killed", step=first_hold["step"])
-        elif second_hold and not self.evidence.has("server_back"):
+            self.evidence.put("server_killed", step=first_wait["step"])
+        elif second_wait and not self.evidence.has("server_back"):
             outage = {"answers": self.server.is_ready(), "sent_step": _read_sent_step(job)}
-            # On an error the scenario counts as failed, but the run must go on: the second proof ends the wait.
+            # On an error the scenario counts as failed, but the run must go on: the second entry ends the wait.
             try:
-                self.evidence.put("server_back", step=second_hold["step"], pid=self.server.start(), before=outage)
+                self.evidence.put("server_back", step=second_wait["step"], pid=self.server.start(), before=outage)
             except RuntimeError as error:
                 self.evidence.put("trouble", error=str(error))
-                self.evidence.put("server_back", step=second_hold["step"], before=outage)
+                self.evidence.put("server_back", step=second_wait["step"], before=outage)
 
 
 def mlflow(context: ScenarioContext) -> Scenario | str:
@@ -133,8 +133,8 @@ def mlflow(context: ScenarioContext) -> Scenario | str:
     if importlib.util.find_spec("mlflow") is None or importlib.util.find_spec("sqlalchemy") is None:
         return 'mlflow is not installed (pip install "ray_app[tracking]")'
     step, server = context.choose_step(), MlflowServer()
-    first = Hold(context.evidence, "held", "server_killed", step, 0)
-    second = Hold(context.evidence, "held_again", "server_back", step + _STEPS_WITHOUT_SERVER, 0)
+    first = WaitForEvidence(context.evidence, "held", "server_killed", step, 0)
+    second = WaitForEvidence(context.evidence, "held_again", "server_back", step + _STEPS_WITHOUT_SERVER, 0)
 
     @contextmanager
     def setup() -> Iterator[dict[str, Any]]:
@@ -161,7 +161,7 @@ def confirm_outage(run: ScenarioResult, uri: str) -> list[str]:
         run: The run of the scenario.
         uri: Address of the server, which answers again.
     """
-    killed, back = run.proofs["server_killed"], run.proofs["server_back"]
+    killed, back = run.evidence["server_killed"], run.evidence["server_back"]
     reader = MetricsReader(run.paths)
     reader.poll()
     records = dict(sorted(reader.records.items()))

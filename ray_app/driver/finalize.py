@@ -84,7 +84,7 @@ def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
             "skipped": len(
                 {e.details["step"] for e in events if e.kind == "evaluation_skipped" and "by" not in e.details}
             ),
-            "most_behind": max((e.behind for e in evaluations), default=0),
+            "max_pending": max((e.behind for e in evaluations), default=0),
             "lag_s": round(max((e.lag_s for e in evaluations), default=0.0), 3),
         },
         "checkpoints": {
@@ -92,7 +92,7 @@ def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
             "fallbacks": count(events, "fallback"),
             "failed_writes": count(events, "write_failed"),
         },
-        "replays": {"shares": course.replayed, "wrong": count(events, "sdc_detected")},
+        "sdc_checks": {"shares": course.recomputed, "corrupt_ranks": count(events, "sdc_detected")},
         "start_s": start(events, records),
         "timing": _timing(records, events),
         "parameter_servers": next(

@@ -414,7 +414,7 @@ class Run:
                 status = _reply(rendezvous.status.remote())
                 self._show(run_console, status)
                 if exceeded := limits.check(time.monotonic(), status, phases):
-                    put_event(job.paths, "workers_given_up", job.fence, reason=exceeded)
+                    put_event(job.paths, "workers_abandoned", job.fence, reason=exceeded)
                     self._console.print(
                         f"The workers are ended as they are: {exceeded}. Steps since the newest checkpoint are lost."
                     )

@@ -1,6 +1,6 @@
 """The evaluator actor, which watches the checkpoint store, scores committed checkpoints, and writes a file per step.
 
-It shares only the run directory with the trainer, so neither waits for the other. A hold in that directory names the
+It shares only the run directory with the trainer, so neither waits for the other. A pin in that directory names the
 checkpoints that it still needs, and an evaluation is written once, by the first evaluator that finishes it. If the
 cluster outlives the driver, so does the evaluator: when the driver is gone it evaluates what is committed, has the end
 of the run recorded, and ends itself.
@@ -40,8 +40,8 @@ from ray_app.task.ragged import Arrays
 logger = logging.getLogger(__name__)
 
 _NAMESPACE = "ray_app"
-HOLD_S = 1500.0
-"""Seconds that a hold outlives the evaluator, by the evaluator's clock: ten minutes in which Ray restarts the
+PIN_LIFE_S = 1500.0
+"""Seconds that a pin outlives the evaluator, by the evaluator's clock: ten minutes in which Ray restarts the
 evaluator, and the quarter of an hour by which clocks may differ.
 """
 _MAX_RETRY_S = 10.0
@@ -84,7 +84,7 @@ class Evaluator:
         if self._actor is not None:
             self._output = Output(job.paths, job.fence, f"{name}-{os.getpid()}", lambda: name)
             keep_freed_memory()
-        device.pin(job.section.threads, job.deterministic)
+        device.set_threads_and_kernels(job.section.threads, job.deterministic)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._device = device.gpu_of(ray.get_gpu_ids(), visible) if job.section.num_gpus else torch.device("cpu")
         device.use_device(self._device)
@@ -130,10 +130,15 @@ class Evaluator:
         earlier = [
             e
             for e in read_events(job.paths, "evaluator_started")
-            if (e.fence, e.details["by"]) == (job.fence, job.follower)
+            if (e.fence, e.details["by"]) == (job.fence, job.evaluator_id)
         ]
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        facts = {"by": job.follower, "node": context.get_node_id(), "pid": os.getpid(), "after_step": self._done_step}
+        facts = {
+            "by": job.evaluator_id,
+            "node": context.get_node_id(),
+            "pid": os.getpid(),
+            "after_step": self._done_step,
+        }
         self._is_start_recorded = put_event(job.paths, "evaluator_started", job.fence, **facts)
         if count_deaths_in_a_row([e.details for e in earlier], self._done_step, alive) >= MAX_DEATHS:
             reader, rows = job.data.reader, job.data.manifest.num_rows
@@ -176,12 +181,12 @@ class Evaluator:
         return None
 
     def _renew(self) -> None:
-        """Keeps the hold alive, however long one evaluation takes."""
-        while not self._stopped.wait(HOLD_S / 25):
+        """Keeps the pin alive, however long one evaluation takes."""
+        while not self._stopped.wait(PIN_LIFE_S / 25):
             try:
-                self._hold(self._done_step)
+                self._put_pin(self._done_step)
             except OSError as error:
-                logger.warning("The evaluator's hold could not be renewed, will try again: %s", error)
+                logger.warning("The evaluator's pin could not be renewed, will try again: %s", error)
 
     def _watch(self) -> None:
         """Watches whether the driver that started this evaluator lives, also after it seemed to be gone."""
@@ -230,17 +235,17 @@ class Evaluator:
             name, reserved = "GPU", section.num_gpus
         return min(1.0, reserved / max(cluster.get(name, reserved), 1e-9))
 
-    def _hold(self, done_step: int) -> None:
-        """Holds the checkpoints that are still needed, which are those after `done_step`."""
+    def _put_pin(self, done_step: int) -> None:
+        """Pins the checkpoints that are still needed, which are those after `done_step`."""
         self._done_step = done_step
-        self._store.hold(self._job.follower, self._job.hold(done_step, time.time() + HOLD_S))
+        self._store.put_pin(self._job.evaluator_id, self._job.make_pin(done_step, time.time() + PIN_LIFE_S))
 
     def _evaluate_next(self, waiting: list[Commit]) -> float:
         """Evaluates one checkpoint; returns the seconds that it took."""
         started_s = time.perf_counter()
         commit, skipped = choose_next(waiting, self._job.section.every)
         self._record_start(commit)
-        self._hold(commit.step - 1)
+        self._put_pin(commit.step - 1)
         for older in skipped:
             self._record_skipped(older, f"a newer one was there, step {commit.step}")
         self._evaluate(commit, len(waiting) - len(skipped) - 1)
@@ -329,7 +334,7 @@ def start_evaluator(
     before_evaluation: Callable[[Commit], None] | None = None,
     when_orphaned: Callable[[str], object] | None = None,
 ) -> Any:
-    """Holds the checkpoints, starts the evaluator actor with its resources, and returns its handle.
+    """Pins the checkpoints, starts the evaluator actor with its resources, and returns its handle.
 
     Ray restarts the actor whenever it dies; an unfinished evaluation is then repeated. It fails for good after three
     deaths at one checkpoint.
@@ -340,7 +345,7 @@ def start_evaluator(
         when_orphaned: See `Evaluator`; with it the actor outlives the driver.
     """
     done = last_evaluated(evaluated_steps(job.paths, job.name))
-    CheckpointStore(job.paths).hold(job.follower, job.hold(done, time.time() + HOLD_S))
+    CheckpointStore(job.paths).put_pin(job.evaluator_id, job.make_pin(done, time.time() + PIN_LIFE_S))
     options: dict[str, Any] = {
         "num_cpus": job.section.num_cpus,
         "num_gpus": job.section.num_gpus,

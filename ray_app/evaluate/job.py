@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from ray_app.checkpoint.store import ALL, CheckpointStore, Commit, Hold
+from ray_app.checkpoint.store import ALL_CHECKPOINTS, CheckpointStore, Commit, Pin
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.reader import RowSource
 from ray_app.runlog.evaluations import evaluated_steps
@@ -45,8 +45,8 @@ class EvaluationJob:
         return RunPaths(to_location(self.run_root))
 
     @property
-    def follower(self) -> str:
-        """The name under which it holds checkpoints."""
+    def evaluator_id(self) -> str:
+        """The name of its pin, which no other evaluator of the run has."""
         return "-".join(["evaluator", *([self.name] if self.name else []), *(["attached"] if self.attached else [])])
 
     @property
@@ -54,15 +54,15 @@ class EvaluationJob:
         """The name of its actor."""
         return f"evaluator-{self.paths.unique_name}-{self.fence}"
 
-    def hold(self, done_step: int, expires_s: float) -> Hold:
-        """Returns a hold of the checkpoints that it still needs, which are those after `done_step`."""
-        max_held = self.section.max_pending
+    def make_pin(self, done_step: int, expires_s: float) -> Pin:
+        """Returns a pin of the checkpoints that it still needs, which are those after `done_step`."""
+        max_checkpoints = self.section.max_pending
         if self.section.patience is not None:
             # Early stopping depends on every evaluation.
-            max_held = ALL
+            max_checkpoints = ALL_CHECKPOINTS
         elif self.section.every == "latest":
-            max_held = 1
-        return Hold(done_step, expires_s, max_held, self.name)
+            max_checkpoints = 1
+        return Pin(done_step, expires_s, max_checkpoints, self.name)
 
 
 def pending_commits(job: EvaluationJob) -> list[Commit]:

@@ -134,15 +134,15 @@ LAYOUT = 5
 has begun.
 """
 
-READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
+READERS: dict[str, Callable[[str, IngestOptions], base.FormatReader]] = {
     "images": lambda path, options: Images(
-        locate_data(path), options.check, base.Limits(options.shard_rows, options.piece_bytes)
+        locate_data(path), options.check, base.Limits(options.shard_rows, options.split_bytes)
     ),
     "csv": lambda path, options: Csv(
         locate_data(path),
         options.label,
         options.on_bad_row == "skip",
-        options.piece_bytes,
+        options.split_bytes,
         options.delimiter,
         options.column_names,
     ),
@@ -152,16 +152,16 @@ READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
         options.columns,
         options.ragged or [],
         options.on_bad_row == "skip",
-        options.piece_bytes,
+        options.split_bytes,
     ),
     "numpy": lambda path, options: Numpy(locate_data(path), options.shard_rows),
     "idx": lambda path, options: Idx(locate_data(path), options.shard_rows),
     "cifar": lambda path, options: Cifar(locate_data(path)),
     "webdataset": lambda path, options: WebDataset(
-        path, options.label, options.columns, options.check, options.piece_bytes
+        path, options.label, options.columns, options.check, options.split_bytes
     ),
     "tfrecord": lambda path, options: TFRecord(
-        path, options.label, options.columns, options.check, options.piece_bytes
+        path, options.label, options.columns, options.check, options.split_bytes
     ),
     "hf": lambda path, options: HuggingFace(
         locate_data(path),
@@ -170,7 +170,7 @@ READERS: dict[str, Callable[[str, IngestOptions], base.Reader]] = {
         options.ragged or [],
         options.check,
         options.on_bad_row == "skip",
-        options.piece_bytes,
+        options.split_bytes,
     ),
     "digits": lambda path, options: Digits(options.seed, options.held_out(["train", "eval"])),
 }
@@ -282,7 +282,7 @@ def _path(out: str, side: str) -> str:
     return str(side_folder(to_location(out), side)) if side else out
 
 
-def _made_from(options: IngestOptions, reader: base.Reader) -> dict[str, Any]:
+def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, Any]:
     """Returns everything that decides the output: the options without paths, a digest of the files' names, sizes and
     times, and the layout of this version.
     """

@@ -67,7 +67,7 @@ class IngestOptions:
         row_group_rows: Maximum rows of one row group. Not given: 500, few against a shuffle window, which reads whole
             row groups; 5,000 for digits.
         row_group_bytes: Maximum bytes of one row group before compression; a larger single row has one of its own.
-        piece_bytes: Maximum bytes of an input split, which one task reads; a larger single file is one input split.
+        split_bytes: Maximum bytes of an input split, which one task reads; a larger single file is one input split.
             Decides where files begin, like shard_rows, and not how many tasks run.
     """
 
@@ -92,7 +92,7 @@ class IngestOptions:
     shard_rows: int = 100_000
     row_group_rows: int | None = None
     row_group_bytes: int = 32 << 20
-    piece_bytes: int = 256 << 20
+    split_bytes: int = 256 << 20
 
     def held_out(self, parts: list[str]) -> float:
         """Returns the fraction of the training rows that goes to `eval`, 0 for none, for a source with these parts."""
@@ -126,7 +126,7 @@ _POSITIVE: dict[str, int | None] = {
     "shard_rows": None,
     "row_group_rows": None,
     "row_group_bytes": 1 << 30,
-    "piece_bytes": None,
+    "split_bytes": None,
     "pack": 1 << 20,
 }
 

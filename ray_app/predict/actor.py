@@ -140,7 +140,7 @@ class PredictActor:
     def __init__(self, job: ray.ObjectRef) -> None:
         self._job: PredictJob = ray.get(job)
         keep_freed_memory()
-        environment.pin(self._job.threads, True, refuses=False)
+        environment.set_threads_and_kernels(self._job.threads, True, refuses=False)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._device = (
             environment.gpu_of(ray.get_gpu_ids(), visible) if self._job.device == "cuda" else torch.device("cpu")

@@ -39,7 +39,7 @@ from ray_app.preflight.model_checks import KernelRecorder, check_forward, check_
 from ray_app.preflight.probe_rows import SHORT_LENGTH, RowProbe, count_numbers, truncate
 from ray_app.preflight.rare_rows import RareRows, check_value_ranges
 from ray_app.task.base import Batch, Task, check_losses, sum_losses
-from ray_app.task.device import pin, restore_process_state
+from ray_app.task.device import restore_process_state, set_threads_and_kernels
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.metrics import Chunk, combine, score
 from ray_app.task.module import ModuleTask
@@ -93,7 +93,7 @@ def dry_run(
     config, task, messages = job.config, job.task, list[str]()
     try:
         with restore_process_state(), user_code(lambda: "making model, optimizer and schedule"):
-            pin(torch.get_num_threads(), config.train.reduction == "exact")
+            set_threads_and_kernels(torch.get_num_threads(), config.train.reduction == "exact")
             state = TrainingState(config, task, torch.device("cpu"), job.total_steps)
             try:
                 state.initialize(initial)
@@ -156,7 +156,9 @@ def _check_schedules(state: TrainingState, total_steps: int) -> None:
     """
     schedules: list[tuple[LRScheduler | None, int]]
     if isinstance(state.schedule, TurnSchedules):
-        schedules = [(schedule, state.schedule.moves[turn]) for turn, schedule in state.schedule.schedules.items()]
+        schedules = [
+            (schedule, state.schedule.step_counts[turn]) for turn, schedule in state.schedule.schedules.items()
+        ]
     else:
         schedules = [(state.schedule, total_steps)]
     if any(isinstance(schedule, ReduceLROnPlateau) for schedule, _ in schedules):

@@ -190,7 +190,7 @@ class RareRows:
         """
         if (
             isinstance(self.eval_task, CausalLanguageModel)
-            and (why := self.eval_task.unknown_tokens(row_probe.state.model)) is not None
+            and (why := self.eval_task.describe_unknown_tokens(row_probe.state.model)) is not None
         ):
             raise ConfigError(f"{self.name}: {why}")
         if isinstance(self.eval_task, ModuleTask):

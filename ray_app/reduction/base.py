@@ -136,6 +136,11 @@ class World:
     assignment: tuple[range, ...] = ()
     check_device_errors: Callable[[], None] | None = None
 
+    @property
+    def has_host_collectives(self) -> bool:
+        """Whether the host carries the collectives (gloo), not the device (NCCL); True if there are none."""
+        return self.check_device_errors is None
+
     def assigned_to(self, rank: int) -> range:
         """Returns the logical workers of a rank."""
         if self.assignment:
@@ -159,7 +164,7 @@ class World:
         It translates errors as `collective` does. On a device an abort from another thread waits until the block has
         ended, see `group_state.launch_lock`.
         """
-        return collective if self.check_device_errors is None else _locked_collective
+        return collective if self.has_host_collectives else _locked_collective
 
 
 _PEER_ERRORS = re.compile(

@@ -50,7 +50,8 @@ class Bucket:
 
     Attributes:
         numel: Elements of all parameters with their padding.
-        shard: Elements of one rank's shard, so that `shard` times the world size is the length of the flat tensor.
+        shard_numel: Elements of one rank's shard, so that `shard_numel` times the world size is the length of the flat
+            tensor.
         result: The flat tensor for the sum over all logical workers.
         views: The part of `result` for each parameter, in the parameter's shape.
         tree: The sums over the logical workers of this rank.
@@ -67,21 +68,21 @@ class Bucket:
         unit = _ALIGNED_BYTES // first.element_size()
         gaps = [-p.numel() % unit for p in parameters]
         self.numel = sum(p.numel() + gap for p, gap in zip(parameters, gaps, strict=True))
-        self.shard = -(-self.numel // world.size)
-        self.result = torch.zeros(self.shard * world.size, dtype=first.dtype, device=first.device)
+        self.shard_numel = -(-self.numel // world.size)
+        self.result = torch.zeros(self.shard_numel * world.size, dtype=first.dtype, device=first.device)
         zeros = self.result.new_zeros(unit)
         self._gaps = [zeros[:gap] if gap else None for gap in gaps]
         self.views, offset = [], 0
         for p, gap in zip(parameters, gaps, strict=True):
             self.views.append(self.result[offset : offset + p.numel()].view_as(p))
             offset += p.numel() + gap
-        self._result_shard = self.result[self.shard * world.rank :][: self.shard]
+        self._result_shard = self.result[self.shard_numel * world.rank :][: self.shard_numel]
         self._parents = tree_parents(world.logical_workers)
         self.tree = TreeSum(self._parents)
         self._free_memory: list[Tensor] = []
         pool = BufferPool(first.device)
         self.get_buffer = pool.get
-        self.is_direct = world.check_device_errors is None and first.device.type == "cpu"
+        self.is_direct = world.has_host_collectives and first.device.type == "cpu"
         self._transport: Transport
         if self.is_direct:
             self._transport = DirectTransport(pool, world.rank, number)
@@ -96,11 +97,11 @@ class Bucket:
 
         A missing gradient counts as zeros.
         """
-        self.put(logical_worker, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters])
+        self.add_leaf(logical_worker, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters])
         for p in self.parameters:
             p.grad = None
 
-    def put(self, logical_worker: int, values: list[Tensor]) -> None:
+    def add_leaf(self, logical_worker: int, values: list[Tensor]) -> None:
         """Copies values, one per parameter, into the tree as the leaf of a logical worker."""
         # The sum of a tree is written into its leftmost tensor, so with one rank the total is in `result`.
         if not self.tree.nodes:
@@ -203,7 +204,7 @@ class BucketedReducer(GradientReducer):
         # pipelines of `_deferred` are advanced by `_receive`, after the thread has finished those of `_pipelines`.
         self._pipelines: list[Iterator[Bucket]] = []
         self._deferred: list[Iterator[Bucket]] = []
-        self._is_on_device = world.check_device_errors is not None
+        self._is_on_device = not world.has_host_collectives
         self._side = SideStream(next(model.parameters()).device, "reduction", -1)
         # Only `exact` has additions between its transfers, which a thread can do during backward. The thread may send
         # buckets in another order than the threads of other ranks, which direct transports allow.
@@ -279,7 +280,7 @@ class BucketedReducer(GradientReducer):
         for bucket in self._buckets:
             for logical_worker, tensors in values.items():
                 by_parameter = dict(zip(self._parameters, tensors, strict=True))
-                bucket.put(logical_worker, [by_parameter[p] for p in bucket.parameters])
+                bucket.add_leaf(logical_worker, [by_parameter[p] for p in bucket.parameters])
             totals |= zip(bucket.parameters, bucket.views, strict=True)
         if self._world.size > 1:
             with self._world.launch_guard():
@@ -379,7 +380,7 @@ class BucketedReducer(GradientReducer):
         """
         pipeline = self._reduce_exactly(bucket) if self._exact else self._reduce_overlapped(bucket)
         if self._thread is not None and bucket is not self._buckets[-1]:
-            self._thread.do(partial(self._advance_pipeline, pipeline))
+            self._thread.submit(partial(self._advance_pipeline, pipeline))
         elif self._is_on_device:
             self._advance_pipeline(pipeline)
         else:
@@ -399,7 +400,7 @@ class BucketedReducer(GradientReducer):
 
     def _reduce_overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
         """Reduces a bucket by one all-reduce; yields after its start."""
-        # The first tensor is `bucket.result`, see `Bucket.put`.
+        # The first tensor is `bucket.result`, see `Bucket.add_leaf`.
         first, *more = [value for _, value in bucket.tree.nodes]
         for value in more:
             first.add_(value)

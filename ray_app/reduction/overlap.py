@@ -105,7 +105,7 @@ class SideThread:
         self._pending: list[Future[None]] = []
         self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name="reduction", daemon=True)
 
-    def do(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None]) -> None:
         """Queues a call."""
         if self._thread.ident is None:
             self._thread.start()

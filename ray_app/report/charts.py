@@ -1,4 +1,4 @@
-"""Charts as SVG, without scripts and fonts, with colours from the page's CSS variables and an `aria-label` for screen
+"""Charts as SVG, without scripts and fonts, with colors from the page's CSS variables and an `aria-label` for screen
 readers.
 
 In this order, as pure functions: axes (ticks and number formats), curves from step records (thinning, smoothing, rates,
@@ -326,7 +326,7 @@ def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
     return "".join(marks[round((mean - low) / span * (len(marks) - 1))] for mean in means)
 
 
-Tone = Literal["blue", "orange", "green", "red", "purple", "grey"]
+Tone = Literal["blue", "orange", "green", "red", "purple", "gray"]
 
 _TOP, _RIGHT, _BOTTOM = 10, 14, 32
 _MAX_HOVER_COLUMNS = 80
@@ -339,7 +339,7 @@ class Line:
 
     Args:
         name: Name for the legend and the hover text.
-        tone: Colour.
+        tone: Color.
         points: Finite points, ordered by x.
         kind: `line`; `faint` for a curve behind another one; `steps` for a filled step curve; `dots` for a few points,
             connected.
@@ -357,7 +357,7 @@ class Mark:
 
     Args:
         at: Position on the x axis.
-        tone: Colour.
+        tone: Color.
         text: Description of the event.
         shape: Shape of the mark.
         until: End on the x axis, if the event has a duration.

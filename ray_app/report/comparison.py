@@ -52,7 +52,7 @@ def _css() -> Markup:
     return Markup(env.loader.get_source(env, "report.css")[0].replace(":root", "&"))
 
 
-_TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "red", "grey")
+_TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "red", "gray")
 
 
 @dataclass(frozen=True)

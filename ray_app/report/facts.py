@@ -41,7 +41,7 @@ def current_stragglers(events: list[Event]) -> dict[int, Event]:
     for event in events:
         if event.kind == "formed":
             stragglers.clear()
-        elif event.kind == "slowed":
+        elif event.kind == "straggler_detected":
             stragglers[event.details["rank"]] = event
         elif event.kind == "straggler_recovered":
             stragglers.pop(event.details["rank"], None)

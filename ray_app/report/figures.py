@@ -43,7 +43,7 @@ _SHAPES = {
     "preempted": ("purple", "diamond"),
     "resized": ("blue", "up"),
     "replaced": ("green", "up"),
-    "started": ("grey", "bar"),
+    "started": ("gray", "bar"),
 }
 _MAX_WORKERS = 8
 
@@ -96,7 +96,7 @@ def learning_figures(facts: Facts) -> list[Figure]:
         )
     norm = finite_points((float(r.step), r.grad_norm) for r in facts.records)
     if norm:
-        lines = _with_mean("norm", "grey", norm)
+        lines = _with_mean("norm", "gray", norm)
         figures.append(
             Figure(
                 "Gradient norm",
@@ -321,12 +321,12 @@ def describe_event(event: Event) -> str:
         "environment_changed": f"another environment{step}: before {details.get('before')}, now {details.get('now')}",
         "data_changed": f"went on with changed data: {', '.join(map(str, details.get('changed') or []))}",
         "code_changed": f"went on with other code: {', '.join(map(str, details.get('changed') or []))}",
-        "slowed": f"{_describe_straggler(details)}{step}",
+        "straggler_detected": f"{_describe_straggler(details)}{step}",
         "straggler_recovered": f"rank {details.get('rank')}{_at_host(details)} keeps up again{step}",
         "stalled": f"{_describe_straggler(details)} in one step{step}",
-        "balanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
+        "rebalanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
         "time_breakdown": f"until{step.removeprefix(' at')} the workers' time was: {_describe_time(details)}",
-        "retired": f"rank {details.get('rank')}{_at_host(details)} had to leave{step}: {details.get('reason')}",
+        "evicted": f"rank {details.get('rank')}{_at_host(details)} had to leave{step}: {details.get('reason')}",
         "sdc_detected": f"rank {details.get('rank')}{_at_host(details)} computed logical worker"
         f" {details.get('logical_worker')}{step} wrongly, and"
         f" ended; it was last known to be right after step {details.get('clean')}",

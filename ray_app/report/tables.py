@@ -102,10 +102,10 @@ def health(facts: Facts) -> list[tuple[str, str, str]]:
                 "; ".join(describe_event(event) for event in stragglers.values()),
             )
         )
-    if facts.course.replayed:
+    if facts.course.recomputed:
         corrupt_workers = counted_word(count(facts.events, "sdc_detected"), "worker")
         rows.append(
-            ("shares computed twice", f"{facts.course.replayed:,}", f"{corrupt_workers} found to compute wrongly")
+            ("shares computed twice", f"{facts.course.recomputed:,}", f"{corrupt_workers} found to compute wrongly")
         )
     return rows
 

@@ -341,7 +341,7 @@ def _score_all(
     task: Task, metrics: Sequence[str], requests: list[ScoringRequest], section: EvaluateSection
 ) -> list[dict[str, list[Chunk]]]:
     """Scores the models of all requests; runs in the Ray task."""
-    environment.pin(section.threads, True, refuses=False)
+    environment.set_threads_and_kernels(section.threads, True, refuses=False)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     device = environment.gpu_of(ray.get_gpu_ids(), visible) if section.num_gpus else torch.device("cpu")
     environment.use_device(device)

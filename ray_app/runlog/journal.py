@@ -79,7 +79,7 @@ class StepRecord:
         weight: The sum of the rows' weights, if means are over these and not over `rows`.
         metrics: The task's own metrics of the step, means like the loss.
         imbalance: Load of the busiest worker in each of the steps before, as a multiple of the mean; None if unknown.
-        replayed: Number of shares of logical workers that two workers computed, with equal checksums.
+        recomputed: Number of shares of logical workers that two workers computed, with equal checksums.
         slow: The stragglers by rank, with their time as a multiple of the others' time.
     """
 
@@ -99,7 +99,7 @@ class StepRecord:
     weight: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     imbalance: float | None = None
-    replayed: int = 0
+    recomputed: int = 0
     slow: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -109,7 +109,7 @@ class StepRecord:
 
 
 _COLUMNS = [column.name for column in fields(StepRecord)]
-_DEFAULTS: dict[str, Any] = {"weight": None, "metrics": {}, "imbalance": None, "replayed": 0, "slow": {}}
+_DEFAULTS: dict[str, Any] = {"weight": None, "metrics": {}, "imbalance": None, "recomputed": 0, "slow": {}}
 """Columns that are left out of a segment in which every record has this value."""
 
 

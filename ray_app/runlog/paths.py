@@ -82,9 +82,9 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
-    def holds(self) -> Location:
-        """The folder with one file per reader of the checkpoints."""
-        return self.root / "holds"
+    def pins(self) -> Location:
+        """The folder with one file per evaluator that still needs checkpoints."""
+        return self.root / "pins"
 
     @property
     def evaluations(self) -> Location:

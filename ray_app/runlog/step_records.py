@@ -16,7 +16,7 @@ _INTEGERS = ("step", "epoch", "workers", "skipped")
 _FLOATS = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms")
 
 
-class _Columns:
+class _RecordColumns:
     """Step records as columns of numbers; a record is one row."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Columns:
 class Steps(Sequence[StepRecord]):
     """A sequence of step records that are created at each access.
 
-    `rows` of a record is one number, the sum over the logical workers; `row_hash` and `slow` are empty, `replayed` is
+    `rows` of a record is one number, the sum over the logical workers; `row_hash` and `slow` are empty, `recomputed` is
     0.
 
     Args:
@@ -83,7 +83,7 @@ class Steps(Sequence[StepRecord]):
         order: The rows of the columns, in the order of the sequence.
     """
 
-    def __init__(self, columns: _Columns, order: array[int]) -> None:
+    def __init__(self, columns: _RecordColumns, order: array[int]) -> None:
         self._columns, self._order = columns, order
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class Course:
         in_time: All records, in the order of time.
         rows: Number of rows of each logical worker, over the first records.
         skipped: Number of rows that cannot be decoded, over the first records.
-        replayed: Number of shares that were computed twice, over the first records.
+        recomputed: Number of shares that were computed twice, over the first records.
     """
 
     records: Sequence[StepRecord]
@@ -120,7 +120,7 @@ class Course:
     in_time: Sequence[StepRecord]
     rows: list[int] = field(default_factory=list)
     skipped: int = 0
-    replayed: int = 0
+    recomputed: int = 0
 
 
 class StepsReader:
@@ -133,12 +133,12 @@ class StepsReader:
 
     def __init__(self, paths: RunPaths, last_step: int | None = None) -> None:
         self._segments, self._last = SegmentReader(paths), last_step
-        self._columns = _Columns()
+        self._columns = _RecordColumns()
         # The row of each step's first record; -1 for a step without one.
         self._row_of_step = array("q")
         self._repeated: dict[tuple[int, str], int] = {}
         self._rows: list[int] = []
-        self._skipped = self._replayed = 0
+        self._skipped = self._recomputed = 0
 
     def read(self) -> Course:
         """Returns all steps that were written so far.
@@ -160,7 +160,7 @@ class StepsReader:
             Steps(columns, in_time),
             list(self._rows),
             self._skipped,
-            self._replayed,
+            self._recomputed,
         )
 
     def _add(self, record: StepRecord) -> None:
@@ -178,7 +178,7 @@ class StepsReader:
             for v, rows in enumerate(record.rows):
                 self._rows[v] += rows
             self._skipped += record.skipped
-            self._replayed += record.replayed
+            self._recomputed += record.recomputed
 
 
 def read_steps(paths: RunPaths, last_step: int | None = None) -> Course:

@@ -205,8 +205,8 @@ def _draw_rectangles(keys: Tensor, share: Tensor, height: int, width: int) -> tu
     """
     inside = torch.ones(len(keys), height, width, dtype=torch.bool)
     for salt, size, axis in ((_ROW, height, 1), (_COLUMN, width, 2)):
-        centre, half = (uniform(keys, salt) * size).floor()[:, None], ((1 - share).sqrt() * size / 2).floor()[:, None]
+        center, half = (uniform(keys, salt) * size).floor()[:, None], ((1 - share).sqrt() * size / 2).floor()[:, None]
         position = torch.arange(size)[None]
-        line = (position >= centre - half) & (position < centre + half)
+        line = (position >= center - half) & (position < center + half)
         inside &= line.unsqueeze(3 - axis)
     return inside, inside.to(torch.float64).mean((1, 2))

@@ -40,7 +40,7 @@ def set_up_torch(config: Config, device: torch.device) -> None:
         ConfigError: The process has multiplied matrices on its GPU before, and cuBLAS cannot become deterministic any
             more.
     """
-    pin(config.scaling.threads_per_worker, config.train.reduction == "exact")
+    set_threads_and_kernels(config.scaling.threads_per_worker, config.train.reduction == "exact")
     if config.train.compile:
         import torch._dynamo as dynamo
 
@@ -87,7 +87,7 @@ def _check_cublas_workspace(device: torch.device) -> None:
         ) from error
 
 
-def pin(threads: int, deterministic: bool, refuses: bool = True) -> None:
+def set_threads_and_kernels(threads: int, deterministic: bool, refuses: bool = True) -> None:
     """Sets the number of threads of torch in this process, and may enable deterministic kernels.
 
     Args:
@@ -218,7 +218,7 @@ def _query(function: Callable[..., object], *arguments: object) -> str:
         return _UNKNOWN
 
 
-def need_compiler(device: torch.device) -> None:
+def check_compiler(device: torch.device) -> None:
     """Checks that this machine has the compiler that `train.compile` needs for a device.
 
     Raises:

@@ -49,7 +49,7 @@ class ImageClassification(Task):
         image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files (JPEG, PNG, WebP, GIF).
         label: Column of class indices.
         size: Height and width of the decoded images in pixels; needed for encoded files, which are resized and
-            centre-cropped to it.
+            center-cropped to it.
         exif_orientation: Whether encoded images are rotated and mirrored by their EXIF orientation, as viewers show
             them; false: they are decoded as stored.
         pixel_max: The value of a white pixel, which becomes 1.
@@ -168,7 +168,7 @@ class ImageClassification(Task):
     def _decode_file(self, data: bytes) -> npt.NDArray:
         """Returns the image in a file, (3, size, size) uint8.
 
-        Its shorter side is resized to `size`, then a square around its centre is cropped.
+        Its shorter side is resized to `size`, then a square around its center is cropped.
 
         Raises:
             ValueError: The file cannot be decoded, or it is an animation.

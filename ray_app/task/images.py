@@ -87,14 +87,14 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
 
     Args:
         encoded: PNG or GIF of one channel, with the class indices as values, or with a palette, with the class indices
-            as indices of colours.
+            as indices of colors.
         exif_orientation: See `decode_image`.
 
     Returns:
         Shape (height, width); uint8, or int32 where there are more than 8 bits.
 
     Raises:
-        ValueError: The file is an image of colours, or one that `decode_image` refuses.
+        ValueError: The file is an image of colors, or one that `decode_image` refuses.
     """
     import torch
 
@@ -196,8 +196,8 @@ def _frames(image: Any) -> npt.NDArray[np.uint8]:
 def _rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
     """Returns the RGB pixels of a still image, (height, width, 3)."""
     if image.mode.startswith("I"):
-        grey = (np.array(image) >> 8).astype(np.uint8)
-        return np.repeat(grey[..., None], 3, -1)
+        gray = (np.array(image) >> 8).astype(np.uint8)
+        return np.repeat(gray[..., None], 3, -1)
     # RGB has no transparency, and Pillow warns when it converts a palette with transparency.
     image.info.pop("transparency", None)
     return np.array(image if image.mode == "RGB" else image.convert("RGB"))
@@ -224,23 +224,23 @@ def _load(image: Any, encoded: bytes) -> None:
 
 
 def _check_palette(image: Any, encoded: bytes) -> None:
-    """Refuses a PNG file with a pixel of a colour that the palette lacks: Pillow silently makes it black.
+    """Refuses a PNG file with a pixel of a color that the palette lacks: Pillow silently makes it black.
 
     Raises:
         ValueError: There is such a pixel.
     """
     if image.format == "PNG" and image.mode == "P":
-        colours = sum(map(len, _png_chunks(encoded, b"PLTE"))) // 3
-        if (index := image.getextrema()[1]) >= colours:
+        colors = sum(map(len, _png_chunks(encoded, b"PLTE"))) // 3
+        if (index := image.getextrema()[1]) >= colors:
             raise ValueError(
-                f"a pixel has the colour {index} of a palette of {colours} colours, which are numbered from 0"
+                f"a pixel has the color {index} of a palette of {colors} colors, which are numbered from 0"
             )
 
 
 def _missing_png_bytes(encoded: bytes) -> int:
     """Returns how many bytes of the rows of a PNG file its compressed image data lacks."""
-    width, height, bits, colour_type, _, _, interlaced = struct.unpack(">IIBBBBB", encoded[16:29])
-    bits_per_pixel = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour_type]
+    width, height, bits, color_type, _, _, interlaced = struct.unpack(">IIBBBBB", encoded[16:29])
+    bits_per_pixel = bits * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color_type]
     # The seven passes of an interlaced image: the first column and row, and the steps between columns and between rows.
     adam7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     missing = 0
@@ -280,7 +280,7 @@ def _has_gif_end(encoded: bytes) -> bool:
     try:
         at = 13 + table_bytes(encoded[10])
         while encoded[at] in b"!,":
-            # An extension begins with a label; an image with position, size, optional colours, and the size of its
+            # An extension begins with a label; an image with position, size, optional colors, and the size of its
             # codes. Data follows in both.
             at += 2 if encoded[at] == ord("!") else 11 + table_bytes(encoded[at + 9])
             while encoded[at]:

@@ -51,8 +51,8 @@ class CausalLanguageModel(Task):
     ) -> None:
         self.model, self.tokens, self.max_length, self.lora = model, tokens, max_length, lora
         self.gradient_checkpointing = gradient_checkpointing
-        # The greatest token of the data; -1 as long as it is unknown.
-        self.greatest = -1
+        # The maximum token of the data; -1 as long as it is unknown.
+        self.max_token = -1
 
     def prepare(self, data: DataFacts) -> CausalLanguageModel:
         """Completes the task with the greatest token of the data, if the footers of its files have it.
@@ -64,7 +64,7 @@ class CausalLanguageModel(Task):
         if self.lora is not None:
             require("peft", "task.init_args.lora")
         prepared = copy.copy(self)
-        prepared.greatest = int(need_column(data, self.tokens, ("list", "array"), "tokens").maximum or -1)
+        prepared.max_token = int(need_column(data, self.tokens, ("list", "array"), "tokens").maximum or -1)
         return prepared
 
     def columns(self) -> list[str]:
@@ -97,7 +97,7 @@ class CausalLanguageModel(Task):
                 f"task.init_args.model makes a {type(model).__name__}; it must make a causal language model of"
                 " transformers."
             )
-        if (message := self.unknown_tokens(model)) is not None:
+        if (message := self.describe_unknown_tokens(model)) is not None:
             raise ConfigError(message)
         if self.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -110,12 +110,12 @@ class CausalLanguageModel(Task):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"task.init_args.lora is {self.lora}: {error}.") from error
 
-    def unknown_tokens(self, model: Any) -> str | None:
+    def describe_unknown_tokens(self, model: Any) -> str | None:
         """Returns an error message if the data has tokens that a model's vocabulary lacks, otherwise None."""
-        if self.greatest < (vocabulary := model.get_input_embeddings().num_embeddings):
+        if self.max_token < (vocabulary := model.get_input_embeddings().num_embeddings):
             return None
         return (
-            f"Column {self.tokens!r} has tokens up to {self.greatest}, the model knows {vocabulary}, 0 to"
+            f"Column {self.tokens!r} has tokens up to {self.max_token}, the model knows {vocabulary}, 0 to"
             f" {vocabulary - 1}. Set the config's vocab_size to that of the tokenizer, or ingest with the tokenizer of"
             " the model."
         )

@@ -25,7 +25,7 @@ States = dict[str, Any]
 """The states of a metric and its parts, by the keys of `state_key`."""
 
 
-def is_not_distributed() -> bool:
+def return_false() -> bool:
     """Returns False, for metrics in the place of `torch.distributed.is_initialized`.
 
     Metrics must not run collectives, since their states are combined by `combine_states`.
@@ -66,7 +66,7 @@ def isolate(module: nn.Module) -> None:
         if isinstance(part, MetricCollection) and part._enable_compute_groups is True:
             part._enable_compute_groups = False
         elif isinstance(part, Metric):
-            part.distributed_available_fn = is_not_distributed
+            part.distributed_available_fn = return_false
             part.dist_sync_on_step = False
 
 

@@ -182,7 +182,7 @@ class Hooks:
         after_step: Called with (rank, finished steps) after each step.
         before_commit: Called with the checkpoint before each commit, in the checkpoint writer's thread.
         at: Called with (phase, rank, finished steps) whenever a worker begins another phase: `forming`, `data`,
-            `compute`, `exchange`, `evaluate`, `done`.
+            `compute`, `reduction`, `evaluate`, `done`.
         built: Called with the model when it has been built.
     """
 

@@ -95,7 +95,7 @@ class _Worker:
         self._step_log = StepLog(job, self._state, membership, sender, device, hooks)
         self._feed = Feed(job.plan, lambda cursor, assigned: open_windows(job, cursor, assigned), device)
         self._validation = (
-            Validation(job, self._state, load_evaluation, device, membership.moved)
+            Validation(job, self._state, load_evaluation, device, membership.report_progress)
             if load_evaluation is not None
             else None
         )
@@ -212,7 +212,7 @@ class _Worker:
         self._evaluate(world)
         while True:
             flags = self._run_steps(world, straggler_reporter, sdc_checker)
-            if (new_assignment := straggler_reporter.shares) is None or flags:
+            if (new_assignment := straggler_reporter.proposed_assignment) is None or flags:
                 straggler_reporter.end()
                 return flags
             world = replace(world, assignment=new_assignment)
@@ -270,7 +270,7 @@ class _Worker:
                     return Flags.STOP
                 if result.flags & Flags.REFORM and state.step < job.total_steps:
                     return result.flags
-                if straggler_reporter.shares is not None:
+                if straggler_reporter.proposed_assignment is not None:
                     break
         return Flags(0)
 

@@ -22,10 +22,10 @@ from ray_app.runlog.journal import StepRecord
 HEARTBEAT_S = 0.25
 """Seconds between two heartbeats of a worker; a large group has a longer period, see `HeartbeatReply.period_s`."""
 
-Phase = Literal["starting", "waiting", "forming", "data", "compute", "exchange", "saving", "evaluate", "done"]
+Phase = Literal["starting", "waiting", "forming", "data", "compute", "reduction", "saving", "evaluate", "done"]
 """The phase that a worker is in.
 
-A worker that is `forming` or in `exchange` (the gradient reduction) waits for the others. So if no step finishes, the
+A worker that is `forming` or in `reduction` (the gradient reduction) waits for the others. So if no step finishes, the
 workers in other phases stall the group, and the step watchdog ends those. A worker that is `saving` waits for the
 storage, and ending it would not make the storage faster.
 """
@@ -58,8 +58,8 @@ class Heartbeat:
         phase: Phase that the worker is in.
         record: Record of the newest finished step; only from rank 0.
         recorded: Last step with its record on storage; only from rank 0.
-        moves: Number of times that the worker has reported progress other than a finished step.
-        waits: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
+        progress_reports: Number of times that the worker has reported progress other than a finished step.
+        wait_number: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
         lost: Whether the worker's last generation broke, so that its other workers must leave it, too.
     """
 
@@ -74,8 +74,8 @@ class Heartbeat:
     phase: Phase = "starting"
     record: StepRecord | None = None
     recorded: int = 0
-    moves: int = 0
-    waits: int = 0
+    progress_reports: int = 0
+    wait_number: int = 0
     lost: bool = False
 
 
@@ -91,8 +91,8 @@ class HeartbeatReply:
         dump: Whether the worker should record the stacks of its threads.
         exit: Whether the worker must end its process now, because it is evicted or declared lost.
         recorded: Last step with its record on storage.
-        waits: Whether the rendezvous knows that the worker waits for a generation. A waiting worker ignores `leave` in
-            a reply without this, because once it waits the rendezvous may want it in one more generation.
+        is_for_waiting: Whether the rendezvous knows that the worker waits for a generation. A waiting worker ignores
+            `leave` in a reply without this, because once it waits the rendezvous may want it in one more generation.
         formed: The generation that the worker waited for; None until it has formed.
         period_s: Seconds until the next heartbeat is due.
     """
@@ -104,7 +104,7 @@ class HeartbeatReply:
     dump: bool = False
     exit: bool = False
     recorded: int = 0
-    waits: bool = False
+    is_for_waiting: bool = False
     formed: GenerationInfo | None = None
     period_s: float = HEARTBEAT_S
 
@@ -137,7 +137,7 @@ class RendezvousStatus:
     Args:
         live: Actor ids of the workers that send heartbeats and are to stay.
         leaving: Actor ids of the workers that have to leave their nodes and have not left yet.
-        silent: Seconds since each lost worker was declared lost, by actor id, without those that came back or were
+        lost_for_s: Seconds since each lost worker was declared lost, by actor id, without those that came back or were
             evicted.
         stepping: Number of workers in the current generation that do not wait for the next one.
         step: Number of finished steps.
@@ -149,7 +149,7 @@ class RendezvousStatus:
 
     live: set[str]
     leaving: set[str]
-    silent: dict[str, float]
+    lost_for_s: dict[str, float]
     stepping: int
     step: int
     record: StepRecord | None
@@ -191,7 +191,7 @@ class SingleProcessMembership:
     def enter(self, phase: Phase) -> None:
         """Does nothing, because there is no rendezvous that needs the phase."""
 
-    def moved(self) -> None:
+    def report_progress(self) -> None:
         """Does nothing, because there is no step watchdog."""
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
@@ -240,7 +240,7 @@ class Membership(Protocol):
         """Reports the phase that this worker begins."""
         ...
 
-    def moved(self) -> None:
+    def report_progress(self) -> None:
         """Reports progress other than a finished step, which restarts the limit of the step watchdog."""
         ...
 
@@ -289,13 +289,13 @@ class StepWatchdog:
         self.step = step
         self._has_stepped = False
         self._stall_count = 0
-        self.moves()
+        self.restart_limit()
 
-    def moves(self) -> None:
+    def restart_limit(self) -> None:
         """Restarts the limit, because a worker has made progress or all workers wait for the storage."""
         self._last_progress_s = self._clock()
 
-    def finished(self, step: int, record: StepRecord | None) -> None:
+    def note_step(self, step: int, record: StepRecord | None) -> None:
         """Notes a finished step; each worker's heartbeats report it until the next one.
 
         Args:
@@ -307,7 +307,7 @@ class StepWatchdog:
             self._has_stepped = self.step >= 0
             self.step = step
             self._stall_count = 0
-            self.moves()
+            self.restart_limit()
         # Each heartbeat repeats the newest record until there is another one.
         if record is not None and record.step != self._recorded_step:
             self._recorded_step = record.step
@@ -321,7 +321,7 @@ class StepWatchdog:
             limit = max(_MIN_LIMIT_S, _MEDIAN_STEPS * median(self._step_s)) if self._step_s else 10 * _MIN_LIMIT_S
         return limit * (1 if self._has_stepped else _FIRST_STEP_FACTOR)
 
-    def times(self, now: float) -> int:
+    def count_stalls(self, now: float) -> int:
         """Returns how many times the generation has stalled at this step, this stall included; 0 if it is not stalled.
 
         A stall restarts the limit, so each stall is returned once.

@@ -295,18 +295,18 @@ def backend_name(device: torch.device, backend: str) -> str:
     return backend
 
 
-def open_stage_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, collective: bool) -> tuple[Any, ...]:
+def open_stage_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, uses_collectives: bool) -> tuple[Any, ...]:
     """Returns the process group of a rank in each stage of the reduction, see `World.groups`; a collective.
 
     Args:
         rank: This rank.
         hosts: The host of every rank.
         timeout: Limit for forming a group.
-        collective: Whether the stages use collectives and so need groups; otherwise every entry is None, because the
-            ranks send messages to each other (`reduction.transport`).
+        uses_collectives: Whether the stages use collectives and so need groups; otherwise every entry is None, because
+            the ranks send messages to each other (`reduction.transport`).
     """
     stages = stage_groups(hosts) if hosts else [[]]
-    if len(stages) == 1 or not collective:
+    if len(stages) == 1 or not uses_collectives:
         return (None,) * len(stages)
     # Every rank has to call `new_group` for all groups, also for groups that it does not belong to.
     groups = [{ranks: dist.new_group(ranks, timeout=timeout) for ranks in stage} for stage in stages]

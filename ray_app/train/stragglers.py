@@ -16,7 +16,7 @@ import os
 import platform
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -83,17 +83,17 @@ class Straggler:
         rank: Rank of the worker.
         cause: `compute` if the worker computes for longer than others, `data` if it waits for its data, `other` for
             anything else; see `TimeBreakdown`.
-        times: The worker's time as a multiple of that of the other workers.
+        slowdown: The worker's time as a multiple of that of the other workers.
         lost: Fraction of each step that all workers lose because of this one; for a stall the seconds.
-        event: `slowed` if the worker has been slow for several windows, `straggler_recovered` if it no longer is,
-            `stalled` if it stalled a single step.
+        event: `straggler_detected` if the worker has been slow for several windows, `straggler_recovered` if it no
+            longer is, `stalled` if it stalled a single step.
     """
 
     rank: int
     cause: Cause
-    times: float
+    slowdown: float
     lost: float
-    event: Literal["slowed", "straggler_recovered", "stalled"]
+    event: Literal["straggler_detected", "straggler_recovered", "stalled"]
 
 
 class StragglerDetector:
@@ -104,7 +104,7 @@ class StragglerDetector:
         balances: Whether to propose moves of logical workers to ranks that complete them sooner.
 
     Attributes:
-        shares: The proposed assignment, the logical workers of each rank; None to keep the present one.
+        proposed_assignment: The proposed assignment, the logical workers of each rank; None to keep the present one.
         slow: The present stragglers by rank.
         imbalance: Time of the busiest worker in a step relative to the mean of all; None before the first window.
     """
@@ -124,7 +124,7 @@ class StragglerDetector:
         """Restarts the windows with the assignment of `world`, after logical workers have moved."""
         self._blocks = [world.assigned_to(rank) for rank in range(world.size)]
         self._block_sizes = np.array([len(block) for block in self._blocks], dtype=np.float64)
-        self.shares: tuple[range, ...] | None = None
+        self.proposed_assignment: tuple[range, ...] | None = None
         self._warm_up_left = _WARM_UP_STEPS
         self._window = list[list[TimeValues]]()
         self._window_s = 0.0
@@ -224,7 +224,7 @@ class StragglerDetector:
             )
             self._windows_in_a_row[rank] = self._windows_in_a_row[rank] + 1 if is_changing else 0
             cause = straggler.cause if straggler else _CAUSES[causes[rank]]
-            present = Straggler(rank, cause, ratio, max(0.0, lost), "slowed")
+            present = Straggler(rank, cause, ratio, max(0.0, lost), "straggler_detected")
             if straggler:
                 self.slow[rank] = present
             if self._windows_in_a_row[rank] < _WINDOWS_IN_A_ROW:
@@ -248,7 +248,7 @@ class StragglerDetector:
             previous_assignment, previous_step_s = self._before_move
             self._before_move = None
             if float(np.median(self._step_s)) > _MAX_STEP_FRACTION * previous_step_s:
-                self.shares, self._balances = previous_assignment, False
+                self.proposed_assignment, self._balances = previous_assignment, False
                 return
         proposed = blocks_by_speed(logical_worker_s.tolist(), self._blocks[-1].stop)
         sizes = np.array([len(block) for block in proposed])
@@ -259,7 +259,7 @@ class StragglerDetector:
         if self._better_windows >= _MOVE_WINDOWS and self._num_windows >= pause_windows:
             self._before_move = tuple(self._blocks), float(np.median(self._step_s[-_MOVE_WINDOWS:]))
             self._moves += 1
-            self.shares = proposed
+            self.proposed_assignment = proposed
 
     def time_fractions(self) -> list[dict[str, float]]:
         """Returns for each rank the fractions of the time since the generation began, by cause.
@@ -293,7 +293,7 @@ class StragglerReporter:
         device: Device on which this worker computes.
 
     Attributes:
-        shares, imbalance: See `StragglerDetector`; they change at the end of a window.
+        proposed_assignment, imbalance: See `StragglerDetector`; they change at the end of a window.
         slow: Time of each straggler as a multiple of that of the other workers, by rank as text, as JSON needs it.
     """
 
@@ -304,7 +304,7 @@ class StragglerReporter:
             if world.size > 1 and job.config.train.strategy != "fsdp"
             else None
         )
-        self.shares: tuple[range, ...] | None = None
+        self.proposed_assignment: tuple[range, ...] | None = None
         self.imbalance: float | None = None
         self.slow: dict[str, float] = {}
         self._step = 0
@@ -324,8 +324,8 @@ class StragglerReporter:
         self._step, detector = step, self._detector
         if (events := detector.add(times)) is None:
             return
-        self.shares, self.imbalance = detector.shares, detector.imbalance
-        self.slow = {str(rank): round(straggler.times, 2) for rank, straggler in detector.slow.items()}
+        self.proposed_assignment, self.imbalance = detector.proposed_assignment, detector.imbalance
+        self.slow = {str(rank): round(straggler.slowdown, 2) for rank, straggler in detector.slow.items()}
         if events:
             self._record(events)
 
@@ -336,8 +336,15 @@ class StragglerReporter:
         )
         if self._world.rank == 0:
             for straggler in events:
-                details = asdict(straggler) | {"host": self._host(straggler.rank)} | workers[straggler.rank]
-                put_event(self._job.paths, details.pop("event"), self._job.fence, step=self._step, **details)
+                details: dict[str, Any] = {
+                    "rank": straggler.rank,
+                    "cause": straggler.cause,
+                    "times": straggler.slowdown,
+                    "lost": straggler.lost,
+                    "host": self._host(straggler.rank),
+                }
+                details |= workers[straggler.rank]
+                put_event(self._job.paths, straggler.event, self._job.fence, step=self._step, **details)
 
     def _host(self, rank: int) -> str:
         return self._hosts[rank] if self._hosts else ""
@@ -347,8 +354,8 @@ class StragglerReporter:
         assert self._detector is not None
         if world.rank == 0:
             before, after = ([len(w.assigned_to(rank)) for rank in range(w.size)] for w in (self._world, world))
-            put_event(self._job.paths, "balanced", self._job.fence, step=self._step, before=before, after=after)
-        self._world, self.shares = world, None
+            put_event(self._job.paths, "rebalanced", self._job.fence, step=self._step, before=before, after=after)
+        self._world, self.proposed_assignment = world, None
         self._detector.begin(world)
 
     def end(self) -> None:

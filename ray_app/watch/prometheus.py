@@ -20,7 +20,7 @@ METRICS = {
     "workers": "Workers that step",
     "goodput": "Rows that counted x undisturbed time per row / time since the first step of this start",
     "restarts": "Disturbances in all starts, by cause",
-    "replay_mismatches": "Workers that were found to compute wrongly, in all starts",
+    "sdc_detections": "Workers that were found to compute wrongly, in all starts",
     "evaluator_lag_seconds": "Age of the oldest checkpoint that waits for its evaluation",
 }
 """Description of each metric, by its name without the prefix `ray_app_`."""
@@ -28,7 +28,7 @@ _LABELS = {"restarts": ("run", "cause")}
 
 
 class RunMetrics:
-    """The metrics of a run, labelled with its name.
+    """The metrics of a run, labeled with its name.
 
     Setting a value takes microseconds and never blocks: a thread in Ray's core sends the values to the agent every ten
     seconds, if there is one. If Ray refuses a metric, that is logged once and nothing is set any more; without Ray

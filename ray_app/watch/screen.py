@@ -106,13 +106,13 @@ def _read_run(reader: FactsReader, before: RunState) -> RunState:
         return RunState(before.paths, before.facts, redact(f"{type(error).__name__}: {error}"), before.looked_s)
 
 
-_COLOURS = {
+_COLORS = {
     "blue": "blue",
     "green": "green",
     "orange": "yellow",
     "red": "red",
     "purple": "magenta",
-    "grey": "bright_black",
+    "gray": "bright_black",
 }
 _LAST, _EVENTS, _GENERATIONS = 20, 8, 6
 """Number of steps from which the speed is computed, and numbers of lines of the two tables."""
@@ -240,7 +240,7 @@ def _render_head(facts: Facts) -> Text:
     if facts.status == "running" and (remaining_s := remaining_seconds(facts)) is not None:
         timing += f", about {seconds(remaining_s)} left"
     return Text.assemble(
-        (facts.paths.name, "bold"), "  ", (facts.status, f"bold {_COLOURS[TONES[facts.status]]}"), timing
+        (facts.paths.name, "bold"), "  ", (facts.status, f"bold {_COLORS[TONES[facts.status]]}"), timing
     )
 
 

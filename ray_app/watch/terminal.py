@@ -328,7 +328,7 @@ class RunConsole:
         if self._metrics is not None:
             for cause, times in restarts(events).items():
                 self._metrics.set("restarts", times, cause=cause)
-            self._metrics.set("replay_mismatches", count(events, "sdc_detected"))
+            self._metrics.set("sdc_detections", count(events, "sdc_detected"))
         if evaluations:
             metric = self._job.best_metric
             backlog = (

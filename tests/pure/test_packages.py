@@ -5,7 +5,6 @@ in few rooms.
 from __future__ import annotations
 
 import ast
-from collections import Counter
 
 import pytest
 
@@ -13,8 +12,6 @@ from docs.picture import PICTURE, svg
 from tests.support.places import ROOT
 
 KNOW_RAY = ("cluster", "submit")
-DOUBLES = {"Hold", "Reader"}
-"""Names of two public classes each. The list only gets shorter: a word means one thing (docs/glossary.md)."""
 
 
 def private_imports(code: str) -> set[str]:
@@ -57,16 +54,6 @@ def test_rays_private_parts_are_in_cluster_and_submit() -> None:
 
 def test_the_picture_is_that_of_the_code() -> None:
     assert PICTURE.read_text() == svg(), "run `make picture`, and look at it"
-
-
-def test_no_two_public_classes_have_one_name() -> None:
-    files = (ROOT / "ray_app").rglob("*.py")
-    names = Counter(
-        node.name for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)
-    )
-    doubles = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
-    assert doubles - DOUBLES == set(), "give one of them another name"
-    assert DOUBLES - doubles == set(), "no doubles any more: take them off the list"
 
 
 def test_tests_share_what_is_in_support_and_import_no_other_tests() -> None:

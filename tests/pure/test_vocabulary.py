@@ -10,7 +10,6 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,7 +82,6 @@ PHRASES = {
     r"\bis no (run|file|folder|number|mapping|list|name|field|class|image|mean|row|column|task)\b": "is not a ...",
 }
 EXCEPTIONS: dict[str, str] = {
-    "ray_app/checkpoint/store.py: most": "a key of the stored files of holds",
     "ray_app/drill/process_scenarios.py: kill_exchange": "the name of a scenario, on the command line",
     "ray_app/retrain/gate.py: least_drop": "a key of the audit record",
 }
@@ -151,6 +149,17 @@ def problems(path: Path) -> list[str]:
     return found
 
 
+def repeated_classes(paths: list[Path]) -> list[str]:
+    """Returns a line for each class name that several classes of these files have, private and nested ones included."""
+    lines: dict[str, list[str]] = {}
+    for path in paths:
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    lines.setdefault(node.name, []).append(f"{path.resolve().relative_to(ROOT)}:{node.lineno}")
+    return [f"the class {name!r} is in {', '.join(where)}" for name, where in lines.items() if len(where) > 1]
+
+
 def files_below(*places: str) -> list[Path]:
     """Returns the Python files and pages below some folders, but the project template."""
     return [
@@ -167,17 +176,19 @@ def test_a_module_speaks_the_language_of_its_field(path: Path) -> None:
     assert problems(path) == []
 
 
-@pytest.mark.search
 def test_the_name_of_a_class_is_used_once() -> None:
-    classes = Counter(
-        node.name
-        for path in files_below("ray_app")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    )
-    assert [name for name, count in classes.items() if count > 1] == []
+    assert repeated_classes(files_below("ray_app")) == []
+
+
+def test_a_private_class_and_a_nested_one_count_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("class _Form: ...\nclass Other: ...\n")
+    (tmp_path / "b.py").write_text("class Outer:\n    class _Form: ...\n")
+    assert repeated_classes([tmp_path / "a.py", tmp_path / "b.py"]) == ["the class '_Form' is in a.py:1, b.py:2"]
 
 
 if __name__ == "__main__":
-    lines = [problem for path in files_below(*sys.argv[1:]) for problem in problems(path)]
+    files = files_below(*sys.argv[1:])
+    lines = [problem for path in files for problem in problems(path)]
+    lines += repeated_classes([path for path in files if path.is_relative_to(ROOT / "ray_app")])
     print("\n".join(lines), f"{len(lines)} problems", sep="\n")

@@ -34,7 +34,7 @@ from ray_app.train.loop import train
 from ray_app.train.membership import Flags, GenerationInfo
 from tests.support.local_world import CPU, LocalMembership
 
-PHASES = ("forming", "data", "compute", "exchange", "stepped", "committing", "any moment")
+PHASES = ("forming", "data", "compute", "reduction", "stepped", "committing", "any moment")
 _SILENCE_S = 120.0
 
 

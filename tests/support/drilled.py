@@ -40,19 +40,19 @@ def record(step: int, **fields: Any) -> StepRecord:
     )
 
 
-def ended(root: Path, proofs: dict[str, Any], records: list[StepRecord], **summary: Any) -> ScenarioResult:
+def ended(root: Path, evidence: dict[str, Any], records: list[StepRecord], **summary: Any) -> ScenarioResult:
     writer = MetricsWriter(RunPaths(root), 1)
     for made in records:
         writer.add(made)
     writer.close()
-    return ScenarioResult(RunPaths(root), SUMMARY | {"world_sizes": [[0, 2]]} | summary, proofs)
+    return ScenarioResult(RunPaths(root), SUMMARY | {"world_sizes": [[0, 2]]} | summary, evidence)
 
 
 def ground(folder: Path, workers: int = 2, **fields: Any) -> ScenarioContext:
     """On a cluster that is not the drill's own."""
     config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(folder), run__name="run", **fields)
     return ScenarioContext(
-        config, workers, 60, 20, 7, Evidence(str(folder / "proofs")), random.Random(0), None, _runs_nothing
+        config, workers, 60, 20, 7, Evidence(str(folder / "evidence")), random.Random(0), None, _runs_nothing
     )
 
 
@@ -61,7 +61,7 @@ def _runs_nothing(*_: Any) -> Any:
 
 
 def ended_process() -> dict[str, Any]:
-    """What a proof says of a process that has ended."""
+    """What evidence says of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         held = asdict(LeaseHolder.of(process.pid))
         process.kill()

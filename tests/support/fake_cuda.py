@@ -27,7 +27,7 @@ class Streams:
         self._threads = threading.local()
         patch.setattr(overlap, "cuda", self)
         patch.setattr(overlap, "_streams", {})
-        patch.setattr(Tensor, "pin_memory", lambda tensor: self.note("pin", tensor))
+        patch.setattr(Tensor, "pin_memory", lambda tensor: self.note("pin_memory", tensor))
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.note(f"used by {stream.name}", tensor))
         to = Tensor.to
 

@@ -54,7 +54,7 @@ class Worker:
     _generation: int = 0
     rank: int = 0
     _reply: HeartbeatReply = HeartbeatReply()
-    waits: int = 0
+    wait_number: int = 0
     tickets: int = 0
     lost: bool = False
     beat_s: float = 0.0  # when the next sign of life is due
@@ -75,7 +75,7 @@ class Worker:
             "generation": self._generation,
             "rank": self.rank,
             "step": self.step,
-            "waits": self.waits,
+            "wait_number": self.wait_number,
             "lost": self.lost,
         }
         return Heartbeat(self.name, self.node, "host", 1, 1, phase=phase, **told)
@@ -208,18 +208,18 @@ class World:
             return self._leave_for_good(w)
         if w.group is not None:
             return self._break_up(w) if w.group.broken else None
-        if not w.waits:
+        if not w.wait_number:
             w.tickets += 1
-            w.waits, w.beat_s = w.tickets, 0.0
-        elif w._reply.leave and w._reply.waits:
+            w.wait_number, w.beat_s = w.tickets, 0.0
+        elif w._reply.leave and w._reply.is_for_waiting:
             self._leave(w, has_to_save_on_exit(Flags(0), RendezvousClient.flags(w), w.rank))  # type: ignore[arg-type]
         return None
 
     def _obey(self, w: Worker, orders: HeartbeatReply) -> None:
         w._reply, w.beat_s, formed = orders, w.beat_sent_s + orders.period_s, orders.formed
-        if formed is None or not w.waits or formed.number <= w._generation:
+        if formed is None or not w.wait_number or formed.number <= w._generation:
             return
-        w._generation, w.rank, w.lost, w.waits = formed.number, formed.rank, False, 0
+        w._generation, w.rank, w.lost, w.wait_number = formed.number, formed.rank, False, 0
         self.formed = max(self.formed, formed.number)
         group = self.groups.setdefault(formed.number, Generation(formed.number, formed.size, self.now + FORM_S))
         if formed.size < self.least and self.made < self.steps:
@@ -233,10 +233,10 @@ class World:
 
     def _break_up(self, w: Worker) -> None:
         self._say(f"{w.name} lost a peer of generation {w._generation} at step {w.step}")
-        w.group, w.lost, w.waits = None, True, 0
+        w.group, w.lost, w.wait_number = None, True, 0
 
     def _leave(self, w: Worker, saves: bool) -> None:
-        w.group, w.waits = None, 0
+        w.group, w.wait_number = None, 0
         self._say(f"{w.name} leaves at step {w.step}{', saving' if saves and w.step >= 0 else ''}")
         w.state = "left"
         if saves and w.step >= 0:

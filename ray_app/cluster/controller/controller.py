@@ -227,8 +227,8 @@ class _Controller(TrainController):
         # The number is sent at every poll, because the rendezvous may have been restarted and lost it.
         self._send_expected()
         _, rendezvous_status = reply([self._rendezvous.drain.remote(leaving), self._rendezvous.status.remote()])
-        step, silent_s = rendezvous_status.step, rendezvous_status.silent
-        silent = {index for index, w in enumerate(workers) if silent_s.get(actor_id_of(w.actor), 0.0) > _GRACE_S}
+        step, lost_for_s = rendezvous_status.step, rendezvous_status.lost_for_s
+        silent = {index for index, w in enumerate(workers) if lost_for_s.get(actor_id_of(w.actor), 0.0) > _GRACE_S}
         if drained and len(drained) < len(workers):
             self._budget.budget.charge_preemption(len(drained), step, len(workers) - len(drained))
             self._drop(drained, "its node goes away")
@@ -250,10 +250,10 @@ class _Controller(TrainController):
         """
         group, policy = self._worker_group, self._scaling_policy
         heartbeats = reply(self._rendezvous.workers.remote()) if record.slow else []
-        times = slow_workers(record, heartbeats)
+        slowdowns = slow_workers(record, heartbeats)
         nodes = {actor_id_of(worker.actor): worker.metadata.node_id for worker in group.get_workers()}
         eviction = self._evictor.decide(
-            times,
+            slowdowns,
             len(group),
             self._pending_workers.count_ready(),
             lambda worker: policy.capacity_without(nodes.get(worker, ""), len(group)),
@@ -263,7 +263,7 @@ class _Controller(TrainController):
         policy.exclude_node(nodes.get(eviction.worker, ""))
         worker, step = next(h for h in heartbeats if h.worker == eviction.worker), record.step
         self._budget.budget.record(
-            "retired", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=eviction.reason
+            "evicted", rank=worker.rank, host=worker.host, pid=worker.pid, step=step, reason=eviction.reason
         )
         logger.info("Rank %d on %s is evicted at step %d: %s.", worker.rank, worker.host, step, eviction.reason)
 

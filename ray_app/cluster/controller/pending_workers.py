@@ -33,7 +33,7 @@ _MIN_PATIENCE_S = 10.0
 """Seconds for which a start that has enough workers waits at least for the others."""
 _MAX_DEATHS = 3
 NO_CAPACITY = "there is no capacity"
-"""The reason for which a pending worker that got no slot was cancelled."""
+"""The reason for which a pending worker that got no slot was canceled."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class PendingWorker:
         group: The placement group that it runs in.
         preparation_ref: Reference of its preparation, which returns nothing.
         metadata_ref: Reference of its newest answer, which says where it runs (Ray's `ActorMetadata`).
-        placement_deadline_s: When it is cancelled if it has no slot by then, by the monotonic clock.
-        ready_deadline_s: When it is cancelled if it is not prepared by then.
+        placement_deadline_s: When it is canceled if it has no slot by then, by the monotonic clock.
+        ready_deadline_s: When it is canceled if it is not prepared by then.
         is_placed: Whether it is known to have its slot.
         ready_s: When it was found to be ready; None before.
         metadata: Where it runs, once it is ready.
@@ -157,7 +157,7 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
             draining_nodes: Ids of nodes that are about to go away.
 
         Returns:
-            The reason for each cancelled worker, without those on draining nodes.
+            The reason for each canceled worker, without those on draining nodes.
         """
         reasons = list[str]()
         deaths = 0
@@ -191,12 +191,12 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
         return reasons
 
     def wait_until_ready(self, count: int) -> list[str]:
-        """Waits until `count` workers are ready, or all that have not been cancelled.
+        """Waits until `count` workers are ready, or all that have not been canceled.
 
         Slow workers are not waited for if a run may start without them, see `_is_enough`.
 
         Returns:
-            The reasons for which others were cancelled, see `poll`.
+            The reasons for which others were canceled, see `poll`.
         """
         reasons = self.poll()
         while self.count_ready() < min(count, len(self)) and not self._is_enough() and not self._is_stopping():

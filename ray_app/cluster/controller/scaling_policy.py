@@ -445,7 +445,7 @@ def slow_workers(record: StepRecord, heartbeats: Sequence[Heartbeat]) -> dict[st
         heartbeats: The newest heartbeats of the workers that step.
     """
     workers = {h.rank: h.worker for h in heartbeats if record.generation.endswith(f".{h.generation}")}
-    return {workers[int(rank)]: times for rank, times in record.slow.items() if int(rank) in workers}
+    return {workers[int(rank)]: slowdown for rank, slowdown in record.slow.items() if int(rank) in workers}
 
 
 @dataclass(frozen=True)
@@ -454,12 +454,12 @@ class Eviction:
 
     Args:
         worker: Id of the worker that has to leave.
-        times: Its time divided by that of the other workers.
+        slowdown: Its time divided by that of the other workers.
         reason: The reason, which goes to the event of the eviction.
     """
 
     worker: str
-    times: float
+    slowdown: float
     reason: str
 
 
@@ -534,10 +534,10 @@ class StragglerEvictor:
         else:
             # With one worker less the largest number of logical workers per worker may grow, and a step takes longer by
             # this factor.
-            slowdown = ceil(self._logical_workers / (workers - 1)) / ceil(self._logical_workers / workers)
-            if slow[worker] < _MIN_SPEEDUP * slowdown:
+            step_growth = ceil(self._logical_workers / (workers - 1)) / ceil(self._logical_workers / workers)
+            if slow[worker] < _MIN_SPEEDUP * step_growth:
                 return None
-            effect = f"without it a step takes {slowdown / slow[worker]:.2f} of the time"
+            effect = f"without it a step takes {step_growth / slow[worker]:.2f} of the time"
         self.evicted.add(worker)
         slow_s = now_s - self._slow_since_s[worker]
         reason = f"{slow[worker]:.1f} times as slow as the others for {slow_s:.0f} s; {effect}"

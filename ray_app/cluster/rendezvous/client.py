@@ -85,11 +85,11 @@ class RendezvousClient:
             str(context.get_actor_id()), context.get_node_id(), host, self._store.port, os.getpid()
         )
         # These attributes are the fields of the next heartbeat.
-        self._generation = self._rank = self._recorded = self._moves = 0
+        self._generation = self._rank = self._recorded = self._progress_reports = 0
         self._step = -1
         self._record: StepRecord | None = None
         self._phase: Phase = "starting"
-        self._waits = 0
+        self._wait_number = 0
         self._lost = False
         # The newest reply, and the group that it may ask this worker to abort.
         self._reply = HeartbeatReply()
@@ -155,12 +155,12 @@ class RendezvousClient:
         """
         with self._reply_condition:
             self._wait_count += 1
-            self._waits, self._lost = self._wait_count, lost
+            self._wait_number, self._lost = self._wait_count, lost
             self._wake()
-            while self._waits:
+            while self._wait_number:
                 self._reply_condition.wait()
-                if self._reply.leave and self._reply.waits:
-                    self._waits = 0
+                if self._reply.leave and self._reply.is_for_waiting:
+                    self._wait_number = 0
                     raise LeavingError
             return self._generation_info
 
@@ -179,8 +179,8 @@ class RendezvousClient:
                 phase=self._phase,
                 record=self._record,
                 recorded=self._recorded,
-                moves=self._moves,
-                waits=self._waits,
+                progress_reports=self._progress_reports,
+                wait_number=self._wait_number,
                 lost=self._lost,
             )
 
@@ -200,9 +200,9 @@ class RendezvousClient:
         """Puts a phase into the next heartbeat, see `Membership.enter`."""
         self._phase = phase
 
-    def moved(self) -> None:
-        """Counts a progress other than a step in the next heartbeat, see `Membership.moved`."""
-        self._moves += 1
+    def report_progress(self) -> None:
+        """Counts a progress other than a step in the next heartbeat, see `Membership.report_progress`."""
+        self._progress_reports += 1
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """Puts the finished steps and the newest record into the next heartbeat, see `Membership.report`."""
@@ -249,7 +249,7 @@ class RendezvousClient:
 
     def _connect(self) -> socket.socket:
         """Opens a connection to the rendezvous, which notices by its end that this process has ended."""
-        address, secret = ray.get(self._rendezvous.lifeline.remote(), timeout=_ANSWER_S)
+        address, secret = ray.get(self._rendezvous.address_and_secret.remote(), timeout=_ANSWER_S)
         connection = socket.create_connection(address, timeout=_ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         connection.sendall(f"{secret}\n".encode())
@@ -289,8 +289,8 @@ class RendezvousClient:
         with self._reply_condition:
             self._reply = reply
             # An answer to an earlier wait may arrive late; its generation is not a new one.
-            if reply.formed is not None and self._waits and reply.formed.number > self._generation:
-                self._generation_info, self._waits = reply.formed, 0
+            if reply.formed is not None and self._wait_number and reply.formed.number > self._generation:
+                self._generation_info, self._wait_number = reply.formed, 0
                 self._generation, self._rank = reply.formed.number, reply.formed.rank
             self._reply_condition.notify_all()
         if reply.dump:

@@ -42,7 +42,7 @@ class Member:
             the worker since.
         heartbeat_s: When the newest heartbeat arrived, in seconds of the rendezvous's clock.
         waiting_since_s: Since when the worker waits for a generation; None while it does not wait.
-        ticket: The number of the worker's newest wait, see `Heartbeat.waits`.
+        ticket: The number of the worker's newest wait, see `Heartbeat.wait_number`.
         formed: The generation that ended this wait; None while the worker waits.
         period_s: The longest heartbeat period that was sent to the worker since its newest heartbeat.
         dump: Whether the next reply asks the worker to record its stacks.
@@ -67,13 +67,13 @@ class Members:
     The caller calls `recount` for each member that it changes, or `update` after it has changed several.
 
     Attributes:
-        number: The number of the newest generation, not of members; 0 before the first generation.
+        newest_generation: The number of the newest generation; 0 before the first generation.
         leaving: Ids of the nodes that are about to go away, and of workers that have to leave nodes that stay.
         waiting: The members that wait for a generation, by worker id, the longest-waiting first.
     """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.newest_generation = 0
         self.leaving = frozenset[str]()
         self.waiting: dict[str, Member] = {}
         self._members: dict[str, Member] = {}
@@ -106,7 +106,7 @@ class Members:
         heartbeat, waits = member.heartbeat, member.waiting_since_s is not None
         kind = Kind(
             leaving=self.is_leaving(member),
-            current=heartbeat.generation == self.number > 0,
+            current=heartbeat.generation == self.newest_generation > 0,
             waits=waits,
             has_state=_has_state(heartbeat),
             phase=heartbeat.phase,
@@ -123,9 +123,9 @@ class Members:
         """Returns whether a member has to leave: its node goes away, or it has to leave a node that stays."""
         return member.heartbeat.node in self.leaving or member.heartbeat.worker in self.leaving
 
-    def update(self, number: int | None = None, leaving: frozenset[str] | None = None) -> None:
+    def update(self, newest_generation: int | None = None, leaving: frozenset[str] | None = None) -> None:
         """Sets the attributes that are given, and counts all members again, since their kinds depend on these."""
-        self.number = self.number if number is None else number
+        self.newest_generation = self.newest_generation if newest_generation is None else newest_generation
         self.leaving = self.leaving if leaving is None else leaving
         for member in self:
             self.recount(member)
@@ -155,7 +155,7 @@ class Members:
 
     def stepping_members(self) -> list[Member]:
         """Returns the members that are in the newest generation and do not wait for the next."""
-        return [m for m in self if m.heartbeat.generation == self.number > 0 and m.waiting_since_s is None]
+        return [m for m in self if m.heartbeat.generation == self.newest_generation > 0 and m.waiting_since_s is None]
 
 
 def _has_state(heartbeat: Heartbeat) -> bool:

@@ -101,8 +101,8 @@ class Rendezvous:
         if heartbeat.worker in self._departed:
             return HeartbeatReply(exit=True)
         existing = self._members.get(heartbeat.worker)
-        if existing is not None and heartbeat.moves > existing.heartbeat.moves:
-            self._watchdog.moves()
+        if existing is not None and heartbeat.progress_reports > existing.heartbeat.progress_reports:
+            self._watchdog.restart_limit()
         if heartbeat.generation > (existing.heartbeat.generation if existing is not None else 0):
             # The worker steps, and this instance has not formed its generation: the worker uses parameter servers and
             # needs no process group, or an earlier instance formed the generation. Its next step may be a first one,
@@ -111,12 +111,12 @@ class Rendezvous:
         member = self._update_member(heartbeat)
         self._newest_record = heartbeat.record or self._newest_record
         self._last_recorded_step = max(self._last_recorded_step, heartbeat.recorded)
-        if heartbeat.generation == self._members.number:
-            self._watchdog.finished(heartbeat.step, heartbeat.record)
-        elif heartbeat.generation > self._members.number:
+        if heartbeat.generation == self._members.newest_generation:
+            self._watchdog.note_step(heartbeat.step, heartbeat.record)
+        elif heartbeat.generation > self._members.newest_generation:
             # An earlier instance formed that generation, or the worker uses parameter servers.
-            self._members.update(number=heartbeat.generation)
-        if heartbeat.waits and heartbeat.waits != member.ticket:
+            self._members.update(newest_generation=heartbeat.generation)
+        if heartbeat.wait_number and heartbeat.wait_number != member.ticket:
             self._start_wait(member, heartbeat)
         self._broadcast_changes()
         return self._reply(member, heartbeat)
@@ -133,9 +133,9 @@ class Rendezvous:
 
     def _reply(self, member: Member, heartbeat: Heartbeat) -> HeartbeatReply:
         """Returns the reply to a heartbeat of a member, and clears the request for the member's stacks."""
-        newest_generation = self._members.number
+        newest_generation = self._members.newest_generation
         is_current, waits = heartbeat.generation == newest_generation > 0, member.waiting_since_s is not None
-        is_stale = 0 < heartbeat.generation < newest_generation and not heartbeat.waits
+        is_stale = 0 < heartbeat.generation < newest_generation and not heartbeat.wait_number
         flags = self._flags
         if is_current and self._wants_reform():
             flags |= Flags.REFORM
@@ -156,8 +156,8 @@ class Rendezvous:
             dump=member.dump,
             exit=exits,
             recorded=self._last_recorded_step,
-            waits=waits,
-            formed=None if waits or not heartbeat.waits else member.formed,
+            is_for_waiting=waits,
+            formed=None if waits or not heartbeat.wait_number else member.formed,
             period_s=period_s,
         )
         member.dump = False
@@ -171,7 +171,7 @@ class Rendezvous:
     def _broadcast_changes(self) -> None:
         """Calls `on_change` if the part of the replies that concerns all workers has changed since the last call."""
         broadcast = (
-            self._members.number,
+            self._members.newest_generation,
             self._is_broken,
             self._flags,
             self._members.leaving,
@@ -184,9 +184,9 @@ class Rendezvous:
 
     def _start_wait(self, member: Member, heartbeat: Heartbeat) -> None:
         """Notes that a worker waits for the next generation from now on, which may complete that generation."""
-        member.ticket, member.formed = heartbeat.waits, None
+        member.ticket, member.formed = heartbeat.wait_number, None
         was_stepping = member.kind is not None and is_stepping(member.kind)
-        if was_stepping and (heartbeat.lost or heartbeat.generation < self._members.number):
+        if was_stepping and (heartbeat.lost or heartbeat.generation < self._members.newest_generation):
             # The worker left the newest generation in the middle of a step, or never entered it. The other workers
             # would wait for it in their next collective.
             self._is_broken = True
@@ -203,10 +203,10 @@ class Rendezvous:
             heartbeat: The worker's last heartbeat.
             over: Whether the worker has ended because the run has; a worker that joins later must not wait for others.
         """
-        self.handle_heartbeat(replace(heartbeat, waits=0))
+        self.handle_heartbeat(replace(heartbeat, wait_number=0))
         member = self._members.pop(heartbeat.worker)
         # A generation may have formed with the worker before it has heard of it; the others would wait for its group.
-        if member is not None and heartbeat.generation < member.heartbeat.generation == self._members.number:
+        if member is not None and heartbeat.generation < member.heartbeat.generation == self._members.newest_generation:
             self._is_broken = True
         self._departed.add(heartbeat.worker)
         self._is_run_over = self._is_run_over or over
@@ -239,7 +239,7 @@ class Rendezvous:
         It pauses the watchdog if it is called repeatedly, as it is while all workers wait for a coordinator of
         parameter servers that waits for the storage.
         """
-        self._watchdog.moves()
+        self._watchdog.restart_limit()
 
     async def drain(self, leaving: set[str]) -> None:
         """Sets which workers have to leave, and replaces the earlier set.
@@ -263,12 +263,12 @@ class Rendezvous:
         """Returns the state of the group for the controller and the console."""
         leaving = {m.heartbeat.worker for m in self._members.leaving_members()}
         live = {m.heartbeat.worker for m in self._members} - leaving
-        is_short = self._members.number > 0 and len(live) < self._min_workers and not self._is_run_over
+        is_short = self._members.newest_generation > 0 and len(live) < self._min_workers and not self._is_run_over
         shortage = f"{len(live)} of at least {self._min_workers} workers; waiting for others" if is_short else None
         return RendezvousStatus(
             live=live,
             leaving=leaving,
-            silent={worker: self._clock() - since_s for worker, since_s in self._lost.items()},
+            lost_for_s={worker: self._clock() - since_s for worker, since_s in self._lost.items()},
             stepping=self._members.count(is_stepping),
             step=max(0, self._watchdog.step),
             record=self._newest_record,
@@ -305,7 +305,7 @@ class Rendezvous:
             return
         logger.info("Worker %s on %s is lost: %s.", worker, member.heartbeat.host, reason)
         self._lost[worker] = self._clock()
-        if member.heartbeat.generation == self._members.number:
+        if member.heartbeat.generation == self._members.newest_generation:
             self._is_broken = True
         self._try_form()
         self._broadcast_changes()
@@ -356,7 +356,7 @@ class Rendezvous:
     def _form(self, ready: list[Member]) -> None:
         """Forms the next generation of these members; the replies to them carry it."""
         ready = sort_by_rank(ready)
-        number = max(self._members.number + 1, self._first_generation)
+        number = max(self._members.newest_generation + 1, self._first_generation)
         step = max(m.heartbeat.step for m in ready)
         self._is_broken = False
         self._watchdog.begin(step)
@@ -365,7 +365,7 @@ class Rendezvous:
             member.heartbeat = replace(member.heartbeat, generation=number, rank=rank)
             member.waiting_since_s = None
             member.formed = GenerationInfo(number, rank, len(ready), first.host, first.port, hosts)
-        self._members.update(number=number)
+        self._members.update(newest_generation=number)
         logger.info("Generation %d has formed with %d workers at step %d.", number, len(ready), max(0, step))
 
     # Silent workers and the step watchdog.
@@ -387,14 +387,14 @@ class Rendezvous:
             return
         if self._members.any(lambda k: is_stepping(k) and k.phase == "saving"):
             # The others wait for this member, which waits for the storage.
-            self._watchdog.moves()
+            self._watchdog.restart_limit()
             return
-        stall_count = self._watchdog.times(now)
+        stall_count = self._watchdog.count_stalls(now)
         if not stall_count:
             return
         stepping = self._members.stepping_members()
         # Members in these phases wait for the others; a member in another phase stalls the group.
-        stalling = [m for m in stepping if m.heartbeat.phase not in ("forming", "exchange", "done")]
+        stalling = [m for m in stepping if m.heartbeat.phase not in ("forming", "reduction", "done")]
         for member in stepping:
             member.dump = True
         if stalling or stall_count > 1:

@@ -23,6 +23,7 @@ from typing import Any
 import ray
 
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
+from ray_app.process import log_to_stderr
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply
 
@@ -171,6 +172,7 @@ class _RendezvousActor(Rendezvous):
     """
 
     def __init__(self, silence_s: float, step_timeout_s: float | None, min_workers: int) -> None:
+        log_to_stderr()
         with warnings.catch_warnings():
             # This property of Ray reads another one that is deprecated, which would warn.
             warnings.simplefilter("ignore")
@@ -183,7 +185,7 @@ class _RendezvousActor(Rendezvous):
         self._listening: asyncio.Task[tuple[str, int]] | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    async def lifeline(self) -> tuple[tuple[str, int], str]:
+    async def address_and_secret(self) -> tuple[tuple[str, int], str]:
         """Returns the address for the workers' connections and the secret that a client sends first.
 
         The first call starts to listen and to check for silent workers. A call after one that failed tries again.

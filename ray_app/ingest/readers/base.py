@@ -92,7 +92,7 @@ class Limits:
     bytes: int
 
 
-class Reader(Protocol):
+class FormatReader(Protocol):
     """The reader of one raw format."""
 
     def files(self) -> Iterable[File]:

@@ -113,7 +113,7 @@ def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
     return rows[:-1] if len(head) > _HEAD_BYTES // 4 or len(rows) > _HEAD_ROWS else rows
 
 
-def recognise_delimiter(file: File, column_names: list[str] | None) -> str:
+def recognize_delimiter(file: File, column_names: list[str] | None) -> str:
     """Returns the delimiter of a file, from its first rows.
 
     With two or more `column_names` it is the first one that gives the first row as many values. Otherwise it is a
@@ -289,7 +289,7 @@ class Csv:
         names = tuple(self.column_names) if self.column_names else None
         if self.delimiter:
             return CsvFormat(name_delimiter(self.delimiter), names)
-        return CsvFormat(recognise_delimiter(self.files()[0], self.column_names), names)
+        return CsvFormat(recognize_delimiter(self.files()[0], self.column_names), names)
 
     def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:
         """Returns the names of the columns, and notes for the user on how the files were interpreted.
@@ -302,7 +302,7 @@ class Csv:
         notes = []
         if self._format.delimiter != "," and not self.delimiter:
             notes.append(
-                f"{DELIMITERS[self._format.delimiter]} was recognised as the delimiter of {path}. The option delimiter"
+                f"{DELIMITERS[self._format.delimiter]} was recognized as the delimiter of {path}. The option delimiter"
                 " names another one."
             )
         if not self.column_names and (note := check_header(path, names)):

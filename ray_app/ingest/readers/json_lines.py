@@ -74,7 +74,7 @@ class JsonLines:
         ]
         return [base.Part("", splits, form.classes)]
 
-    def _form(self, facts: list[_Facts]) -> _Form:
+    def _form(self, facts: list[_Facts]) -> _JsonLinesForm:
         """Returns the form that every row must have.
 
         Raises:
@@ -108,7 +108,7 @@ class JsonLines:
             classes = sort_classes(
                 f"{self.path}: label key {self.label!r}", set().union(*(f.labels for f in facts)), self.skip
             )
-        return _Form(schema, shapes, self.label, classes)
+        return _JsonLinesForm(schema, shapes, self.label, classes)
 
 
 _FirstValue = tuple[str, pa.DataType]
@@ -128,7 +128,7 @@ class _Facts:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _JsonLinesForm:
     """The form of a row: types of the keys, shapes of those with lists, the label's key, and its classes."""
 
     schema: pa.Schema
@@ -207,7 +207,7 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_temporal(kind) else kind
 
 
-def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(form: _JsonLinesForm, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     for block in _blocks(files):
         table, bad = _parse_block(block, form.schema, None)
         for number, reason in bad:
@@ -261,7 +261,7 @@ def _find_rounded(value: Any) -> Decimal | None:
     return value if isinstance(value, Decimal) and Decimal(float(value)) != value else None
 
 
-def _values(table: pa.Table, name: str, form: _Form) -> Any:
+def _values(table: pa.Table, name: str, form: _JsonLinesForm) -> Any:
     column = table[name].combine_chunks()
     if name in form.shapes:
         return nested.to_numbers(column, form.shapes[name])

@@ -95,7 +95,7 @@ class TFRecord:
             )
         return splits if len(splits) > 1 else {"": files}
 
-    def _form(self, files: list[File]) -> _Form:
+    def _form(self, files: list[File]) -> _TFRecordForm:
         """Returns the form that every row must have: that of the first one.
 
         Raises:
@@ -134,11 +134,11 @@ class TFRecord:
         images = {
             name for name, (kind, _) in kinds.items() if kind == "bytes_list" and _IMAGE.match(values[name][1][0])
         }
-        return _Form(kinds, label, images if self.check else set())
+        return _TFRecordForm(kinds, label, images if self.check else set())
 
 
 @dataclass(frozen=True)
-class _Form:
+class _TFRecordForm:
     """The form of a row: the kind of each feature that is kept, the feature that becomes `label`, and the features with
     images that are decoded as a check.
     """
@@ -148,7 +148,7 @@ class _Form:
     images: set[str]
 
 
-def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(form: _TFRecordForm, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     rows = (row for file in files for row in _usable(form, file, refuse))
     for block in base.batch_rows(rows, lambda row: row[2]):
         columns: dict[str, Any] = {}
@@ -163,7 +163,7 @@ def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.
         yield base.make_table([row[0] for row in block], columns)
 
 
-def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _usable(form: _TFRecordForm, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yields id, values by feature, and bytes of every row that can be used."""
     for number, (_, data) in enumerate(_records(file)):
         row_id = f"{file.name}:{number}"
@@ -173,7 +173,7 @@ def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str,
             refuse(row_id, str(error))
 
 
-def _values(form: _Form, data: bytes) -> dict[str, Any]:
+def _values(form: _TFRecordForm, data: bytes) -> dict[str, Any]:
     """Returns the values of a row by feature.
 
     Raises:

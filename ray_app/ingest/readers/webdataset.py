@@ -77,7 +77,7 @@ class WebDataset:
                 f"{self.pattern}: no member in these tar files; expected members such as 0001.jpg and 0001.cls."
             )
         keeps_json = not self.label or self.columns is None or "json" in self.columns
-        form = _Form(self._expected_members(first), self.columns is None, self.label, keeps_json, self.check)
+        form = _WebDatasetForm(self._expected_members(first), self.columns is None, self.label, keeps_json, self.check)
         groups = base.group_files(self._files, self.split_bytes)
         return [base.Part("", [base.InputSplit(None, partial(_tables, form, group)) for group in groups])]
 
@@ -145,7 +145,7 @@ class WebDataset:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _WebDatasetForm:
     """The form that every row must have; see `WebDataset`.
 
     Args:
@@ -172,7 +172,7 @@ class _Form:
         return self.keeps_all or _column(extension) in self.columns
 
 
-def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(form: _WebDatasetForm, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
     rows = (row for file in files for row in _usable(form, file, refuse))
     for block in base.batch_rows(rows, lambda row: row[2]):
         columns: dict[str, Any] = {}
@@ -184,7 +184,7 @@ def _tables(form: _Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.
         yield base.make_table([row[0] for row in block], columns)
 
 
-def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _usable(form: _WebDatasetForm, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yields id, values by column, and bytes of every row that can be used."""
     for key, members in _rows(file, form.is_kept):
         row_id = f"{file.name}:{key}"
@@ -196,7 +196,7 @@ def _usable(form: _Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str,
             yield row_id, values, sum(map(len, members.values()))
 
 
-def _values(form: _Form, members: Members) -> dict[str, Any]:
+def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
     """Returns the values of a row by column, in the same order for all rows.
 
     Raises:

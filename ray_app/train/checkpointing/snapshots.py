@@ -52,7 +52,7 @@ class SnapshotActor:
     def __init__(self) -> None:
         self._newest: PackedSnapshot | None = None
 
-    def keep(self, snapshot: PackedSnapshot) -> None:
+    def store_snapshot(self, snapshot: PackedSnapshot) -> None:
         """Stores a snapshot in place of the stored one, unless that one is newer."""
         if self._newest is None or snapshot.step >= self._newest.step:
             self._newest = snapshot
@@ -176,7 +176,7 @@ class SnapshotSender:
         files = pack(snapshot)
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         packed = PackedSnapshot(snapshot.step, files, digests, records)
-        sent = [actor.keep.remote(packed) for actor in self._actors]
+        sent = [actor.store_snapshot.remote(packed) for actor in self._actors]
         done, _ = ray.wait(sent, num_returns=len(sent), timeout=_ACTOR_TIMEOUT_S)
         for reference in done:
             try:

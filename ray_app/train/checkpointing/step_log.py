@@ -176,7 +176,7 @@ class StepLog:
             skipped=sum(result.skipped),
             weight=None if result.weight == sum(result.rows) else result.weight,
             metrics=result.metrics,
-            replayed=result.recomputed,
+            recomputed=result.recomputed,
             imbalance=stragglers.imbalance if stragglers is not None else None,
             slow=stragglers.slow if stragglers is not None else {},
         )
@@ -228,7 +228,7 @@ class StepLog:
             return snapshot
 
         if writes:
-            self._wait_for_storage("exchange")
+            self._wait_for_storage("reduction")
             self._checkpoint_writer.save(take, commit)
         else:
             take()
@@ -299,7 +299,7 @@ class StepLog:
             LeaseLostError: A later start of the driver has taken the run over.
         """
         if self._world.rank == 0:
-            self._wait_for_storage("exchange")
+            self._wait_for_storage("reduction")
             self._checkpoint_writer.check()
 
     def close(self) -> None:

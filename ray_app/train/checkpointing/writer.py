@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ray_app.checkpoint.format import Snapshot, file_writers, params_digest
-from ray_app.checkpoint.store import CheckpointStore, Commit, Hold, skipped_evaluations
+from ray_app.checkpoint.store import CheckpointStore, Commit, Pin, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.runlog.evaluations import evaluated_steps
@@ -177,17 +177,17 @@ class CheckpointWriter:
                 return
             self._pending_events.pop(0)
 
-    def _record_skipped(self, fence: int, holds: list[Hold], removed_steps: list[int]) -> None:
+    def _record_skipped(self, fence: int, pins: list[Pin], removed_steps: list[int]) -> None:
         """Records each evaluation that will never be made, since its checkpoint is about to be removed.
 
         Each is recorded once, even if the removal fails and is tried again.
 
         Args:
             fence: Number of the driver's start.
-            holds: The holds of the evaluators.
+            pins: The pins of the evaluators.
             removed_steps: The steps of the checkpoints that are about to be removed.
         """
-        skipped = skipped_evaluations(removed_steps, holds, time.time()) - self._recorded_skips
+        skipped = skipped_evaluations(removed_steps, pins, time.time()) - self._recorded_skips
         for step, name in sorted(skipped, key=lambda pair: pair[0]):
             if step not in evaluated_steps(self._paths, name):
                 details = {"step": step, "reason": "the evaluator lags too far behind"} | ({"by": name} if name else {})
@@ -205,10 +205,10 @@ class CheckpointWriter:
             while self._failed_commits:
                 self._store.discard(self._failed_commits[-1])
                 self._failed_commits.pop()
-            # The holds are read before the best steps, so that a checkpoint that is evaluated and released in between
-            # is protected by its hold or is among the best.
-            holds = self._store.holds()
-            record_skipped = partial(self._record_skipped, fence, holds)
-            self._store.retain(self._section.keep_last, self._best_steps(), holds, record_skipped)
+            # The pins are read before the best steps, so that a checkpoint that is evaluated and unpinned in between
+            # is protected by its pin or is among the best.
+            pins = self._store.read_pins()
+            record_skipped = partial(self._record_skipped, fence, pins)
+            self._store.retain(self._section.keep_last, self._best_steps(), pins, record_skipped)
         except Exception as error:
             logger.warning("Old checkpoints could not be removed, will try again: %s", error)

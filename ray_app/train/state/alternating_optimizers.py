@@ -90,16 +90,16 @@ class Turns(Optimizer):
         """Sets `param_groups` to the groups of all optimizers; an optimizer that loads a state makes new groups."""
         self.param_groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
-    def at(self, step: int) -> Optimizer:
+    def optimizer_at(self, step: int) -> Optimizer:
         """Returns the optimizer in turn at a step of the run, counted from 0."""
         return self.optimizers[turn_at(self._specs, step)]
 
-    def begin(self, step: int) -> str:
-        """Calls `take` for the optimizer in turn at a step, and returns the optimizer's name."""
-        self.take(turn := turn_at(self._specs, step))
+    def begin_step(self, step: int) -> str:
+        """Calls `enable_gradients` for the optimizer in turn at a step, and returns the optimizer's name."""
+        self.enable_gradients(turn := turn_at(self._specs, step))
         return turn
 
-    def take(self, turn: str) -> None:
+    def enable_gradients(self, turn: str) -> None:
         """Sets `requires_grad` so that only the parameters of one optimizer get gradients.
 
         Args:
@@ -147,7 +147,7 @@ class TurnSchedules:
         make: Makes a schedule from its specification, its optimizer, and the optimizer's number of steps in the run.
 
     Attributes:
-        moves: Number of steps of each schedule in the run, by the name of its optimizer.
+        step_counts: Number of steps of each schedule in the run, by the name of its optimizer.
         schedules: The schedules by the name of their optimizer; an optimizer without a schedule has no entry.
     """
 
@@ -159,11 +159,11 @@ class TurnSchedules:
         make: Callable[[ClassSpec, Optimizer, int], LRScheduler],
     ) -> None:
         self._specs = specs
-        self.moves = {
+        self.step_counts = {
             turn: steps_in_turn(specs, turn, total_steps) for turn, spec in specs.items() if spec.schedule is not None
         }
         self.schedules = {
-            turn: make(spec.schedule, turns.optimizers[turn], self.moves[turn])
+            turn: make(spec.schedule, turns.optimizers[turn], self.step_counts[turn])
             for turn, spec in specs.items()
             if spec.schedule is not None
         }

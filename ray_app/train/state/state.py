@@ -181,7 +181,7 @@ class TrainingState:
     @property
     def _next_optimizer(self) -> Optimizer:
         """The optimizer that the next step uses."""
-        return self.optimizer if self.turns is None else self.turns.at(self.step)
+        return self.optimizer if self.turns is None else self.turns.optimizer_at(self.step)
 
     def train(self) -> None:
         """Puts the model into training mode, except for batch-norm layers with frozen parameters only."""
@@ -228,21 +228,21 @@ class TrainingState:
 
     def _live(self) -> Snapshot:
         """Returns the state in the form of a checkpoint; its tensors are not copies, so training changes them."""
-        model, more = self.master.state_dict(), dict[str, Any]()
+        model, extra_state = self.master.state_dict(), dict[str, Any]()
         if self.average is not None:
-            model, more["parameters"] = self.average.over(model), self.average.parameters()
+            model, extra_state["parameters"] = self.average.averaged_state(model), self.average.parameters()
         if self.scale is not None:
-            more["scale"] = self.scale.state()
+            extra_state["scale"] = self.scale.state()
         schedule = self.schedule.state_dict() if self.schedule is not None else None
-        return Snapshot(self.step, model, self.optimizer.state_dict(), schedule, more)
+        return Snapshot(self.step, model, self.optimizer.state_dict(), schedule, extra_state)
 
     def load(self, snapshot: Snapshot) -> None:
         """Loads the state of a snapshot."""
         self.master.load_state_dict(snapshot.model)
         if self.average is not None:
-            self.average.load(snapshot.model, snapshot.more["parameters"])
+            self.average.load(snapshot.model, snapshot.extra_state["parameters"])
         if self.scale is not None:
-            self.scale.load(snapshot.more["scale"])
+            self.scale.load(snapshot.extra_state["scale"])
         if self.turns is not None:
             self.turns.load_state_dict(snapshot.optimizer)
         else:
@@ -422,7 +422,7 @@ class ParameterAverage:
         decay = min(self._decay, (1 + step) / (10 + step))
         torch._foreach_lerp_([v for v, _ in self._moving], [p.detach() for _, p in self._moving], 1 - decay)
 
-    def over(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def averaged_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns a model's state with the average in place of the parameters."""
         return {
             name: self._values[self._names[name]] if name in self._names else value for name, value in state.items()
@@ -437,7 +437,7 @@ class ParameterAverage:
         """Loads an average and the trained parameters.
 
         Args:
-            state: The result of `over`; it may lack frozen parameters.
+            state: The result of `averaged_state`; it may lack frozen parameters.
             parameters: The result of `parameters`; it may lack frozen parameters.
         """
         for name, number in self._names.items():

@@ -230,7 +230,7 @@ class Forward:
         self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(train.precision)
         self._compiles, self._channels_last = train.compile, train.channels_last
         if train.compile:
-            environment.need_compiler(device)
+            environment.check_compiler(device)
         if device.type == "cuda":
             use_eager_roi_align()
         self._compiled_models: dict[nn.Module, Any] = {}

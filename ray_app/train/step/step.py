@@ -208,7 +208,7 @@ class Step:
             self._buffers.end_logical_worker(batch.logical_worker)
         if self._timer is not None:
             self._timer.mark_computed()
-        self._enter("exchange")
+        self._enter("reduction")
         self._reducer.launch()
         self._buffers.launch()
         # The recomputation overlaps with the gradient reduction.
@@ -216,7 +216,7 @@ class Step:
             recomputed_shares.compute(lambda batch: self._recompute(cursor, batch, global_rows))
         result = None
         # Where the host carries the gradients (gloo), the statistics travel concurrently with them.
-        if self._world.check_device_errors is None and self._world.size > 1:
+        if self._world.has_host_collectives and self._world.size > 1:
             sums, _ = self._sync_and_read(device_sums, [])
             result = self._stats.gather(self._replica_stats(batches, sums, global_rows, flags))
         self._reducer.finish()
@@ -439,7 +439,7 @@ def make_replica_stats(
         loss: Its share of the mean loss.
         flags: The flags of this rank.
         time_breakdown: The time of this rank.
-        squared_norm: Its share of the square of the gradient's norm, see `ReplicaStats.norm`.
+        squared_norm: Its share of the square of the gradient's norm, see `ReplicaStats.squared_norm`.
     """
     return ReplicaStats(
         batch.logical_worker,
@@ -482,14 +482,14 @@ class TurnStep(Step):
         self._reducers = dict[str, GradientReducer]()
         self._stats_by_turn = {turn: StepStats(world) for turn in turns.optimizers}
         for turn in turns.optimizers:
-            turns.take(turn)
+            turns.enable_gradients(turn)
             self._reducers[turn] = make_reducer()
         # `run` sets the reducer, the statistics and the parameters of each step; this reducer is replaced there.
         super().__init__(config, task, state, self._reducers[turn], world, device, enter)
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
         """Runs the step of the optimizer in turn, see `Step.run`."""
-        turn = self._turn = self._turns.begin(self._state.step)
+        turn = self._turn = self._turns.begin_step(self._state.step)
         self._reducer = self._reducers[turn]
         self._stats = self._stats_by_turn[turn]
         self._parameters = self._turns.parameters[turn]

@@ -36,7 +36,8 @@ class ReplicaStats(NamedTuple):
         row_hash: Sum of the rows' hashes, modulo 2**64.
         loss: Its share of the mean loss.
         flags: The flags of its rank.
-        norm: Its share of the square of the gradient's norm with `local_sgd`, where no gradient is reduced; else 0.
+        squared_norm: Its share of the square of the gradient's norm with `local_sgd`, where no gradient is reduced;
+            else 0.
         skipped: Number of its planned rows that cannot be decoded.
         weight: Sum of its rows' weights.
         compute_s, data_s, other_s, step_s: The time of its rank, see `TimeBreakdown`.
@@ -48,7 +49,7 @@ class ReplicaStats(NamedTuple):
     row_hash: int
     loss: float
     flags: int
-    norm: float
+    squared_norm: float
     skipped: int
     weight: float
     compute_s: float

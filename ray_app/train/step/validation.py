@@ -42,7 +42,7 @@ class Validation:
         state: The training state.
         load: Returns the decoded evaluation data, each field of shape (rows, ...); called at the first evaluation.
         device: Device to compute on.
-        moved: Called after every chunk and every failed write, to report progress to the step watchdog.
+        report_progress: Called after every chunk and every failed write, to report progress to the step watchdog.
     """
 
     def __init__(
@@ -51,9 +51,15 @@ class Validation:
         state: TrainingState,
         load: Callable[[], Arrays],
         device: torch.device,
-        moved: Callable[[], None],
+        report_progress: Callable[[], None],
     ) -> None:
-        self._job, self._state, self._load, self._device, self._moved = job, state, load, device, moved
+        self._job, self._state, self._load, self._device, self._report_progress = (
+            job,
+            state,
+            load,
+            device,
+            report_progress,
+        )
         self._arrays: Arrays | None = None
         # Step and reason of each evaluation that could not be written and has no event yet.
         self._pending_events: list[tuple[int, str]] = []
@@ -80,7 +86,7 @@ class Validation:
                 job.task, model, self._arrays, batch_size, self._device, world.rank, world.size, manifest=manifest
             ):
                 local_chunks.append(chunk)
-                self._moved()
+                self._report_progress()
         # `eval_model` may have received the parameters on the device, where a broken collective leaves garbage.
         if world.check_device_errors is not None:
             world.check_device_errors()
@@ -138,7 +144,7 @@ class Validation:
                     evaluation.step,
                     reason,
                 )
-            self._moved()
+            self._report_progress()
             if attempt < _ATTEMPTS - 1:
                 time.sleep(_FIRST_PAUSE_S * 2**attempt)
         self._pending_events.append((evaluation.step, reason))

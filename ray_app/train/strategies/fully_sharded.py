@@ -176,17 +176,17 @@ class StateShards:
         parameters: The sharded parameters.
 
     Attributes:
-        of: The plain parameter by its sharded parameter.
+        plain_parameters: The plain parameter by its sharded parameter.
     """
 
     def __init__(self, parameters: Sequence[DTensor]) -> None:
         self._sharded: dict[Tensor, DTensor] = {
             nn.Parameter(p.to_local().detach(), p.requires_grad): p for p in parameters
         }
-        self.of: dict[Tensor, Any] = {p: shard for shard, p in self._sharded.items()}
+        self.plain_parameters: dict[Tensor, Any] = {p: shard for shard, p in self._sharded.items()}
         self._pieces = {shard: _pieces_of(p, shard.numel()) for shard, p in self._sharded.items()}
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def register_hooks(self, optimizer: Optimizer) -> None:
         """Adds hooks to the optimizer of the plain parameters, so that it uses gradients of the sharded parameters.
 
         Before each step the plain parameters get the memory and the gradients of their sharded parameters; after the
@@ -205,14 +205,14 @@ class StateShards:
         optimizer.register_step_pre_hook(set_gradients)
         optimizer.register_step_post_hook(drop_gradients)
 
-    def in_order(self, optimizer: Optimizer) -> list[Any]:
+    def sharded_parameters_of(self, optimizer: Optimizer) -> list[Any]:
         """Returns the sharded parameters in the order in which an optimizer numbers their plain parameters.
 
         A parameter of the optimizer that is not one of the plain parameters is returned itself.
         """
         return [self._sharded.get(p, p) for p in ordered_parameters(optimizer)]
 
-    def as_whole(self) -> TorchFunctionMode:
+    def piecewise_kernels(self) -> TorchFunctionMode:
         """Returns a context manager in which fused kernels update each value as they would in the whole parameter."""
         return PiecewiseKernels(self._pieces)
 
@@ -257,7 +257,9 @@ def _pieces_of(p: DTensor, count: int) -> list[Piece]:
 
 
 class PiecewiseKernels(TorchFunctionMode):
-    """Makes fused kernels update shards with the same roundings as whole parameters, see `StateShards.as_whole`.
+    """Makes fused kernels update shards with the same roundings as whole parameters.
+
+    `StateShards.piecewise_kernels` returns this mode for its shards.
 
     On a CPU a fused kernel updates the values after the last full vector register one by one, with other roundings. So
     the values of a shard have to be in the same position of a register as in the whole parameter. To that end a piece
@@ -331,9 +333,9 @@ class ShardedState(PartitionedState):
             [p for p in named.values() if isinstance(p, DTensor)] if load_class(spec) in ELEMENTWISE_OPTIMIZERS else []
         )
         self._shards = StateShards(sharded)
-        shards = {name: self._shards.of.get(p, p) for name, p in named.items()}
+        shards = {name: self._shards.plain_parameters.get(p, p) for name, p in named.items()}
         optimizer = super()._build_optimizer(spec, shards, field)
-        self._shards.follow(optimizer)
+        self._shards.register_hooks(optimizer)
         return optimizer
 
     def _can_fuse(self, optimizer_class: Any) -> bool:
@@ -341,7 +343,7 @@ class ShardedState(PartitionedState):
 
     def optimizer_step(self) -> None:
         """Updates the shards, see `TrainingState.optimizer_step`."""
-        with self._shards.as_whole():
+        with self._shards.piecewise_kernels():
             super().optimizer_step()
 
     @contextmanager
@@ -367,7 +369,7 @@ class ShardedState(PartitionedState):
     def _live(self) -> Snapshot:
         """Returns the state with sharded tensors, see `TrainingState._live`."""
         live = super()._live()
-        state, parameters = live.optimizer["state"], self._shards.in_order(self.optimizer)
+        state, parameters = live.optimizer["state"], self._shards.sharded_parameters_of(self.optimizer)
         live.optimizer["state"] = {i: _wrap_shards(values, parameters[i]) for i, values in state.items()}
         return live
 
@@ -392,20 +394,23 @@ class ShardedState(PartitionedState):
             shard_model(self.model, self._units, self._config.train, self._mesh_device, self._world)
         self._build_optimizers()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        trained = self._shards.in_order(self.optimizer)
+        trained = self._shards.sharded_parameters_of(self.optimizer)
         optimizer = {
             **whole.optimizer,
             "state": {
-                i: _shard_values(values, trained[i], trained[i] in self._shards.of)
+                i: _shard_values(values, trained[i], trained[i] in self._shards.plain_parameters)
                 for i, values in whole.optimizer["state"].items()
             },
         }
-        more = dict(whole.more)
-        if "parameters" in more:
-            more["parameters"] = _shard_by_name(more["parameters"], parameters)
+        extra_state = dict(whole.extra_state)
+        if "parameters" in extra_state:
+            extra_state["parameters"] = _shard_by_name(extra_state["parameters"], parameters)
         model = _shard_by_name(whole.model, parameters)
         TrainingState.load(
-            self, replace(whole, model=model, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule), more=more)
+            self,
+            replace(
+                whole, model=model, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule), extra_state=extra_state
+            ),
         )
 
 

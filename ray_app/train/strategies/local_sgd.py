@@ -57,7 +57,7 @@ class LocalState(TrainingState):
         remove_compiler_hooks(torch.optim.SGD)
         self.outer = torch.optim.SGD(trained, train.outer_lr, train.outer_momentum, nesterov=train.outer_momentum > 0)
 
-    def take_round(self, change: list[Tensor], optimizer: dict[str, Any], replica: TrainingState, step: int) -> None:
+    def apply_round(self, change: list[Tensor], optimizer: dict[str, Any], replica: TrainingState, step: int) -> None:
         """Advances the common state to the end of a round.
 
         Args:
@@ -80,13 +80,13 @@ class LocalState(TrainingState):
 
     def _live(self) -> Snapshot:
         live = super()._live()
-        live.more["outer"] = self.outer.state_dict()
+        live.extra_state["outer"] = self.outer.state_dict()
         return live
 
     def load(self, snapshot: Snapshot) -> None:
         """Loads the state of a snapshot, see `TrainingState.load`."""
         super().load(snapshot)
-        self.outer.load_state_dict(snapshot.more["outer"])
+        self.outer.load_state_dict(snapshot.extra_state["outer"])
 
 
 class LocalReplica(TrainingState):
@@ -103,14 +103,14 @@ class LocalReplica(TrainingState):
         self.trained: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
         self.modes = module_modes(self.model)
 
-    def follow(self, state: TrainingState) -> None:
+    def load_common_state(self, state: TrainingState) -> None:
         """Loads the common state, from which a round starts."""
         self.model.load_state_dict(state.model.state_dict())
         load_optimizer(self.optimizer, copy.deepcopy(state.optimizer.state_dict()))
         if self.schedule is not None and state.schedule is not None:
             self.schedule.load_state_dict(copy.deepcopy(state.schedule.state_dict()))
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Drops the gradients."""
         for p in self.trained:
             p.grad = None
@@ -120,14 +120,14 @@ class LocalReplica(TrainingState):
         """The gradients of the trained parameters that have one."""
         return [p.grad for p in self.trained if p.grad is not None]
 
-    def move(self, has_rows: bool) -> None:
+    def finish_step(self, has_rows: bool) -> None:
         """Finishes a step: updates the parameters if its rows have a weight, and advances the schedule."""
         if has_rows:
             with user_code(lambda: "the update of the parameters"):
                 self._task.apply_gradients(self.model, self.optimizer)
         self.advance_schedule()
 
-    def averaged(self) -> list[str]:
+    def averaged_names(self) -> list[str]:
         """Returns the names in the optimizer's state that are averaged.
 
         These are the names under which every value is a tensor of the shape of its parameter, such as a momentum.
@@ -136,24 +136,24 @@ class LocalReplica(TrainingState):
         not_averaged = {name for name, v, p in values if not isinstance(v, Tensor) or v.shape != p.shape}
         return sorted({name for name, _, _ in values} - not_averaged)
 
-    def values(self, name: str) -> list[Tensor]:
+    def averaged_values(self, name: str) -> list[Tensor]:
         """Returns the optimizer's state under a name for every trained parameter; zeros where it has no value."""
         return [self.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in self.trained]
 
-    def lost(self, starts: list[Tensor]) -> list[Tensor]:
+    def parameter_decrease(self, starts: list[Tensor]) -> list[Tensor]:
         """Returns for each trained parameter its value in `starts` minus its present value."""
         return [start - p.detach() for start, p in zip(starts, self.trained, strict=True)]
 
-    def numbers(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+    def unaveraged_state(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
         """Returns the part of the optimizer's state that is not averaged, with tensors on the CPU.
 
         Returns:
             For each parameter, by its number in the optimizer, the values that are not averaged, such as the number of
             steps; and for each parameter group its options and values, such as Prodigy's step size.
         """
-        averaged, state = self.averaged(), dict[int, dict[str, Any]]()
+        averaged_names, state = self.averaged_names(), dict[int, dict[str, Any]]()
         for i, p in enumerate(ordered_parameters(self.optimizer)):
-            state[i] = _on_cpu(self.optimizer.state[p], averaged)
+            state[i] = _on_cpu(self.optimizer.state[p], averaged_names)
         return state, [_on_cpu(group, ["params"]) for group in self.optimizer.param_groups]
 
 
@@ -212,7 +212,7 @@ class LocalStep(Step):
     def _begin_round(self) -> None:
         """Starts a round from the common state: drops what the replicas have done since its beginning."""
         for replica in self._replicas.values():
-            replica.follow(self._state)
+            replica.load_common_state(self._state)
         self._finished_steps = self._state.step
         # The weight of the rows of each logical worker in the round, and the flags of all its steps.
         self._round_weights = [0.0] * self._world.logical_workers
@@ -245,7 +245,7 @@ class LocalStep(Step):
             norms.append(norm)
             loss, square = (sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0)
             stats.append(make_replica_stats(batch, sums, loss, flags, time_breakdown, square))
-        self._enter("exchange")
+        self._enter("reduction")
         result = self._check_and_rescale(cursor, self._stats.gather(stats), global_rows)
         if self._timer is not None:
             self._timer.mark_reduced()
@@ -255,7 +255,7 @@ class LocalStep(Step):
             replica = self._replicas[batch.logical_worker]
             if has_rows := result.weights[batch.logical_worker] > 0:
                 scale_and_clip(replica.gradients, 1.0, norm, self._config.train.grad_clip_norm)
-            replica.move(has_rows)
+            replica.finish_step(has_rows)
         self._finished_steps += 1
         weights = zip(self._round_weights, result.weights, strict=True)
         self._round_weights = [round_weight + step_weight for round_weight, step_weight in weights]
@@ -275,14 +275,14 @@ class LocalStep(Step):
             the device.
         """
         replica = self._replicas[batch.logical_worker]
-        replica.forget()
+        replica.clear_gradients()
         if not batch.rows:
             return None, []
         restore_modes(replica.modes)
         losses = self._losses(cursor, batch, replica.model)
         sums = sum_on_device(losses)
         # The task may have left gradients of its own in `.grad`.
-        replica.forget()
+        replica.clear_gradients()
         run_backward(losses.values, self._row_weights(sums))
         # An optimizer makes its state for a parameter when the parameter first has a gradient. Without a gradient here,
         # the optimizer would have only the averaged part of its state for the parameter after the round.
@@ -327,23 +327,25 @@ class LocalStep(Step):
         numbers = parameter_numbers(first.optimizer, first.trained)
         # The names are gathered from all ranks, because an optimizer has no state yet if its logical worker has had no
         # rows.
-        local_names = {name for replica in self._replicas.values() for name in replica.averaged()}
+        local_names = {name for replica in self._replicas.values() for name in replica.averaged_names()}
         for name in sorted(set().union(*gather(local_names, self._world))):
-            for i, value in enumerate(self._mean({v: replica.values(name) for v, replica in self._replicas.items()})):
+            for i, value in enumerate(
+                self._mean({v: replica.averaged_values(name) for v, replica in self._replicas.items()})
+            ):
                 optimizer_state["state"].setdefault(numbers[i], {})[name] = value
         # The values that are not averaged are taken from the logical worker with the highest weight, which is logical
         # worker 0 unless rows were skipped.
         source = self._round_weights.index(max(self._round_weights))
-        local_rest = self._replicas[source].numbers() if source in self._replicas else ({}, [])
+        local_rest = self._replicas[source].unaveraged_state() if source in self._replicas else ({}, [])
         # All ranks except the one with this logical worker send nothing: no groups, which `zip` then skips.
         for state_by_number, groups in gather(local_rest, self._world):
             for i, rest in state_by_number.items():
                 optimizer_state["state"].setdefault(i, {}).update(rest)
             for group, rest in zip(optimizer_state["param_groups"], groups, strict=False):
                 group.update(move_to_device_of(rest, group))
-        change = self._mean({v: replica.lost(starts) for v, replica in self._replicas.items()})
+        change = self._mean({v: replica.parameter_decrease(starts) for v, replica in self._replicas.items()})
         self._share_buffers()
-        state.take_round(change, optimizer_state, first, self._finished_steps)
+        state.apply_round(change, optimizer_state, first, self._finished_steps)
         self._begin_round()
 
     def _mean(self, values: dict[int, list[Tensor]]) -> list[Tensor]:

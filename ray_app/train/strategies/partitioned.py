@@ -115,12 +115,12 @@ class PartitionedState(TrainingState):
         """Finishes a step, see `TrainingState.advance_schedule`; a collective with `train.peer_replica`."""
         super().advance_schedule()
         if self._config.train.peer_replica and self._world.size > 1:
-            self._peer_replicas.keep(self.step, self._local_part(), self._world, self._num_owners)
+            self._peer_replicas.store(self.step, self._local_part(), self._world, self._num_owners)
 
     def _local_part(self) -> Any:
-        """Returns this rank's part of the state for `PeerReplicas.keep`, with shards as `DTensor`."""
+        """Returns this rank's part of the state for `PeerReplicas.store`, with shards as `DTensor`."""
         live = self._live()
-        return live.model, live.optimizer, live.schedule, live.more
+        return live.model, live.optimizer, live.schedule, live.extra_state
 
     @property
     def _num_owners(self) -> int:
@@ -181,7 +181,7 @@ class PeerReplicas:
         """Drops all copies; for when every rank has a whole copy of the state."""
         self._versions.clear()
 
-    def keep(self, step: int, part: Any, world: World, owners: int) -> None:
+    def store(self, step: int, part: Any, world: World, owners: int) -> None:
         """Copies this rank's part, sends the copy to the next rank and receives that of the rank before; a collective.
 
         If a peer is lost, the call only logs a warning, and the next step raises the error.

@@ -21,7 +21,7 @@ from io import StringIO
 from pathlib import Path
 from rich.console import Console
 from ray_app import load_config, run_training
-from ray_app.drill.delays import Hold
+from ray_app.drill.delays import WaitForEvidence
 from ray_app.drill.faults import Evidence
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
@@ -31,12 +31,12 @@ ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=Fal
 config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).replace(
     run__storage_path=str(out), run__name="run", tracking__enabled=False, train__max_steps=60, scaling__max_workers=2,
     checkpoint__every_epochs=None, checkpoint__every_steps=20)
-proofs = Evidence(str(out / "proofs"))
-hooks = Hooks(after_step=Hold(proofs, "held", "released", 30, 0)) if kills else Hooks()
+evidence = Evidence(str(out / "evidence"))
+hooks = Hooks(after_step=WaitForEvidence(evidence, "held", "released", 30, 0)) if kills else Hooks()
 
 
 def act(job):
-    if kills and proofs.get("held") and not (out / "killed").exists():
+    if kills and evidence.get("held") and not (out / "killed").exists():
         [process] = [p for p in psutil.Process().children(recursive=True) if p.name().startswith(kills)]
         process.kill()
         (out / "killed").write_text(kills)

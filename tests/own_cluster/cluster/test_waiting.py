@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ray_app import load_config, run_training
 from ray_app.drill.cluster import open_drill_cluster
-from ray_app.drill.delays import Hold
+from ray_app.drill.delays import WaitForEvidence
 from ray_app.drill.faults import Evidence
 from ray_app.runlog.journal import read_events
 from ray_app.driver.run import Faults
@@ -37,20 +37,20 @@ config = load_config("conf/digits.yaml", data__path=data, data__eval_path=None).
 said = StringIO()
 with open_drill_cluster(2, evaluates=False) as nodes:
     undisturbed = run_training(config.replace(run__name="undisturbed"), Console(file=StringIO()))
-    proofs, lost, added = Evidence(str(out / "proofs")), [], []
+    evidence, lost, added = Evidence(str(out / "evidence")), [], []
 
     def act(job):
-        held = proofs.get("held")
+        held = evidence.get("held")
         if held and not lost:
             lost.append(held["node"])
             nodes.kill_node(held["node"])
-            proofs.put("released", step=held["step"])
+            evidence.put("released", step=held["step"])
         if lost and not added and "waiting for capacity" in said.getvalue():
             formed = [event.details["workers"] for event in read_events(job.paths, "formed")]
             assert formed == ([2] if strategy == "fsdp" else [2, 1]), formed
             added.extend(nodes.add_nodes(1))
 
-    faults = Faults(Hooks(after_step=Hold(proofs, "held", "released", 15, 1)))
+    faults = Faults(Hooks(after_step=WaitForEvidence(evidence, "held", "released", 15, 1)))
     result = run_training(config.replace(run__name="waits"), Console(file=said, width=200), faults=faults, observe=act)
 assert lost and added, said.getvalue()
 assert "1 of at least 2 workers; waiting" in said.getvalue(), said.getvalue()

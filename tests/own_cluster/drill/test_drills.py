@@ -55,9 +55,9 @@ def test_a_drill_on_a_cluster_of_its_own(digits: Path, tmp_path: Path) -> None:
         assert scenario["redone_steps"] == 0
         assert len(scenario["recovery_s"]) == len(scenario["next_step_s"]) == 1
         assert 0 < scenario["goodput"] <= 1
-    assert killed["proof"]["killed-0"]["step"] == killed["steps"][0]
-    assert killed["proof"]["killed-0"]["process_gone"]
-    assert node["proof"]["node_dead"]["node"] == node["proof"]["held"]["node"]
+    assert killed["evidence"]["killed-0"]["step"] == killed["steps"][0]
+    assert killed["evidence"]["killed-0"]["process_gone"]
+    assert node["evidence"]["node_dead"]["node"] == node["evidence"]["held"]["node"]
     assert {"ray", "torch", "python", "ray_app"} == set(certificate["versions"])
     assert certificate["changed_for_the_drill"]["train.max_steps"] == {"yours": None, "drilled": 40}
     assert not list((tmp_path / "out").rglob("mlflow.db"))

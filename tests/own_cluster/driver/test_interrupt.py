@@ -27,15 +27,16 @@ import signal, sys
 sys.path.insert(0, {root!r})
 from ray_app import run_training, start_training
 from ray_app.config.config import from_yaml
-from ray_app.drill.delays import Hold, DelayPlan
+from ray_app.drill.delays import DelayPlan, WaitForEvidence
 from ray_app.drill.faults import Evidence, HookChain
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
 
 before = signal.getsignal(signal.SIGINT)
 config = from_yaml(open({config!r}).read())
-proofs = Evidence({proofs!r})
-held = HookChain((Hold(proofs, "reached", "open", 10, 0), DelayPlan(proofs, 11, 29, range(99, 100), 20.0)))
+evidence = Evidence({evidence!r})
+wait = WaitForEvidence(evidence, "reached", "open", 10, 0)
+held = HookChain((wait, DelayPlan(evidence, 11, 29, range(99, 100), 20.0)))
 """
 _TRAIN = "result = run_training(config, faults=Faults(train=Hooks(after_step=held)))"
 
@@ -52,18 +53,18 @@ def begin(kernel: Kernel, config: Config, folder: Path) -> Evidence:
     """The first cell; the run that it prepares waits after step 10 until the test lets it go on."""
     (folder / "config.yaml").write_text(config.to_yaml())
     kernel.run(
-        _BEGIN.format(root=str(ROOT), config=str(folder / "config.yaml"), proofs=str(folder / "proofs")), _CELL_S
+        _BEGIN.format(root=str(ROOT), config=str(folder / "config.yaml"), evidence=str(folder / "evidence")), _CELL_S
     )
-    return Evidence(str(folder / "proofs"))
+    return Evidence(str(folder / "evidence"))
 
 
-def interrupt_training(kernel: Kernel, proofs: Evidence) -> None:
+def interrupt_training(kernel: Kernel, evidence: Evidence) -> None:
     """Interrupts the cell that trains at step 10; the cell ends without an error."""
     kernel.start(_TRAIN)
-    kernel.wait_until(lambda: proofs.has("reached"), _CELL_S)
+    kernel.wait_until(lambda: evidence.has("reached"), _CELL_S)
     kernel.interrupt()
     kernel.wait_until(lambda: "Stopping after this step" in kernel.said, _CELL_S)
-    proofs.put("open")
+    evidence.put("open")
     kernel.end(_CELL_S)
 
 
@@ -84,8 +85,8 @@ def test_an_interrupted_cell_frees_a_cluster_that_lives_on(
     address = ray.get_runtime_context().gcs_address
     config = short_run(run__ray_address=address)
     with Kernel(tmp_path / "kernel", ROOT, RAY_AUTH_MODE="token") as kernel:
-        proofs = begin(kernel, config, tmp_path)
-        interrupt_training(kernel, proofs)
+        evidence = begin(kernel, config, tmp_path)
+        interrupt_training(kernel, evidence)
         assert_stopped(config)
         assert "True" in kernel.run("signal.getsignal(signal.SIGINT) == before", _CELL_S)
         until(lambda: ray.available_resources().get("CPU") == cpus, "the workers' CPUs were not given back")

@@ -105,9 +105,11 @@ def test_the_files_of_the_two_differ_but_not_in_what_they_say() -> None:
     )
     assert not has_same_values(one, one[:-30])
     for values in ({"a": float("nan")}, {"a": [1, (2.0, None)]}, {"a": torch.tensor([float("nan")])}):
-        more = [pack(replace(snapshot_of(20), more=values))[TRAINING] for _ in range(2)]
+        more = [pack(replace(snapshot_of(20), extra_state=values))[TRAINING] for _ in range(2)]
         assert has_same_values(*more)
-    assert not has_same_values(*(pack(replace(snapshot_of(20), more={"a": value}))[TRAINING] for value in (1, True)))
+    assert not has_same_values(
+        *(pack(replace(snapshot_of(20), extra_state={"a": value}))[TRAINING] for value in (1, True))
+    )
 
 
 FILES = (MODEL, TRAINING, COMMIT)
@@ -223,7 +225,7 @@ def test_what_a_killed_writer_left_is_used_if_it_is_of_the_same_steps(paths: Run
     for name in left:
         put_atomic(paths.checkpoint(20, 2) / name, pack(snapshot_of(20))[name])
     other = replace(snapshot_of(20), model={"weight": snapshot_of(21).model["weight"]})
-    with pytest.raises(OSError, match="left damaged, or by steps that were done differently"):
+    with pytest.raises(OSError, match="it is damaged, or an earlier attempt wrote it"):
         CheckpointStore(paths).write(pack(other), commit_of(20, 2))
     CheckpointStore(paths).write(pack(other), commit_of(20, 2))
     found = CheckpointStore(paths).load_newest(lambda fallback: pytest.fail(str(fallback)))

@@ -192,7 +192,7 @@ def test_a_round_of_bad_rows_alone_moves_nothing_but_the_schedule(pool: WorkerPo
     after = pool.train_new_run(job_of(tmp_path / "after", data, bad, train__max_steps=6, **fields), 2, cache_windows)
     assert [sum(step[4]) for step in after.steps] == [12, 12, 12, 0, 0, 0]
     assert after.commit.params_digest == before.commit.params_digest
-    states = [digest_tensors((e.snapshot.optimizer["state"], e.snapshot.more)) for e in (before, after)]
+    states = [digest_tensors((e.snapshot.optimizer["state"], e.snapshot.extra_state)) for e in (before, after)]
     assert states[0] == states[1]
     assert [e.snapshot.optimizer["param_groups"][0]["lr"] for e in (before, after)] == [0.005, 0.00125]
     assert [(e.snapshot.step, (e.snapshot.schedule or {})["last_epoch"]) for e in (before, after)] == [(3, 3), (6, 6)]

@@ -1,4 +1,4 @@
-"""The drill moves the clock of a process: that all of its code sees it, and what counts as proof."""
+"""The drill moves the clock of a process: that all of its code sees it, and what counts as evidence."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def test_the_wall_clock_of_a_process_jumps_for_all_its_code_and_others_do_not() 
 
 def test_records_written_by_a_wrong_clock_are_measured_by_the_right_one(tmp_path: Path) -> None:
     hour = 3600
-    proofs = {
+    evidence = {
         f"clock-{i}": {"time_s": 100.5 + n, "step": n, "clock_s": off}
         for i, (n, off) in enumerate([(2, hour), (4, -hour), (6, 0)])
     }
     off_s = {3: hour, 4: hour, 5: -hour, 6: -hour}
     records = [record(n, time_s=100.0 + n + off_s.get(n, 0)) for n in range(1, 9)]
-    run = ended(tmp_path / "run", proofs, records)
+    run = ended(tmp_path / "run", evidence, records)
     assert process_scenarios.confirm_clock_jumps(run) == ["there is no report of the run"]
     run.paths.report.touch()
     assert process_scenarios.confirm_clock_jumps(run) == []
-    found = collect_measurements(Scenario([2, 4, 6], [*proofs], process_scenarios.confirm_clock_jumps), run)
+    found = collect_measurements(Scenario([2, 4, 6], [*evidence], process_scenarios.confirm_clock_jumps), run)
     assert found["next_step_s"] == [0.5, 0.5, 0.5]
     assert found["goodput"] == pytest.approx(1.0, abs=0.2)
-    right = ended(tmp_path / "right", proofs, [record(n) for n in range(1, 9)])
+    right = ended(tmp_path / "right", evidence, [record(n) for n in range(1, 9)])
     right.paths.report.touch()
     assert process_scenarios.confirm_clock_jumps(right) == [
         "steps after 2 were not recorded by a clock that is 3600 s wrong",

@@ -1,4 +1,4 @@
-"""The drill: what it compares, what it takes as proof, what it refuses."""
+"""The drill: what it compares, what it takes as evidence, what it refuses."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def trace(**fields: Any) -> Trace:
 
 @pytest.fixture
 def gone() -> dict[str, Any]:
-    """What a proof says of a process that has ended."""
+    """What evidence says of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     ended = asdict(LeaseHolder.here()) | {"pid": process.pid, "pid_ticks": 1}
     process.wait()
@@ -98,9 +98,9 @@ def gone() -> dict[str, Any]:
 def killed(tmp_path: Path) -> tuple[Scenario, RunPaths]:
     """A kill at step 2, and the record of a run in which nothing is other than in `trace()`."""
     config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(tmp_path), run__name="kill")
-    proofs = Evidence(str(tmp_path / "proofs"))
+    evidence = Evidence(str(tmp_path / "evidence"))
     ground = ScenarioContext(
-        config, 2, 6, 3, 1, proofs, random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
+        config, 2, 6, 3, 1, evidence, random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
     )
     made = kill(ground)
     assert isinstance(made, Scenario)
@@ -109,8 +109,8 @@ def killed(tmp_path: Path) -> tuple[Scenario, RunPaths]:
 
 def ended(paths: RunPaths, process: dict[str, Any] | None, **summary: Any) -> ScenarioResult:
     """The kill happened at 101.9 s, just before rank 0 finished that step."""
-    proofs = {"killed-0": {"time_s": 101.9, "step": 2, "rank": 0, "process": process}} if process else {}
-    return ScenarioResult(paths, SUMMARY | summary, proofs)
+    evidence = {"killed-0": {"time_s": 101.9, "step": 2, "rank": 0, "process": process}} if process else {}
+    return ScenarioResult(paths, SUMMARY | summary, evidence)
 
 
 def test_a_scenario_that_happened_and_changed_nothing_is_equal(
@@ -127,7 +127,7 @@ def test_a_scenario_that_did_not_happen_has_failed(killed: tuple[Scenario, RunPa
     disturbance, paths = killed
     assert assess_scenario(disturbance, ended(paths, None), trace()) == (
         "failed",
-        "it did not happen: there is no proof 'killed-0'",
+        "it did not happen: there is no evidence 'killed-0'",
     )
     outcome, reason = assess_scenario(disturbance, ended(paths, asdict(LeaseHolder.here())), trace())
     assert (outcome, reason) == (
@@ -200,32 +200,32 @@ def test_waits_of_the_drill_itself_do_not_count() -> None:
     assert [r.step_ms for r in subtract_waits(reformed, {2: 10.0})][2] == 5.0, "the wait was before its generation"
 
 
-def test_a_fault_has_as_many_proofs_as_victims(tmp_path: Path) -> None:
-    proofs = Evidence(str(tmp_path))
-    assert proofs.claim(["a", "b"], rank=1)
-    assert proofs.claim(["a", "b"], rank=2)
-    assert not proofs.claim(["a", "b"], rank=3)
-    assert {name: proof["rank"] for name, proof in proofs.all().items()} == {"a": 1, "b": 2}
-    assert proofs.all()["a"]["process"] == asdict(LeaseHolder.here())
-    Kill(proofs, ["a", "b"], step=3, ranks=[0])(0, 3)  # both have happened, so nobody is killed
+def test_a_fault_has_as_much_evidence_as_victims(tmp_path: Path) -> None:
+    evidence = Evidence(str(tmp_path))
+    assert evidence.claim(["a", "b"], rank=1)
+    assert evidence.claim(["a", "b"], rank=2)
+    assert not evidence.claim(["a", "b"], rank=3)
+    assert {name: entry["rank"] for name, entry in evidence.all().items()} == {"a": 1, "b": 2}
+    assert evidence.all()["a"]["process"] == asdict(LeaseHolder.here())
+    Kill(evidence, ["a", "b"], step=3, ranks=[0])(0, 3)  # both have happened, so nobody is killed
 
 
 def test_only_who_comes_later_is_a_newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     struck: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: struck.append(number))
-    proofs = Evidence(str(tmp_path))
-    there, other = KillJoiningWorker(proofs, "killed-1", "killed-0"), KillJoiningWorker(proofs, "killed-1", "killed-0")
+    evidence = Evidence(str(tmp_path))
+    there, other = (KillJoiningWorker(evidence, "killed-1", "killed-0") for _ in range(2))
     there("forming", 0, 0)
     other("data", 1, 4)
-    proofs.put("killed-0", step=4)
+    evidence.put("killed-0", step=4)
     for hook in (there, other):
         hook("forming", 0, 4)
     assert not struck
-    newcomer = KillJoiningWorker(proofs, "killed-1", "killed-0")
+    newcomer = KillJoiningWorker(evidence, "killed-1", "killed-0")
     newcomer("forming", 0, 0)
     assert struck == [signal.SIGKILL]
-    assert proofs.has("killed-1")
-    KillJoiningWorker(proofs, "killed-1", "killed-0")("forming", 0, 0)
+    assert evidence.has("killed-1")
+    KillJoiningWorker(evidence, "killed-1", "killed-0")("forming", 0, 0)
     assert struck == [signal.SIGKILL], "only one of them"
 
 
@@ -233,7 +233,7 @@ def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = iter([1, 1, 1, 2])
-    actor = SimpleNamespace(lifeline=SimpleNamespace(remote=lambda: (("host", next(places)), "secret")))
+    actor = SimpleNamespace(address_and_secret=SimpleNamespace(remote=lambda: (("host", next(places)), "secret")))
     killed: list[Any] = []
     fake = SimpleNamespace(
         get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one)
@@ -242,27 +242,27 @@ def test_a_rendezvous_that_answers_in_its_last_moment_is_asked_again(
     made = process_scenarios.rendezvous(ground(tmp_path))
     assert isinstance(made, Scenario)
     assert made.observe is not None
-    proofs = Evidence(str(tmp_path / "proofs"))
-    proofs.put("held")
+    evidence = Evidence(str(tmp_path / "evidence"))
+    evidence.put("held")
     made.observe(SimpleNamespace(rendezvous="its name"))  # type: ignore[arg-type]
-    said = proofs.get("rendezvous_killed")
+    said = evidence.get("rendezvous_killed")
     assert said is not None
     assert (killed, said["before"], said["after"]) == ([actor], ["host", 1], ["host", 2])
 
 
 def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
-    proofs = Evidence(str(tmp_path))
-    hook, other = Slow(proofs, "slow", 3, 5, 1, 3.0), Slow(proofs, "slow", 3, 5, 1, 3.0)
+    evidence = Evidence(str(tmp_path))
+    hook, other = Slow(evidence, "slow", 3, 5, 1, 3.0), Slow(evidence, "slow", 3, 5, 1, 3.0)
     for step in range(1, 8):
         other(0, step)
         busy_s = time.monotonic() + 0.01
         while time.monotonic() < busy_s:
             pass
         hook(1, step)
-    proof = proofs.get("slow")
-    assert proof is not None
-    assert (proof["rank"], proof["step"]) == (1, 3)
-    assert proof["seconds"] >= 2 * 2 * 0.01
+    entry = evidence.get("slow")
+    assert entry is not None
+    assert (entry["rank"], entry["step"]) == (1, 3)
+    assert entry["seconds"] >= 2 * 2 * 0.01
 
 
 def test_the_conclusion_counts_what_is_left_out_and_what_is_not_reached() -> None:
@@ -341,7 +341,7 @@ def test_workers_that_evaluate_are_no_evaluator_to_kill(digits_config: Callable[
         40,
         20,
         5,
-        Evidence(str(tmp_path / "proofs")),
+        Evidence(str(tmp_path / "evidence")),
         random.Random(0),
         None,
         lambda *_: pytest.fail("it runs nothing"),

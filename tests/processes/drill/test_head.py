@@ -1,4 +1,4 @@
-"""The drill kills the head's GCS: what counts as proof that steps went on without it."""
+"""The drill kills the head's GCS: what counts as evidence that steps went on without it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.support.drilled import ended, ended_process, ground, record
 
 def test_steps_must_have_gone_on_without_a_head(tmp_path: Path) -> None:
     assert head(ground(tmp_path)) == "the drill takes no head from a cluster that it did not start"
-    proofs: dict[str, Any] = {
+    evidence: dict[str, Any] = {
         "head_killed": {"time_s": 102.5, "step": 2, "head": ended_process()},
         "head_back": {"time_s": 105.5, "step": 5, "head": asdict(LeaseHolder.here())},
     }
-    run = ended(tmp_path / "run", proofs, [record(n) for n in range(1, 7)])
+    run = ended(tmp_path / "run", evidence, [record(n) for n in range(1, 7)])
     put_event(run.paths, "started", 1)
     assert confirm_head_loss(run) == ["no worker came after there was a head again"]
     put_event(run.paths, "replaced", 1, before=1, after=2, step=5, reason="")
     assert confirm_head_loss(run) == []
-    proofs["head_killed"]["head"] = asdict(LeaseHolder.here())
-    proofs["head_back"]["step"] = 6
+    evidence["head_killed"]["head"] = asdict(LeaseHolder.here())
+    evidence["head_back"]["step"] = 6
     put_event(run.paths, "started", 2)
     assert confirm_head_loss(run) == [
         "the head that was killed still lives",

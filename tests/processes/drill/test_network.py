@@ -1,4 +1,4 @@
-"""Connections that the drill cuts, without Ray: that nothing gets through, and what counts as proof."""
+"""Connections that the drill cuts, without Ray: that nothing gets through, and what counts as evidence."""
 
 from __future__ import annotations
 
@@ -78,17 +78,17 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
 ) -> None:
     """Both ends are in this process here."""
     one, other = ends
-    proofs = Evidence(str(tmp_path))
-    victim, peer = (CutConnections(proofs, 4, 1, [0], restores, restores) for _ in range(2))
+    evidence = Evidence(str(tmp_path))
+    victim, peer = (CutConnections(evidence, 4, 1, [0], restores, restores) for _ in range(2))
     with (
         socket.create_server(("127.0.0.1", 0)) as rendezvous,
         socket.create_connection(rendezvous.getsockname()) as line,
     ):
-        proofs.put("listening", address=rendezvous.getsockname())
+        evidence.put("listening", address=rendezvous.getsockname())
         for step in (3, 4):
             peer(0, step)
             victim(1, step)
-        said = proofs.get("cut")
+        said = evidence.get("cut")
         assert said is not None
         assert said["step"] == 4
         assert said["of_the_rendezvous"] == restores
@@ -96,8 +96,8 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
         assert here in said["connections"]
         other.sendall(b"x")
         if not restores:
-            assert proofs.wait(["silent"], 30)
-            assert any((proofs.get("silent") or {})["thrown_away"])
+            assert evidence.wait(["silent"], 30)
+            assert any((evidence.get("silent") or {})["thrown_away"])
             return
         accepted = rendezvous.accept()[0]
         with accepted:
@@ -105,11 +105,11 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
             assert has_nothing(one)
             assert has_nothing(line)
             victim.forming("forming", 1, 4)
-            assert not proofs.has("went_on"), "it is not who goes on without itself"
+            assert not evidence.has("went_on"), "it is not who goes on without itself"
             peer.forming("data", 0, 4)
             peer.forming("forming", 0, 4)
-            assert proofs.wait(["went_on", "restored"], 30)
-            assert sum((proofs.get("restored") or {})["thrown_away"]) >= 2
+            assert evidence.wait(["went_on", "restored"], 30)
+            assert sum((evidence.get("restored") or {})["thrown_away"]) >= 2
             line.settimeout(30)
             assert (one.recv(1), line.recv(6)) == (b"x", b"orders")
 
@@ -117,22 +117,22 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
 def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) -> None:
     made = partition(ground(tmp_path))
     assert isinstance(made, Scenario)
-    proofs = {
+    evidence = {
         "cut": {"connections": ["a", "b"], "of_the_rendezvous": 1, "process": ended_process()},
         "went_on": {"workers": 1},
         "restored": {"thrown_away": [3, 1]},
     }
-    run = ended(tmp_path / "run", proofs, [])
+    run = ended(tmp_path / "run", evidence, [])
     assert made.confirm(run) == []
-    assert made.confirm(replace(run, proofs=proofs | {"restored": {"thrown_away": [0, 0]}})) == [
+    assert made.confirm(replace(run, evidence=evidence | {"restored": {"thrown_away": [0, 0]}})) == [
         "nothing was thrown away"
     ]
-    assert made.confirm(replace(run, proofs=proofs | {"went_on": {"workers": 2}})) == [
+    assert made.confirm(replace(run, evidence=evidence | {"went_on": {"workers": 2}})) == [
         "the others went on as 2 workers"
     ]
     lone = {"connections": ["a"], "of_the_rendezvous": 1, "process": asdict(LeaseHolder.here())}
     assert made.confirm(
-        replace(run, proofs=proofs | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})
+        replace(run, evidence=evidence | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})
     ) == [
         "no connection to another worker was cut",
         "the worker still lives and is not one of them again",
@@ -143,10 +143,10 @@ def test_a_half_open_connection_is_found_by_the_stalled_step(tmp_path: Path) -> 
     made = half_open(ground(tmp_path))
     assert isinstance(made, Scenario)
     step = made.steps[0]
-    proofs = {"cut": {"connections": ["a"], "of_the_rendezvous": 0}, "silent": {"thrown_away": [1]}}
-    run = ended(tmp_path / "run", proofs, [])
+    evidence = {"cut": {"connections": ["a"], "of_the_rendezvous": 0}, "silent": {"thrown_away": [1]}}
+    run = ended(tmp_path / "run", evidence, [])
     assert made.confirm(run) == ["the run has no record of a stalled step", f"no generation formed at step {step}"]
-    put_event(run.paths, "stacks", 1, rank=0, step=step, doing="exchange", stacks="")
+    put_event(run.paths, "stacks", 1, rank=0, step=step, doing="reduction", stacks="")
     put_event(run.paths, "formed", 1, generation=2, workers=2, step=step)
     assert made.confirm(run) == []
     assert half_open(ground(tmp_path, 1)) == "one worker has no connection to another"

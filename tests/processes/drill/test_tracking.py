@@ -1,4 +1,4 @@
-"""The drill kills its MLflow server: what counts as proof that it was away and has lost and doubled nothing."""
+"""The drill kills its MLflow server: what counts as evidence that it was away and has lost and doubled nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.support.mlflow_server import database
 
 def outage(tmp_path: Path, **back: Any) -> ScenarioResult:
     """The server was away from before step 3 to after step 5."""
-    proofs = {
+    evidence = {
         "server_killed": {"time_s": 102.5, "step": 2},
         "server_back": {"time_s": 105.5, "step": 5, "before": {"answers": False, "sent_step": 2} | back},
     }
-    return ended(tmp_path / "run", proofs, [record(n) for n in range(1, 7)])
+    return ended(tmp_path / "run", evidence, [record(n) for n in range(1, 7)])
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_steps_must_have_gone_on_without_mlflow(tmp_path: Path, monkeypatch: pyt
         "the server answered while it was away",
         "step 4 was sent while the server was away",
     ]
-    answered.proofs["server_back"]["step"] = 6
+    answered.evidence["server_back"]["step"] = 6
     assert "only the steps [3, 4, 5] were finished while the server was away" in tracking.confirm_outage(answered, "")
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     assert tracking.mlflow(ground(tmp_path)) == 'mlflow is not installed (pip install "ray_app[tracking]")'

@@ -49,7 +49,7 @@ def write_csvs(folder: Path, files: int = 6, rows: int = 40) -> Path:
 
 
 def options_for(folder: Path, out: Any, **more: Any) -> IngestOptions:
-    return IngestOptions("csv", str(out), str(folder), label="y", piece_bytes=1, **more)
+    return IngestOptions("csv", str(out), str(folder), label="y", split_bytes=1, **more)
 
 
 def content(folder: Path | S3Path) -> dict[str, bytes]:
@@ -91,7 +91,7 @@ def deadly(task):
 
 shuffle.BUCKET_BYTES = 1000
 setattr(ingest, sys.argv[3], deadly)
-ingest.ingest(IngestOptions("csv", sys.argv[2], sys.argv[1], label="y", piece_bytes=1), partial(run_in_threads, threads=1))
+ingest.ingest(IngestOptions("csv", sys.argv[2], sys.argv[1], label="y", split_bytes=1), partial(run_in_threads, threads=1))
 """  # noqa: E501
 
 
@@ -220,14 +220,14 @@ def test_rows_in_are_rows_out_and_rows_refused(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_more_bad_rows_than_allowed_end_an_ingest(tmp_path: Path, piece_bytes: int) -> None:
+@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
+def test_more_bad_rows_than_allowed_end_an_ingest(tmp_path: Path, split_bytes: int) -> None:
     for name in [f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(5)]:
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(RNG.integers(0, 255, (9, 7, 3), dtype=np.uint8)).save(tmp_path / "in" / name)
     for name in ("cat/1.png", "dog/2.png"):
         (tmp_path / "in" / name).write_bytes(b"broken")
-    options = {"on_bad_row": "skip", "piece_bytes": piece_bytes, "eval_fraction": 0.5}
+    options = {"on_bad_row": "skip", "split_bytes": split_bytes, "eval_fraction": 0.5}
     with pytest.raises(DataError, match=r"more than max_bad_rows=1 rows .* one more is dog/2\.png: not an image"):
         ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), max_bad_rows=1, **options))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -293,7 +293,7 @@ QUICK = ("images", "hf", "webdataset, braces")
 def test_s3_in_and_out_give_the_same_bytes(tmp_path: Path, s3_folder: S3Path, s3_server: S3Server, name: str) -> None:
     source: Any = name.partition(",")[0]
     write, given, more = SOURCES[name]
-    options = {"piece_bytes": 1000, "shard_rows": 3, **more}
+    options = {"split_bytes": 1000, "shard_rows": 3, **more}
     write(tmp_path / "in")
     upload((tmp_path / "in").resolve(), s3_folder / "in")
     ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / given), **options))
@@ -334,7 +334,7 @@ def test_what_is_finished_outlives_an_error_of_the_storage(
 ) -> None:
     upload(write_csvs(tmp_path / "in"), s3_folder / "in")
     out = tmp_path / "out" if target == "disk" else s3_folder / "out"
-    options = IngestOptions("csv", str(out), str(s3_folder / "in"), label="y", piece_bytes=1)
+    options = IngestOptions("csv", str(out), str(s3_folder / "in"), label="y", split_bytes=1)
 
     def run(function: Any, items: Any) -> Any:
         if function is write_input_split:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_app.checkpoint.format import MODEL, pack
-from ray_app.checkpoint.store import CheckpointStore, Fallback, Hold
+from ray_app.checkpoint.store import CheckpointStore, Fallback, Pin
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import CheckpointSection
 from ray_app.data import dataset as contents
@@ -276,7 +276,7 @@ def test_damaged_objects_are_found_and_passed_over(store: CheckpointStore, paths
 
 
 def test_retention_removes_the_marker_first(store: CheckpointStore, paths: RunPaths, s3_server: S3Server) -> None:
-    store.hold("evaluator", Hold(2, time.time() + 60))
+    store.put_pin("evaluator", Pin(2, time.time() + 60))
     store.write(pack(snapshot_of(4)), commit_of(4))
     s3_server.reset()
     assert store.retain(keep_last=1, best=[1]) == [2]
@@ -315,13 +315,13 @@ def test_a_whole_bucket_is_a_place_as_well(s3_server: S3Server, s3_folder: S3Pat
 def test_what_a_console_puts_for_a_folder_is_no_file(s3_folder: S3Path) -> None:
     """An empty object that has the folder's name and a slash at its end."""
     paths = RunPaths(s3_folder / "run")
-    for folder in (paths.root, paths.fences, paths.holds, paths.root / "sub"):
+    for folder in (paths.root, paths.fences, paths.pins, paths.root / "sub"):
         folder._client.put_object(Bucket=folder.bucket, Key=folder.key + "/", Body=b"")
     assert list_files(paths.root) == list_files(paths.fences) == []
     with acquire_lease(paths) as lease:
         assert lease.fence == 1
-        CheckpointStore(paths).hold("evaluator", Hold(1, 2.0))
-        assert len(CheckpointStore(paths).holds()) == 1
+        CheckpointStore(paths).put_pin("evaluator", Pin(1, 2.0))
+        assert len(CheckpointStore(paths).read_pins()) == 1
     remove_tree(paths.root)
     kept = paths.root._client.list_objects_v2(Bucket=paths.root.bucket, Prefix=paths.root.key + "/")
     assert not kept.get("Contents"), "remains"

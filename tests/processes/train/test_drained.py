@@ -20,11 +20,11 @@ class Drained(LocalMembership):
     """Everybody is to leave after a step, as `Rendezvous.answer` says it when nobody stays."""
 
     def flags(self) -> Flags:
-        self._asked += 1
-        return Flags.REFORM | Flags.SAVE if self._asked == STEP else Flags(0)
+        self._num_steps += 1
+        return Flags.REFORM | Flags.SAVE if self._num_steps == STEP else Flags(0)
 
     def is_leaving(self) -> bool:
-        return self._asked >= STEP
+        return self._num_steps >= STEP
 
 
 def _train(rank: int, store: Path, job: Job) -> None:

@@ -72,7 +72,7 @@ def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(
     moved, paths = trained(pool, tmp_path / "moved", data, 3, windows, "speed", slow=True)
     assert moved.commit.params_digest == alone.commit.params_digest
     assert moved.steps == alone.steps
-    [first, *_] = read_events(paths, "balanced")
+    [first, *_] = read_events(paths, "rebalanced")
     assert first.details["before"] == [5, 5, 6]
     assert min(first.details["after"]) < 4
     assert sum(first.details["after"]) == L
@@ -81,8 +81,8 @@ def test_logical_workers_move_away_from_a_slow_worker_and_the_bits_stay(
 def test_what_a_slow_worker_costs_is_recorded(pool: WorkerPool, tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[160]])
     _, paths = trained(pool, tmp_path / "run", data, 3, cache_windows, "none", slow=True)
-    assert not read_events(paths, "balanced")
-    [slowed] = read_events(paths, "slowed")
+    assert not read_events(paths, "rebalanced")
+    [slowed] = read_events(paths, "straggler_detected")
     rank = slowed.details["rank"]
     assert slowed.details["pid"] == int((tmp_path / "run" / "meet" / "pid").read_text())
     assert slowed.details["cause"] == "compute"

@@ -221,7 +221,7 @@ def test_the_average_is_what_is_returned_and_the_parameters_go_on(data: Path, tm
     for name, value in expected.items():
         assert torch.equal(snapshot.model[name], value)
         assert torch.equal(shown[name], value)
-        assert torch.equal(snapshot.more["parameters"][name], trained[name])
+        assert torch.equal(snapshot.extra_state["parameters"][name], trained[name])
         assert torch.equal(dict(state.model.named_parameters())[name], trained[name])
     other = state_of(job)
     other.load(snapshot)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from ray_app.checkpoint import store as put_module
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, file_writers, pack, params_digest, unpack
-from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Hold, removable_steps, skipped_evaluations
+from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Pin, removable_steps, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
 from ray_app.reduction.base import World
@@ -372,38 +372,39 @@ def test_the_parameters_digest_tells_names_types_shapes_and_bytes_apart() -> Non
 # --- retention
 
 step_lists = st.lists(st.integers(1, 200), max_size=60)
-hold_lists = st.lists(st.builds(Hold, st.integers(0, 200), st.floats(0, 20)), max_size=3)
+pin_lists = st.lists(st.builds(Pin, st.integers(0, 200), st.floats(0, 20)), max_size=3)
 
 
-@given(step_lists, st.integers(0, 5), st.lists(st.integers(1, 200), max_size=3), hold_lists)
-def test_what_may_go(steps: list[int], keep_last: int, best: list[int], holds: list[Hold]) -> None:
+@given(step_lists, st.integers(0, 5), st.lists(st.integers(1, 200), max_size=3), pin_lists)
+def test_what_may_go(steps: list[int], keep_last: int, best: list[int], pins: list[Pin]) -> None:
     now_s = 10.0
-    gone = removable_steps(steps, keep_last, best, holds, now_s)
+    gone = removable_steps(steps, keep_last, best, pins, now_s)
     kept = set(steps) - gone
-    live = [hold.done_step for hold in holds if hold.expires_s > now_s]
+    live = [pin.done_step for pin in pins if pin.expires_s > now_s]
     assert gone <= set(steps)
     assert set(sorted(set(steps))[-max(keep_last, 1) :]) <= kept, "the newest go"
     assert set(best) & set(steps) <= kept, "the best go"
     needed = sorted(step for step in set(steps) if live and step > min(live))
-    assert set(needed[-Hold.most :]) <= kept, "a follower loses what it needs"
-    assert len(kept) <= max(keep_last, 1) + len(set(best)) + min(len(needed), Hold.most), "more stay than needed"
-    assert removable_steps(steps, keep_last, best, [h for h in holds if h.expires_s > now_s], now_s) == gone, (
-        "expired holds count"
+    assert set(needed[-Pin.max_checkpoints :]) <= kept, "an evaluator loses what it needs"
+    num_pinned = min(len(needed), Pin.max_checkpoints)
+    assert len(kept) <= max(keep_last, 1) + len(set(best)) + num_pinned, "more stay than needed"
+    assert removable_steps(steps, keep_last, best, [h for h in pins if h.expires_s > now_s], now_s) == gone, (
+        "expired pins count"
     )
-    assert removable_steps(kept, keep_last, best, holds, now_s) == set(), "a second look removes more"
+    assert removable_steps(kept, keep_last, best, pins, now_s) == set(), "a second look removes more"
 
 
 def test_a_hold_keeps_only_so_many() -> None:
-    steps = range(1, Hold.most + 11)
-    assert removable_steps(steps, 2, [], [Hold(0, 11.0)], 10.0) == set(range(1, 11))
+    steps = range(1, Pin.max_checkpoints + 11)
+    assert removable_steps(steps, 2, [], [Pin(0, 11.0)], 10.0) == set(range(1, 11))
 
 
 def test_a_hold_that_expires_at_this_moment_no_longer_counts() -> None:
-    holds = [Hold(0, 10.0, evaluator="other")]
-    assert removable_steps([1, 2, 3], 1, [], holds, now_s=10.0) == {1, 2}
-    assert removable_steps([1, 2, 3], 1, [], holds, now_s=9.9) == set()
-    assert skipped_evaluations([1], holds, now_s=10.0) == set()
-    assert skipped_evaluations([1], holds, now_s=9.9) == {(1, "other")}
+    pins = [Pin(0, 10.0, evaluator="other")]
+    assert removable_steps([1, 2, 3], 1, [], pins, now_s=10.0) == {1, 2}
+    assert removable_steps([1, 2, 3], 1, [], pins, now_s=9.9) == set()
+    assert skipped_evaluations([1], pins, now_s=10.0) == set()
+    assert skipped_evaluations([1], pins, now_s=9.9) == {(1, "other")}
 
 
 def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) -> None:
@@ -418,11 +419,11 @@ def test_retain_removes_from_storage(store: CheckpointStore, paths: RunPaths) ->
             )
         ],
     )
-    store.hold("eval", Hold(2, time.time() + 60))
-    assert store.holds()[0].done_step == 2
+    store.put_pin("eval", Pin(2, time.time() + 60))
+    assert store.read_pins()[0].done_step == 2
     assert store.retain(keep_last=1, best=[1]) == [2]
     assert [(c.step, c.fence) for c in store.commits()] == [(1, 1), (3, 1), (4, 1)]
-    store.hold("eval", Hold(2, time.time() - 60))
+    store.put_pin("eval", Pin(2, time.time() - 60))
     assert store.retain(keep_last=1, best=[1]) == [3]
     assert not paths.checkpoint(3, 1).exists()
     assert load(store)[0] == 4
@@ -433,14 +434,14 @@ def test_a_hold_that_goes_while_it_is_looked_at_is_none(
 ) -> None:
     def listing(folder: Path) -> dict[str, Path]:
         found = files_module.list_tree(folder)
-        store.release("b")
+        store.remove_pin("b")
         return found
 
-    store.hold("a", Hold(1, time.time() + 60))
-    store.hold("b", Hold(2, time.time() + 60))
+    store.put_pin("a", Pin(1, time.time() + 60))
+    store.put_pin("b", Pin(2, time.time() + 60))
     monkeypatch.setattr(store_module, "list_tree", listing)
-    assert [hold.done_step for hold in store.holds()] == [1]
-    assert len(list(paths.holds.iterdir())) == 1
+    assert [pin.done_step for pin in store.read_pins()] == [1]
+    assert len(list(paths.pins.iterdir())) == 1
 
 
 def test_a_checkpoint_that_is_being_removed_has_no_marker_first(
@@ -554,13 +555,13 @@ def test_a_failed_write_is_tried_again(paths: RunPaths) -> None:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_a_follower_with_a_damaged_hold_fails_no_write(paths: RunPaths) -> None:
-    put_atomic(paths.holds / "eval.json", b"{")
+def test_an_evaluator_with_a_damaged_pin_fails_no_write(paths: RunPaths) -> None:
+    put_atomic(paths.pins / "eval.json", b"{")
     saver = CheckpointWriter(paths, CheckpointSection(), list)
     for step in (1, 2, 3):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
     saver.check()
-    assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2, 3], "nothing is removed while a hold is missing"
+    assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2, 3], "nothing is removed while a pin is missing"
     assert [e.kind for e in read_events(paths)] == ["checkpointed"] * 3
 
 
@@ -708,17 +709,17 @@ def test_events_come_back_in_order(paths: RunPaths) -> None:
 
 
 def test_what_is_evaluated_and_let_go_while_old_checkpoints_are_removed_stays(paths: RunPaths) -> None:
-    """The evaluator finds the best one after the best ones were looked up, and before the holds are."""
+    """The evaluator finds the best one after the best ones were looked up, and before the pins are."""
     store = CheckpointStore(paths)
-    store.hold("evaluator", Hold(1, time.time() + 1000))
+    store.put_pin("evaluator", Pin(1, time.time() + 1000))
 
     def best_then_evaluated() -> list[int]:
-        store.hold("evaluator", Hold(2, time.time() + 1000))
+        store.put_pin("evaluator", Pin(2, time.time() + 1000))
         return []
 
     saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), best_then_evaluated)
     for step in (1, 2, 3):
-        store.hold("evaluator", Hold(1, time.time() + 1000))
+        store.put_pin("evaluator", Pin(1, time.time() + 1000))
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
         saver.wait()
     assert [c.step for c in store.commits()] == [2, 3]
@@ -727,12 +728,12 @@ def test_what_is_evaluated_and_let_go_while_old_checkpoints_are_removed_stays(pa
 
 def test_what_an_evaluator_lags_too_far_behind_for_is_recorded_as_skipped(paths: RunPaths) -> None:
     store = CheckpointStore(paths)
-    store.hold("evaluator", Hold(2, time.time() + 1000))
+    store.put_pin("evaluator", Pin(2, time.time() + 1000))
     saver = CheckpointWriter(paths, CheckpointSection(keep_last=2), lambda: [])
-    for step in range(1, Hold.most + 6):
+    for step in range(1, Pin.max_checkpoints + 6):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
     saver.check()
-    assert [c.step for c in store.commits()] == list(range(6, Hold.most + 6))
+    assert [c.step for c in store.commits()] == list(range(6, Pin.max_checkpoints + 6))
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
 
 
@@ -747,7 +748,7 @@ def test_what_is_skipped_is_recorded_although_the_removal_breaks_off(
         raise OSError(f"503 {folder}")
 
     store = CheckpointStore(paths)
-    store.hold("evaluator", Hold(2, time.time() + 1000, most=1))
+    store.put_pin("evaluator", Pin(2, time.time() + 1000, max_checkpoints=1))
     saver = CheckpointWriter(paths, CheckpointSection(keep_last=2), lambda: [])
     for step in range(3, 5):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))
@@ -766,7 +767,7 @@ def test_what_is_skipped_is_recorded_later_if_the_storage_refuses_it_now(
     def refuse(paths: RunPaths, kind: str, fence: int, **details: Any) -> bool:
         return kind != "evaluation_skipped" and put_event(paths, kind, fence, **details)
 
-    CheckpointStore(paths).hold("evaluator", Hold(0, time.time() + 1000, most=1))
+    CheckpointStore(paths).put_pin("evaluator", Pin(0, time.time() + 1000, max_checkpoints=1))
     saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
     with monkeypatch.context() as outage:
         outage.setattr(saver_module, "put_event", refuse)
@@ -783,12 +784,12 @@ def test_checkpoints_deleted_before_an_evaluator_starts_are_recorded_as_skipped(
     paths: RunPaths,
 ) -> None:
     store = CheckpointStore(paths)
-    store.hold(
-        "evaluator", Hold(1, time.time() - 1)
-    )  # waits for longer than its hold lasts; step 2 was its last evaluation
+    store.put_pin(
+        "evaluator", Pin(1, time.time() - 1)
+    )  # waits for longer than its pin lasts; step 2 was its last evaluation
     put_evaluation(paths, Evaluation(2, 0, "", {}, 1, 0.1, 0.0))
-    store.hold("evaluator-august-attached", Hold(3, time.time() + 1000, most=1, evaluator="august"))
-    store.hold("evaluator-gone-attached", Hold(-1, time.time() - 1, evaluator="gone"))
+    store.put_pin("evaluator-august-attached", Pin(3, time.time() + 1000, max_checkpoints=1, evaluator="august"))
+    store.put_pin("evaluator-gone-attached", Pin(-1, time.time() - 1, evaluator="gone"))
     saver = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
     for step in range(1, 6):
         saver.save(lambda step=step: snapshot_of(step), commit_of(step))

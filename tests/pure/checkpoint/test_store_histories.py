@@ -27,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import TRAINING, Snapshot, file_writers
-from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Hold, removable_steps
+from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Pin, removable_steps
 from ray_app.errors import CheckpointError, LeaseLostError, RunHeldError
 from ray_app.runlog.lease import Lease, LeaseHolder, LeaseRecord, acquire_lease, check_lease, newest_fence
 from ray_app.runlog.paths import RunPaths
@@ -60,7 +60,7 @@ def content_of(key: Key) -> dict[str, Content]:
 
 
 class Checkpoints(RuleBasedStateMachine):
-    """The store, its fences, holds and retention; any fence may try to write at any time, and others act in the middle
+    """The store, its fences, pins and retention; any fence may try to write at any time, and others act in the middle
     of that.
     """
 
@@ -73,7 +73,7 @@ class Checkpoints(RuleBasedStateMachine):
         self.committed: set[Key] = set()
         self.damaged: set[Key] = set()
         self.marked: set[Key] = set()
-        self.held: dict[str, Hold] = {}
+        self.pins: dict[str, Pin] = {}
         self.start()
         for step in (1, 3, 5):
             self.write(step, 0, "nothing")
@@ -149,23 +149,23 @@ class Checkpoints(RuleBasedStateMachine):
         most=st.integers(1, 6),
         is_over=st.sampled_from([False, False, False, True]),
     )
-    def hold(self, name: str, done: int, most: int, is_over: bool) -> None:
-        self.held[name] = Hold(done, time.time() + (-1 if is_over else 3600), most, name)
-        self.store.hold(name, self.held[name])
+    def put_pin(self, name: str, done: int, most: int, is_over: bool) -> None:
+        self.pins[name] = Pin(done, time.time() + (-1 if is_over else 3600), most, name)
+        self.store.put_pin(name, self.pins[name])
 
     @rule(name=st.sampled_from(["one", "other"]))
-    def release(self, name: str) -> None:
-        self.held.pop(name, None)
-        self.store.release(name)
+    def remove_pin(self, name: str) -> None:
+        self.pins.pop(name, None)
+        self.store.remove_pin(name)
 
     @rule(keep_last=st.sampled_from([1, 1, 2, 3]), best=STEPS)
     def retain(self, keep_last: int, best: int) -> None:
         seen = self.committed - self.marked
         steps = sorted({step for step, _ in seen})
         needed = set(steps[-keep_last:]) | {best}
-        for hold in self.held.values():
-            if hold.expires_s > time.time():
-                needed |= set([step for step in steps if step > hold.done_step][-hold.most :])
+        for pin in self.pins.values():
+            if pin.expires_s > time.time():
+                needed |= set([step for step in steps if step > pin.done_step][-pin.max_checkpoints :])
         gone = set(self.store.retain(keep_last, [best]))
         assert gone == set(steps) - needed
         dropped = {key for key in seen if key[0] in gone}
@@ -275,7 +275,7 @@ class Leases(RuleBasedStateMachine):
             assert newest_fence(self.paths) == len(self.fences)
 
 
-def ignoring_holds(steps: list[int], keep_last: int, best: list[int], holds: list[Hold], now_s: float) -> set[int]:
+def ignoring_pins(steps: list[int], keep_last: int, best: list[int], pins: list[Pin], now_s: float) -> set[int]:
     return removable_steps(steps, keep_last, best, [], now_s)
 
 
@@ -296,12 +296,12 @@ def test_many_histories(machine: type[RuleBasedStateMachine]) -> None:
 
 @pytest.mark.search
 @pytest.mark.parametrize(
-    ("name", "broken"), [("removable_steps", ignoring_holds), ("_check_files_exist", lambda folder, wanted: None)]
+    ("name", "broken"), [("removable_steps", ignoring_pins), ("_check_files_exist", lambda folder, wanted: None)]
 )
 def test_a_store_without_one_of_its_rules_would_be_found(
     name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two that histories did not find before there were holds and removals in the middle of a commit."""
+    """Two that histories did not find before there were pins and removals in the middle of a commit."""
     monkeypatch.setattr(store_module, name, broken)
     with pytest.raises((AssertionError, CheckpointError)):
         run_state_machine_as_test(Checkpoints, settings=settings(MANY, phases=(Phase.generate,)))

@@ -54,10 +54,10 @@ def test_only_labelled_nodes_count_when_the_run_must_fit() -> None:
     assert fit(scaling__label_selector={"zone": "in(a,b)"}) == 3
     with pytest.raises(
         ConfigError,
-        match=r"labelled \{'zone': 'a'\} .* have capacity for 2 workers of 2 CPU .* below scaling.min_workers = 3",
+        match=r"labeled \{'zone': 'a'\} .* have capacity for 2 workers of 2 CPU .* below scaling.min_workers = 3",
     ):
         fit(scaling__label_selector={"zone": "a"}, scaling__min_workers=3)
     with pytest.raises(
-        ConfigError, match=r"no node of the cluster is labelled so; its labels are gpu: h100, zone: a, zone: b\. Start"
+        ConfigError, match=r"no node of the cluster is labeled so; its labels are gpu: h100, zone: a, zone: b\. Start"
     ):
         fit(scaling__label_selector={"zone": "c"})

@@ -29,7 +29,7 @@ def test_a_batch_is_copied_beside_what_computes_and_waited_for_by_the_device_alo
     streams = Streams(monkeypatch)
     upload = Upload(DEVICE)
     sent = upload.send([batch_of(3)])
-    assert streams.calls == ["side: pin", "side: copy", "side: pin", "side: copy", "side: mark"]
+    assert streams.calls == ["side: pin_memory", "side: copy", "side: pin_memory", "side: copy", "side: mark"]
     streams.calls.clear()
     upload.make_available(sent)
     [found] = sent

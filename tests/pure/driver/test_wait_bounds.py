@@ -25,7 +25,7 @@ def after(bounds: WaitLimits, seconds: float, seen: RendezvousStatus | None, pha
     ("seen", "phases", "said"),
     [
         (None, [], "the rendezvous has not answered"),
-        (status(), ["data", "exchange"], "a worker has waited for data"),
+        (status(), ["data", "reduction"], "a worker has waited for data"),
         (status(live=set()), [], "there has been no worker, and the controller has not ended"),
         (status(), [], "the workers have formed no group"),
     ],
@@ -37,9 +37,9 @@ def test_a_run_that_is_to_stop_and_waits_is_given_up(
     assert after(WaitLimits(9), STOP_LIMIT_S, seen, phases) == f"{said} for {STOP_LIMIT_S:g} s"
 
 
-@pytest.mark.parametrize("phase", ["compute", "exchange", "saving", "evaluate"])
+@pytest.mark.parametrize("phase", ["compute", "reduction", "saving", "evaluate"])
 def test_a_worker_that_gets_on_is_not_given_up(phase: str) -> None:
-    assert after(WaitLimits(9), 1000.0, status(), [phase, "exchange"]) is None
+    assert after(WaitLimits(9), 1000.0, status(), [phase, "reduction"]) is None
 
 
 def test_a_step_that_is_finished_begins_the_time_anew() -> None:

@@ -77,7 +77,7 @@ def following(
 def test_what_waits_is_held_however_long_an_evaluation_takes(
     job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "HOLD_S", 5.0)
+    monkeypatch.setattr(actor, "PIN_LIFE_S", 5.0)
     for step in (1, 2, 3):
         commit(job, step)
     go, started = threading.Event(), threading.Event()
@@ -88,10 +88,9 @@ def test_what_waits_is_held_however_long_an_evaluation_takes(
 
     with following(job, slow):
         assert started.wait(30)
-        [first] = CheckpointStore(job.paths).holds()
-        wait_until(
-            lambda: CheckpointStore(job.paths).holds()[0].expires_s > first.expires_s + 2.5, "renewed for half its life"
-        )
+        [first] = CheckpointStore(job.paths).read_pins()
+        expires_s = first.expires_s + 2.5
+        wait_until(lambda: CheckpointStore(job.paths).read_pins()[0].expires_s > expires_s, "renewed for half its life")
         assert CheckpointStore(job.paths).retain(1, []) == []
         go.set()
         wait_until(lambda: not pending_commits(job), "all evaluated")
@@ -113,7 +112,8 @@ def test_a_clock_that_is_a_quarter_of_an_hour_behind_loses_no_checkpoint(
     monkeypatch.setattr(actor, "time", SimpleNamespace(time=lambda: now() - 900, perf_counter=time.perf_counter))
     with following(job, slow):
         assert started.wait(30)
-        assert CheckpointStore(job.paths).holds()[0].expires_s < now() + actor.HOLD_S - 800, "its clock is right"
+        [pin] = CheckpointStore(job.paths).read_pins()
+        assert pin.expires_s < now() + actor.PIN_LIFE_S - 800, "its clock is right"
         assert CheckpointStore(job.paths).retain(1, []) == []
         go.set()
         wait_until(lambda: not pending_commits(job), "all evaluated")

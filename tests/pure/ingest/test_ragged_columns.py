@@ -120,11 +120,11 @@ class Summed(nn.Module):
         return scores
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_json_lines_keep_the_lengths_of_their_lists(tmp_path: Path, piece_bytes: int) -> None:
+@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
+def test_json_lines_keep_the_lengths_of_their_lists(tmp_path: Path, split_bytes: int) -> None:
     rows = [{"ids": ids, "boxes": boxes, "n": i} for i, (ids, boxes) in enumerate(zip(IDS, BOXES, strict=True))]
     given = write_lines(tmp_path / "in", {"a": [{"ids": [], "boxes": [], "n": 9}], "b": rows[:1], "c": rows[1:]})
-    summary = made(tmp_path, "jsonl", given, ragged=["ids", "boxes"], rename={"ids": "tokens"}, piece_bytes=piece_bytes)
+    summary = made(tmp_path, "jsonl", given, ragged=["ids", "boxes"], rename={"ids": "tokens"}, split_bytes=split_bytes)
     assert read(tmp_path / "out") == {
         "row_id": ["a.jsonl:1", "b.jsonl:1", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3"],
         "tokens": [[], *IDS],
@@ -157,7 +157,7 @@ def test_hugging_face_lists_keep_their_lengths_and_types(tmp_path: Path, suffix:
     for number in range(2):
         table = pa.table({item: pa.array([list(np.array(row, item)) for row in rows], kind(item)) for item in WIDTHS})
         write_table(tmp_path / "in" / f"train-{number:05d}-of-00002{suffix}", table)
-    made(tmp_path, "hf", tmp_path / "in", ragged=[*WIDTHS], piece_bytes=1)
+    made(tmp_path, "hf", tmp_path / "in", ragged=[*WIDTHS], split_bytes=1)
     found = delivered(tmp_path / "out", *WIDTHS)
     facts = open_dataset(str(tmp_path / "out")).facts.columns
     for item in WIDTHS:
@@ -173,7 +173,7 @@ def test_hugging_face_boxes(tmp_path: Path, suffix: str, inner: pa.DataType) -> 
     for number, rows in enumerate(([[], []], BOXES)):
         table = pa.table({"boxes": pa.array(rows, pa.list_(inner))})
         write_table(tmp_path / "in" / f"train-{number:05d}-of-00002{suffix}", table)
-    made(tmp_path, "hf", tmp_path / "in", ragged=["boxes"], piece_bytes=1, row_group_rows=1)
+    made(tmp_path, "hf", tmp_path / "in", ragged=["boxes"], split_bytes=1, row_group_rows=1)
     found = delivered(tmp_path / "out", "boxes")["boxes"]
     assert (lists(found), found.row_shape, found.values.dtype) == ([[], [], *BOXES], (4,), np.float32)
 
@@ -269,12 +269,12 @@ def test_a_refused_list_says_that_it_may_be_ragged(tmp_path: Path, source: Any) 
     )
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_whole_numbers_in_one_file_and_fractions_in_another(tmp_path: Path, piece_bytes: int) -> None:
+@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
+def test_whole_numbers_in_one_file_and_fractions_in_another(tmp_path: Path, split_bytes: int) -> None:
     given = write_lines(
         tmp_path / "in", {"f": [{"a": [1], "b": [[1, 2]]}], "g": [{"a": [1.5, 2], "b": [[0.5, 2]]}, {"a": [], "b": []}]}
     )
-    made(tmp_path, "jsonl", given, ragged=["a", "b"], piece_bytes=piece_bytes)
+    made(tmp_path, "jsonl", given, ragged=["a", "b"], split_bytes=split_bytes)
     found = delivered(tmp_path / "out", "a", "b")
     assert {name: (lists(rows), rows.values.dtype) for name, rows in found.items()} == {
         "a": ([[1.0], [1.5, 2.0], []], np.float64),
@@ -356,7 +356,7 @@ def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(
         tmp_path / "in", {name: rows[low : low + 100] for name, low in zip("abcd", range(0, 400, 100), strict=True)}
     )
     summary = made(
-        tmp_path, "jsonl", given, ragged=["ids", "boxes"], eval_fraction=0.3, row_group_bytes=4000, piece_bytes=1
+        tmp_path, "jsonl", given, ragged=["ids", "boxes"], eval_fraction=0.3, row_group_bytes=4000, split_bytes=1
     )
     assert summary.parts.keys() == {"train", "eval"}
     found: dict[int, dict[str, Any]] = {}

@@ -50,7 +50,7 @@ def test_the_mixed_order_depends_on_the_rows_alone(tmp_path: Path, monkeypatch: 
     for number, (piece, run, batch, merged) in enumerate([(1 << 20, 1 << 20, 1 << 20, 1 << 20), (1, 1000, 300, 500)]):
         for name, value in (("RUN_BYTES", run), ("_BATCH_BYTES", batch), ("_MERGED_BYTES", merged)):
             monkeypatch.setattr(shuffle, name, value)
-        ingest(IngestOptions("csv", str(tmp_path / str(number)), str(tmp_path / "in"), piece_bytes=piece))
+        ingest(IngestOptions("csv", str(tmp_path / str(number)), str(tmp_path / "in"), split_bytes=piece))
         found.append((tmp_path / str(number) / "part-00000.parquet").read_bytes())
     assert found[0] == found[1]
 

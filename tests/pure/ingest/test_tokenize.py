@@ -76,7 +76,7 @@ def test_blocks_hold_each_token_once_whoever_makes_them(tmp_path: Path, words: s
     size = max(file.stat().st_size for file in Path(given).iterdir())
     found = []
     for threads in (1, 3):
-        options = {"tokenizer": words, "end_of_text": "<end>", "pack": 16, "eval_fraction": 0.3, "piece_bytes": size}
+        options = {"tokenizer": words, "end_of_text": "<end>", "pack": 16, "eval_fraction": 0.3, "split_bytes": size}
         summary = ingest(
             IngestOptions("jsonl", str(tmp_path / str(threads)), given, **options),
             partial(run_in_threads, threads=threads),

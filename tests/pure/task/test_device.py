@@ -17,7 +17,7 @@ from ray_app.cluster.resources import cluster
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.task import device as environment
-from ray_app.task.device import gpu_of, pin
+from ray_app.task.device import gpu_of, set_threads_and_kernels
 from tests.support.places import ROOT
 
 
@@ -48,7 +48,7 @@ def test_ray_client_is_refused() -> None:
 @pytest.mark.parametrize(("deterministic", "refuses", "mode"), [(True, True, 2), (True, False, 1), (False, True, 0)])
 def test_kernels_are_asked_for_refused_or_warned_of(deterministic: bool, refuses: bool, mode: int) -> None:
     torch.set_deterministic_debug_mode("default")
-    pin(1, deterministic, refuses)
+    set_threads_and_kernels(1, deterministic, refuses)
     assert torch.get_deterministic_debug_mode() == mode
 
 
@@ -193,7 +193,7 @@ def test_what_triton_compiles_with_is_looked_for_on_a_gpu(
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.delenv("CC", raising=False) if variable is None else monkeypatch.setenv("CC", variable)
     if missing is None:
-        environment.need_compiler(torch.device("cuda", 0))
+        environment.check_compiler(torch.device("cuda", 0))
         return
     with pytest.raises(ConfigError, match=missing):
-        environment.need_compiler(torch.device("cuda", 0))
+        environment.check_compiler(torch.device("cuda", 0))

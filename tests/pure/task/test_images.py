@@ -141,7 +141,7 @@ def test_a_png_with_too_few_rows_is_refused(interlaced: int, decode: Any) -> Non
 def test_a_colour_that_the_palette_of_a_png_lacks_is_refused() -> None:
     data, palette = zlib.compress(bytes([0, 0, 1, 0, 2, 3])), png_chunk(b"PLTE", bytes(9))
     encoded = png((2, 2, 8, 3, 0, 0, 0), data, palette)
-    with pytest.raises(ValueError, match="a pixel has the colour 3 of a palette of 3 colours"):
+    with pytest.raises(ValueError, match="a pixel has the color 3 of a palette of 3 colors"):
         decode_image(encoded)
     assert decode_mask(encoded).tolist() == [[0, 1], [2, 3]], (
         "of a mask the indices are the classes, whatever their colours"

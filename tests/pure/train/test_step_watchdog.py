@@ -29,16 +29,16 @@ def test_the_default_limit_is_50_median_steps_and_at_least_a_minute(step_s: floa
     still.begin(0)
     assert still.limit_s == 5 * 600, "nothing is known of the steps yet, and the first one of a group takes longer"
     for step in range(1, 12):
-        still.finished(
+        still.note_step(
             step, record_of(step, step_s if step < 10 else 1000 * step_s)
         )  # two slow ones do not change the median
     assert still.limit_s == limit_s
     clock.now += limit_s - 0.1
-    assert still.times(clock.now) == 0
+    assert still.count_stalls(clock.now) == 0
     clock.now += 0.2
-    assert [still.times(clock.now), still.times(clock.now)] == [1, 0]
+    assert [still.count_stalls(clock.now), still.count_stalls(clock.now)] == [1, 0]
     clock.now += limit_s + 0.1
-    assert still.times(clock.now) == 2
+    assert still.count_stalls(clock.now) == 2
     still.begin(11)
     assert still.limit_s == 5 * limit_s
 
@@ -47,7 +47,7 @@ def test_a_limit_that_is_given_is_five_times_as_long_for_the_first_step_of_a_gro
     still = StepWatchdog(30.0, Clock())
     still.begin(4)
     assert still.limit_s == 150.0
-    still.finished(5, None)
+    still.note_step(5, None)
     assert still.limit_s == 30.0
 
 
@@ -56,5 +56,5 @@ def test_a_record_that_heartbeats_repeat_counts_once() -> None:
     watchdog.begin(0)
     for step, step_s, heartbeats in ((1, 2.0, 1), (2, 2.0, 1), (3, 40.0, 100)):
         for _ in range(heartbeats):
-            watchdog.finished(step, record_of(step, step_s))
+            watchdog.note_step(step, record_of(step, step_s))
     assert watchdog.limit_s == 100.0

@@ -37,9 +37,11 @@ class Steps:
             self.found += [(self.done, slow) for slow in self.pace.add(spent) or []]
             busy = [len(block) * unit + data + other for block, (unit, data, other) in zip(blocks, times, strict=True)]
             self.step_s.append(max(busy) + 0.002)
-            if self.pace.shares is not None:
-                self.world = World(0, self.world.size, self.world.logical_workers, assignment=self.pace.shares)
-                self.moves.append((self.done, [len(block) for block in self.pace.shares]))
+            if self.pace.proposed_assignment is not None:
+                self.world = World(
+                    0, self.world.size, self.world.logical_workers, assignment=self.pace.proposed_assignment
+                )
+                self.moves.append((self.done, [len(block) for block in self.pace.proposed_assignment]))
                 self.pace.begin(self.world)
         return self
 
@@ -64,10 +66,10 @@ def noisy(
 @pytest.mark.parametrize("seed", range(5))
 def test_the_right_one_of_four_is_found_within_fifty_steps(rank: int, seed: int) -> None:
     steps = Steps(4, 8, noisy(0.02, {rank: 1.5}, seed)).go(50)
-    assert steps.told == [("slowed", rank, "compute")]
+    assert steps.told == [("straggler_detected", rank, "compute")]
     [(at, slow)] = steps.found
     assert at <= 50
-    assert 1.3 < slow.times < 1.8
+    assert 1.3 < slow.slowdown < 1.8
     assert set(steps.pace.slow) == {rank}
     assert steps.pace.imbalance is not None
     assert steps.pace.imbalance > 1.2
@@ -83,12 +85,12 @@ def test_who_waits_for_data_is_found_with_the_cause() -> None:
     def times(step: int, rank: int) -> tuple[float, float]:
         return 0.02, 0.1 if rank == 2 and step % 5 == 0 else 0.0
 
-    assert Steps(4, 4, times).go(100).told == [("slowed", 2, "data")]
+    assert Steps(4, 4, times).go(100).told == [("straggler_detected", 2, "data")]
 
 
 def test_who_does_something_else_is_found_with_the_cause() -> None:
     assert Steps(4, 4, lambda step, rank: (0.02, 0.0, 0.02 if rank == 1 else 0.0)).go(100).told == [
-        ("slowed", 1, "other")
+        ("straggler_detected", 1, "other")
     ]
 
 
@@ -115,7 +117,7 @@ def test_who_keeps_up_again_is_told_once() -> None:
         return 0.04 if rank == 1 and step < 100 else 0.02, 0.0
 
     steps = Steps(2, 2, times).go(300)
-    assert steps.told == [("slowed", 1, "compute"), ("straggler_recovered", 1, "compute")]
+    assert steps.told == [("straggler_detected", 1, "compute"), ("straggler_recovered", 1, "compute")]
     assert not steps.pace.slow
 
 

@@ -158,8 +158,8 @@ def test_of_a_run_without_steps_and_of_one_with_all_kinds_of_things(tmp_path: Pa
 
 def test_slow_workers_are_told_while_they_are_slow(run: MadeRun) -> None:
     where = {"name": "host-7", "host": "10.0.0.7", "device": "cuda NVIDIA H200"}
-    run.event("slowed", 12.0, rank=2, cause="compute", times=1.5, step=60, **where)
-    run.event("slowed", 12.5, rank=1, cause="data", times=1.4, step=61, **where)
+    run.event("straggler_detected", 12.0, rank=2, cause="compute", times=1.5, step=60, **where)
+    run.event("straggler_detected", 12.5, rank=1, cause="data", times=1.4, step=61, **where)
     run.event("straggler_recovered", 13.0, rank=1, cause="data", times=1.0, step=90, **where)
     shown = drawn(*seen(run), width=200)
     assert "1: rank 2 (host-7, 10.0.0.7, cuda NVIDIA H200) computed 1.5 times as long as the others at step 60" in shown

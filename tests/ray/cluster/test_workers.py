@@ -78,6 +78,11 @@ def test_the_others_go_on_and_a_new_worker_joins(
     assert summary["world_sizes"][2][1] == 2
     assert (summary["restarts"]["failures"], len(summary["recovery_s"])) == (1, 1)
     assert "died" in next(iter(events["failed"][0].details["errors"].values()))
+    assert "is committed (cadence)" in "".join(path.read_text() for path in Path(run, "output").glob("*.err"))
+    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path()).glob("worker-*.err")
+    log = "".join(path.read_text(errors="replace") for path in logs)
+    assert " is lost: its connection has ended." in log
+    assert " INFO ray_app.cluster.rendezvous.rendezvous: Generation 3 has formed with 2 workers at step 1" in log
 
 
 def test_a_spare_takes_the_place_of_a_killed_worker(
@@ -130,9 +135,9 @@ def test_who_stays_slow_is_replaced_by_the_spare(short_run: ShortRun, tmp_path: 
     )
     assert result.summary["params_digest"] == alone.summary["params_digest"]
     paths = RunPaths(run)
-    retired = read_events(paths, "retired")[0]  # on a busy machine the next one may be slow, too
+    retired = read_events(paths, "evicted")[0]  # on a busy machine the next one may be slow, too
     slow = int(Path(f"{drag.proof}-1").read_text())
-    assert retired.details["pid"] == slow == next(e.details["pid"] for e in read_events(paths, "slowed"))
+    assert retired.details["pid"] == slow == next(e.details["pid"] for e in read_events(paths, "straggler_detected"))
     assert retired.details["reason"].endswith("another takes its place")
     assert [e.details["workers"] for e in read_events(paths, "formed")][:3] == [2, 1, 2]
     assert (result.summary["restarts"]["failures"], result.summary["redone_steps"]) == (0, 0)
@@ -198,7 +203,7 @@ def test_deaths_in_every_phase_of_a_step(short_run: ShortRun, reference: dict[st
     config = short_run(scaling__min_workers=1, scaling__max_workers=4)
     kills = [
         KillAt(str(tmp_path / "compute"), "compute", rank=3, step=5),
-        KillAt(str(tmp_path / "exchange"), "exchange", rank=0, step=11),
+        KillAt(str(tmp_path / "reduction"), "reduction", rank=0, step=11),
         KillAt(str(tmp_path / "forming"), "forming", rank=1, step=11),
     ]
     summary, events = run_with(config, reference, at=HookChain(tuple(kills)))
@@ -273,7 +278,7 @@ def test_what_holds_a_step_up_is_ended_and_its_stacks_are_kept(
     assert summary["redone_steps"] == 0
     stacks = {e.details["rank"]: e.details for e in events["stacks"]}
     assert set(stacks) == {0, 1}
-    assert (stacks[0]["doing"], stacks[1]["doing"]) == ("exchange", "data")
+    assert (stacks[0]["doing"], stacks[1]["doing"]) == ("reduction", "data")
     assert "injector.py" in stacks[1]["stacks"]
 
 

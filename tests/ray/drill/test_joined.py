@@ -36,7 +36,7 @@ def test_on_a_cluster_that_is_there(
 
     def quiet(ground: ScenarioContext) -> Scenario:
         """Nothing happens, because no run gets that far."""
-        never = Kill(ground.proofs, ["killed-0"], step=10**6, ranks=[0])
+        never = Kill(ground.evidence, ["killed-0"], step=10**6, ranks=[0])
         return Scenario([10**6], ["killed-0"], lambda run: [], Faults(train=Hooks(after_step=never)))
 
     monkeypatch.setitem(SCENARIOS, "quiet", quiet)
@@ -44,7 +44,7 @@ def test_on_a_cluster_that_is_there(
         main([*arguments(digits, tmp_path / "out", scenarios="node,quiet", max_steps=20), "--data.eval_path=null"]) == 1
     )
     assert ray.is_initialized()
-    assert "FAILED: it did not happen: there is no proof 'killed-0'" in capsys.readouterr().out
+    assert "FAILED: it did not happen: there is no evidence 'killed-0'" in capsys.readouterr().out
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
     node, quiet_one = certificate["scenarios"]
     assert (node["outcome"], quiet_one["outcome"]) == ("left out", "failed")

@@ -123,7 +123,7 @@ def test_an_evaluator_follows_from_another_job_under_a_name_of_its_own(
     run_id = json.loads(paths.summary.read_text())["mlflow_run_id"]
     found = MlflowClient(default_tracking_uri(config)).get_metric_history(run_id, "eval_fresh_accuracy")
     assert sorted(m.step for m in found) == [8, 16, 24, 30], "each point once, whoever sent it"
-    assert list(paths.holds.iterdir()) == [], "nothing is held any more"
+    assert list(paths.pins.iterdir()) == [], "nothing is held any more"
 
 
 def test_a_run_that_has_ended_is_evaluated_like_by_its_own_evaluator(

@@ -35,7 +35,7 @@ def test_a_cluster_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.Mon
     made = []
     for out, run in (("here", None), ("cluster", run_on_cluster)):
         options = IngestOptions(
-            "csv", str(tmp_path / out), str(tmp_path / "in"), label="y", piece_bytes=1, eval_fraction=0.3
+            "csv", str(tmp_path / out), str(tmp_path / "in"), label="y", split_bytes=1, eval_fraction=0.3
         )
         ingest(options, *([run] if run else []))
         made.append(content(tmp_path / out))
@@ -44,7 +44,7 @@ def test_a_cluster_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "in" / "3.csv").write_text("a,y\n1,u\n2,\n")
     with pytest.raises(DataError, match="rows without a value"):
         ingest(
-            IngestOptions("csv", str(tmp_path / "refused"), str(tmp_path / "in"), label="y", piece_bytes=1),
+            IngestOptions("csv", str(tmp_path / "refused"), str(tmp_path / "in"), label="y", split_bytes=1),
             run_on_cluster,
         )
     assert not list(tmp_path.glob("refused*"))

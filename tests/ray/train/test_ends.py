@@ -62,7 +62,7 @@ def test_sigterm_ends_a_run_that_waits_for_data(short_run: ShortRun, tmp_path: P
     config = short_run(**task, data__cache="none", data__read_task_mb=0.01)
     result = run_training(config, observe=interrupt_when(lambda _: (tmp_path / "stuck").exists()))
     assert result.status == "interrupted"
-    [event] = read_events(RunPaths(result.path), "workers_given_up")
+    [event] = read_events(RunPaths(result.path), "workers_abandoned")
     assert event.details["reason"] == "a worker has waited for data for 15 s"
 
 

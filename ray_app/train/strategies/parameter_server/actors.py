@@ -64,7 +64,7 @@ class ServerActor(ParameterServer):
         self._calls = ThreadPoolExecutor(1, "calls")
         self._failure: Exception | None = None
 
-    def lifeline(self) -> tuple[tuple[str, int], str]:
+    def address_and_secret(self) -> tuple[tuple[str, int], str]:
         """Returns the address and the secret for connections, see `Listener`."""
         return self._listener.listen(ray.util.get_node_ip_address()), self._listener.secret
 
@@ -110,7 +110,7 @@ class RayServers:
         """Calls a method of every server, see `Servers.call`."""
         try:
             for handle in self.handles[len(self._lines) :]:
-                address, secret = ray.get(handle.lifeline.remote(), timeout=_CALL_S)
+                address, secret = ray.get(handle.address_and_secret.remote(), timeout=_CALL_S)
                 self._lines.append(connect(address, secret, _CALL_S))
             for line, server_arguments in zip(self._lines, arguments, strict=True):
                 send(line, (method, *server_arguments))

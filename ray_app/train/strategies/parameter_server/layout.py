@@ -212,7 +212,10 @@ class Layout:
         def cut(state: dict[str, Tensor]) -> dict[str, Tensor]:
             return {str(i): strip.of(state[self._names[strip.variable][0]]).clone() for i, strip in enumerate(part)}
 
-        whole_state, more = whole.optimizer["state"], {name: cut(value) for name, value in whole.more.items()}
+        whole_state, extra_state = (
+            whole.optimizer["state"],
+            {name: cut(value) for name, value in whole.extra_state.items()},
+        )
         state = {
             i: self._cut(whole_state[strip.variable], strip)
             for i, strip in enumerate(part)
@@ -222,7 +225,9 @@ class Layout:
             {**group, "params": [i for i, strip in enumerate(part) if strip.variable in group["params"]]}
             for group in whole.optimizer["param_groups"]
         ]
-        return Snapshot(whole.step, cut(whole.model), {"state": state, "param_groups": groups}, whole.schedule, more)
+        return Snapshot(
+            whole.step, cut(whole.model), {"state": state, "param_groups": groups}, whole.schedule, extra_state
+        )
 
     def _cut(self, values: dict[str, Any], strip: Strip) -> dict[str, Any]:
         shape = self.trained[strip.variable].shape
@@ -244,8 +249,8 @@ class Layout:
             strip, part = self.parts[server][i], parts[server]
             for name in self._names[variable]:
                 strip.of(whole.model[name]).copy_(part.model[str(i)])
-                for kind, values in part.more.items():
-                    strip.of(whole.more[kind][name]).copy_(values[str(i)])
+                for kind, values in part.extra_state.items():
+                    strip.of(whole.extra_state[kind][name]).copy_(values[str(i)])
             values_of.setdefault(variable, []).append(part.optimizer["state"].get(i, {}))
         state = {variable: self._join(values, variable) for variable, values in values_of.items() if values[0]}
         members = [group["params"] for group in whole.optimizer["param_groups"]]
@@ -254,7 +259,7 @@ class Layout:
             for group, params in zip(parts[0].optimizer["param_groups"], members, strict=True)
         ]
         optimizer = {"state": state, "param_groups": groups}
-        return Snapshot(parts[0].step, whole.model, optimizer, parts[0].schedule, whole.more)
+        return Snapshot(parts[0].step, whole.model, optimizer, parts[0].schedule, whole.extra_state)
 
     def _join(self, values: list[dict[str, Any]], variable: int) -> dict[str, Any]:
         if len(values) == 1:

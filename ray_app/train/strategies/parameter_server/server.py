@@ -60,7 +60,7 @@ class ParameterServer:
             buffers: The model's buffers, which one server keeps; empty for the others.
         """
         snapshot = unpack(files)
-        trained = snapshot.more.get("parameters", snapshot.model)
+        trained = snapshot.extra_state.get("parameters", snapshot.model)
         task = _ServerTask([trained[str(i)] for i in range(len(trained))])
         self._state = _ServerState(self._config, task, snapshot.optimizer["param_groups"], self._total_steps)
         self._state.load(snapshot)

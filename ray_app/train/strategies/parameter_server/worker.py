@@ -92,13 +92,13 @@ class ParameterWorker:
 
     def once(self, wait_s: float) -> bool:
         """Computes one unit, if there is one within `wait_s` seconds; returns whether there may be more."""
-        self._enter("exchange")
+        self._enter("reduction")
         reply = self._ask(self._name, self._result, self._broken_era, wait_s)
         self._result = self._broken_era = None
         self._rank, self._finished_steps = reply.rank, reply.step
         self._membership.report(reply.step, reply.record if reply.rank == 0 else None, 0)
         if reply.waiting or reply.unit is not None:
-            self._membership.moved()
+            self._membership.report_progress()
         for logical_worker in self._streams.keys() - set(reply.assigned):
             self._streams.pop(logical_worker).feed.close()
         if reply.unit is not None:
@@ -123,7 +123,7 @@ class ParameterWorker:
         self._enter("data")
         batch, wait_s = self._batch(unit, cursor)
         if not self._is_fresh(unit):
-            self._enter("exchange")
+            self._enter("reduction")
             if not self._load_parameters(unit, self._servers.call("pull", [(unit.era,)] * len(self._layout.parts))):
                 return None
         self._enter("compute")
@@ -135,7 +135,7 @@ class ParameterWorker:
         buffers = to_bytes(self._layout.buffers) if unit.logical_worker == 0 else None
         has_gradient = self._step.has_gradient(stats)
         gradients = enumerate(self._layout.gradients() if has_gradient else [None] * len(self._layout.parts))
-        self._enter("exchange")
+        self._enter("reduction")
         pushed = self._servers.call(
             "push", [(unit.era, unit.step, unit.logical_worker, g, None if i else buffers) for i, g in gradients]
         )

@@ -33,8 +33,8 @@ def _live(door: tuple[Any, str], root: Path) -> None:
     """A worker's process: it gives signs of life until it is told to end."""
     context = SimpleNamespace(get_actor_id=lambda: "a", get_node_id=lambda: "node")
     util = SimpleNamespace(get_node_ip_address=lambda: HERE)
-    client.ray = SimpleNamespace(get=lambda found: found, get_runtime_context=lambda: context, util=util)  # type: ignore[attr-defined]
-    rendezvous = SimpleNamespace(lifeline=SimpleNamespace(remote=lambda: door))
+    client.ray = SimpleNamespace(get=lambda found, **_: found, get_runtime_context=lambda: context, util=util)  # type: ignore[attr-defined]
+    rendezvous = SimpleNamespace(address_and_secret=SimpleNamespace(remote=lambda: door))
     made = client.RendezvousClient(rendezvous, 4, torch.device("cpu"), "gloo", RunPaths(root), 1, True)
     made._closed.wait()
 

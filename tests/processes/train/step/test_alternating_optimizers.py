@@ -124,7 +124,7 @@ def test_a_turn_is_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
     schedules = {each: torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (plain, other)}
     assert state.turns is not None
     for step in range(6):
-        turn = state.turns.begin(step)
+        turn = state.turns.begin_step(step)
         assert {name.split(".")[0] for name, p in state.model.named_parameters() if p.requires_grad} == {turn}
         for ours, theirs in zip(state.model.parameters(), twin.model.parameters(), strict=True):
             ours.grad = torch.full_like(ours, 0.1 * (step + 1)) if ours.requires_grad else None
@@ -149,7 +149,7 @@ def test_whose_turn_it_is() -> None:
 def test_what_is_computed_twice_is_that_of_the_turn(pool: WorkerPool, data: Path, tmp_path: Path, part: str) -> None:
     """A bit of a gradient of rank 1, in the next step in which that part of the model has its turn."""
     job = job_of(tmp_path / "run", data, failure__sdc_check_rate=1.0)
-    flip = Flip(Evidence(str(tmp_path / "proofs")), "flip", "gradient", 1, 3)
+    flip = Flip(Evidence(str(tmp_path / "evidence")), "flip", "gradient", 1, 3)
     outcomes = train_shifting(pool, job, [[0, 1, 2], [0, 2]], [], Hooks(after_step=flip, built=OfPart(flip, part)))
     assert isinstance(outcomes[1].error, WrongResultError), outcomes[1].trace
     assert [outcomes[rank].value for rank in (0, 2)] == ["done"] * 2, [outcome.trace for outcome in outcomes]

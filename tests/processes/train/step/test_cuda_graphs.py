@@ -20,12 +20,12 @@ from ray_app.errors import ConfigError
 from ray_app.reduction.base import World
 from ray_app.task.base import Batch, DeviceSums
 from ray_app.task.image import ImageClassification
-from ray_app.testing import DieAfter, KilledError, WorkerPool, _train, cache_windows, read_trained_run
+from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run, train_rank
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.step import cuda_graphs
 from ray_app.train.step.cuda_graphs import CapturedPasses, _InputRecorder, make_graph_backend
-from tests.support.local_world import CPU, TinyImages, make_job, write_images
+from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job, write_images
 from tests.support.recorded_graph import RecordedGraphs
 
 CAPTURE: dict[str, Any] = {"train__capture": True, "scaling__gpus_per_worker": 1.0, "train__backend": "gloo"}
@@ -46,7 +46,7 @@ def _captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, most_ki
         patch.object(cuda_graphs, "_MAX_GRAPHS", most_kinds),
         patch.object(cuda_graphs, "_CHECK_EVERY_USES", 5),
     ):
-        _train(rank, store, job, size, hooks, cache_windows, {})
+        train_rank(rank, store, job, size, hooks, cache_windows, LocalMembership)
     return graphs.captures, graphs.replays
 
 

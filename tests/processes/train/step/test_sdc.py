@@ -49,7 +49,7 @@ def undisturbed(pool: WorkerPool, tmp_path: Path) -> str:
 
 
 def hooks(folder: Path, what: FlipTarget, rank: int, step: int) -> Hooks:
-    flip = Flip(Evidence(str(folder / "proofs")), "flip", what, rank, step)
+    flip = Flip(Evidence(str(folder / "evidence")), "flip", what, rank, step)
     return Hooks(after_step=flip, built=flip.built)
 
 
@@ -66,7 +66,7 @@ def test_a_flipped_bit_is_found_and_nothing_of_it_stays(
     job = job_in(tmp_path, "flipped", **ALL)
     others = [each for each in range(3) if each != rank]
     outcomes = train_shifting(pool, job, [[0, 1, 2], others], [], hooks(tmp_path, what, rank, 4))
-    assert Evidence(str(tmp_path / "proofs")).has("flip")
+    assert Evidence(str(tmp_path / "evidence")).has("flip")
     assert isinstance(outcomes[rank].error, WrongResultError), outcomes[rank].trace
     assert [outcomes[each].value for each in others] == ["done"] * 2, [outcome.trace for outcome in outcomes]
     [lied] = read_events(job.paths, "sdc_detected")
@@ -152,7 +152,7 @@ def test_no_false_alarm_and_the_same_bits(
     job = job_in(tmp_path, "with", **ALL, **fields)
     pool.train_to_end(job, workers, cache_windows)
     assert read_trained_run(job).commit.params_digest == without.commit.params_digest
-    assert read_steps(job.paths).replayed == L * 6
+    assert read_steps(job.paths).recomputed == L * 6
     assert not read_events(job.paths, "sdc_detected")
 
 
@@ -165,14 +165,14 @@ def test_ten_thousand_shares_without_a_false_alarm(
     often = {"checkpoint__every_steps": 500, "train__epochs": 900, "train__max_steps": 2600}
     job = job_in(tmp_path, "many", **ALL, **fields, **often)
     pool.train_to_end(job, workers, cache_windows)
-    assert read_steps(job.paths).replayed == 2600 * L
+    assert read_steps(job.paths).recomputed == 2600 * L
     assert not read_events(job.paths, "sdc_detected")
 
 
 def test_rows_are_computed_twice_where_they_are_read(pool: WorkerPool, tmp_path: Path) -> None:
     job = job_in(tmp_path, "twice", task=TinyImages("unused"), failure__sdc_check_rate=0.5)
     pool.train_to_end(job, 2, cache_windows)
-    assert 0 < read_steps(job.paths).replayed < L * 6
+    assert 0 < read_steps(job.paths).recomputed < L * 6
 
 
 def test_parameters_are_compared_where_that_is_asked_for(pool: WorkerPool, tmp_path: Path, undisturbed: str) -> None:

@@ -121,8 +121,8 @@ def test_the_average_is_the_mean_of_what_the_logical_workers_found(data: Path, t
     step, state, feed = step_of(job, tmp_path / "store")
     start = copy.deepcopy(state.model.state_dict())
     found, rows = [], job.plan.rows_of_step
-    take, state.take_round = (
-        state.take_round,
+    take, state.apply_round = (
+        state.apply_round,
         lambda *args: (found.extend(copy.deepcopy(list(step._replicas.values()))), take(*args)),
     )  # type: ignore[method-assign]
     for i in range(3):
@@ -267,6 +267,6 @@ def test_what_the_workers_tell_each_other_of_an_optimizer_is_on_the_host(data: P
                 "row": torch.zeros(3, device="cuda"),
                 "lr": 0.1,
             }
-    found = [value for numbers in replica.numbers()[0].values() for value in numbers.values()]
+    found = [value for numbers in replica.unaveraged_state()[0].values() for value in numbers.values()]
     assert {str(value.device) for value in found if isinstance(value, Tensor)} == {"cpu"}
     assert 0.1 in [value for value in found if not isinstance(value, Tensor)]

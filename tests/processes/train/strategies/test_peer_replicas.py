@@ -59,7 +59,7 @@ def test_no_step_is_done_again(
     """Killed in the middle of a step; then another one, when two are left."""
     plain = pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
     job = fsdp_job(tmp_path / "run", data, **(FIELDS | {"train__strategy": strategy}))
-    first = KillIn(tmp_path / "first", "exchange", step, lost)
+    first = KillIn(tmp_path / "first", "reduction", step, lost)
     second = KillOnce(tmp_path / "second", step=12, rank=0)
     train_shifting(pool, job, [[0, 1, 2], others(lost), others(lost)[1:]], [], Hooks(after_step=second, at=first))
     assert first.proof.exists()

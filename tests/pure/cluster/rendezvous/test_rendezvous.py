@@ -39,7 +39,7 @@ def worker(name: str, **fields: Any) -> Heartbeat:
 
 
 def in_generation(beat: Heartbeat, formed: GenerationInfo, step: int) -> Heartbeat:
-    return replace(beat, generation=formed.number, rank=formed.rank, step=step, phase="compute", waits=0)
+    return replace(beat, generation=formed.number, rank=formed.rank, step=step, phase="compute", wait_number=0)
 
 
 class Group:
@@ -54,7 +54,7 @@ class Group:
     async def join(self, names: str, lost: bool = False) -> None:
         for name in names:
             beat = self.beats.setdefault(name, worker(name))
-            self.beats[name] = replace(beat, waits=self.tickets, lost=lost)
+            self.beats[name] = replace(beat, wait_number=self.tickets, lost=lost)
             self.tickets += 1
             await self.beat(name)
             self.waiting = [*(other for other in self.waiting if other != name), name]
@@ -276,7 +276,7 @@ def test_who_leaves_with_what_the_others_have_leaves_at_once(clock: Clock) -> No
         await group.rendezvous.evict({"c"})
         await group.join("b", lost=True)
         orders = await group.beat("b")
-        assert (orders.leave, orders.waits) == (True, True)
+        assert (orders.leave, orders.is_for_waiting) == (True, True)
         await group.join("a", lost=True)
         assert group.formed() == {"a": (2, 0, 1)}
 
@@ -299,7 +299,7 @@ def test_a_sign_of_life_from_before_its_generation_takes_nobody_out_of_it(clock:
 def test_a_new_instance_gives_no_number_again() -> None:
     rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, first_generation=5000)
     asyncio.run(rendezvous.set_expected(1))
-    formed = rendezvous.handle_heartbeat(worker("a", waits=1)).formed
+    formed = rendezvous.handle_heartbeat(worker("a", wait_number=1)).formed
     assert formed is not None
     assert formed.number == 5000
 
@@ -327,7 +327,7 @@ def test_silence_is_a_loss_and_the_silent_one_may_come_back(clock: Clock) -> Non
         clock.now += SILENCE_S
         await group.beat("a")
         group.rendezvous.check_liveness(clock.now)
-        assert list((await group.rendezvous.status()).silent) == ["b"]
+        assert list((await group.rendezvous.status()).lost_for_s) == ["b"]
         await group.join("a", lost=True)
         assert group.formed() == {"a": (2, 0, 1)}
         assert (await group.beat("b")).abort, "its generation is over"
@@ -360,7 +360,7 @@ def test_a_standstill_ends_who_holds_the_others_up(clock: Clock) -> None:
             for name in "ab":
                 group.beats[name] = replace(group.beats[name], step=step)
                 await group.beat(name)
-        group.beats["a"] = replace(group.beats["a"], phase="exchange")
+        group.beats["a"] = replace(group.beats["a"], phase="reduction")
         group.beats["b"] = replace(group.beats["b"], phase="data")
         clock.now += 4
         assert not (await group.beat("a")).dump
@@ -384,7 +384,7 @@ def test_nobody_is_ended_for_a_slow_storage(clock: Clock, who: str) -> None:
     async def story(group: Group) -> None:
         await start(group, "ab", clock, step=3)
         for step in (4, 5):
-            for name, phase in (("a", "saving" if who == "a worker" else "exchange"), ("b", "exchange")):
+            for name, phase in (("a", "saving" if who == "a worker" else "reduction"), ("b", "reduction")):
                 group.beats[name] = replace(group.beats[name], step=step, phase=phase)
                 await group.beat(name)
         for _ in range(20):
@@ -410,7 +410,7 @@ def test_a_stuck_collective_is_broken_and_if_that_does_not_help_all_are_ended(cl
         await start(group, "ab", clock, step=3)
         for step in (4, 5):
             for name in "ab":
-                group.beats[name] = replace(group.beats[name], step=step, phase="exchange")
+                group.beats[name] = replace(group.beats[name], step=step, phase="reduction")
                 await group.beat(name)
         for expected in ((True, False), (True, True)):
             clock.now += 4.5
@@ -444,7 +444,7 @@ def test_who_begins_on_its_own_has_time_to(clock: Clock) -> None:
         assert not await beat(group, "a", phase="data")
         for step in (0, 1, 2):
             clock.now += 4
-            assert not await beat(group, "a", phase="exchange", step=step)
+            assert not await beat(group, "a", phase="reduction", step=step)
         assert not await beat(group, "b", phase="data")
         for _ in range(9):
             clock.now += 4

@@ -98,7 +98,7 @@ def test_a_thousand_workers_form_their_next_generation_at_once() -> None:
                 generation=generation,
                 rank=i,
                 step=generation,
-                waits=1 + generation,
+                wait_number=1 + generation,
                 lost=bool(generation),
             )
             for i in workers

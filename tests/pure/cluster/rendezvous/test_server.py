@@ -32,7 +32,7 @@ class Crowd:
     def join(self, ticket: int, lost: bool = False) -> None:
         """All wait, and hear of the generation."""
         for beat in self.beats:
-            self.rendezvous.handle_heartbeat(replace(beat, waits=ticket, lost=lost))
+            self.rendezvous.handle_heartbeat(replace(beat, wait_number=ticket, lost=lost))
         for i, beat in enumerate(self.beats):
             formed = self.rendezvous.reply_for(beat.worker).formed
             assert formed is not None

@@ -126,12 +126,12 @@ def test_values_of_several_types_in_json_are_named_with_their_lines(
     assert "leave the key out by columns" in said
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_values_of_several_types_in_json_files_are_named_with_their_files(tmp_path: Path, piece_bytes: int) -> None:
+@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
+def test_values_of_several_types_in_json_files_are_named_with_their_files(tmp_path: Path, split_bytes: int) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"b": 1, "a": null}\n{"a": 1}\n')
     (tmp_path / "in" / "b.jsonl").write_text('{"b": 1.5}\n{"a": "?"}\n')
-    said = refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes)
+    said = refusal(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes)
     assert "the values of 'a' have several types" in said
     assert "a.jsonl, line 2" in said
     assert "string in " in said
@@ -266,7 +266,7 @@ def test_classes_of_text_are_the_same_in_all_splits_and_files(tmp_path: Path) ->
     (tmp_path / "in").mkdir()
     for name, values in {"train-0": ["b", "d"], "train-1": ["c", "c"], "test": ["a", "d"]}.items():
         table(tmp_path / "in", pa.array(values), "parquet", name)
-    ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in"), label="c", piece_bytes=1))
+    ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in"), label="c", split_bytes=1))
     assert (read(tmp_path / "out" / "train")["label"], read(tmp_path / "out" / "test")["label"]) == (
         [1, 3, 2, 2],
         [0, 3],

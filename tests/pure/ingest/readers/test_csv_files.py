@@ -33,7 +33,7 @@ def test_another_delimiter_is_recognised_and_named(tmp_path: Path, delimiter: st
     rows = [["a, in cm", "b", "c"], ["1", "x,y", "2"], ["3", "z", "4"]]
     given = written(tmp_path, "\n".join(delimiter.join(row) for row in rows))
     [note] = notes(tmp_path, "csv", given)
-    assert f"a {word} was recognised as the delimiter of {given}" in note
+    assert f"a {word} was recognized as the delimiter of {given}" in note
     got = read(tmp_path / "out")
     assert (list(got)[1:], got["a, in cm"], got["b"], got["c"]) == (rows[0], [1, 3], ["x,y", "z"], [2, 4])
 
@@ -263,7 +263,7 @@ def test_text_in_one_of_several_files_is_said_with_its_file(tmp_path: Path) -> N
     (tmp_path / "in").mkdir()
     for i, values in enumerate((["1", "2"], ["3", "?"], ["4", "-"])):
         (tmp_path / "in" / f"{i}.csv").write_text("v\n" + "\n".join(values))
-    [note] = notes(tmp_path, "csv", tmp_path / "in", piece_bytes=1)
+    [note] = notes(tmp_path, "csv", tmp_path / "in", split_bytes=1)
     assert "2 of its 6 values are not numbers, the first is '?' in 1.csv:3" in note
 
 

@@ -44,7 +44,7 @@ def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tm
     ingest(IngestOptions("images", str(tmp_path / "a"), str(tmp_path / "in"), check=False))
     ingest(
         IngestOptions(
-            "images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, piece_bytes=100, row_group_rows=3
+            "images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, split_bytes=100, row_group_rows=3
         )
     )
     got = read(tmp_path / "a", as_stored=True)

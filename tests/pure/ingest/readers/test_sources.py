@@ -48,7 +48,7 @@ def test_json_lines_have_one_type_a_key_over_all_files(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, LINES[:1])) + "\n\n")
     (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, LINES[1:])).encode()))
-    got = done(tmp_path, "jsonl", folder, label="kind", piece_bytes=1)
+    got = done(tmp_path, "jsonl", folder, label="kind", split_bytes=1)
     assert got["row_id"] == ["a.jsonl:1", "b.jsonl.gz:1", "b.jsonl.gz:2"]
     assert got["x"] == [1.0, 2.5, None]
     assert (got["label"], got["when"], got["on"]) == ([2, 0, 1], ["2020-01-01", "never", None], [True, None, False])
@@ -89,16 +89,16 @@ def test_json_lines_that_cannot_be_used_are_skipped_where_that_is_allowed(tmp_pa
 
 
 @pytest.mark.parametrize("empty", ["[]", "[[], []]", "[[1, 2], []]"])
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_an_empty_list_in_the_first_json_line_is_a_bad_row(tmp_path: Path, empty: str, piece_bytes: int) -> None:
+@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
+def test_an_empty_list_in_the_first_json_line_is_a_bad_row(tmp_path: Path, empty: str, split_bytes: int) -> None:
     (tmp_path / "in").mkdir()
     other = "[1, 2]" if empty == "[]" else "[[1, 2], [3, 4]]"
     for name, value in {"a": empty, "b": other}.items():
         (tmp_path / "in" / f"{name}.jsonl").write_text(f'{{"a": {value}}}')
     assert "row a.jsonl:1: 'a' is no list of shape [2" in refusal(
-        tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes
+        tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes
     )
-    got = done(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
+    got = done(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
     assert (got["row_id"], got["a"].tolist()) == (["b.jsonl:1"], [json.loads(other)])
 
 
@@ -133,14 +133,14 @@ def test_a_json_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "days", [["2020-01-02", "2020-01-01"], ["2020-01-01T00:00:00Z", "2020-01-01"], ["2021-01-01 10:00:00.5", "other"]]
 )
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[str], piece_bytes: int) -> None:
+@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
+def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[str], split_bytes: int) -> None:
     (tmp_path / "in").mkdir()
     for i in range(2):
         (tmp_path / "in" / f"{i}.jsonl").write_text(
             "".join(f'{{"a": 1, "day": "{day}"}}\n' for day in (days[i], days[i]))
         )
-    got = done(tmp_path, "jsonl", tmp_path / "in", label="day", piece_bytes=piece_bytes)
+    got = done(tmp_path, "jsonl", tmp_path / "in", label="day", split_bytes=split_bytes)
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["classes"] == sorted(days)
     assert got["label"] == [sorted(days).index(day) for day in days for _ in range(2)]
 
@@ -154,16 +154,16 @@ def test_json_labels_that_look_like_dates_are_text(tmp_path: Path, days: list[st
         ((0.5, 10**400 + 1), 2, "1" + "0" * 39),
     ],
 )
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
 def test_integers_in_json_that_would_be_rounded_are_refused(
-    tmp_path: Path, values: Any, line: int, lost: str, piece_bytes: int
+    tmp_path: Path, values: Any, line: int, lost: str, split_bytes: int
 ) -> None:
     (tmp_path / "in").mkdir()
-    files = [[value] for value in values] if piece_bytes == 1 else [values]
+    files = [[value] for value in values] if split_bytes == 1 else [values]
     for i, lines in enumerate(files):
         (tmp_path / "in" / f"{i}.jsonl").write_text("\n".join(json.dumps({"id": value}) for value in lines))
-    message = refusal(tmp_path, "jsonl", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip")
-    where = f"{line - 1}.jsonl: line 1" if piece_bytes == 1 else f"0.jsonl: line {line}"
+    message = refusal(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip")
+    where = f"{line - 1}.jsonl: line 1" if split_bytes == 1 else f"0.jsonl: line {line}"
     assert f"{where}: key 'id' holds {lost}, which float64 would round" in message
     assert "Write them as text" in message
 
@@ -423,7 +423,7 @@ def test_webdataset_tars_are_read(tmp_path: Path, given: str) -> None:
     write_tar(folder / "train-001.tar.gz", sample(2), "w:gz")
     for name in ("train-001.tar", "train-000.tar.gz") if "{" in given else ():
         write_tar(folder / name, sample(3), "w:gz" if name.endswith("gz") else "w")
-    got = done(tmp_path, "webdataset", f"{folder}/{given}", piece_bytes=1)
+    got = done(tmp_path, "webdataset", f"{folder}/{given}", split_bytes=1)
     order = [0, 1, 3, 3, 2] if "{" in given else [0, 1, 2]
     kinds = [json.loads(value)["kind"] for value in got["json"]]
     found = Counter(zip(kinds, got["image"], got["label"], got["text"], strict=True))
@@ -635,7 +635,7 @@ def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["saved", "saved/train", "loaded", "parquet", "parquet/train-00000-of-00001.parquet"])
 def test_hugging_face_data_is_read_without_its_library(tmp_path: Path, kind: str) -> None:
     """The files in `hf/` were written by the real library, see `hf/make.py`."""
-    ingest(IngestOptions("hf", str(tmp_path / "out"), str(HF / kind), piece_bytes=1))
+    ingest(IngestOptions("hf", str(tmp_path / "out"), str(HF / kind), split_bytes=1))
     sides = {"": 7} if "train" in kind else {"train": 7, "test": 3}
     for side, rows in sides.items():
         got = read(tmp_path / "out" / side)
@@ -729,7 +729,7 @@ def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) ->
     assert "train-00001-of-00003 is missing, 2 of 3 are there" in refusal(tmp_path, "hf", tmp_path / "in")
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
@@ -749,19 +749,19 @@ def test_a_missing_one_of_numbered_files_is_said(tmp_path: Path, suffix: str) ->
     ],
 )
 def test_files_of_one_split_have_the_same_types(
-    tmp_path: Path, first: pa.Array, second: pa.Array, expected: str, piece_bytes: int
+    tmp_path: Path, first: pa.Array, second: pa.Array, expected: str, split_bytes: int
 ) -> None:
     (tmp_path / "in").mkdir()
     for number, column in enumerate((first, second)):
         pq.write_table(pa.table({"a": column}), tmp_path / "in" / f"train-{number:05d}-of-00002.parquet")
     ragged = ["a"] if pa.types.is_nested(first.type) else None
     for named in (None, ragged):
-        said = refusal(tmp_path, "hf", tmp_path / "in", piece_bytes=piece_bytes, on_bad_row="skip", ragged=named)
+        said = refusal(tmp_path, "hf", tmp_path / "in", split_bytes=split_bytes, on_bad_row="skip", ragged=named)
         assert expected in said
     assert expected != "int64" or "all files of a data set have the same. Correct the input." in said
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
 @pytest.mark.parametrize(
     ("first", "second", "ragged", "expected"),
     [
@@ -774,7 +774,7 @@ def test_files_of_one_split_have_the_same_types(
     ],
 )
 def test_a_column_without_a_value_in_a_later_file_is_of_the_first_files_type(
-    tmp_path: Path, first: pa.Array, second: pa.Array, ragged: bool, expected: list[Any], piece_bytes: int
+    tmp_path: Path, first: pa.Array, second: pa.Array, ragged: bool, expected: list[Any], split_bytes: int
 ) -> None:
     (tmp_path / "in").mkdir()
     for number, column in enumerate((first, second)):
@@ -783,7 +783,7 @@ def test_a_column_without_a_value_in_a_later_file_is_of_the_first_files_type(
         tmp_path,
         "hf",
         tmp_path / "in",
-        piece_bytes=piece_bytes,
+        split_bytes=split_bytes,
         on_bad_row="skip",
         max_bad_rows=9,
         ragged=["a"] if ragged else None,

@@ -37,7 +37,7 @@ def refusal(tmp_path: Path, source: Path | str, **options: Any) -> str:
 def test_what_tensorflow_wrote_comes_back_equal(tmp_path: Path) -> None:
     """Two files, one that is gzipped, text, images, floats and integers to their limits."""
     summary = made(
-        tmp_path, WRITTEN, label="image/class/label", columns=COLUMNS, rename={"image/encoded": "image"}, piece_bytes=1
+        tmp_path, WRITTEN, label="image/class/label", columns=COLUMNS, rename={"image/encoded": "image"}, split_bytes=1
     )
     assert {name: part.rows for name, part in summary.parts.items()} == {"train": 5, "test": 3}
     for side, rows in (("train", range(5)), ("test", range(5, 8))):

@@ -33,7 +33,7 @@ def sender_of(monkeypatch: pytest.MonkeyPatch, *held: PackedSnapshot) -> Snapsho
     handles: list[Any] = []
     for kept in held:
         keeper = SnapshotActor()
-        keeper.keep(kept)
+        keeper.store_snapshot(kept)
         handles.append(SimpleNamespace(newest=SimpleNamespace(remote=keeper.newest)))
     return SnapshotSender(handles)
 
@@ -51,7 +51,7 @@ def test_a_snapshot_with_a_wrong_digest_is_not_gone_on_from(monkeypatch: pytest.
 def test_a_keeper_does_not_take_an_older_one() -> None:
     keeper = SnapshotActor()
     for step in (5, 7, 6):
-        keeper.keep(kept_of(step))
+        keeper.store_snapshot(kept_of(step))
     newest = keeper.newest()
     assert newest is not None
     assert newest.step == 7

@@ -1,5 +1,5 @@
-"""Random histories of the saver: checkpoints that are written at the first try, later, or never, beside followers that
-hold some.
+"""Random histories of the saver: checkpoints that are written at the first try, later, or never, beside evaluators that
+pin some.
 
 What is committed is what could be written, but for what nobody needs. Each that could not be written, and each that
 goes before an evaluator has seen it, is told once, also where the storage takes no events for a while. Nothing is left
@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import Snapshot
-from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, Hold
+from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, Pin
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.runlog.evaluations import Evaluation, put_evaluation
@@ -38,11 +38,11 @@ from ray_app.train.checkpointing.writer import CheckpointWriter
 
 KEPT = 2
 OWN: str | None = None
-FOLLOWERS = st.sampled_from([OWN, "other"])
+EVALUATORS = st.sampled_from([OWN, "other"])
 
 
 class Saving(RuleBasedStateMachine):
-    """A driver that saves, and followers."""
+    """A driver that saves, and evaluators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Saving(RuleBasedStateMachine):
         self.committed: set[int] = set()
         self.given_up: list[int] = []
         self.skipped: set[tuple[int, str | None]] = set()
-        self.holds: dict[str | None, Hold] = {}
+        self.pins: dict[str | None, Pin] = {}
         self.evaluated: set[tuple[int, str | None]] = set()
         self.patches = [
             patch.object(module, "_FIRST_PAUSE_S", 0.0),
@@ -151,29 +151,29 @@ class Saving(RuleBasedStateMachine):
         self._tidy()
 
     def _tidy(self) -> None:
-        """What `keep_last` and the holds leave over goes, told before to whoever waits for it."""
+        """What `keep_last` and the pins leave over goes, told before to whoever waits for it."""
         kept = set(sorted(self.committed)[-KEPT:])
-        live = [hold for hold in self.holds.values() if hold.expires_s > time.time()]
-        for hold in live:
-            kept |= set([step for step in sorted(self.committed) if step > hold.done_step][-hold.most :])
+        live = [pin for pin in self.pins.values() if pin.expires_s > time.time()]
+        for pin in live:
+            kept |= set([step for step in sorted(self.committed) if step > pin.done_step][-pin.max_checkpoints :])
         gone, self.committed = self.committed - kept, kept
-        for name, hold in self.holds.items():
-            if name is OWN or hold in live:
-                self.skipped |= {(step, name) for step in gone if step > hold.done_step} - self.evaluated
+        for name, pin in self.pins.items():
+            if name is OWN or pin in live:
+                self.skipped |= {(step, name) for step in gone if step > pin.done_step} - self.evaluated
 
     @rule(
-        name=FOLLOWERS, behind=st.integers(0, 8), most=st.integers(1, 4), is_over=st.sampled_from([False, False, True])
+        name=EVALUATORS, behind=st.integers(0, 8), most=st.integers(1, 4), is_over=st.sampled_from([False, False, True])
     )
-    def hold(self, name: str | None, behind: int, most: int, is_over: bool) -> None:
-        self.holds[name] = Hold(max(0, self.step - behind), time.time() + (-1 if is_over else 3600), most, name)
-        self.store.hold(name or "evaluator", self.holds[name])
+    def put_pin(self, name: str | None, behind: int, most: int, is_over: bool) -> None:
+        self.pins[name] = Pin(max(0, self.step - behind), time.time() + (-1 if is_over else 3600), most, name)
+        self.store.put_pin(name or "evaluator", self.pins[name])
 
-    @rule(name=FOLLOWERS)
-    def release(self, name: str | None) -> None:
-        self.holds.pop(name, None)
-        self.store.release(name or "evaluator")
+    @rule(name=EVALUATORS)
+    def remove_pin(self, name: str | None) -> None:
+        self.pins.pop(name, None)
+        self.store.remove_pin(name or "evaluator")
 
-    @rule(name=FOLLOWERS)
+    @rule(name=EVALUATORS)
     def evaluate(self, name: str | None) -> None:
         if self.committed:
             step = max(self.committed)

@@ -542,7 +542,7 @@ def test_who_waits_for_servers_does_not_hold_the_others_up(
     world.servers.call = noted  # type: ignore[method-assign]
     world.run()
     assert {"pull", "push"} <= {method for method, _ in found}
-    assert {phase for _, phase in found} == {"exchange"}
+    assert {phase for _, phase in found} == {"reduction"}
     assert {"data", "compute"} < set(phases)
 
 
@@ -561,7 +561,7 @@ def test_a_server_is_lost_whatever_ended_it(monkeypatch: pytest.MonkeyPatch, err
         raise error
 
     monkeypatch.setattr(ray, "get", fails)
-    assert RayServers((Handle(SimpleNamespace(lifeline=lambda: None)),)).call("era", [()]) is None
+    assert RayServers((Handle(SimpleNamespace(address_and_secret=lambda: None)),)).call("era", [()]) is None
 
 
 def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """How soon a lost worker is replaced, and a run whose workers are all lost steps again: with `scaling.standby_workers`
 and without.
 
-python benchmarks/newcomers.py              # needs a quiet machine; 3 rounds, about 4 minutes
+python benchmarks/joining.py              # needs a quiet machine; 3 rounds, about 4 minutes
 
 How soon new room is used is `recovery.py --only capacity`.
 
