@@ -49,7 +49,8 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
         console: Console that shows the progress.
 
     Raises:
-        ConfigError: The cluster does not have the capacity for one actor.
+        ConfigError: The cluster does not have the capacity for one actor, or another prediction has been started in the
+            same folder meanwhile.
         DataError: A row cannot be used, or the data set has changed meanwhile.
     """
     job, out = prepared.job, prepared.out
@@ -63,7 +64,8 @@ def predict(prepared: PreparedPrediction, config: Config, section: PredictSectio
             "scaling__min_workers": 1,
             "data__eval_path": None,
         }
-        # A prediction runs in actors, also if the model was trained with another strategy.
+        # A prediction always runs in actors. The configured strategy would give other resources: `single` reserves none
+        # for workers, and `parameter_server` reserves CPUs for the servers.
         settings |= {"train__strategy": "ddp"}
         settings |= {"scaling__cpus_per_worker": section.num_cpus, "scaling__gpus_per_worker": section.num_gpus}
         actor_config = config.replace(**settings)

@@ -1,9 +1,9 @@
 """Scenarios in which TCP connections of a worker are cut: its kernel drops every packet that arrives on them.
 
 A socket filter (`SO_ATTACH_FILTER`, classic BPF) does that; a process may attach one to its own sockets without
-privileges. The kernel does not acknowledge the dropped packets either, so the other end sends nothing new after a fifth
-of a second. As when a cable is unplugged, neither end of the connection gets an error. The kernel counts the packets
-that it drops; this count is the evidence.
+privileges. The kernel does not acknowledge the dropped packets either, so after its retransmission timeout (at least
+0.2 s) the other end only repeats packets and sends no new ones. As when a cable is unplugged, neither end of the
+connection gets an error. The kernel counts the packets that it drops; this count is the evidence.
 """
 
 from __future__ import annotations
@@ -117,9 +117,10 @@ class CutConnections:
     restores: bool
     _is_cut: bool = False
     _connections: list[TcpConnection] = field(default_factory=list)
+    _dropped_before: list[int] = field(default_factory=list)
 
     def __call__(self, rank: int, step: int) -> None:
-        """See `Hooks.after_step`."""
+        """Records the connections of a rank in `others`, or cuts those of `self.rank`; see `Hooks.after_step`."""
         if step != self.step or self.evidence.has("cut"):
             return
         if rank in self.others:
@@ -132,7 +133,7 @@ class CutConnections:
             self._cut()
 
     def forming(self, phase: str, rank: int, step: int) -> None:
-        """See `Hooks.at`."""
+        """Records that the other ranks form a generation without the cut rank; see `Hooks.at`."""
         if (
             self.restores
             and phase == "forming"
@@ -148,7 +149,7 @@ class CutConnections:
         if not self.evidence.wait([f"connections-{rank}" for rank in self.others] + listening, MAX_WAIT_S):
             return
         entries = [self.evidence.get(f"connections-{rank}") or {} for rank in self.others]
-        # The local end of a connection of another rank is the remote end of this rank's.
+        # The local end of a connection in another rank is the remote end of the same connection in this rank.
         ends = {(tuple(remote), tuple(local)) for entry in entries for local, remote in entry["ends"]}
         rendezvous_addresses = [tuple((self.evidence.get(name) or {})["address"]) for name in listening]
         for connection in open_connections():
@@ -157,6 +158,8 @@ class CutConnections:
             else:
                 connection.socket.close()
         self._is_cut = True
+        # The kernel counts from the creation of a socket, and for other reasons, too.
+        self._dropped_before = [connection.dropped_packets for connection in self._connections]
         for connection in self._connections:
             connection.cut()
         names = [f"{c.local[0]}:{c.local[1]} - {c.remote[0]}:{c.remote[1]}" for c in self._connections]
@@ -169,7 +172,7 @@ class CutConnections:
         deadline_s = time.monotonic() + MAX_WAIT_S
         while not self._is_done() and time.monotonic() < deadline_s:
             time.sleep(_POLL_INTERVAL_S)
-        dropped_packets = [connection.dropped_packets for connection in self._connections]
+        dropped_packets = self._dropped_packets()
         if self.restores:
             for connection in self._connections:
                 connection.restore()
@@ -180,7 +183,12 @@ class CutConnections:
     def _is_done(self) -> bool:
         if self.restores:
             return self.evidence.has("went_on")
-        return any(connection.dropped_packets for connection in self._connections)
+        return any(self._dropped_packets())
+
+    def _dropped_packets(self) -> list[int]:
+        """Returns for each connection how many packets have been dropped since the cut."""
+        counts = [connection.dropped_packets for connection in self._connections]
+        return [count - before for count, before in zip(counts, self._dropped_before, strict=True)]
 
 
 def _find_obstacle(context: ScenarioContext) -> str | None:
@@ -206,7 +214,7 @@ def _make_scenario(
     Args:
         context: The input of the scenario.
         others: Maximum number of ranks at the other ends.
-        restores: Whether the rendezvous is cut off, too, and the connections are restored later.
+        restores: Whether the connection to the rendezvous is cut, too, and all connections are restored later.
         confirm: Returns what is missing in the run, given the result and the step of the cut.
         **fields: More fields of `Scenario`.
     """
@@ -253,7 +261,7 @@ def partition(context: ScenarioContext) -> Scenario | str:
 
 
 def half_open(context: ScenarioContext) -> Scenario | str:
-    """The connections between two workers neither say anything more nor end."""
+    """The connections between two workers transfer nothing any more, but do not end."""
 
     def confirm(run: ScenarioResult, step: int) -> list[str]:
         has_stalled = any(e.details["step"] == step for e in run.events("stacks"))

@@ -11,6 +11,7 @@ import getpass
 import logging
 import shlex
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,11 @@ def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None
 
 
 def _model_bytes(job: Job) -> int:
-    """Returns the bytes of the newest checkpoint's parameters."""
-    commits = CheckpointStore(job.paths).commits()
-    return int(commits[-1].files.get(MODEL, {}).get("bytes", 0)) if commits else 0
+    """Returns the bytes of the newest checkpoint's parameters; 0 if the storage does not answer."""
+    with suppress(OSError):
+        if commits := CheckpointStore(job.paths).commits():
+            return int(commits[-1].files.get(MODEL, {}).get("bytes", 0))
+    return 0
 
 
 def version_tags(job: Job, commit: Commit, best: Evaluation | None) -> dict[str, str]:
@@ -213,7 +216,7 @@ def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:
     """Returns the run's configuration with the directory where the run is now and the address where it was tracked."""
     config = read_config(paths)
     tracked = (read_json(paths.tracking) or {}).get("uri", "")
-    # A stored address is without its secrets, and then cannot be used.
+    # The secrets in a stored address are replaced by `***`, and an address without its secrets cannot be used.
     stored_uri = tracked if tracked and "***" not in tracked else config.tracking.uri
     config = config.replace(
         run__name=paths.name,

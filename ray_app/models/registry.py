@@ -1,8 +1,8 @@
 """Versions of registered models in MLflow: registration, promotion, rollback, download and tags.
 
-A server of `models:/name@champion` gets a complete, verified version at any moment. A version is created only of files
-that were uploaded and read back, with all its tags, and a promotion moves the alias `champion` in its last call. So a
-crash at any point leaves the old champion serving, and repeating the call completes it.
+A process that loads `models:/name@champion` gets a complete, verified version at any moment. A version is created only
+of files that were uploaded and read back, with all its tags, and a promotion moves the alias `champion` in its last
+call. So a crash at any point leaves the old champion serving, and repeating the call completes it.
 
 Uploads have a timeout in proportion to the size of the files, and are repeated after an outage.
 """
@@ -88,9 +88,9 @@ def _retry(call: Callable[[], T]) -> T:
 
 @contextmanager
 def _request_timeout(num_bytes: int) -> Iterator[None]:
-    """Raises the timeout of MLflow's requests to what a file of a size needs.
+    """Gives MLflow's requests in the block at least the timeout that a file of this size needs.
 
-    Elsewhere the timeout is short, since training does not wait for a server.
+    Outside of the block the timeout is short, since training does not wait for a server.
     """
     before = os.environ.get(_TIMEOUT)
     os.environ[_TIMEOUT] = str(int(max(request_timeout_s(num_bytes), float(before or 0))))
@@ -123,8 +123,9 @@ _PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES = (
 )
 _PROMOTION_TAGS = (_PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES)
 _EARLIER_PROMOTION = "ray_app.promoted_before"
-"""Tag with the promotion tags of a version before its newest promotion. A rollback to the version restores them if that
-promotion was interrupted; the next promotion or rollback of a serving version removes the tag.
+"""Tag with the promotion tags that a version had before its newest promotion. If that promotion was interrupted, a
+rollback to the version restores them and removes the tag. If it was completed, the tag is removed when the version
+stops serving: by the promotion of another version, or by a rollback.
 """
 FIRST_REASON, _FIRST_VERSION = "first version", "1"
 """The promotion reason of the very first version, and its number, which MLflow never reuses after a deletion."""
@@ -219,8 +220,8 @@ def champion_of(client: Any, name: str) -> str | None:
 def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     """Makes a version the champion; records the reason first, and moves the alias in the last call.
 
-    The rollback tags of the promoted version are removed, and those of the champion until now, if its rollback was
-    interrupted before the alias moved.
+    The rollback tags of the promoted version are removed, and also those of the champion until now, which has some only
+    if its rollback was interrupted before the alias moved.
 
     Args:
         client: MLflow's client.
@@ -293,7 +294,8 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     back.
 
     The version that serves again keeps the tags of its promotion, so a second rollback goes further back, never to a
-    version that was rolled back. A repeated call with the same reason is the same rollback, after a lost response.
+    version that was rolled back. A repeated call with the same reason, as after a lost response, returns the recorded
+    rollback and changes nothing.
 
     Raises:
         RegistryError: The reason is empty, there is no champion, it replaced no version, or that version was rolled

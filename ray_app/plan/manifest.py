@@ -40,8 +40,8 @@ class ColumnFacts:
         minimum: Smallest value of a column of numbers, or of lists of numbers, if the files contain it.
         maximum: Largest value of such a column, if the files contain it.
         nulls: Number of missing values, if the files contain it.
-        group_span: For a column of integers, the number of values from the smallest to the largest in a row group, as
-            an average over the rows, if the files contain them.
+        group_span: For a column of integers, `maximum - minimum + 1` of a row group, averaged over the row groups with
+            their rows as weights, if the files contain these values.
     """
 
     kind: Literal["number", "integer", "text", "bytes", "array", "list", "other"]

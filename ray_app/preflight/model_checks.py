@@ -11,7 +11,7 @@ have operations that PyTorch replaces in deterministic mode, such as bilinear in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, remove_addresses
 from ray_app.reduction.base import checksum
 from ray_app.task.base import Task
@@ -41,8 +42,9 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
         in_turns: Whether optimizers alternate, each of which sets the parameters that are trained.
 
     Raises:
-        ConfigError: The forward replaces a parameter or a buffer by another tensor, changes a shape, a parameter, a
-            buffer that is not persistent or `requires_grad`, or leaves gradients; or see `_check_tensors_and_layers`.
+        ConfigError: The forward replaces a parameter or a buffer by another tensor; changes a shape, a parameter, a
+            buffer that is not persistent, or (unless `in_turns`) `requires_grad`; or leaves gradients. Before the
+            block: see `_check_tensors_and_layers` and `_check_state_dict`.
     """
     _check_tensors_and_layers(model)
     saved = model.state_dict(keep_vars=True)
@@ -66,7 +68,8 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
                 " of build_model."
             )
     for name, value in unsaved_buffers.items():
-        if not value.equal(now[name]):
+        # The bytes are compared, because NaN differs from itself.
+        if params_digest({"": value}) != params_digest({"": now[name]}):
             raise ConfigError(
                 f"Training changes the buffer {name}, which is registered with persistent=False, so no checkpoint has"
                 " it: a run that goes on would have lost it. Register it with persistent=True."
@@ -91,7 +94,7 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
 
 
 def _parameter_checksums(model: nn.Module) -> dict[str, int]:
-    """Returns a checksum of each parameter by name, computed in parts because each part is copied."""
+    """Returns a checksum of each parameter by name. It is computed in parts, since the sum copies what it adds."""
     parts = ((name, p.detach().reshape(-1).split(_CHUNK_VALUES)) for name, p in model.named_parameters())
     return {name: sum(int(checksum(part, 0)) for part in chunks) for name, chunks in parts}
 
@@ -134,7 +137,8 @@ def _check_tensors_and_layers(model: nn.Module) -> None:
 
     Raises:
         ConfigError: A layer writes its weights in forward, has a sparse gradient, or uses statistics of several
-            processes; or a tensor has no shape yet, is sparse, or shares memory with another one.
+            processes; or a tensor has no shape yet, is sparse, or shares memory with another one; or values of a buffer
+            share memory with each other.
     """
     for name, layer in model.named_modules():
         layer_name = name or type(layer).__name__
@@ -425,9 +429,9 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif (owner := getattr(value, "__self__", None)) is not None and not isinstance(owner, type):
         yield f"{name}.__self__", owner
     elif (closure := getattr(value, "__closure__", None)) is not None:
-        names = value.__code__.co_freevars
-        yield from (
-            (f"{name}, which uses {free}", cell.cell_contents) for free, cell in zip(names, closure, strict=True)
-        )
+        for free, cell in zip(value.__code__.co_freevars, closure, strict=True):
+            # A cell is empty as long as its variable has no value.
+            with suppress(ValueError):
+                yield f"{name}, which uses {free}", cell.cell_contents
     else:
         yield from ((f"{name}.{attribute}", part) for attribute, part in getattr(value, "__dict__", {}).items())

@@ -188,8 +188,9 @@ def collective() -> Iterator[None]:
     """Turns an error of a torch.distributed call that a lost peer, or the connection to it, has caused into
     `PeerLostError`.
 
-    Every other error passes unchanged, because the same error would come again in another generation. The block may
-    contain a forward or a backward, too.
+    Every other error passes unchanged, because the same error would come again in another generation. While the group
+    is broken, every `RuntimeError` counts as caused by a lost peer, see `_is_peer_error`. The block may contain a
+    forward or a backward, too.
 
     Raises:
         PeerLostError: This process has aborted its group before the block, or a collective of the block failed.

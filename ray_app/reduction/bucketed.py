@@ -5,8 +5,8 @@ worker.
   rank its shard of these sums, each rank finishes the tree for its shard, and the shards are gathered. If several hosts
   have several ranks each, this happens within the hosts first and then between them (`plan_stages`). If each rank has
   one aligned subtree, as many bytes cross the network as in a ring all-reduce.
-- `overlapped`: one all-reduce per bucket, of the same rows and weights, but the backend decides the order of the
-  additions. With compression the bucket travels as bfloat16.
+- `overlapped`: one all-reduce per bucket. The gradients are those of the same rows with the same weights as with
+  `exact`, but the backend decides the order of the additions. With compression the bucket travels as bfloat16.
 
 The buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
 2020.
@@ -200,8 +200,9 @@ class BucketedReducer(GradientReducer):
         self._listening = False
         # The index of the next bucket to send. Buckets are sent in the same order on all ranks.
         self._next_bucket = 0
-        # A pipeline is a generator that moves one bucket to its next transfer each time that it is advanced. The
-        # pipelines of `_deferred` are advanced by `_receive`, after the thread has finished those of `_pipelines`.
+        # A pipeline is a generator that moves one bucket to its next transfer each time that it is advanced. While the
+        # helper thread uses `_pipelines`, pipelines of the calling thread wait in `_deferred`; `_receive` advances both
+        # once the thread has done all calls that were queued for it.
         self._pipelines: list[Iterator[Bucket]] = []
         self._deferred: list[Iterator[Bucket]] = []
         self._is_on_device = not world.has_host_collectives

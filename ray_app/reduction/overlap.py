@@ -66,7 +66,7 @@ class SideStream:
     def entered(self) -> AbstractContextManager[Any]:
         """Returns a context manager in which this stream is the current one.
 
-        It can be entered once, in one thread; another thread may enter its own at the same time.
+        Each context manager is entered once, by one thread; several threads may each enter one at the same time.
         """
         return _NO_CONTEXT if self._stream is None else cuda.stream(self._stream)
 
@@ -113,10 +113,10 @@ class SideThread:
         self._queue.put((work, self._pending[-1]))
 
     def join(self) -> None:
-        """Waits until all queued calls have returned, or until the first one that raised has.
+        """Waits until all queued calls have returned, or one of them has raised an exception.
 
         Raises:
-            Exception: The exception of that call.
+            Exception: The exception of the first call that raised one.
         """
         pending, self._pending = self._pending, []
         for future in pending:

@@ -223,11 +223,11 @@ class DoublingRound:
 def doubling_rounds(rank: int, size: int) -> list[DoublingRound]:
     """Returns the rounds of a rank in recursive doubling over `size` ranks.
 
-    If the number of ranks is not a power of two, the first ranks form as many pairs as there are ranks too many. The
-    even rank of each pair sends its value to the odd one in the first round, takes no part in the doubling, and
-    receives the sum in the last round.
+    The doubling itself needs a power of two. If `size` exceeds the largest power of two below it by n, the first 2 n
+    ranks form n pairs. The even rank of each pair sends its value to the odd one in the first round, takes no part in
+    the doubling, and receives the sum in the last round.
     """
-    # The largest power of two among the sizes, and the number of ranks in pairs.
+    # The largest power of two that is not above `size`, and the number of ranks that form pairs.
     power = 1 << (size.bit_length() - 1)
     paired = 2 * (size - power)
     if rank < paired and rank % 2 == 0:

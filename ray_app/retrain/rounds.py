@@ -74,8 +74,8 @@ class RetrainPaths:
 
     @property
     def deciding(self) -> Location:
-        """Folder of the lease to move the alias. It is held for seconds, so that a rollback need not wait for a
-        training, which holds the lease of `root`.
+        """Folder of the lease that a process holds, for seconds, while it moves the alias `champion`. It is not the
+        lease of `root`, which a training holds, so a rollback does not wait for a training.
         """
         return self.root / "deciding"
 
@@ -106,7 +106,7 @@ class RetrainPaths:
 
 def make_folder_name(model: str) -> str:
     """Returns a name for the folder and the runs of a model: the model's name, or a similar one with a hash if the name
-    has characters that run names may not have.
+    has characters that run names may not have, or more than 64.
     """
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", model)[:_NAME_CHARS].strip("._-")
     if plain == model:
@@ -120,6 +120,8 @@ _DESCRIPTION = "dataset.json"
 @dataclass(frozen=True)
 class Delivery:
     """The SHA-256 of the content of each data file, by its path relative to the data set.
+
+    The description `dataset.json` is a file, too, but only its classes count.
 
     Args:
         train: Files of `data.path`.

@@ -1,4 +1,4 @@
-"""The output of user code in other processes, as files of the run: `output/<start>-<process>.out` and `.err`.
+"""The output of user code in workers and evaluators, as files of the run: `output/<start>-<process>.out` and `.err`.
 
 The output also goes to its former destination. A thread copies the first megabyte to the storage, about once a second
 and at the end; no print waits for it, and an outage of the storage costs nothing but the copy. Output that C code
@@ -97,8 +97,9 @@ class _OutputCopy:
         part = text[:_MAX_CHARS]
         part = (prefix if self._is_at_start else "") + part[:-1].replace("\n", f"\n{prefix}") + part[-1:]
         self._is_at_start = text.endswith("\n")
-        self._chars += len(part)
+        # The count comes second: `put`, in another thread, takes it for the size of what the parts contain.
         self._parts.append(part)
+        self._chars += len(part)
 
     def put(self) -> None:
         """Writes the whole file again if there is more output than before.

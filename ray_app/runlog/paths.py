@@ -1,6 +1,6 @@
 """The layout of a run directory (`RunPaths`), and the schema version that the files of a run carry.
 
-`translate_format_errors` and `from_known_fields` read files that another version of this application wrote.
+`translate_format_errors` and `from_known_fields` help to read files that another version of this application wrote.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class RunPaths:
 
     @property
     def code(self) -> Location:
-        """The source files and libraries of the start, and the arguments in `config.yaml` that are defaults."""
+        """The digests of source files and the versions of libraries at the newest start, and the names of the arguments
+        in `config.yaml` that are defaults.
+        """
         return self.root / "code.json"
 
     @property
@@ -108,7 +110,7 @@ class RunPaths:
 
     @property
     def bad_rows(self) -> Location:
-        """The folder with one file per row that was skipped because it cannot be decoded."""
+        """The folder with one file per skipped row, which cannot be decoded or lacks a value that the task reads."""
         return self.root / "bad_rows"
 
     @property
@@ -152,7 +154,7 @@ class RunPaths:
 
     @property
     def fences(self) -> Location:
-        """The folder with one file per start of the driver, its lease; the highest number may write."""
+        """The folder with one file per start of the driver, its lease; only the newest start may write the run."""
         return self.root / "fences"
 
     def fence(self, number: int) -> Location:

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 import torch
@@ -121,11 +121,12 @@ class _Worker:
             TaskError: User code failed; the message names the rank and the rows.
         """
         broken_since_s: float | None = None
-        # The number of generations that broke without a finished step, after the first that broke at that step.
+        # The number of generations in a row that broke at `broken_at_step`, without the first one.
         repeated_breaks = 0
-        broken_at_step = -1
+        broken_at_step: int | None = None
         while True:
-            # These flags remain if no generation runs to its end, and then the loop goes on.
+            # These flags remain if this worker has to leave before a generation forms; without `REFORM` the run would
+            # count as over below.
             flags = Flags.REFORM
             # Errors, optimizers with schedules and sharded models form reference cycles: what the last generation left
             # on the device would stay allocated while the next one allocates the same again. Only objects created
@@ -155,7 +156,8 @@ class _Worker:
             except LeavingError:
                 # The check below ends this worker; if the reason to leave is gone by then, it waits again.
                 pass
-            # A worker that has to leave when the run is over anyway also reports a last checkpoint that failed.
+            # The end of the run is checked before the end of this worker: a worker that has to leave when the run is
+            # over must still report a last checkpoint that failed.
             if not flags & Flags.REFORM:
                 self._step_log.check()
                 return True
@@ -165,13 +167,18 @@ class _Worker:
 
     def close(self) -> None:
         """Frees the resources of this worker and writes what is still pending."""
-        self._enter("done")
-        if self._profile is not None:
-            self._profile.end(self._finished_steps)
-        self._feed.close()
-        if self._validation is not None:
-            self._validation.put_pending_events()
-        self._step_log.close()
+        # The stack calls all of these, the last one first, also if one of them fails.
+        with ExitStack() as stack:
+            stack.callback(self._finish_task)
+            stack.callback(self._step_log.close)
+            if self._validation is not None:
+                stack.callback(self._validation.put_pending_events)
+            stack.callback(self._feed.close)
+            if self._profile is not None:
+                stack.callback(self._profile.end, self._finished_steps)
+            self._enter("done")
+
+    def _finish_task(self) -> None:
         with user_code(lambda: "Task.finish after the training"):
             self._job.task.finish(self._state.model)
 
@@ -181,8 +188,9 @@ class _Worker:
         Args:
             world: The workers of the generation.
             generation: The generation.
-            broken_since_s: Time at which the last generation broke, seconds since the epoch; None if it ended as
-                planned.
+            broken_since_s: Time at which the outage before this generation began, that is, at which the first of the
+                generations that broke at the present step broke, in seconds since 1970 (UTC); None if the last
+                generation ended as planned.
         """
         self._rank = world.rank
         self._enter("forming")
@@ -193,6 +201,8 @@ class _Worker:
             lambda: restore_state(job, state, self._step_log, self._sender, self._device),
             was_broken=broken_since_s is not None,
         )
+        if world.rank in divergent_ranks:
+            self._step_log.discard_copies()
         self._step_log.align(world, generation.number)
         self._sdc_monitor.mark_checkpoints(world, self._step_log)
         if world.rank == 0:
@@ -212,7 +222,8 @@ class _Worker:
         self._evaluate(world)
         while True:
             flags = self._run_steps(world, straggler_reporter, sdc_checker)
-            if (new_assignment := straggler_reporter.proposed_assignment) is None or flags:
+            new_assignment = straggler_reporter.proposed_assignment
+            if new_assignment is None or flags or self._state.step >= self._job.total_steps:
                 straggler_reporter.end()
                 return flags
             world = replace(world, assignment=new_assignment)
@@ -307,7 +318,7 @@ class _Worker:
         """Ends this worker, because it has to leave its node; saves the state first if `has_to_save_on_exit`.
 
         Args:
-            flags: The flags that ended its last generation; `REFORM` if that broke or none has formed.
+            flags: The flags that ended its last generation; `REFORM` if it has waited for another one since then.
 
         Raises:
             PreemptedError: All workers have to leave, or this one has no state yet.

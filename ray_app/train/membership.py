@@ -25,9 +25,9 @@ HEARTBEAT_S = 0.25
 Phase = Literal["starting", "waiting", "forming", "data", "compute", "reduction", "saving", "evaluate", "done"]
 """The phase that a worker is in.
 
-A worker that is `forming` or in `reduction` (the gradient reduction) waits for the others. So if no step finishes, the
-workers in other phases stall the group, and the step watchdog ends those. A worker that is `saving` waits for the
-storage, and ending it would not make the storage faster.
+A worker that is `forming`, in `reduction` (the gradient reduction) or `done` waits for the others. So if no step
+finishes, the workers in other phases stall the group, and the step watchdog ends those. A worker that is `saving` waits
+for the storage; this pauses the watchdog, because ending the worker would not make the storage faster.
 """
 
 
@@ -39,7 +39,7 @@ class Flags(IntFlag):
     REFORM = 2
     """All workers leave this generation and form the next one."""
     SAVE = 4
-    """The workers make a checkpoint, because all of them have to leave their nodes."""
+    """The workers make a checkpoint, because all that have the training state have to leave their nodes."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,11 @@ class HeartbeatReply:
         abort: Whether the worker must leave its generation at once, even in the middle of a collective.
         leave: Whether the worker must end when its generation ends.
         dump: Whether the worker should record the stacks of its threads.
-        exit: Whether the worker must end its process now, because it is evicted or declared lost.
+        exit: Whether the worker must end its process now, because it stalls the group or has been evicted.
         recorded: Last step with its record on storage.
-        is_for_waiting: Whether the rendezvous knows that the worker waits for a generation. A waiting worker ignores
-            `leave` in a reply without this, because once it waits the rendezvous may want it in one more generation.
+        is_for_waiting: Whether the rendezvous knew that the worker waits for a generation when it made the reply. A
+            waiting worker ignores `leave` in an earlier reply, because a rendezvous that knows of the wait may need the
+            worker in one more generation.
         formed: The generation that the worker waited for; None until it has formed.
         period_s: Seconds until the next heartbeat is due.
     """
@@ -296,11 +297,11 @@ class StepWatchdog:
         self._last_progress_s = self._clock()
 
     def note_step(self, step: int, record: StepRecord | None) -> None:
-        """Notes a finished step; each worker's heartbeats report it until the next one.
+        """Notes the finished steps that a heartbeat reports, which may be the same as in earlier heartbeats.
 
         Args:
             step: Number of finished steps.
-            record: Record of the newest finished step, for its duration; None from ranks other than 0.
+            record: Record of the newest finished step, which has its duration; None from ranks other than 0.
         """
         if step > self.step:
             # A change from -1 means that a state was initialized or restored, which is not a step.

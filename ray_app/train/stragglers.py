@@ -31,7 +31,7 @@ from ray_app.train.job import Job
 from ray_app.train.step.timing import TimeBreakdown, TimeValues
 
 Seconds = npt.NDArray[np.float64]
-"""An array of seconds. W in its shape is the number of ranks."""
+"""An array of seconds. In the shapes that this module gives, W is the number of ranks."""
 Cause = Literal["compute", "data", "other"]
 _CAUSES: tuple[Cause, ...] = ("compute", "data", "other")
 
@@ -114,7 +114,8 @@ class StragglerDetector:
         self.slow: dict[int, Straggler] = {}
         self.imbalance: float | None = None
         self._stalls = self._moves = 0
-        # The assignment before the last move and the duration of a step with it; None once the move is judged.
+        # The assignment before the last move and the duration of a step with it; None once that duration has been
+        # compared with the one after the move.
         self._before_move: tuple[tuple[range, ...], float] | None = None
         # Seconds of each rank by cause and, in the last row, those of the steps, shape (4, W).
         self._totals = np.zeros((4, world.size))
@@ -179,7 +180,10 @@ class StragglerDetector:
         return events
 
     def _detect_stall(self, seconds: Seconds, step_s: float) -> list[Straggler]:
-        """Returns the worst stall of a window, in which one worker was far behind all others; empty if there is none.
+        """Returns the worst stall of a window, that is, a step in which one worker was far behind all others.
+
+        The list is empty if the window has no stall, if that worker is a straggler already, or if `_MAX_STALLS` stalls
+        have been reported.
 
         Args:
             seconds: Time of each rank by cause and step, shape (3, steps, W).
@@ -238,9 +242,9 @@ class StragglerDetector:
         return events
 
     def _consider_move(self, logical_worker_s: Seconds, step_s: float) -> None:
-        """Proposes a move of logical workers if two windows predict a gain, or undoes the last move without a gain.
+        """Proposes a move of logical workers if two windows predict a gain.
 
-        After a move that is undone no other one is proposed in this generation.
+        If the last move has brought no gain, it proposes to undo that move, and no other move in this generation.
         """
         self._num_windows += 1
         self._step_s.append(step_s)
@@ -262,7 +266,7 @@ class StragglerDetector:
             self.proposed_assignment = proposed
 
     def time_fractions(self) -> list[dict[str, float]]:
-        """Returns for each rank the fractions of the time since the generation began, by cause.
+        """Returns for each rank the fractions of the time of all completed windows of the generation, by cause.
 
         The rest is `waits`, the waiting for other workers. The list is empty if no window was completed.
         """
@@ -350,7 +354,7 @@ class StragglerReporter:
         return self._hosts[rank] if self._hosts else ""
 
     def begin(self, world: World) -> None:
-        """Writes the event `balanced` after logical workers have moved, and restarts the windows."""
+        """Writes the event `rebalanced` after logical workers have moved, and restarts the windows."""
         assert self._detector is not None
         if world.rank == 0:
             before, after = ([len(w.assigned_to(rank)) for rank in range(w.size)] for w in (self._world, world))
@@ -365,7 +369,7 @@ class StragglerReporter:
         workers: list[dict[str, Any]] = [
             {"rank": rank, "host": self._host(rank)} | by_cause for rank, by_cause in enumerate(fractions)
         ]
-        # The busiest workers come first, because the event has only some of many workers.
+        # The busiest workers come first, because the event has at most `_MAX_REPORTED_WORKERS` workers.
         workers.sort(key=lambda worker: worker["waits"])
         put_event(
             self._job.paths, "time_breakdown", self._job.fence, step=self._step, workers=workers[:_MAX_REPORTED_WORKERS]

@@ -18,8 +18,9 @@ from ray_app.storage.files import to_location
 _DEATH = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
 _MAX_TASK_ERROR_CHARS, _MAX_ERROR_CHARS = 8000, 2000
 _MAX_REPETITIONS = 3
-"""Times that the same error may occur in a row at the same step before the run fails. If other workers go on, all of
-them may be lost one after the other, and one once more, if the budget allows so many failures.
+"""The run fails when the same error occurs at the same step this number of times in a row. If other workers go on, the
+limit is the number of workers plus one, where that is higher and `failure.max_failures` allows it: each worker may be
+lost once, and the next loss ends the run.
 """
 _MAX_STORAGE_REPETITIONS = 20
 """Times that the storage may fail at the same step. Each time workers have retried for about half a minute."""
@@ -149,7 +150,7 @@ class Budget:
 
 
 def failure_summary(paths: RunPaths, limits: FailureSection) -> str:
-    """Returns what went wrong so far in all starts as one sentence, see `disturbances`."""
+    """Returns a text that counts what went wrong so far in all starts, see `disturbances`."""
     return disturbances(failure_events(paths), limits)
 
 

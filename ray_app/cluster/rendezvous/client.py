@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 """Seconds for which the client waits for the rendezvous when it connects, sends, or reports its end."""
 _STACKS_S = 2.0
-"""Seconds for which the next heartbeat is delayed at most while the storage takes the stacks of this process."""
+"""Maximum delay of the next heartbeat, in seconds, while the stacks of this process are written to storage."""
 _UNACKNOWLEDGED_MS = 20_000
 """Milliseconds without an acknowledgement after which TCP closes a connection, so that the client connects anew.
 
@@ -248,7 +248,10 @@ class RendezvousClient:
                 self._closed.wait(HEARTBEAT_S)
 
     def _connect(self) -> socket.socket:
-        """Opens a connection to the rendezvous, which notices by its end that this process has ended."""
+        """Opens a connection to the rendezvous and returns it.
+
+        When this process ends, the connection closes, from which the rendezvous notices the end of the process.
+        """
         address, secret = ray.get(self._rendezvous.address_and_secret.remote(), timeout=_ANSWER_S)
         connection = socket.create_connection(address, timeout=_ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)

@@ -90,7 +90,7 @@ class Members:
         return self._members.get(worker)
 
     def add(self, heartbeat: Heartbeat) -> Member:
-        """Returns the member of the worker that sent a heartbeat; a worker without one becomes a member."""
+        """Returns the member of the worker that sent a heartbeat, and adds it if the worker is not a member yet."""
         return self._members.setdefault(heartbeat.worker, Member(heartbeat))
 
     def pop(self, worker: str) -> Member | None:
@@ -131,7 +131,7 @@ class Members:
             self.recount(member)
 
     def _change_kind(self, member: Member, kind: Kind | None) -> None:
-        """Counts a member under another kind; None ends its being counted."""
+        """Counts a member under another kind, or under no kind if `kind` is None."""
         if member.kind is not None:
             self._counts[member.kind] -= 1
             # `any` looks at the keys, so a kind without members must not be among them.

@@ -103,10 +103,11 @@ class Rendezvous:
         existing = self._members.get(heartbeat.worker)
         if existing is not None and heartbeat.progress_reports > existing.heartbeat.progress_reports:
             self._watchdog.restart_limit()
-        if heartbeat.generation > (existing.heartbeat.generation if existing is not None else 0):
-            # The worker steps, and this instance has not formed its generation: the worker uses parameter servers and
-            # needs no process group, or an earlier instance formed the generation. Its next step may be a first one,
-            # for which the watchdog has a longer limit.
+        known_generation = existing.heartbeat.generation if existing is not None else 0
+        if heartbeat.generation > known_generation and heartbeat.generation >= self._members.newest_generation:
+            # The worker steps in a generation that this instance has not recorded for it: the worker uses parameter
+            # servers and needs no process group, an earlier instance formed the generation, or the worker was declared
+            # lost and is back. Its next step may be a first one, for which the watchdog has a longer limit.
             self._watchdog.begin(self._watchdog.step)
         member = self._update_member(heartbeat)
         self._newest_record = heartbeat.record or self._newest_record
@@ -205,7 +206,8 @@ class Rendezvous:
         """
         self.handle_heartbeat(replace(heartbeat, wait_number=0))
         member = self._members.pop(heartbeat.worker)
-        # A generation may have formed with the worker before it has heard of it; the others would wait for its group.
+        # A generation may have formed with the worker, of which the worker does not know yet. The other members would
+        # wait for it while their process group forms.
         if member is not None and heartbeat.generation < member.heartbeat.generation == self._members.newest_generation:
             self._is_broken = True
         self._departed.add(heartbeat.worker)
@@ -284,7 +286,7 @@ class Rendezvous:
     # How generations form.
 
     def _update_member(self, heartbeat: Heartbeat) -> Member:
-        """Stores a heartbeat in its member, which becomes a member or comes back from the lost ones, and returns it."""
+        """Stores a heartbeat and returns the member that sent it; a new or a lost worker becomes a member."""
         member = self._members.add(heartbeat)
         if member.waiting_since_s is None and heartbeat.generation < member.heartbeat.generation:
             # The worker sent the heartbeat before it received the generation that has formed with it.
@@ -382,7 +384,10 @@ class Rendezvous:
         self._broadcast_changes()
 
     def _check_watchdog(self, now: float) -> None:
-        """Ends the members that stall the newest generation, or breaks the generation if all wait for each other."""
+        """Ends the members that stall the newest generation, or breaks the generation if all wait for each other.
+
+        If all still wait for each other at the next stall of the same step, all of them are ended.
+        """
         if not self._members.any(lambda k: is_stepping(k) and k.phase != "done"):
             return
         if self._members.any(lambda k: is_stepping(k) and k.phase == "saving"):
@@ -438,7 +443,7 @@ def leavers_ahead(members: Members) -> list[Member]:
 
 
 def have_all_returned(members: Members, is_broken: bool) -> bool:
-    """Returns whether no member that the next generation needs is still in the newest one.
+    """Returns whether every member that the next generation needs has left the newest one.
 
     Args:
         members: All known members.
@@ -454,8 +459,9 @@ def have_all_returned(members: Members, is_broken: bool) -> bool:
 def sort_by_rank(ready: list[Member]) -> list[Member]:
     """Returns members in the order of their new ranks.
 
-    Members with the training state come before members without one, members of earlier generations keep the order of
-    their ranks, and the ranks of members on one host are consecutive.
+    Members with the training state come first, in the order of their last ranks. Then the members are grouped by host,
+    in the order in which the hosts first occur, so that the ranks on one host are consecutive. A member without a state
+    may therefore come before one with a state, but rank 0 has the state if any member has it.
     """
     ordered = sorted(
         ready,

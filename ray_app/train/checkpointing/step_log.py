@@ -103,6 +103,13 @@ class StepLog:
         """
         self._records = deque(gather_records(self._records, world).values(), maxlen=_MAX_RECORDS)
 
+    def discard_copies(self) -> None:
+        """Forgets the copies of checkpoints that are not known to be on storage.
+
+        It is called on a divergent rank: it is not known since when its state has diverged.
+        """
+        self._pending_checkpoints.clear()
+
     def align(self, world: World, generation: int) -> None:
         """Begins a generation, after all ranks have the same state; a collective.
 
@@ -191,6 +198,9 @@ class StepLog:
     def checkpoint(self, cursor: Cursor, why: Literal["cadence", "extra"], alone: bool = False) -> None:
         """Makes a checkpoint of the present state.
 
+        Rank 0 writes it. Every other rank only keeps a copy of the state, and writes that copy if it becomes rank 0
+        before the checkpoint is committed.
+
         Args:
             cursor: Position of the next step in the data.
             why: `cadence` if the checkpoint is planned, otherwise `extra`.
@@ -257,7 +267,7 @@ class StepLog:
             self._last_sent = self._state.snapshot(self._last_sent)
             return self._last_sent
 
-        # To copy a partitioned state is a collective, in which all ranks take part. It leaves a whole copy in every
+        # Copying a partitioned state is a collective, in which all ranks take part. It leaves a whole copy in every
         # rank, which `take` then returns.
         if self._state.is_partitioned:
             self._state.snapshot()
@@ -395,7 +405,7 @@ StepSpans = tuple[tuple[int, int], ...]
 
 
 def step_spans(steps: Iterable[int]) -> StepSpans:
-    """Returns the spans of consecutive steps in ascending steps."""
+    """Returns the spans of consecutive steps among `steps`, which are in ascending order."""
     # The difference between a step and its index is the same for all steps of a span.
     groups = groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0])
     spans = [[step for _, step in group] for _, group in groups]
@@ -481,9 +491,9 @@ class BadRows:
         try:
             for position, reason in self._pending.items():
                 self._put(position, reason)
+            num_bad_rows = len(list_files(folder))
             self._listed |= self._pending.keys()
             self._pending = {}
-            num_bad_rows = len(list_files(folder))
         except OSError as error:
             logger.warning("Bad rows could not be listed, will try again: %s", error)
             return

@@ -27,8 +27,8 @@ _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.5
 """Seconds of the pause after the first failed attempt; the pause doubles with each attempt.
 
-All pauses together take up to 16 s, plus the time that the storage takes to fail. The next checkpoint is not begun
-before that.
+All pauses together take up to 16 s, and each failed attempt the time that the storage takes to fail. The next
+checkpoint begins only after the last attempt.
 """
 
 
@@ -198,7 +198,8 @@ class CheckpointWriter:
     def _remove_old(self, fence: int) -> None:
         """Removes checkpoints that are no longer needed and the files of failed writes.
 
-        It logs an error and does not raise, since the checkpoint itself is written; the next call tries again.
+        It logs an error and does not raise, since an old checkpoint that stays must not make the write of the new one
+        fail; the next call tries again.
         """
         self.put_pending_events()
         try:

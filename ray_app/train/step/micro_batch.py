@@ -28,8 +28,9 @@ from ray_app.task.roi_align import use_eager_roi_align
 from ray_app.train.state.state import seed_step
 
 _ALIGNED_BYTES = 16
-"""Alignment of each tensor in the memory of a group; a view as complex128, the largest dtype, needs 16 bytes."""
+"""Alignment of each tensor in the memory of a `TensorGroup`; a view as complex128, the largest dtype, needs it."""
 _MAX_WEIGHT_TENSORS = 16
+"""Maximum number of tensors of weights that a `Forward` keeps for later calls."""
 
 
 class ReplicaBuffers:
@@ -83,7 +84,10 @@ class ReplicaBuffers:
         self._buffers.copy(self._start)
 
     def end_logical_worker(self, logical_worker: int) -> None:
-        """Copies the buffers of logical worker 0, and restores those of the start of the step for the next one.
+        """Restores the buffers of the start of the step for the next logical worker, after one has run.
+
+        The buffers that logical worker 0 leaves are copied before that, because all ranks get them at the end of the
+        step.
 
         Raises:
             ConfigError: The forward replaced the tensor of a buffer, which could then not be restored.

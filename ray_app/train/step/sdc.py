@@ -63,10 +63,10 @@ def draw_recomputed_shares(
     """
     shares = list[RecomputedShare]()
     # In a round every rank recomputes one share of another rank of its group. A rank has up to `max_block` shares, so
-    # `rate * max_block` rounds per step are the rate on average.
+    # with `rate * max_block` rounds per step on average the fraction `rate` of all shares is recomputed.
     max_block = max(map(len, blocks))
     mean_rounds = rate * max_block
-    # Whether a step has one round more is drawn, because every n-th step may always be the same step of an epoch.
+    # Whether a step has one more round is drawn at random: every n-th step could be the same step in each epoch.
     chance = key(_STEP_SALT, seed, step) / 2**64
     for round_number in range(math.floor(mean_rounds) + (chance < mean_rounds % 1)):
         for group in groups:

@@ -88,7 +88,7 @@ class Step:
     """
 
     non_finite_source: ClassVar[str] = "the sum of finite gradients"
-    """What the error names as the source of a NaN or infinity that the rows of no single logical worker gave."""
+    """The source of a NaN or infinity that the error names if it cannot name the rows of a logical worker."""
 
     def __init__(
         self,
@@ -154,14 +154,15 @@ class Step:
             NonFiniteError: The loss or the gradient is NaN or infinite; the optimizer did not move.
             PeerLostError: A peer left or computed a wrong result; the state is that before the step.
             WrongResultError: An SDC check has shown that this rank computed a wrong result.
+            IrreproducibleError: An SDC check has found different results and does not show which rank is corrupt.
         """
         self._state.refresh()
         self._buffers.begin()
         try:
             result, factor = self._forward_backward_reduce(cursor, batches, global_rows, flags)
         except Exception:
-            # Not only for `PeerLostError`: in a broken group any error may be a consequence of the loss, and then the
-            # loop repeats the step, see `translate_peer_errors`.
+            # The buffers are restored after any error, not only after `PeerLostError`: in a broken group any error may
+            # be a consequence of the lost peer, and then the loop repeats the step, see `translate_peer_errors`.
             self._buffers.roll_back()
             raise
         # Without a row that has weight there is no gradient: the parameters stay as they are, and the step counts.
@@ -224,8 +225,8 @@ class Step:
         if self._timer is not None:
             self._timer.mark_reduced()
         sums, norms = self._sync_and_read(device_sums if result is None else [], self._norms())
-        # Where the device carries the gradients, the statistics come last: that they arrive shows every rank that all
-        # ranks have the reduced gradient.
+        # Where the device carries the gradients, the statistics are gathered last: once a rank has them, it knows that
+        # all ranks have the reduced gradient.
         if result is None:
             result = self._stats.gather(self._replica_stats(batches, sums, global_rows, flags))
         if recomputed_shares is not None:

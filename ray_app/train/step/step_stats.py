@@ -22,7 +22,8 @@ from ray_app.train.step.timing import TimeValues
 _RECORD_FORMAT = "<qQdqdqddddd"
 """The fields of a `ReplicaStats` from `rows` to `step_s`, eight bytes each.
 
-The first field is the row of the table, and the last one, `metrics`, follows as one float for each name.
+`logical_worker`, the first field, is left out, because it is the index of the record in the gathered table. `metrics`,
+the last field, follows as one float for each name.
 """
 _NO_METRICS: Mapping[str, float] = {}
 
@@ -92,9 +93,10 @@ class StepResult(NamedTuple):
         return math.fsum(self.weights)
 
     def over_weight(self, planned: int) -> StepResult:
-        """Returns the result with means over the rows' weight, from one with means over the planned rows.
+        """Returns this result with means over the rows' weight instead of means over the planned rows.
 
-        In that one the loss and the square of the norm are means over the planned rows, and the metrics are sums.
+        In this result, before the conversion, the loss and the square of the norm are means over the planned rows, and
+        the metrics are sums.
 
         Args:
             planned: Number of planned rows.
@@ -190,7 +192,8 @@ def check_same_metrics(names: Iterable[tuple[str, ...]]) -> None:
 def combine_stats(table: list[ReplicaStats]) -> StepResult:
     """Returns the result of a step from the statistics of all logical workers, in the order of the logical workers.
 
-    Its loss and norm are over the planned rows, and its metrics are sums, see `StepResult.over_weight`.
+    Its loss and the square of its norm are means over the planned rows, and its metrics are sums, see
+    `StepResult.over_weight`.
     """
     _, rows, row_hash, losses, flags, squared_norms, skipped, weights, *durations, metrics = zip(*table, strict=True)
     # Logical workers without rows have no metrics.

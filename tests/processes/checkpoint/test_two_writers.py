@@ -249,7 +249,7 @@ def test_what_a_killed_writer_left_of_the_training_is_not_used_unseen(
     put_atomic(folder / TRAINING, bytes(content))
     if model_too:
         put_atomic(folder / MODEL, files[MODEL])
-    with pytest.raises(OSError, match="left damaged, or by steps"):
+    with pytest.raises(OSError, match="it is damaged, or an earlier attempt wrote it"):
         CheckpointStore(paths).write(files, commit_of(20))
     CheckpointStore(paths).write(files, commit_of(20))
     assert_intact(paths)

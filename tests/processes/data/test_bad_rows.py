@@ -104,6 +104,7 @@ def test_planned_rows_are_those_consumed_and_those_skipped(tmp_path: Path, data:
 # --- training
 
 
+@pytest.mark.rest
 def test_the_same_bits_for_every_number_of_workers_and_across_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:

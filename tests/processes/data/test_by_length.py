@@ -118,6 +118,7 @@ def test_balanced_sampling_of_whole_files_stays_refused(tmp_path: Path, data: Pa
         texts_job(tmp_path, data, data__shard="file", data__sampling="balanced")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("shard", "sampling"),
     [

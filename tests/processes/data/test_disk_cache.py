@@ -314,6 +314,7 @@ def test_without_a_usable_folder_everything_is_read(job: Job, tmp_path: Path, ca
 # --- training
 
 
+@pytest.mark.rest
 @BOTH
 def test_the_same_bits_as_without_also_after_a_worker_was_killed(pool: WorkerPool, job: Job) -> None:
     without = pool.train_new_run(job, 2, stream_windows)

@@ -39,6 +39,7 @@ over.set()
 """
 
 
+@pytest.mark.rest
 def test_the_wall_clock_of_a_process_jumps_for_all_its_code_and_others_do_not() -> None:
     if reason := process_scenarios.find_clock_obstacle():
         print(reason)

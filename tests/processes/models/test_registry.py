@@ -432,6 +432,7 @@ def test_wherever_it_was_stopped_the_next_try_makes_one_whole_version(
     assert number == len(sequence) + 1
 
 
+@pytest.mark.rest
 def test_a_promotion_that_is_stopped_leaves_the_old_champion(server: str, packaged: Any) -> None:
     client = connect(server)
     run_id = new_run(client)

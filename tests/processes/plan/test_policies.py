@@ -242,6 +242,7 @@ def test_the_feed_meets_the_plan(tmp_path: Path, data: Path, name: str) -> None:
 # --- training
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "name", [pytest.param("file", marks=pytest.mark.rest), pytest.param("off", marks=pytest.mark.rest), "balanced"]
 )

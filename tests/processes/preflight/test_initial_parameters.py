@@ -60,6 +60,7 @@ def test_every_worker_begins_with_the_parameters_of_the_file(given: Config, tmp_
     assert params_digest(made.model.state_dict()) == params_digest(made.snapshot().model) == params_digest(state)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "fields",
     [

@@ -38,6 +38,7 @@ def assert_those_of_ddp(
         assert_bits(pool.train_new_run(fsdp_job(folder / "run", data, task, **fields), size, cache_windows), plain)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("fields", [{}, pytest.param(AVERAGED, marks=pytest.mark.rest)])
 def test_on_any_number_of_workers_and_across_a_resume(
     pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]

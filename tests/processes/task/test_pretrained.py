@@ -74,6 +74,7 @@ def job_of(folder: Path, data: dict[str, Any], weights: Path, **fields: Any) -> 
     return make_job(folder, data["path"], logical_workers=4, batch=12, task=task, data__by_length="tokens", **fields)
 
 
+@pytest.mark.rest
 def test_a_run_begins_with_the_weights_of_the_folder(
     pool: WorkerPool, tmp_path: Path, data: dict[str, Any], weights: Path
 ) -> None:

@@ -56,7 +56,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize("loss", [True, False], ids=["lost peer", "planned"])
+@pytest.mark.parametrize(
+    "loss", [pytest.param(True, id="lost peer", marks=pytest.mark.rest), pytest.param(False, id="planned")]
+)
 def test_nothing_of_a_step_is_left_when_the_next_generation_forms(
     pool: WorkerPool, tmp_path: Path, fields: dict[str, Any], loss: bool
 ) -> None:

@@ -99,7 +99,7 @@ def plain_digest(pool: WorkerPool, data: Path, tmp_path_factory: pytest.TempPath
     return pool.train_new_run(job, 2, cache_windows).commit.params_digest
 
 
-QUICK = ("fp16", "both", "own step")
+QUICK = ("own step",)
 
 
 @pytest.mark.parametrize(

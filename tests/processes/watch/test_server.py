@@ -36,6 +36,7 @@ def watched(run: MadeRun) -> Iterator[tuple[PageServer, str]]:
         yield server, server.url.split("/?")[0]
 
 
+@pytest.mark.rest
 def test_it_follows_its_run(browser: Browser, watched: tuple[PageServer, str], run: MadeRun) -> None:
     server, site = watched
     browser.show(server.url)
@@ -56,6 +57,7 @@ def test_it_follows_its_run(browser: Browser, watched: tuple[PageServer, str], r
     assert not refused
 
 
+@pytest.mark.rest
 def test_it_says_when_it_is_not_up_to_date(browser: Browser, run: MadeRun) -> None:
     with RunWatcher([run.paths], 0.05) as looking:
         with PageServer(looking) as server:

@@ -19,10 +19,10 @@ from torch import nn
 
 from ray_app import load_config
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
-from ray_app.checkpoint.store import CheckpointStore
+from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.cli.evaluate import EvaluateOptions, evaluate_run
 from ray_app.config.config import Config
-from ray_app.driver.model_export import ExportOptions, export_run
+from ray_app.driver.model_export import ExportOptions, export_run, try_to_register
 from ray_app.driver.result import Result
 from ray_app.driver.trained_run import best_commit
 from ray_app.errors import CheckpointError, ConfigError, DataError
@@ -192,3 +192,15 @@ def test_a_run_that_skips_bad_rows_is_exported_though_its_first_row_is_one(tmp_p
     made = trained(config, 10)
     said = export_run(ExportOptions(str(made.paths.root), str(tmp_path / "out")))
     assert (said["step"], said["format"]) == (10, "torch.export")
+
+
+def test_a_storage_that_does_not_answer_keeps_no_run_from_ending(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(store: CheckpointStore) -> list[Commit]:
+        raise OSError("503 Slow Down")
+
+    monkeypatch.setattr(CheckpointStore, "commits", refuse)
+    registering = replace(job, config=job.config.replace(tracking__registered_model="surface"))
+    assert try_to_register(registering) is None
+    assert "The run itself is complete" in caplog.text

@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from ray_app.errors import ConfigError
 from ray_app.preflight.dry_run import dry_run
-from ray_app.preflight.model_checks import KernelRecorder
+from ray_app.preflight.model_checks import KernelRecorder, find_failing_part
 from ray_app.task.base import Batch, Losses
 from ray_app.task.configured_arguments import compute_row_losses
 from tests.support.local_world import TinyImages, make_job, write_images
@@ -546,3 +546,27 @@ def test_a_lock_in_the_groups_of_an_optimizer_is_refused(tmp_path: Path) -> None
 
 def test_what_a_model_writes_into_its_buffers_is_fine(tmp_path: Path) -> None:
     trial(tmp_path, Kept("in place"))
+
+
+class WithNanTable(TinyImages):
+    """Has a table with NaN that no checkpoint holds and no forward changes."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("table", torch.tensor([1.0, float("nan")]), persistent=False)
+        return model
+
+
+def test_an_unchanged_buffer_with_nan_is_not_refused(tmp_path: Path) -> None:
+    trial(tmp_path, WithNanTable())
+
+
+def test_a_closure_whose_variable_has_no_value_yet_is_passed_over() -> None:
+    def use_later() -> object:
+        return later
+
+    failing = find_failing_part("task.call", use_later, lambda part: ValueError("it cannot be pickled"))
+    assert failing is not None
+    assert failing[:2] == ("task.call", use_later)
+    later = 1
+    assert use_later() == later

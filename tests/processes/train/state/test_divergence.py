@@ -22,6 +22,7 @@ from ray_app.runlog.journal import read_events
 from ray_app.testing import KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.transfer import divergent_ranks
+from tests.support.injector import KillSaving
 from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
 from tests.support.waiting import until
@@ -89,6 +90,25 @@ def test_the_one_that_differs_gets_the_state_of_the_others(pool: WorkerPool, tmp
         read_trained_run(job).commit.params_digest
         == pool.train_new_run(job_in(tmp_path), 2, cache_windows).commit.params_digest
     )
+
+
+def test_a_copy_of_a_checkpoint_that_diverged_is_not_written(pool: WorkerPool, tmp_path: Path) -> None:
+    """Rank 0 dies before it commits, and rank 1, which would write its own copy in its place, has other parameters."""
+    undisturbed, job = job_in(tmp_path), job_in(tmp_path, update=3)
+    pool.train_to_end(undisturbed, 2, cache_windows)
+    kill = KillSaving(str(tmp_path / "killed"), step=3)
+    outcomes = train_shifting(pool, job, [[0, 1, 2, 3], [1, 2, 3]], [], Hooks(before_commit=kill))
+    assert kill.happened == 1
+    assert (tmp_path / "proof").exists()
+    assert [each.trace for each in outcomes[1:4]] == [""] * 3
+    [(ranks, _)] = differed(job)
+    assert ranks == [0], "the divergent rank is the one that writes"
+    expected, commits = (
+        {commit.step: commit.params_digest for commit in CheckpointStore(run.paths).commits()}
+        for run in (undisturbed, job)
+    )
+    assert commits[6] == expected[6]
+    assert commits.get(3, expected[3]) == expected[3]
 
 
 def test_without_a_majority_the_newest_checkpoint_decides(pool: WorkerPool, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_the_page_trains_a_gan(pool: WorkerPool, data: Path, tmp_path: Path) -> 
     assert [reader.records[step].lr for step in range(1, 5)] == [0.002, 0.002, 0.001, 0.002]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("turns", "fields"),
     [

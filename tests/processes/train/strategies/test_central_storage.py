@@ -52,6 +52,7 @@ def central_job(folder: Path, data: Path, **fields: Any) -> Job:
     return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "fields",
     [
@@ -152,6 +153,7 @@ def test_a_checkpoint_that_only_some_have_copies_for_is_made_up(pool: WorkerPool
     assert [set(workers) for workers in found.workers[6:]] == [{2}] * 12, "nothing before it is done again"
 
 
+@pytest.mark.rest
 @dataclasses.dataclass(frozen=True)
 class DieOnceCommitted:
     """A hook: rank 0 is killed after step 8, when the checkpoint of step 6 is there."""

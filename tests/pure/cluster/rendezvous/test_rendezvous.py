@@ -504,3 +504,21 @@ def test_a_worker_that_leaves_at_the_end_of_its_generation_breaks_nothing(clock:
         assert not group.rendezvous.reply_for("a").abort
 
     play(story)
+
+
+def test_a_worker_that_comes_back_from_an_old_generation_keeps_no_watchdog_waiting(clock: Clock) -> None:
+    async def story(group: Group) -> None:
+        await start(group, "abc", clock)
+        stale = group.beats["c"]
+        group.rendezvous.on_disconnect("c")
+        await group.join("ab", lost=True)
+        assert sorted(group.formed(1)) == ["a", "b"]
+        for name in "ab":
+            await group.beat(name)
+        group.beats["a"] = replace(group.beats["a"], step=2)
+        await group.beat("a")
+        limit_s = (await group.rendezvous.status()).limit_s
+        group.rendezvous.handle_heartbeat(stale)
+        assert (await group.rendezvous.status()).limit_s == limit_s
+
+    play(story)

@@ -307,6 +307,7 @@ def test_what_is_no_plain_data_is_no_pickle_for_us(data: bytes) -> None:
         unpickle(io.BytesIO(data))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "value", [r"b')' + b'\x85' * 300_000", r"b')' + b'q\x00h\x00\x86' * 60"], ids=["deep", "shared"]
 )
