@@ -1,5 +1,6 @@
-"""Disturb runs of a configuration and compare: python jobs/drill.py --config conf/digits.yaml [--drill.scenarios
-kill,node ...].
+"""Disturb runs of a configuration and compare their results.
+
+python jobs/drill.py --config conf/digits.yaml [--drill.scenarios kill,node ...]
 """
 
 import sys

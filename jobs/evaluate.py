@@ -1,5 +1,6 @@
-"""Evaluate the checkpoints of a run, also while it trains: python jobs/evaluate.py --run runs/NAME [--follow] [--name N
---data PATH].
+"""Evaluate the checkpoints of a run, also while it trains.
+
+python jobs/evaluate.py --run runs/NAME [--follow] [--name N --data PATH]
 """
 
 import sys

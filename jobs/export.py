@@ -1,5 +1,6 @@
-"""Write the model of a run to a folder: python jobs/export.py --run runs/NAME --out FOLDER [--checkpoint
-best|newest|step-120].
+"""Write the model of a run to a folder.
+
+python jobs/export.py --run runs/NAME --out FOLDER [--checkpoint best|newest|step-120]
 """
 
 import sys

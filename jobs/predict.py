@@ -1,5 +1,7 @@
-"""Predict a data set: python jobs/predict.py --config FILE --predict.data DATA --predict.out FOLDER [--predict.run
-RUN]; --help.
+"""Predict a data set.
+
+python jobs/predict.py --config FILE --predict.data DATA --predict.out FOLDER [--predict.run RUN]
+python jobs/predict.py --help
 """
 
 import sys

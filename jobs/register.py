@@ -1,5 +1,6 @@
-"""Register the best checkpoint of a run: python jobs/register.py --run runs/NAME [--name MODEL] [--promote "why it is
-better"].
+"""Register the best checkpoint of a run.
+
+python jobs/register.py --run runs/NAME [--name MODEL] [--promote "why it is better"]
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""A run on one page: python jobs/report.py --run runs/NAME [--out FILE]; also of a run that still goes on, or
-failed.
+"""Write the page about a run, which may also still train or have failed.
+
+python jobs/report.py --run runs/NAME [--out FILE]
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""Retrain if there is a reason: python jobs/retrain.py --config conf/retrain_digits.yaml [--rollback REASON |
---history].
+"""Retrain if there is a reason.
+
+python jobs/retrain.py --config conf/retrain_digits.yaml [--rollback REASON | --history]
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""Train as a Ray job: python jobs/submit.py --config conf/digits.yaml --run.storage_path /shared/runs [--submit.dry_run
-true ...].
+"""Train as a Ray job.
+
+python jobs/submit.py --config conf/digits.yaml --run.storage_path /shared/runs [--submit.dry_run true ...]
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""Send MLflow what it lacks of a run that has ended: python jobs/track.py --replay runs/NAME [--uri URI] [--experiment
-NAME].
+"""Send MLflow the points and artifacts that it lacks of a run that has ended.
+
+python jobs/track.py --replay runs/NAME [--uri URI] [--experiment NAME]
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""Train a model: python jobs/train.py --config conf/digits.yaml [--scaling.max_workers 4 ...]; --help explains every
-field.
+"""Train a model; `--help` explains every field of the configuration.
+
+python jobs/train.py --config conf/digits.yaml [--scaling.max_workers 4 ...]
 """
 
 import sys

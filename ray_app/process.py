@@ -1,7 +1,7 @@
-"""Settings of this process that a run changes and restores (signals, environment, garbage collection), and safe
-streams.
+"""Settings of this process that a run changes and restores, and standard streams that never raise.
 
-The process may be that of a notebook, which goes on after the run.
+The settings are signal handlers, environment variables and garbage collection. The process may be that of a notebook,
+which goes on after the run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _MMAP_THRESHOLD = -3
 
 _lock = threading.Lock()
 _previous_values: dict[str, list[list[Any]]] = {}
-"""For each setting that `restore_setting` has to restore, its value at the entry of each open block, the earliest
-first.
-"""
+"""By the name of a setting: its value at the entry of each open block of `restore_setting`, the earliest first."""
 
 _FLUSH_S = 2.0
 _FLUSH_POLL_S = 0.1
@@ -118,8 +116,9 @@ def stop_at_signals(interrupted: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def interrupt_at_sigterm() -> Iterator[None]:
-    """Has SIGTERM raise `KeyboardInterrupt`, as SIGINT does, also after `ray.init`, which installs a
-    handler that raises `SystemExit(SIGTERM)`.
+    """Makes SIGTERM raise `KeyboardInterrupt` within the block, as SIGINT does.
+
+    This holds also after `ray.init`, which installs a handler that raises `SystemExit(SIGTERM)`.
     """
     with _handled((signal.SIGTERM,), signal.default_int_handler):
         try:

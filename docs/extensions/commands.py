@@ -29,8 +29,9 @@ def parsers_of(main: Callable[[list[str]], Any]) -> list[argparse.ArgumentParser
 
 
 class Command(SphinxDirective):
-    """The description and the options of the command that is named; those that are fields of a section are on their own
-    page.
+    """The description and the options of the command that is named.
+
+    Options that are fields of a section are on a page of their own.
     """
 
     required_arguments = 1

@@ -1,6 +1,4 @@
-"""What lies outside docs/: pages that are made of one file of the repository, and links to files that are pages of the
-site.
-"""
+"""Pages that are made of one file of the repository outside docs/, and links to files that are pages of the site."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 
 
 def rebased(text: str, written_in: Path, shown_in: Path) -> str:
-    """Markdown whose relative links, written for one folder, lead to the same from another, and to pages where the site
-    has one.
-    """
+    """Returns Markdown with relative links rewritten for another folder, and for pages of the site if there are any."""
 
     def moved(link: re.Match[str]) -> str:
         target = (written_in / link[1]).resolve()

@@ -1,6 +1,4 @@
-"""What is written as code on a page and names a field or a file of the repository: it has to exist, and a field becomes
-a link.
-"""
+"""Checks that fields and files which a page names in code style exist, and makes fields links."""
 
 from __future__ import annotations
 

@@ -60,11 +60,10 @@ _SINGLE_NODE_PREFIX = "node_"
 
 
 def require_token() -> None:
-    """Has clusters that this process starts from now on require the token in `~/.ray/auth_token`, which is made if it
-    does not exist.
+    """Makes clusters that this process starts from now on require the token in `~/.ray/auth_token`.
 
-    Ray lets all users of the machine read that file; afterwards only its owner may. `RAY_AUTH_MODE=disabled` in the
-    environment is respected, as Ray does.
+    The file is made if it does not exist. Ray lets all users of the machine read it; afterwards only its owner may. As
+    in Ray, `RAY_AUTH_MODE=disabled` in the environment turns this off.
     """
     if enable_token_auth_by_default():
         ensure_token_if_auth_enabled(create_token_if_missing=True)
@@ -180,9 +179,7 @@ def ray_job() -> dict[str, Any] | None:
 
 
 def search_path() -> list[str]:
-    """Returns, in order, the folders where this process finds modules and another process of the same Python would not
-    by itself.
-    """
+    """Returns, in order, the module folders of this process that another process of the same Python does not have."""
     installed, package = _installed_paths(), str(Path(__file__).resolve().parents[2])
     libraries = {path for path in installed if Path(path).name in ("site-packages", "dist-packages")}
     # Ray and other libraries add folders inside their own, which are left out.
@@ -204,8 +201,9 @@ def _installed_paths() -> frozenset[str]:
 
 
 def job_config() -> JobConfig | None:
-    """Returns the configuration with which a driver joins a cluster; None in a Ray job, where the workers have the
-    job's runtime environment.
+    """Returns the configuration with which a driver joins a cluster; None in a Ray job.
+
+    In a Ray job the workers have the job's runtime environment.
     """
     if _RAY_JOB_VARIABLE in os.environ:
         return None

@@ -234,8 +234,9 @@ def connection_errors() -> Iterator[None]:
 
 
 def reserved_cpus(config: Config) -> float:
-    """Returns the logical CPUs that are not for training workers: those of the evaluator and of the parameter servers,
-    and one for reading.
+    """Returns the logical CPUs that are not for training workers.
+
+    They are the CPUs of the evaluator and of the parameter servers, and one for reading.
     """
     return _evaluator_cpus(config) + _server_cpus(config) + _READING_CPUS
 

@@ -1,8 +1,7 @@
-"""Arrays as Arrow columns: one binary value per row, of fixed or variable size, with dtype and shape in the metadata of
-the field.
+"""Conversion of arrays to Arrow columns with one binary value per row, and back.
 
-Parquet and the object store then move bytes instead of lists of numbers: reading 784 bytes a row costs one copy and not
-784 values.
+A value has a fixed or variable size; dtype and shape are in the metadata of the field. Parquet and the object store
+then move bytes instead of lists of numbers: reading a row of 784 bytes costs one copy, not 784 conversions.
 """
 
 from __future__ import annotations
@@ -100,8 +99,9 @@ def is_bytes(kind: pa.DataType) -> bool:
 
 
 def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
-    """Returns the rows of an encoded column as one array of shape (rows, ...) or as `Ragged`; a view of the column
-    where it is one chunk.
+    """Returns the rows of an encoded column as one array of shape (rows, ...) or as `Ragged`.
+
+    The result is a view of the column if the column is one chunk.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if spec.padding is not None:
@@ -111,8 +111,9 @@ def from_column(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Field:
 
 
 def fixed_array(column: pa.ChunkedArray | pa.Array, spec: ArraySpec) -> Array:
-    """Returns the rows of an encoded column of rows of one size, shape (rows, ...); a view of the column where it is
-    one chunk.
+    """Returns the rows of an encoded column of rows of one size as one array of shape (rows, ...).
+
+    The array is a view of the column if the column is one chunk.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     arrays = [
@@ -166,9 +167,7 @@ def spec_of_list_type(kind: pa.DataType) -> ArraySpec | None:
 
 
 def fixed_lists(column: pa.ChunkedArray) -> Array | None:
-    """Returns a column of lists of one size as one array of shape (rows, ...); None if these do not hold numbers, or
-    have missing values.
-    """
+    """Returns lists of one size as one array (rows, ...); None if they do not hold numbers or have missing values."""
     spec = spec_of_list_type(column.type)
     if spec is None or column.null_count:
         return None
@@ -252,8 +251,9 @@ class _GrowingRagged:
 
 
 class Columns:
-    """Fields that are filled as tables arrive; each table is copied and can be freed, so that all rows are in memory
-    once.
+    """Collects the fields of decoded rows from tables as they arrive.
+
+    Each table is copied and can then be freed, so that all rows are in memory only once.
 
     Args:
         fields: Specification of a row.

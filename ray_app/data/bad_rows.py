@@ -20,8 +20,9 @@ from ray_app.task.ragged import Arrays, Field, Ragged, concat_fields
 from ray_app.task.user_code import row_error_reason
 
 REASON = "__reason__"
-"""Column of decoded tables with the reason why a row could not be decoded, null for a good row; only where bad rows are
-skipped.
+"""Column of decoded tables with the reason why a row could not be decoded; null for a good row.
+
+Tables have it only if bad rows are skipped.
 """
 KEYS = "__keys__"
 """Entry in the rows for a task that decodes differently in every epoch: the keys of the rows, int64, shape (rows,)."""
@@ -148,8 +149,9 @@ _NO_VALUE, _MISSING_INSIDE = "no value", "a missing value inside its value"
 
 
 def find_missing_values(table: pa.Table) -> dict[int, str]:
-    """Returns the rows of a table that have a missing value in any column, also inside a list or an object, with the
-    reasons.
+    """Returns the reason for each row of a table with a missing value in any column, by the index of the row.
+
+    A missing value inside a list or an object counts, too.
     """
     reasons: dict[int, str] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):

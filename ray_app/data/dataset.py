@@ -71,8 +71,9 @@ def hash_files(root: DataLocation, paths: Iterable[str], digest_cache: Location 
 
 
 def _versions(root: DataLocation, paths: list[str]) -> list[Any]:
-    """Returns a value for each file that changes with its content: the ETag on S3; on a disk size, times and inode, not
-    all of which a copy can set back.
+    """Returns a value for each file that changes with the file's content.
+
+    On S3 it is the ETag. On a disk it is the size, the times and the inode; a copy cannot restore all of these.
     """
     if not isinstance(root, Path):
         return file_versions(root, paths)
@@ -169,8 +170,9 @@ class Dataset:
 
 
 def open_dataset(path: str) -> Dataset:
-    """Opens a Parquet file, or all `*.parquet` files below a folder, by their footers or by the footers file of an
-    ingest.
+    """Opens a Parquet file, or all `*.parquet` files below a folder.
+
+    It uses the footers file of an ingest for the files that have not changed since, and reads the other footers.
 
     Raises:
         DataError: The path does not exist, a file is not Parquet, the files have different columns, or there are no

@@ -1,5 +1,6 @@
-"""The disk cache: decoded rows on a node's own disk, filled while rows are read for the first time and shared by the
-workers of the node and by later runs.
+"""A cache of decoded rows on a node's own disk.
+
+It is filled while rows are read for the first time. The workers of the node and later runs share it.
 
 The folder of a node's caches has one folder for each cache; its name is a key of everything that decides what the
 decoded rows are. A cache has files for each field of the whole data set and one file of checksums. It holds a row if
@@ -62,8 +63,9 @@ _CAPACITY_FACTOR = 1.25
 
 
 def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | None, limit_gb: float) -> Fetch:
-    """Returns `fetch` with a disk cache in front of it, see `open_cache`; where no cache can be opened it warns and
-    returns `fetch` itself.
+    """Returns `fetch` with a disk cache in front of it, see `open_cache`.
+
+    If no cache can be opened, it logs a warning and returns `fetch` itself.
     """
     try:
         return open_cache(source, settings, folder, limit_gb).around(fetch)
@@ -134,10 +136,9 @@ def _cache_bytes(fields: dict[str, ArraySpec], capacity: int) -> int:
 
 
 def _free_capacity(cache: Path, needed: int, limit_gb: float) -> int:
-    """Removes other caches that no process has open, the oldest first, until `needed` bytes fit; returns the bytes that
-    are available then.
+    """Removes the least recently opened caches until `needed` bytes fit, and returns the bytes available then.
 
-    Anything else in the folder stays and does not count.
+    A cache that a process has open stays. `cache` itself, and what is not a cache, stay and do not count.
     """
     caches = (
         f for f in cache.parent.iterdir() if _NAME.fullmatch(f.name) and not f.is_symlink() and (f / SUMS).is_file()
@@ -209,8 +210,9 @@ _NAME = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
 
 
 def cache_key(source: RowSource, settings: str) -> str:
-    """Returns the SHA-256 of everything that decides what the decoded rows are: the files as they are now, the task's
-    settings and code, and the libraries.
+    """Returns a digest (SHA-256, shortened) of everything that decides what the decoded rows are.
+
+    It covers the files as they are now, the task's settings and code, and the libraries.
 
     Raises:
         OSError: A file of the data is gone, S3 does not answer, or the code has no source file.
@@ -282,8 +284,9 @@ class DiskCache:
     __del__ = close
 
     def around(self, fetch: Fetch) -> Fetch:
-        """Returns a `Fetch` that serves the rows in the cache, and fetches the missing ones through `fetch` and adds
-        them to the cache.
+        """Returns a `Fetch` that serves cached rows, and fetches missing rows through `fetch` and adds them.
+
+        If the cache has rows but they are damaged, this process reads them itself and stores them again.
         """
 
         def fetch_missing(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
@@ -376,8 +379,9 @@ class DiskCache:
         write_from(self._sums, marks, position * 8)
 
     def _checksums(self, part: dict[str, Field], position: int) -> UInt64:
-        """Returns a 64-bit checksum of each row over all its bytes and its manifest position, never below 2, shape
-        (rows,).
+        """Returns a 64-bit checksum of each row over its bytes and its manifest position, shape (rows,).
+
+        It is never below 2, because smaller values are marks.
         """
         rows = len(next(iter(part.values())))
         total = hash_array(_SUM, np.arange(position, position + rows))
@@ -543,8 +547,9 @@ def _weights(number: int, max_bytes: int) -> UInt64:
 
 
 def _weighted_sums(raw: npt.NDArray[np.uint8], weights: UInt64) -> UInt64:
-    """Returns the weighted sum of the 8-byte words of each row; odd weights make every change of a single word
-    visible.
+    """Returns for each row the weighted sum of its 8-byte words and of its remaining bytes.
+
+    The weights are odd, so that every change of a single word changes the sum.
     """
     words, rest = divmod(raw.shape[1], 8)
     total: UInt64 = np.einsum("ij,j->i", raw[:, : 8 * words].view(np.uint64), weights[:words])

@@ -29,8 +29,9 @@ STEPS_AHEAD = 2
 _MIN_THREAD_BYTES = 256 << 10
 """A gather of more bytes than this takes longer than the hand-over to another thread."""
 _MAX_BLOCK_STEPS, _MAX_LARGE_BLOCK_BYTES = 4, 32 << 20
-"""Limits of a block of large steps that are gathered together. Twice as many are in memory, so that a thread that reads
-may delay the gathering thread.
+"""Limits of a block of large steps that are gathered together: steps, and bytes.
+
+Two blocks are in memory, so that a reading thread may delay the gathering thread.
 """
 _MAX_SMALL_BLOCK_STEPS = 32
 """Limit of a block of small steps, see `BLOCK_BYTES`."""
@@ -127,8 +128,9 @@ class Feed:
         self._drop_gathered()
 
     def _gather_at_cursor(self) -> None:
-        """Gathers the step at the cursor, for which it may have to wait for windows; also the following steps of the
-        block, where no thread gathers them.
+        """Gathers the step at the cursor, and the following steps of the block if no thread gathers them.
+
+        It may have to wait for windows.
         """
         cursor = self._cursor
         if self._order.epoch != cursor.epoch:
@@ -209,8 +211,9 @@ def _to_ranges(numbers: list[int], step: int) -> list[range]:
 
 
 class Uploaded(list[MicroBatch]):
-    """The micro-batches of a step on their way to a device; complete once the stream has reached `mark`, see
-    `SideStream.mark`.
+    """The micro-batches of a step on their way to a device.
+
+    They are complete once the stream has reached `mark`, see `SideStream.mark`.
     """
 
     mark: Any

@@ -38,8 +38,10 @@ def read_footer(tail: bytes) -> None:
 
 
 def read_column(group: pq.RowGroupMetaData, number: int) -> None:
-    """Reads the statistics of one column; values that Python cannot express, such as dates after the year 9999, do not
-    keep later columns from being read.
+    """Reads the statistics of one column.
+
+    It ignores values that Python cannot express, such as dates after the year 9999, so that later columns are read,
+    too.
     """
     with contextlib.suppress(Exception):
         statistics = group.column(number).statistics

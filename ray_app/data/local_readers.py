@@ -1,5 +1,6 @@
-"""Reads by threads of this process, for a worker that decodes rows where it uses them, and the loading of a whole data
-set into memory.
+"""Reads in threads of this process, and the loading of a whole data set into memory.
+
+A worker that decodes rows in its own process reads in threads.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def choose_fetch(threads: int, default: Fetch) -> Fetch:
 
 
 def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) -> Iterator[pa.Table]:
-    """Runs read tasks concurrently in threads and yields their rows in order; the calling thread reads the slices of
-    large row groups.
+    """Runs read tasks concurrently in threads and yields their rows in order.
+
+    The calling thread reads the slices of large row groups.
 
     Args:
         reader: Reads and decodes; several threads call `decode` at once.

@@ -26,8 +26,9 @@ def is_small(source: RowSource) -> bool:
 
 
 def fetch_auto(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
-    """Runs a single read task in this process, because Ray Data takes seconds to start, and several as Ray Data read
-    tasks.
+    """Runs a single read task in this process, and several as Ray Data read tasks.
+
+    Ray Data takes seconds to start, which a single read task does not justify.
     """
     return (fetch_in_process if len(specs) < 2 else fetch_ray)(reader, specs)
 
@@ -55,8 +56,9 @@ class MemoryCache:
 
 
 def start_memory_cache(source: RowSource) -> Any:
-    """Decodes a small data set at once in this process; for a larger one it starts the actor, which decodes while the
-    workers start.
+    """Decodes a small data set at once in this process; for a larger one it starts the actor.
+
+    The actor decodes while the workers start.
 
     Returns:
         The decoded data set with object references, as from `MemoryCache.decoded`, or the actor's handle.

@@ -1,15 +1,13 @@
 """Parquet files of a data set: reading one file, checking footers, and the digest of all footers.
 
-`DataFile` reads one file together with the columns that are in the names of its folders; an error names the column that
-cannot be read.
+`DataFile` reads one file and the columns in the names of its folders; an error names the column that cannot be read.
 
 Some footers make the Parquet library abort its process. `check_footers` refuses them: a child process
 (`footer_trial.py`) reads every footer first. As its start takes a fifth of a second, it serves all data sets that are
 opened at about the same time, and ends itself when no footer arrives for some seconds.
 
-`Footers` keeps the rows of the row groups and the ranges of the columns; the footers themselves are freed at once. An
-ingest writes it beside its shards, so that a data set is opened without reading the footer of any file that has not
-changed since.
+`Footers` keeps only the rows of row groups and the ranges of columns, not the footers. An ingest writes it beside its
+shards, so that opening a data set reads only the footers of files that have changed since.
 """
 
 from __future__ import annotations
@@ -288,8 +286,9 @@ atexit.register(_footer_checker.close)
 
 
 def check_footers(files: Sequence[DataLocation], tails: Sequence[bytes]) -> None:
-    """Raises DataError for a footer that makes the Parquet library abort its process: its columns are encrypted, or it
-    contradicts itself. `tails` has the end of each file from its footer on.
+    """Raises DataError for a footer that makes the Parquet library abort its process.
+
+    Its columns are encrypted, or it contradicts itself. `tails` has the end of each file from its footer on.
     """
     fatal = _footer_checker.first_fatal(tails)
     if fatal is None:
@@ -375,8 +374,10 @@ class Footers:
 
 
 def load_footers(root: DataLocation) -> Footers | None:
-    """Returns what `Footers.put` wrote into a data set, None where it is missing or damaged; raises StorageError if the
-    bucket does not answer.
+    """Returns the `Footers` that an ingest has stored in a data set; None if they are missing or damaged.
+
+    Raises:
+        StorageError: The bucket does not answer.
     """
     with bucket_errors(root):
         try:

@@ -27,8 +27,9 @@ _TASKS_PER_EXECUTION = 64
 _MIN_PREPARED_STEPS, _PREPARED_BYTES = 3, 16 << 20
 """Steps of a window that are gathered before it is taken: at least so many, and all of them up to so many bytes."""
 _WINDOWS_BEFORE_NEXT = 4
-"""The next Ray Data execution starts so many windows per logical worker before the end of the current one, because its
-start takes a few tenths of a second.
+"""Windows per logical worker before the end of a Ray Data execution at which the next execution starts.
+
+The start of an execution takes a few tenths of a second.
 """
 
 _WindowId = tuple[int, int, int]
@@ -186,11 +187,10 @@ class StreamedWindows:
             yield (order.epoch, number, v), window.prepare(_MIN_PREPARED_STEPS, _PREPARED_BYTES)
 
     def _load_fields(self, rows: RowStream, stored: npt.NDArray[np.int64]) -> tuple[Storage, dict[int, str]]:
-        """Returns the fields of a window's rows in reading order, each (rows, ...), and the reasons of bad rows by
-        manifest position; checks that the rows are the planned ones.
+        """Returns the fields of a window's rows and the reasons of bad rows, and checks the rows against the plan.
 
-        Each table is copied to its part of the fields as it arrives and is then freed, so that a window is in memory
-        once.
+        The fields are in reading order, each (rows, ...); the reasons are by manifest position. Each table is copied to
+        its part of the fields as it arrives and is then freed, so that a window is in memory only once.
 
         Args:
             rows: The rows of this window and the following ones.

@@ -1,5 +1,6 @@
-"""Rows of a data set that are read before training: its first good rows, which tell the specification of a decoded row,
-a sample of rows, and its longest row by the lengths of its lists.
+"""Reads of rows before training: the first good rows, a sample of rows, and the longest row.
+
+The first good rows give the specification of a decoded row. The longest row is the one with the longest lists.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ def _check_columns(dataset: Dataset, columns: list[str]) -> None:
 
 
 def decode_first_rows(reader: Reader, manifest: Manifest, max_rows: int) -> dict[str, Field]:
-    """Decodes the first good rows of a data set, at most `max_rows` and all of one row group; each field is of shape
-    (rows, ...).
+    """Decodes the first good rows of a data set; each field is of shape (rows, ...).
+
+    These are at most `max_rows` rows, all of one row group.
 
     Raises:
         BadRowError: A row cannot be decoded, and the reader does not skip it.

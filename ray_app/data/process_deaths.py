@@ -1,8 +1,9 @@
-"""Ray tasks that may lose their process or their node: the loss of a node is not the task's fault, and a process that
-dies three times in the same task dies of what the task does.
+"""Retries of Ray tasks that lose their process or their node.
 
-Ray treats both alike, and Ray Data restarts such a task without end: a row that ends the process while it is decoded (a
-segmentation fault in a C library, too much memory) would be read again and again, and the run would wait for it.
+The loss of a node is not the task's fault; a process that dies three times in the same task dies of what the task does.
+
+Ray does not distinguish the two, and Ray Data restarts such a task without end: a row that ends the process while it is
+decoded (a segmentation fault in a C library, too much memory) would be read again and again while the run waits for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Planned reads on a Ray cluster: as Ray Data read tasks, one per `ReadSpec`, decoding included, and a pool of actors
-that maps the tables they deliver.
+"""Planned reads on a Ray cluster, and a pool of actors that maps the tables that the reads deliver.
 
-Where a process or a node is lost, reads continue as single Ray tasks, see `ray_app.data.process_deaths`.
+Each `ReadSpec` is one Ray Data read task, which also decodes. `fetch_ray` runs single Ray tasks instead if row groups
+are read in slices, and after the loss of a process or a node; `map_in_actors` then starts a new execution. See
+`ray_app.data.process_deaths` for these losses.
 """
 
 from __future__ import annotations
@@ -129,8 +130,9 @@ def _fetch_by_ray_data(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa
 
 
 def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) -> Iterator[pa.Table]:
-    """Runs the reads as single Ray tasks, so that a lost task is known by its rows. Slices of large row groups are read
-    in this process and decoded in the tasks.
+    """Runs the reads as single Ray tasks, so that a lost task is known by its rows.
+
+    This process reads the slices of large row groups, and the tasks decode them.
 
     Args:
         reader: Reads and decodes.
@@ -206,11 +208,12 @@ class ActorPool:
 def map_in_actors(
     pool: ActorPool, reader: Reader, specs: Sequence[ReadSpec], spec_of: Callable[[dict[str, Any]], ReadSpec]
 ) -> Iterator[dict[str, Any]]:
-    """Passes each read task's rows as one table to an actor, and yields the row that the actor returns, in the order of
-    completion.
+    """Yields the row that an actor returns for each read task, in the order of completion.
 
-    After the loss of a process or a node a new execution does the rest. After the loss of a process it first does one
-    read task after the other, to learn which one ends the process.
+    The actor gets the rows of the read task as one table.
+
+    After the loss of a process or a node, a new execution runs the remaining read tasks. After the loss of a process it
+    first runs read tasks one by one, to learn which one ends the process.
 
     Args:
         pool: The actors.
@@ -278,12 +281,11 @@ def silence_ray_data() -> Any:
 
 
 def start_shared_actors() -> None:
-    """Runs a tiny Ray Data execution, so that the actors which Ray Data shares among all readers of a cluster live on
-    this node.
+    """Runs a tiny Ray Data execution, so that Ray Data's shared actors live on this node.
 
-    The first reader of a cluster creates these actors on its own node, and every later reader calls them. If a worker
-    created them, they would be lost with its node, and the other workers would stall until the cluster has noticed the
-    loss, which takes a minute or two.
+    All readers of a cluster share these actors; the first reader creates them on its own node. If a worker created
+    them, they would be lost with its node, and the other workers would stall until the cluster has noticed the loss,
+    which takes a minute or two.
     """
     loggers = [logging.getLogger(name) for name in _LOG_LEVELS]
     saved_context, levels = DataContext.get_current().copy(), [ray_logger.level for ray_logger in loggers]

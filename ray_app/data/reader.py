@@ -178,9 +178,7 @@ class Reader:
             raise DataError(f"{span.path}, row group {span.row_group}, {error}") from error
 
     def _decode_block(self, span: Span, rows: dict[str, Any], bad: dict[int, str]) -> pa.Table:
-        """Returns the decoded rows of a span; `bad` has the reasons of the rows that `rows` lacks, by their index in
-        the span.
-        """
+        """Returns the decoded rows of a span; `bad` has the reasons of rows that `rows` lacks, by index in the span."""
         reasons: list[str | None] = []
         if self.skips:
             decoded, reasons = decode_good_rows(self.decode, rows, span.rows - len(bad), self.fields)
@@ -254,10 +252,10 @@ _MAX_TASKS_OF_GROUP = 4
 def plan_reads(
     manifest: Manifest, segments: list[Segment], max_rows: int, window_rows: int | None = None
 ) -> list[ReadSpec]:
-    """Packs segments into read tasks of about `max_rows` rows, in their order; one task reads all that is needed of a
-    row group.
+    """Packs segments into read tasks of about `max_rows` rows, in their order.
 
-    Only row groups of more than `window_rows` (if set) or of several times `max_rows` are cut, and read in slices.
+    One task reads all that is needed of a row group. Only row groups of more than `window_rows` (if set) or of several
+    times `max_rows` are cut, and read in slices.
     """
     specs: list[list[Span]] = [[]]
     free_rows = max_rows
@@ -391,8 +389,10 @@ class SliceReader:
         return cls(reader.root, reader.columns, reader.partitions)
 
     def take(self, span: Span) -> pa.Table:
-        """Returns the rows of a span as they are stored; where they do not continue a slice that was taken before, the
-        row group is read from its beginning and the rows before the span are skipped.
+        """Returns the rows of a span as they are stored.
+
+        If they do not continue an earlier slice, it reads the row group from its beginning and skips the rows before
+        the span.
 
         Raises:
             DataError: The row group has fewer rows.
@@ -474,8 +474,9 @@ _LASTING_ERRORS = ("ACCESS_DENIED", "NO_SUCH_", "INVALID_ACCESS_KEY", "SIGNATURE
 
 
 def read_with_retries(file: DataLocation, read: Callable[[], T]) -> T:
-    """Returns the result of `read`, which reads `file`; tries again for about half a minute where the storage fails in
-    a way that may pass.
+    """Returns the result of `read`, which reads `file`, and retries if the storage fails temporarily.
+
+    It retries for about half a minute.
 
     Raises:
         StorageError: The disk, the network or S3 still fails.

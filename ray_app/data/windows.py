@@ -29,12 +29,15 @@ _REPEAT_BITS = 40
 """A key holds the manifest position of its row in the lower bits, and from this bit on the repeat of the row."""
 _NO_BAD_ROWS: Mapping[int, str] = {}
 _ALIGNED_BYTES = 64
-"""A tensor begins at a multiple of this many bytes; kernels may sum in another order where it begins elsewhere, which
-would give other bits.
+"""A tensor begins at a multiple of this many bytes.
+
+Kernels may sum in another order if it begins elsewhere, and the results would not be bit-identical.
 """
 BLOCK_BYTES = 2 << 20
-"""Small steps are gathered together, in blocks of up to this many bytes, because the calls for each step would take
-longer than the copying. A block stays in memory as long as one of its micro-batches is used.
+"""Small steps are gathered together, in blocks of up to this many bytes.
+
+The calls for each step would take longer than the copying. A block stays in memory as long as one of its micro-batches
+is used.
 """
 
 

@@ -26,8 +26,9 @@ from ray_app.version import __version__
 
 Outcome = Literal["equal", "different", "failed", "left out"]
 MAX_RESTART_RATIO = 1.3
-"""Maximum of the time of a start after the driver was killed, divided by that of a first start. The table says when it
-is exceeded; the scenario does not fail.
+"""Maximum ratio of the time of a start after the driver was killed to the time of a first start.
+
+The table says if the ratio is higher; the scenario does not fail.
 """
 _ROOT = Path(__file__).resolve().parents[2]
 _COLORS = {"equal": "green", "different": "red", "failed": "red", "left out": "yellow"}
@@ -79,8 +80,9 @@ def find_start_after(paths: RunPaths, time_s: float) -> RunStart:
 
 
 def compare_restart(run: ScenarioResult, first: RunStart) -> dict[str, Any]:
-    """Returns the start after the driver was killed, compared with a first start on the same cluster; empty if the
-    driver was not killed.
+    """Returns the comparison of the start after the driver was killed with a first start on the same cluster.
+
+    It is empty if the driver was not killed.
 
     Args:
         run: The run of the scenario.
@@ -136,8 +138,10 @@ def assess_scenario(scenario: Scenario, run: ScenarioResult, undisturbed: Trace)
 
 
 def collect_fault_evidence(evidence: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the evidence of the faults, each entry with `process_gone`: whether its process has ended, None if the
-    process is on another machine. The pauses of the drill (`paced-`) are not faults.
+    """Returns the evidence of the faults, with `process_gone` in each entry of another process.
+
+    `process_gone` is whether that process has ended, None if it is on another machine. The pauses of the drill
+    (`paced-`) are not faults.
     """
     fault_evidence = {name: entry for name, entry in evidence.items() if not name.startswith("paced-")}
     this_process = asdict(LeaseHolder.here())
@@ -148,8 +152,9 @@ def collect_fault_evidence(evidence: dict[str, dict[str, Any]]) -> dict[str, dic
 
 
 def collect_measurements(scenario: Scenario, run: ScenarioResult) -> dict[str, Any]:
-    """Returns what the disturbance cost the run, from its summary and step records. `goodput` does not count the waits
-    that the drill itself has caused.
+    """Returns what the disturbance cost the run, from its summary and step records.
+
+    `goodput` does not count the waits that the drill itself has caused.
     """
     kept_records, repeated_records = _read_records(run.paths)
     records = {step: _correct_clock(r, run.evidence) for step, r in kept_records.items()}
@@ -174,8 +179,9 @@ def collect_measurements(scenario: Scenario, run: ScenarioResult) -> dict[str, A
 
 
 def _count_redone_steps(faults: list[tuple[float, int]], run: ScenarioResult) -> int:
-    """Returns the number of finished steps that were lost, also of steps that were lost before their record reached
-    the storage.
+    """Returns the number of finished steps that were lost.
+
+    It includes steps that were lost before their record reached the storage.
 
     Args:
         faults: Time and step of each fault.
@@ -191,8 +197,9 @@ def _count_redone_steps(faults: list[tuple[float, int]], run: ScenarioResult) ->
 def _recovery_times_s(
     faults: list[tuple[float, int]], records: dict[int, StepRecord], repeated: list[StepRecord]
 ) -> list[float]:
-    """Returns the seconds from each fault to the next finished step; of several faults before the same step, the first
-    one counts.
+    """Returns the seconds from each fault to the next finished step.
+
+    Of several faults before the same step only the first one counts.
     """
     recovery_s: dict[float, float] = {}
     for time_s, step in faults:

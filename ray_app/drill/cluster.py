@@ -1,5 +1,6 @@
-"""A small Ray cluster on this machine with nodes that can be killed, added and drained: several raylets, each a node of
-one logical CPU.
+"""A small Ray cluster on this machine with nodes that can be killed, added and drained.
+
+Each node is a raylet. Each node except the head has one logical CPU.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000
 
 
 class DrillCluster:
-    """The cluster that the drill starts. The head has the capacity of the evaluator only, so that every worker is on a
-    node that can be killed.
+    """The cluster that the drill starts.
+
+    The head has the capacity of the evaluator only, so that every worker is on a node that can be killed.
 
     Args:
         workers: Number of workers that fit on the cluster at first.
@@ -70,8 +72,9 @@ class DrillCluster:
 
     @contextmanager
     def with_storage(self) -> Iterator[DrillCluster]:
-        """Connects this process to another cluster within the context, of this cluster's first size; its GCS keeps its
-        state on disk.
+        """Connects this process within the context to another cluster, with a GCS that keeps its state on disk.
+
+        The other cluster has the first size of this one.
         """
         ray.shutdown()
         try:
@@ -92,8 +95,9 @@ class DrillCluster:
         return process
 
     def start_gcs(self) -> LeaseHolder:
-        """Starts a new GCS at the address of the last one; returns the identity of the process once all nodes have
-        reported to it.
+        """Starts a new GCS at the address of the last one; returns the identity of its process.
+
+        It returns once all nodes have reported to the new GCS.
         """
         self._cluster.head_node.start_gcs_server()
         _wait_until(list(self._nodes), alive=True)
@@ -105,8 +109,9 @@ class DrillCluster:
         return int(self._cluster.head_node.all_processes["gcs_server"][0].process.pid)
 
     def resize(self, workers: int) -> None:
-        """Adds or kills nodes until this number of workers and one reading task fit on nodes that are neither dead nor
-        drained.
+        """Adds or kills nodes until there is one for each of this number of workers and one for a reading task.
+
+        Dead and drained nodes do not count; they are killed first.
         """
         self._remove_unusable_nodes()
         for node in list(self._nodes)[workers + 1 :]:

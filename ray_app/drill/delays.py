@@ -23,8 +23,9 @@ MAX_WAIT_S = 120.0
 
 @dataclass(frozen=True)
 class Freeze:
-    """Stops a rank with SIGSTOP after a step. A separate process sends SIGCONT later, whether the run still trains or
-    not.
+    """Stops a rank with SIGSTOP after a step.
+
+    A separate process sends SIGCONT later, whether the run still trains or not.
 
     Args:
         evidence: Records the fault.
@@ -165,8 +166,9 @@ class WaitForEvidence:
 
 @dataclass
 class DelayPlan:
-    """Pauses the run shortly after each step, so that a starting worker, which needs seconds, joins before the last
-    step.
+    """Pauses the run for a short time after each step, so that a starting worker joins before the last step.
+
+    A worker needs seconds to start.
 
     Args:
         evidence: Records the pauses by step; the drill subtracts them from its measurements.

@@ -131,8 +131,9 @@ class KillAt:
 
 @dataclass
 class KillJoiningWorker:
-    """Kills a worker with SIGKILL when it forms its first generation after another fault: it joins to replace a lost
-    worker.
+    """Kills a worker with SIGKILL when it forms its first generation after another fault.
+
+    Such a worker joins to replace a lost worker.
 
     Args:
         evidence: Records the fault.
@@ -187,8 +188,7 @@ class Stop:
 
 
 def make_driver_command(file: Path, config: Config, faults: Faults) -> list[str]:
-    """Returns the command of a driver in another process, which runs a configuration on the cluster to which this
-    process is connected.
+    """Returns the command of a driver in another process, which runs a configuration on this process's cluster.
 
     Args:
         file: New file for the pickled arguments of that process.

@@ -1,5 +1,6 @@
-"""Tools to watch a run survive faults, for notebooks: a local cluster with nodes that can be added, drained and killed
-(`LocalCluster`), and `kill_worker`.
+"""Tools for notebooks to watch a run survive faults: `LocalCluster` and `kill_worker`.
+
+`LocalCluster` is a cluster on this machine with nodes that can be added, drained and killed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _DEPARTURE_TIMEOUT_S = 60.0
 
 
 class LocalCluster:
-    """Starts a Ray cluster on this machine and connects to it. One node is for the driver and the evaluator; each other
-    node has the capacity of one worker.
+    """Starts a Ray cluster on this machine and connects to it.
 
-    One more node than workers provides the capacity to read the data. Close the cluster, or use it as a context
+    One node is for the driver and the evaluator; each other node has the capacity of one worker. One more of these
+    nodes than there are workers provides the capacity to read the data. Close the cluster, or use it as a context
     manager; it also ends with the process.
 
     Args:
@@ -86,8 +87,9 @@ class LocalCluster:
 
 
 def kill_worker(training: Training, rank: int) -> Worker:
-    """Kills a worker's process (SIGKILL), as Linux does when the memory runs out; returns when the run has declared the
-    worker lost.
+    """Kills a worker's process with SIGKILL; returns the worker once the run has declared it lost.
+
+    Linux kills processes in the same way when the memory runs out.
 
     Args:
         training: The run.

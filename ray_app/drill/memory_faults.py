@@ -1,5 +1,7 @@
-"""Two faults of memory: `flip`, a bit that changes in the tensors of a worker (silent data corruption), and `memory`,
-a worker that the kernel kills because the memory of its control group (cgroup, version 1 or 2) is used up.
+"""Two faults of memory: `flip`, silent data corruption, and `memory`, a worker that runs out of memory.
+
+`flip` changes a bit in the tensors of a worker. With `memory` the kernel kills a worker, because the memory of its
+control group (cgroup, version 1 or 2) is used up.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ def flip(context: ScenarioContext) -> Scenario | str:
 
 @dataclass
 class Flip:
-    """Flips one bit after a step (parameter) or in the next step (gradient, activation); a hook for `Hooks.built` and
-    `Hooks.after_step`.
+    """Flips one bit after a step (parameter) or in the next step (gradient, activation).
+
+    It is a hook for `Hooks.built` and `Hooks.after_step`.
 
     Args:
         evidence: Records the fault.
@@ -225,8 +228,9 @@ _LIMIT_FILES = {
 
 
 def make_cgroup() -> Path:
-    """Makes an empty control group with the memory limit: a child of this process's group or, where that is not
-    allowed, of a group above it.
+    """Makes an empty control group with the memory limit and returns its folder.
+
+    The group is a child of this process's group or, if that is not allowed, of a group above it.
 
     Raises:
         OSError: This process may make no such group on this machine.

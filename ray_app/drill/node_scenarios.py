@@ -1,5 +1,6 @@
-"""Scenarios in which nodes are killed, drained or added, and `head`, in which the GCS of the cluster is away for a
-while. They are possible only on a cluster that the drill has started.
+"""Scenarios in which nodes are killed, drained or added, and `head`, in which the cluster's GCS is away for a while.
+
+They are possible only on a cluster that the drill has started.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _SAME_MACHINE = "nodes of this machine would share its GPUs"
 
 @dataclass
 class _ActOnWait:
-    """Acts once on the cluster while a worker waits, given the evidence of the wait, which names the worker's node;
-    called in the driver while the run goes on.
+    """Acts once on the cluster while a worker waits; called in the driver while the run goes on.
+
+    `act` gets the evidence of the wait, which names the worker's node.
     """
 
     evidence: Evidence
@@ -151,9 +153,7 @@ _STEPS_WITHOUT_HEAD = 10
 
 
 def head(context: ScenarioContext) -> Scenario | str:
-    """The head's GCS is killed for a while, its state on disk; once another one is there so many workers are killed
-    that others come.
-    """
+    """The head's GCS is killed and later restarted from disk; then so many workers are killed that others join."""
     if context.nodes is None:
         return "the drill takes no head from a cluster that it did not start"
     drill_cluster, evidence = context.nodes, context.evidence
@@ -197,8 +197,9 @@ def head(context: ScenarioContext) -> Scenario | str:
 
 
 def confirm_head_loss(run: ScenarioResult) -> list[str]:
-    """Confirms that the run finished steps without a head, and that new workers joined the same run after the head was
-    back; returns what is missing.
+    """Confirms that the run trained without a head and got workers after it was back; returns what is missing.
+
+    The run must have finished all steps of the outage while there was no head, and must not have been started again.
     """
     killed, back = run.evidence["head_killed"], run.evidence["head_back"]
     missing = [] if LeaseHolder(**killed["head"]).is_gone() else ["the head that was killed still lives"]

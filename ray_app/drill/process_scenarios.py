@@ -55,9 +55,7 @@ def kill(context: ScenarioContext) -> Scenario | str:
 def _make_kill_scenario(
     context: ScenarioContext, step: int, ranks: list[int], make_hooks: Callable[[Kill], Hooks] | None = None
 ) -> Scenario:
-    """Returns a scenario that kills these ranks; by default right after the step, otherwise with the hooks that
-    `make_hooks` returns.
-    """
+    """Returns a scenario that kills these ranks right after the step, or with the hooks that `make_hooks` returns."""
     names = [f"killed-{i}" for i in range(len(ranks))]
     kill = Kill(context.evidence, names, step, ranks)
     delay_plan = context.make_delay_plan(step + 1)
@@ -308,8 +306,9 @@ def torn_write(context: ScenarioContext) -> Scenario | str:
 
 
 def _make_damage_scenario(context: ScenarioContext, damage: Callable[[bytearray], bytearray]) -> Scenario:
-    """Returns a scenario that stops the run, damages the largest file of its newest checkpoint, and starts the run
-    again.
+    """Returns a scenario that stops a run, damages its newest checkpoint, and starts the run again.
+
+    It damages the largest file of the checkpoint.
     """
     step = context.random.randrange(2 * context.checkpoint_every + 1, 5 * context.checkpoint_every)
 
@@ -418,9 +417,7 @@ _TOLERANCE_S = 900
 
 
 def clock_jump(context: ScenarioContext) -> Scenario | str:
-    """The wall clock of the worker that writes the record and the checkpoints jumps hours ahead, then hours back, then
-    is right again.
-    """
+    """The wall clock of the rank that writes record and checkpoints is hours ahead, then hours behind, then right."""
     if reason := find_clock_obstacle():
         return reason
     if not isinstance(context.paths.root, Path) or "://" in context.config.data.path:
@@ -438,8 +435,9 @@ def clock_jump(context: ScenarioContext) -> Scenario | str:
 
 
 def confirm_clock_jumps(run: ScenarioResult) -> list[str]:
-    """Confirms that the run was recorded by a clock that was wrong, and then by one that was right; returns what is
-    missing.
+    """Confirms that the run was recorded by a clock that was wrong, then right; returns what is missing.
+
+    The time of each step's record must be that of the clock after the last jump before it.
     """
     reader = MetricsReader(run.paths)
     reader.poll()
@@ -520,8 +518,9 @@ _VDSO_CODE = {
     "__vdso_gettimeofday": b"\xb8\x60\0\0\0\x0f\x05\x48\x85\xff\x74\x10" + _LOAD_OFFSET + b"\x48\x01\x0f\xc3",
     "__vdso_time": b"\xb8\xc9\0\0\0\x0f\x05" + _LOAD_OFFSET + b"\x48\x01\xc8\x48\x85\xff\x74\x03\x48\x89\x07\xc3",
 }
-"""Machine code (x86-64) of the replacement of each vDSO function: it makes the system call of that name and adds the
-offset to the seconds of the result.
+"""Machine code (x86-64) of the replacement of each vDSO function.
+
+It makes the system call of that name and adds the offset to the seconds of the result.
 """
 
 

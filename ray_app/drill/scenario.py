@@ -1,5 +1,7 @@
-"""The description of a drill scenario: `ScenarioContext` is its input, `Scenario` the plan that it returns, and
-`ScenarioResult` the run that the plan has disturbed.
+"""The description of a drill scenario: its input, its plan and its result.
+
+`ScenarioContext` is the input, `Scenario` the plan that the scenario returns, and `ScenarioResult` the run that the
+plan has disturbed.
 """
 
 from __future__ import annotations
@@ -73,8 +75,9 @@ class ScenarioContext:
 
     @property
     def sufficient_workers(self) -> range:
-        """The numbers of workers at which the run is as fast as with all workers: the worker with the largest share
-        has as many logical workers.
+        """The numbers of workers at which the run is as fast as with all workers.
+
+        At these numbers the worker with the largest share runs as many logical workers as with all workers.
         """
         logical = self.config.logical_workers
         return range(ceil(logical / ceil(logical / self.workers)), self.workers + 1)

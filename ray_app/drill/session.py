@@ -84,8 +84,9 @@ _SCENARIO_FUNCTIONS = (
 SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {
     scenario.__name__: scenario for scenario in _SCENARIO_FUNCTIONS
 }
-"""Every scenario by its name: a function that returns the plan, or the reason for which this drill cannot run it. The
-certificate and the terminal show the docstring of the function.
+"""Every scenario by its name: a function that returns the plan, or the reason for which this drill cannot run it.
+
+The certificate and the terminal show the docstring of the function.
 """
 _CLEANUP_TIMEOUT_S, _CLEANUP_TRIES = 180.0, 3
 
@@ -203,8 +204,9 @@ class Drill:
     def _run_scenario(
         self, name: str, plan: Scenario, context: ScenarioContext, undisturbed: Trace, first: RunStart
     ) -> dict[str, Any]:
-        """Runs one scenario and returns its entry of the certificate. The entry has `is_broken` if the run raised or
-        exceeded the limit, and may have left processes behind.
+        """Runs one scenario and returns its entry of the certificate.
+
+        The entry has `is_broken` if the run raised or exceeded the limit, and may have left processes behind.
         """
         result: dict[str, Any] = {
             "scenario": name,
@@ -246,8 +248,9 @@ class Drill:
             }
 
     def _clean_up(self) -> None:
-        """Ends the processes that a broken scenario has left, and restarts the drill's own cluster, so that the next
-        scenario starts from the state that the first one had.
+        """Ends the processes that a broken scenario has left, and restarts the drill's own cluster.
+
+        The next scenario then starts from the state that the first one had.
 
         Raises:
             RuntimeError: No attempt gave a cluster for the next scenario.
@@ -348,8 +351,9 @@ class _InterruptFlag:
 
 
 _REPEAT_S = 60.0
-"""Seconds after the limit until the alarm is raised again, and from then on between two alarms: the code that reacts
-to the first one may hang, too.
+"""Seconds after the limit until the alarm is raised again, and from then on between two alarms.
+
+The alarm is repeated because the code that reacts to the first one may hang, too.
 """
 
 
@@ -358,8 +362,9 @@ class LimitExceededError(Exception):
 
 
 class _LimitReached(BaseException):
-    """Raised in the main thread at the limit. It is not an `Exception`, because code that retries after every
-    `Exception` would continue for ever.
+    """Raised in the main thread at the limit.
+
+    It is not an `Exception`, because code that retries after every `Exception` would continue for ever.
     """
 
 

@@ -98,8 +98,9 @@ class MlflowServer:
 
 @dataclass
 class MlflowOutage:
-    """Kills the server while a rank waits, and starts it again when the run has reached a later step without it; called
-    in the driver.
+    """Kills the server while a rank waits, and starts it again while the rank waits at a later step.
+
+    It is called in the driver. The run finishes the steps between the two waits without the server.
 
     Args:
         server: The server.
@@ -154,8 +155,10 @@ def mlflow(context: ScenarioContext) -> Scenario | str:
 
 
 def confirm_outage(run: ScenarioResult, uri: str) -> list[str]:
-    """Confirms that the run finished steps while the server was away, and that afterwards one MLflow run has every
-    point once and in order; returns what is missing.
+    """Confirms that the run trained without the server and lost no point in MLflow; returns what is missing.
+
+    The run must have finished all steps of the outage while the server was away. Afterwards one MLflow run must have
+    every point once and in order.
 
     Args:
         run: The run of the scenario.

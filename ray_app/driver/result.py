@@ -84,8 +84,9 @@ class Result:
         return load_model(self._job, choose_checkpoint(self._job, checkpoint))
 
     def export(self, folder: str, checkpoint: str = "best", overwrite: bool = False) -> dict[str, Any]:
-        """Writes a model to a folder, as `ray-app export` does; `ray_app.load_model(folder)` loads it without Ray and
-        MLflow.
+        """Writes a model to a folder, as `ray-app export` does.
+
+        `ray_app.load_model(folder)` loads it without Ray and MLflow.
 
         Args:
             folder: Folder of the export.
@@ -101,8 +102,9 @@ class Result:
         return export_run(ExportOptions(str(self.path), folder, checkpoint, overwrite))
 
     def read(self, path: str) -> Batch:
-        """Reads a whole data set as input of the model, in this process: `result.task.forward(model,
-        result.read(path))`.
+        """Reads a whole data set as input of the model, in this process.
+
+        `result.task.forward(model, result.read(path))` runs the model on it.
 
         Args:
             path: Folder (or file) of Parquet, with the columns of the training data.

@@ -78,8 +78,9 @@ _RECORD_RETRY_S, _RECORD_PAUSE_S = 30.0, 1.0
 """Seconds for which recording the end of a run is retried, and between two tries."""
 _TRACKING_END_S = 60.0
 _TRACKING_STOP_S = 15.0
-"""Seconds that the tracking server has at the end of a stopped run, which may soon be killed: `ray job stop` does so
-after 60 s for jobs of `ray-app submit`.
+"""Seconds that the tracking server has at the end of a stopped run.
+
+`ray job stop` kills jobs of `ray-app submit` after 60 s.
 """
 _CHANGED_ENVIRONMENT = (
     "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before},"
@@ -217,18 +218,16 @@ class Run:
     """One start of a run, made by `open_run`.
 
     Args:
-        prepared: The checked run.
-        lease: The lease of its directory.
-        max_workers: Most workers that fit into the cluster.
-        console: Where messages are shown.
-        faults: For tests.
+        lease: The lease of the run's directory.
+        max_workers: Maximum number of workers that fit into the cluster.
+        console: Shows messages.
         is_own_cluster: Whether the driver started the cluster, which then ends with it.
         interrupted: Set when the run is to stop.
-        progress: Where the progress of the steps is shown.
+        progress: Shows the progress of the steps.
         phases: Seconds of the phases of the start.
 
     Attributes:
-        job: What is trained.
+        job: The run, as the workers get it.
     """
 
     def __init__(
@@ -434,11 +433,7 @@ class Run:
         return console.show(status.record, waiting, status.waiting is not None)
 
     def _stops(self, reads_evaluations: bool) -> bool:
-        """Returns whether to stop after the present step.
-
-        Args:
-            reads_evaluations: Whether to read what the evaluations say, which takes a moment.
-        """
+        """Returns whether to stop after this step; reading the evaluations (`reads_evaluations`) takes a moment."""
         return self._interrupted.is_set() or (self._is_over() if reads_evaluations else self._stops_early)
 
     def _status(self) -> RunStatus:
@@ -454,9 +449,7 @@ class Run:
 
 
 def _reply(ref: ray.ObjectRef) -> Any:
-    """Returns the rendezvous' reply; None if there is none for some seconds, on an overloaded machine or one without
-    free file descriptors.
-    """
+    """Returns the rendezvous' reply; None if there is none in time, such as without free CPUs or file descriptors."""
     try:
         return ray.get(ref, timeout=_REPLY_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
@@ -484,9 +477,6 @@ class WaitLimits:
     """Decides when to stop waiting for workers that are to end, or for the controller after they have ended.
 
     A worker that computes, writes a checkpoint or reduces gradients has no limit here: the step watchdog covers it.
-
-    Args:
-        total_steps: Steps of the run.
     """
 
     def __init__(self, total_steps: int) -> None:
@@ -529,13 +519,7 @@ class WaitLimits:
 
 
 def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> None:
-    """Prints what is about to run, and where.
-
-    Args:
-        console: Where to print.
-        prepared: The run.
-        max_workers: Most workers that fit into the cluster.
-    """
+    """Prints the run that starts, its data, its warnings and the `max_workers` workers that fit into the cluster."""
     job, config = prepared.job, prepared.job.config
     verb = "Continuing" if prepared.resumes else "Starting"
     console.print(redact(f"{verb} run {job.paths.name} in {job.paths.root}"))
@@ -597,9 +581,7 @@ def _workers_text(config: Config, max_workers: int) -> str:
 
 
 def idle_gpus(config: Config, workers: int, nodes: list[Node]) -> str | None:
-    """Returns a message about GPUs of the cluster that neither so many workers nor the evaluator use; None if there are
-    none.
-    """
+    """Returns a message about GPUs that neither workers, standbys nor the evaluator use; None if there are none."""
     scaling = config.scaling
     gpus = sum(node["Resources"].get("GPU", 0.0) for node in nodes_with_labels(nodes, scaling.label_selector))
     idle = int(gpus - (workers + scaling.standby_workers) * scaling.gpus_per_worker - evaluator_gpus(config))

@@ -85,8 +85,9 @@ def _end_actor(actor: Any) -> None:
 
 
 class TrainThread(threading.Thread):
-    """Trains while its context lasts. A caller that leaves the context earlier abandons the run, which ends its
-    workers.
+    """Trains while its context lasts.
+
+    If the caller leaves the context before training has ended, the run is abandoned and its workers are ended.
 
     Args:
         args: See `fit`.

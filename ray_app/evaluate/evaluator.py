@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 _NAMESPACE = "ray_app"
 PIN_LIFE_S = 1500.0
-"""Seconds that a pin outlives the evaluator, by the evaluator's clock: ten minutes in which Ray restarts the
-evaluator, and the quarter of an hour by which clocks may differ.
+"""Seconds that a pin outlives the evaluator, by the evaluator's clock.
+
+They are the ten minutes in which Ray restarts the evaluator, and the quarter of an hour by which clocks may differ.
 """
 _MAX_RETRY_S = 10.0
 _CHECKS_PER_LEASE = 10

@@ -88,10 +88,10 @@ def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads
 
 
 def run_on_cluster(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-    """Calls `function` with every item in tasks of the Ray cluster that this process is connected to, one CPU each, and
-    yields the results in order.
+    """Calls `function` with every item in Ray tasks of one CPU each, and yields the results in order.
 
-    A task runs again when its node is lost; when its process dies, it runs three times in all.
+    The tasks run on the cluster that this process is connected to. A task runs again if its node is lost; if its
+    process dies, it runs three times in all.
 
     Raises:
         ProcessDiedError: The process of a task died again and again.
@@ -130,8 +130,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 LAYOUT = 5
-"""Increases whenever the order of rows or the input splits change, so that no ingest continues what an older version
-has begun.
+"""Version of the order of rows and of the input splits.
+
+It increases with every change of these, so that no ingest continues what an older version has begun.
 """
 
 READERS: dict[str, Callable[[str, IngestOptions], base.FormatReader]] = {
@@ -205,8 +206,9 @@ class PartSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The data sets that `ingest` made or reused: one part with the name ""; or `train` and `eval`, possibly `test`; or
-    the parts of the source.
+    """The data sets that `ingest` made or reused.
+
+    These are one part with the name ""; or `train` and `eval`, possibly `test`; or the parts of the source.
     """
 
     path: str
@@ -283,8 +285,9 @@ def _path(out: str, side: str) -> str:
 
 
 def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, Any]:
-    """Returns everything that decides the output: the options without paths, a digest of the files' names, sizes and
-    times, and the layout of this version.
+    """Returns everything that decides the output.
+
+    This is the options without paths, a digest of the files' names, sizes and times, and the layout of this version.
     """
     chosen = {name: value for name, value in asdict(options).items() if name not in ("input", "out")}
     chosen["row_group_rows"] = options.limits[1]
@@ -303,8 +306,9 @@ def _made_from(options: IngestOptions, reader: base.FormatReader) -> dict[str, A
 
 
 def _relative_name(file: DataLocation, options: IngestOptions) -> str:
-    """Returns the name of a source's file below the input; "." for the input itself; the last part of its path where
-    the input is a pattern.
+    """Returns the name of a source's file below the input.
+
+    It is "." for the input itself, and the last part of the file's path if the input is a pattern.
     """
     root = locate_data(str(options.input))
     if file == root:
@@ -435,8 +439,9 @@ def _shuffle(
 def ingest_arrays(
     folder: str, *, eval_fraction: float | None = None, seed: int = 0, **arrays: npt.ArrayLike
 ) -> DatasetSummary:
-    """Makes a data set of arrays, as `ray-app ingest --source numpy` does of files: `ingest_arrays("datasets/mine",
-    x=x, y=y)`.
+    """Makes a data set of arrays, as `ray-app ingest --source numpy` makes one of files.
+
+    An example is `ingest_arrays("datasets/mine", x=x, y=y)`.
 
     The same call with the same arrays reuses the data set. While it runs, the arrays are also in files of the temporary
     folder.

@@ -132,8 +132,9 @@ _POSITIVE: dict[str, int | None] = {
 
 
 def _is_delimiter(text: str) -> bool:
-    r"""Returns whether a text is one ASCII character that may separate values, or `\t`, which a command line passes for
-    a tab.
+    r"""Returns whether a text is one ASCII character that may separate values, or `\t`.
+
+    A command line passes `\t` for a tab.
     """
     return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
 

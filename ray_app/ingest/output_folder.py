@@ -49,8 +49,9 @@ def make_scratch(folder: Location) -> tempfile.TemporaryDirectory[str]:
 
 
 def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Returns the content of each `dataset.json` in `out`, by data set, if all were made from `made_from`; None if
-    `out` can be written.
+    """Returns the content of each `dataset.json` in `out` by data set; None if `out` can be written.
+
+    All data sets in `out` must have been made from `made_from`.
 
     Raises:
         ConfigError: The folder holds something else.
@@ -76,8 +77,9 @@ def _occupied_error(out: Location, reason: str) -> ConfigError:
 
 
 def _is_resumable(out: Location, inner: list[str], parts: dict[str, Any], made_from: dict[str, Any]) -> bool:
-    """Returns whether an ingest of the same options and files was interrupted there; only on S3 it writes into the
-    target.
+    """Returns whether an ingest of the same options and files was interrupted in `out`.
+
+    This is possible only on S3, because only there an ingest writes into the target.
     """
     if isinstance(out, Path):
         return False
@@ -113,8 +115,9 @@ def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any])
 
 @contextmanager
 def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> Iterator[Location]:
-    """Opens the folder to write into, with everything that an interrupted ingest of the same has finished; on a disk
-    one process at a time has it.
+    """Opens the folder to write into, with what an interrupted ingest of `made_from` has finished.
+
+    On a disk one process at a time has the folder, and folders that other options or files have left are removed.
 
     Args:
         out: The target.

@@ -107,8 +107,9 @@ class Shards:
         return f"{self._stem}{f'_{len(self._shards):03d}' if self._shards else ''}.parquet"
 
     def _count_fitting(self, before: npt.NDArray[np.int64], start: int) -> int:
-        """Returns how many rows from `start` on fit into the row group, at least 1 if it is empty; `before` has the
-        bytes before each row.
+        """Returns how many rows from `start` on fit into the row group, at least 1 if it is empty.
+
+        `before` has the bytes before each row.
         """
         shard_rows, row_group_rows, row_group_bytes = self._limits
         free_rows = min(row_group_rows, shard_rows - self._shard_rows) - self._pending_rows
@@ -199,8 +200,10 @@ def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
 
 
 def column_facts(column: pa.Field) -> dict[str, Any]:
-    """Returns type, shape of one row and NumPy dtype of a column; shape and dtype are None unless a row is an array of
-    numbers.
+    """Returns type, shape of one row, NumPy dtype and number of nulls (0 at first) of a column.
+
+    The shape is [] for plain columns and None for bytes and lists. The dtype is None unless the column holds numbers or
+    arrays of numbers.
     """
     if spec := spec_of_field(column):
         return {"type": "array", "shape": list(spec.shape), "dtype": np.dtype(spec.dtype).name, "nulls": 0}
@@ -211,8 +214,10 @@ def column_facts(column: pa.Field) -> dict[str, Any]:
 
 
 def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Opens a Parquet file with statistics and dictionaries for plain columns only, and without compression of encoded
-    images, which are compressed already.
+    """Opens a Parquet file to write.
+
+    Plain columns except `row_id` have dictionaries; plain columns and lists have statistics. Encoded images are not
+    compressed, because they are compressed already.
     """
     plain = [
         f.name for f in schema if spec_of_field(f) is None and not pa.types.is_binary(f.type) and not _is_list(f.type)
@@ -334,8 +339,9 @@ def describe_parquet(path: str) -> dict[str, Any]:
 
 
 def _count_missing(dataset: Dataset) -> dict[str, int]:
-    """Returns the number of rows with a missing value by column; reads all pages once, so that it refuses a damaged
-    one.
+    """Returns the number of rows with a missing value by column.
+
+    It reads all pages once, so that it refuses a damaged one.
 
     Raises:
         DataError: A page is damaged, or has another checksum.
@@ -367,16 +373,20 @@ def _explain_unusable(column: ColumnFacts, missing: int, rows: int) -> str | Non
 _MISSING = pa.array(["", "NA", "N/A", "NaN", "nan", "null", "NULL", "n/a", "#N/A"])
 _NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 _WRITTEN = r"^\s*[$€£]?\s?[+-]?(\d{1,3}([., '’]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)\s?[%$€£]?\s*$"
-"""Numbers as people and spreadsheets write them: with a decimal comma, groups of three digits, or a sign of a currency
-or of per cent.
+"""Numbers as people and spreadsheets write them.
+
+They may have a decimal comma, groups of three digits, or a sign of a currency or of per cent.
 """
 _TRUTH = r"(?i)^\s*(true|false)\s*$"
 _MAX_VALUE_CHARS = 40
 """Characters of a value that a message repeats."""
 
 Counts = dict[str, Any]
-"""Counts of a column of text: `values` that are not missing; of these the `numbers`, those `written` as numbers in
-another way, and the `truth` values; and `first`, the id and the value of the first row that does not fit each kind.
+"""Counts of a column of text.
+
+`values` counts the values that are not missing. Of these, `numbers` counts numbers, `written` counts numbers that are
+written in another way, and `truth` counts truth values. `first` has the id and the value of the first row that does not
+fit each kind.
 """
 
 

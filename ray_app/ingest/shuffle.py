@@ -45,8 +45,9 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Runs:
-    """Writes a stream of tables as runs: files of rows in the order of their hashes, with the first hash of each batch
-    in the metadata.
+    """Writes a stream of tables as runs: files of rows in the order of their hashes.
+
+    The metadata of a file has the first hash of each batch.
 
     Args:
         folder: Folder of the files; created here.

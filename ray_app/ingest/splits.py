@@ -25,8 +25,10 @@ from ray_app.storage.data_files import find_file
 from ray_app.storage.files import Location, put_json, read_json
 
 Record = dict[str, Any]
-"""Record of an input split, plain JSON: `rows` (of the source), the counts of `TextColumns`, and for each side of the
-train/eval split `refused` and the description of `Shards` or `Runs`.
+"""Record of an input split, plain JSON.
+
+It has the `rows` (of the source), the counts of `TextColumns`, and for each side of the train/eval split `refused` and
+the description of `Shards` or `Runs`.
 """
 
 

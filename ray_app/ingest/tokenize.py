@@ -1,5 +1,7 @@
-"""Tokens of texts: `Texts` encodes a column of texts by the user's tokenizer, `Packed` cuts the tokens of successive
-texts into blocks of one length.
+"""Tokens of texts, and blocks of tokens.
+
+`Texts` encodes a column of texts by the user's tokenizer. `Packed` cuts the tokens of successive texts into blocks of
+one length.
 """
 
 from __future__ import annotations
@@ -115,10 +117,10 @@ def _to_lists(values: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> 
 
 
 class Packed:
-    """Puts the tokens of texts one after the other and writes them as blocks of one length, each token once; the last
-    block may be shorter.
+    """Concatenates the tokens of texts and writes them as blocks of one length, each token once.
 
-    The id of a block names the text and the token in it at which the block begins: `a.jsonl:17@384`.
+    The last block may be shorter. The id of a block names the text and the token in it at which the block begins:
+    `a.jsonl:17@384`.
 
     Args:
         sink: Writer of the blocks.

@@ -34,12 +34,14 @@ _ALLOWED_OPERATOR = re.compile(
     r"torch\.ops\.(aten|prims|torchvision|higher_order)\.(?!(save|load|from_file)\b|__(?!and|or|xor|[lr]shift))\w+(\.(?!__)\w+)?|torch\.sym_\w+|math\.[a-z]\w*|"
     r"_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|and_|or_|not_|invert|xor|lshift|rshift|eq|ne|lt|le|gt|ge)"
 )
-"""Operators that compute with tensors and sizes; others, such as `torch.hub.load` or `_operator.call`, can execute any
-code.
+"""Operators that compute with tensors and sizes.
+
+Others, such as `torch.hub.load` or `_operator.call`, can execute any code.
 """
 _ALLOWED_CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
-"""Containers that arguments and results may be nested in; for others, such as `collections.defaultdict`, torch imports
-a module that the archive names.
+"""Containers that arguments and results may be nested in.
+
+For others, such as `collections.defaultdict`, torch imports a module that the archive names.
 """
 _FUNCTION, _SYMBOL = re.compile(r"[A-Z][A-Za-z]*|floor|ceiling"), re.compile(r"[a-z]+\d+")
 _ALLOWED_SIZE_NODES = (

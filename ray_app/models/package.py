@@ -262,8 +262,8 @@ def read_fields(task: Task, model: nn.Module, example: dict[str, npt.NDArray]) -
         except Exception:
             # `forward` reads further fields in a way that `_RecordingBatch` does not record.
             return list(example)
-    same = all(torch.equal(one, other) for (_, one), (_, other) in zip(expected, actual, strict=True))
-    return names if same else list(example)
+    outputs = [(name, values.dtype, values.tolist()) for name, values in expected]
+    return names if outputs == [(name, values.dtype, values.tolist()) for name, values in actual] else list(example)
 
 
 def _seeded_forward(task: Task, model: nn.Module, batch: Batch) -> list[tuple[str, Tensor]]:
@@ -330,8 +330,9 @@ def class_path(task: Task) -> str:
 
 
 def _storable_settings(task: Task) -> dict[str, Any] | None:
-    """Returns the settings from which a prepared task can be restored, None if JSON does not preserve them or they
-    contain a secret.
+    """Returns the settings from which a prepared task can be restored; None if they cannot be stored.
+
+    They cannot be stored if JSON does not preserve them or they contain a secret.
     """
     settings = vars(task)
     return settings if _is_json(settings) and redact_value(settings) == settings else None
@@ -505,8 +506,9 @@ def _save_mlflow_model(folder: Path, files: Files) -> None:
 
 
 def _mlflow_schema(arrays: dict[str, npt.NDArray], only: bool, ragged: Container[str] = ()) -> Any:
-    """Returns MLflow's schema of arrays with any number of rows, and any length of ragged ones; a single array has no
-    name.
+    """Returns MLflow's schema of arrays with any number of rows, and with any length of the ragged ones.
+
+    The array has no name if `only` is set.
     """
     from mlflow.types import Schema, TensorSpec
 

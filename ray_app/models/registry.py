@@ -44,8 +44,9 @@ T = TypeVar("T")
 
 
 def request_timeout_s(num_bytes: int) -> float:
-    """Returns how long one request with a number of bytes may take: a server answers after it has written them to its
-    artifact store.
+    """Returns the seconds that one request with a number of bytes may take.
+
+    A server answers only after it has written the bytes to its artifact store.
     """
     return _MIN_TIMEOUT_S + num_bytes / _MIN_BYTES_PER_S
 
@@ -123,9 +124,10 @@ _PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES = (
 )
 _PROMOTION_TAGS = (_PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES)
 _EARLIER_PROMOTION = "ray_app.promoted_before"
-"""Tag with the promotion tags that a version had before its newest promotion. If that promotion was interrupted, a
-rollback to the version restores them and removes the tag. If it was completed, the tag is removed when the version
-stops serving: by the promotion of another version, or by a rollback.
+"""Tag with the promotion tags that a version had before its newest promotion.
+
+If that promotion was interrupted, a rollback to the version restores them and removes the tag. If it was completed, the
+tag is removed when the version stops serving: by the promotion of another version, or by a rollback.
 """
 FIRST_REASON, _FIRST_VERSION = "first version", "1"
 """The promotion reason of the very first version, and its number, which MLflow never reuses after a deletion."""
@@ -170,8 +172,9 @@ def register(
     by: str,
     first_serves: bool = True,
 ) -> Registered:
-    """Makes a package the newest version of a model, and the `challenger`; the very first version also becomes
-    `champion`.
+    """Makes a package the newest version of a model, and the `challenger`.
+
+    The very first version also becomes `champion`, unless `first_serves` is false.
 
     The same parameters of the same run become one version, however often this is called and wherever an earlier call
     was interrupted; a complete version is returned unchanged.
@@ -290,12 +293,11 @@ class Rollback:
 
 
 def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
-    """Makes the version that the champion replaced serve again; records the reason first, at the version that is rolled
-    back.
+    """Makes the version that the champion replaced serve again, and records the reason.
 
-    The version that serves again keeps the tags of its promotion, so a second rollback goes further back, never to a
-    version that was rolled back. A repeated call with the same reason, as after a lost response, returns the recorded
-    rollback and changes nothing.
+    The reason is recorded first, at the version that is rolled back. The version that serves again keeps the tags of
+    its promotion, so a second rollback goes further back, never to a version that was rolled back. A repeated call with
+    the same reason, for example after a lost response, returns the recorded rollback and changes nothing.
 
     Raises:
         RegistryError: The reason is empty, there is no champion, it replaced no version, or that version was rolled

@@ -31,8 +31,9 @@ def logical_workers_of(rank: int, world_size: int, logical_workers: int, strided
 
 
 def blocks_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[range, ...]:
-    """Returns the block of each rank for which the last rank finishes earliest; a rank runs one logical worker at
-    least.
+    """Returns the block of each rank for which the last rank finishes earliest.
+
+    A rank runs at least one logical worker.
 
     Args:
         seconds: The time of each rank for one logical worker.

@@ -8,9 +8,11 @@ from contextlib import suppress
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ray_app.config.config import Config
 from ray_app.data.dataset import Dataset
 from ray_app.errors import DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
+from ray_app.plan.order import Plan
 from ray_app.preflight.metric_checks import MAX_ROWS
 from ray_app.storage.data_files import locate_data, open_parquet
 from ray_app.task.base import Task
@@ -153,3 +155,32 @@ def _is_number(text: str) -> bool:
 def _join_names(names: Sequence[str]) -> str:
     """Returns names separated by commas, the first of many with their number."""
     return ", ".join(names[:_MAX_NAMED]) + (f", ... ({len(names)})" if len(names) > _MAX_NAMED else "")
+
+
+def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
+    """Returns warnings if the shuffle windows mix the rows badly, judged by the footers of the Parquet files.
+
+    Data that is sorted by class, or row groups that are larger than a window, leave similar rows together.
+    """
+    rows = dataset.manifest.rows[dataset.manifest.rows > 0]
+    window, name = plan.window_rows, config.data.balance_by
+    if window >= plan.manifest.num_rows:
+        return []
+    warnings = []
+    facts = dataset.facts.columns.get(name)
+    if facts is not None and facts.group_span is not None and facts.minimum is not None and facts.maximum is not None:
+        values, groups = facts.maximum - facts.minimum + 1, window / float(rows.mean()) + 1
+        if groups * facts.group_span < 0.5 * min(values, window):
+            warnings.append(
+                f"{config.data.path} looks sorted by {name!r}: a row group spans {facts.group_span:,.1f} of"
+                f" {values:,.0f} values on an average, and a shuffle window of {window:,} rows mixes about"
+                f" {groups:.1f} row groups, so at most about {groups * facts.group_span:,.0f} values. Ingest it again"
+                " (ray-app ingest mixes), or raise data.shuffle_window_rows."
+            )
+    if (largest := int(rows.max())) > window:
+        warnings.append(
+            f"{config.data.path} has row groups of up to {largest:,} rows, more than a shuffle window of {window:,}"
+            " rows, which then mixes the rows of one or two. Where rows that are near each other are alike, ingest it"
+            " (ray-app ingest mixes), or raise data.shuffle_window_rows."
+        )
+    return warnings

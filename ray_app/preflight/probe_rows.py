@@ -147,8 +147,9 @@ def _repeat_first(values: Ragged) -> Ragged:
 MAX_OPERATIONS = 1e12
 """Largest number of floating-point operations of one probe; on two cores they take about half a minute."""
 _LIVE_TENSORS = 4
-"""Estimated number of live tensors of the largest size: scores, their float32 copy, their logarithms, and the result of
-the operation that reads these.
+"""Estimated number of live tensors of the largest size.
+
+They are the scores, their float32 copy, their logarithms, and the result of the operation that reads the logarithms.
 """
 
 

@@ -36,10 +36,10 @@ _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def checksum(gradient: Tensor, position: int) -> Tensor:
-    """Returns the checksum of a gradient as an int64 tensor of shape (): the sum of its elements, each read as an
-    integer of the same bytes, times an odd number, modulo 2**64.
+    """Returns the checksum of a gradient as an int64 tensor of shape ().
 
-    A change of any one element changes the checksum. The order of the additions has no influence, since integers are
+    It is the sum of the elements, each read as an integer of the same bytes, times an odd number, modulo 2**64. A
+    change of any one element changes the checksum. The order of the additions has no influence, since integers are
     added. The checksum of zeros is 0, so a missing gradient may be left out of a sum of checksums.
 
     Args:
@@ -185,8 +185,7 @@ _LOCAL_ERRORS = re.compile(
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """Turns an error of a torch.distributed call that a lost peer, or the connection to it, has caused into
-    `PeerLostError`.
+    """Turns an error of torch.distributed that a lost peer, or the connection to it, has caused into `PeerLostError`.
 
     Every other error passes unchanged, because the same error would come again in another generation. While the group
     is broken, every `RuntimeError` counts as caused by a lost peer, see `_is_peer_error`. The block may contain a
@@ -214,8 +213,7 @@ def _locked_collective() -> Iterator[None]:
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """Turns an error of a step that a lost peer has caused into `PeerLostError`, whether `ray_app` or user code raised
-    it.
+    """Turns an error of a step that a lost peer has caused into `PeerLostError`, also an error of user code.
 
     A lost peer may cause an error in user code: an optimizer of sharded parameters runs collectives of its own, and a
     forward may read what a failed collective has left. While the group is not broken, an error of user code becomes

@@ -1,5 +1,6 @@
-"""Gradient reduction in buckets that travel while backward still runs, for the strategies with a whole model per
-worker.
+"""Gradient reduction in buckets that travel while backward still runs.
+
+It serves the strategies with a whole model per worker, in two modes (`train.reduction`):
 
 - `exact`: every rank adds the subtrees of the reduction tree for which it has all leaves. An all-to-all then sends each
   rank its shard of these sums, each rank finishes the tree for its shard, and the shards are gathered. If several hosts

@@ -11,8 +11,7 @@ import threading
 from typing import Protocol
 
 launch_lock = threading.RLock()
-"""Held while collectives are launched on the device, while the backend is asked for its error, and while the group is
-closed.
+"""Held while collectives are launched on the device, the backend is asked for its error, or the group is closed.
 
 An abort from another thread frees the memory that these calls use, so it waits for this lock, see `ProcessGroup.abort`.
 The lock is reentrant, because a launch that fails asks the backend for the error.

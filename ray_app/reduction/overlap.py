@@ -1,5 +1,4 @@
-"""Work that overlaps with computation: on a side stream of a device (`SideStream`), or in a helper thread
-(`SideThread`).
+"""Work that overlaps with computation, on a side stream (`SideStream`) or in a helper thread (`SideThread`).
 
 Tests check the order of the calls of `SideStream` on a CPU; `docs/gpu.md` says what has run on a GPU.
 """

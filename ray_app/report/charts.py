@@ -1,9 +1,9 @@
-"""Charts as SVG, without scripts and fonts, with colors from the page's CSS variables and an `aria-label` for screen
-readers.
+"""Charts as SVG: line charts and timelines of a run, without scripts and fonts.
 
-In this order, as pure functions: axes (ticks and number formats), curves from step records (thinning, smoothing, rates,
-and a clock without the pauses between two starts), and the drawing of line charts and timelines. Coordinates are pixels
-of the `viewBox`, which the page scales as a whole; for phones a chart is drawn again with a smaller width.
+The colors are CSS variables of the page, and each chart has an `aria-label` for screen readers. The module has pure
+functions, in this order: axes (ticks and number formats), curves from step records (thinning, smoothing, rates, and a
+clock without the pauses between two starts), and drawing. Coordinates are pixels of the `viewBox`, which the page
+scales as a whole; for phones a chart is drawn again with a smaller width.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def log_ticks(low: float, high: float, max_count: int) -> list[float]:
 
 def number(value: float) -> str:
     """Returns a number as a short text: `0.0012`, `350`, `12k`, `3.5M`, `1e-06`."""
-    size = abs(value)
-    if not math.isfinite(value) or size == 0:
-        return "0" if size == 0 else str(value)
+    if not math.isfinite(value) or value == 0:
+        return "0" if value == 0 else str(value)
+    # The unit is that of the rounded number, so that 999,999 is 1M and not 1000k.
+    size = float(f"{abs(value):.4g}")
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             scale = 1e3 if letter == "k" else limit
@@ -77,10 +78,11 @@ def seconds(value: float) -> str:
     """Returns a duration as a text: `0 s`, `250 ms`, `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     if value < 0:
         return f"-{seconds(-value)}"
-    if 0 < value < 1:
+    if 0 < value < 0.9995:
         return f"{value * 1e3:.{0 if value >= 0.01 else 1}f} ms"
-    if value < 60:
+    if value < 59.5:
         return f"{value:.3g} s" if value < 10 else f"{value:.0f} s"
+    value = round(value)
     for size, name, inner, inner_name in ((_DAY_S, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if value >= size:
             whole, rest = divmod(round(value / inner) * inner, size)
@@ -201,9 +203,7 @@ def finite_points(points: Iterable[Point]) -> Curve:
 
 
 def smooth_points(points: Sequence[Point], max_points: int = 120) -> list[Point]:
-    """Returns the means of `max_points` sections of equally many points; empty if there are fewer than two points for
-    each.
-    """
+    """Returns the means of `max_points` sections of equally many points; empty with fewer than two points for each."""
     if len(points) < 2 * max_points:
         return []
     means = []
@@ -229,8 +229,7 @@ class Pause:
 
 
 class Clock:
-    """The run's clock: seconds since the first start, without the pauses between the last record of a start and the
-    next start.
+    """The run's clock: seconds since the first start, without the pauses from the last record of a start to the next.
 
     Args:
         starts_s: Times of the driver's starts, seconds since 1970 (UTC).
@@ -255,8 +254,9 @@ class Clock:
 
 
 def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
-    """Returns the number of workers by the run's clock, as corners of a step curve; 0 where no worker steps for longer
-    than a three-hundredth of the run.
+    """Returns the number of workers by the run's clock, as corners of a step curve.
+
+    The number is 0 in gaps without a step that are longer than a three-hundredth of the run.
 
     Args:
         records: All steps in the order of time, also repeated ones.
@@ -279,7 +279,7 @@ def rows_per_second_over_time(records: Sequence[StepRecord], clock: Clock, max_b
     """Returns the rows per second of equal intervals of the run's clock, each at the middle of its interval.
 
     Args:
-        records: The steps in their order. Their times may decrease where a clock was set back.
+        records: The steps in their order. Their times may decrease if a clock was set back.
         clock: The run's clock.
         max_bins: Maximum number of intervals.
     """
@@ -303,9 +303,7 @@ def start_events(events: Iterable[Event]) -> list[Event]:
 
 
 def spans_powers(values: Sequence[float]) -> bool:
-    """Returns whether values need a logarithmic axis: all are positive, and the largest is at least 50 times the
-    smallest.
-    """
+    """Returns whether values need a logarithmic axis: all are positive, and max / min is at least 50."""
     return min(values, default=0.0) > 0 and max(values) / min(values) >= _LOG_FROM
 
 
@@ -571,9 +569,7 @@ def _symbol(shape: str, x: float, y: float) -> Markup:
 
 
 def _merge_close_marks(marks: Sequence[Mark], across: Scale) -> list[Mark]:
-    """Returns marks that do not overlap: of several marks of one kind within three pixels the first one stands for all
-    and has their number.
-    """
+    """Returns marks that do not overlap: one mark replaces similar marks within three pixels and has their number."""
     groups: list[list[Mark]] = []
     for mark in marks:
         last = groups[-1][0] if groups else None
@@ -596,9 +592,7 @@ def _drawing(description: str, width: int, height: int, parts: Sequence[Markup])
 
 
 def _tag(name: str, content: str | Markup = "", **attributes: Any) -> Markup:
-    """Returns an element; content other than `Markup` is escaped. Of the names of attributes `_` becomes `-`, and a `_`
-    at the end is dropped (`text_anchor`, `class_`).
-    """
+    """Returns an element; text is escaped, `Markup` is not; `text_anchor` becomes `text-anchor`, `class_` `class`."""
     parts = []
     for key, value in attributes.items():
         text = f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value

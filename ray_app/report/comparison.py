@@ -1,5 +1,6 @@
-"""Displays for notebooks: the comparison of several runs as a table with common curves (`Comparison`), and one run with
-the figures and the style of its report (`run_cell`).
+"""Displays for notebooks: the comparison of several runs (`Comparison`), and one run (`run_cell`).
+
+The comparison is a table with common curves. One run is shown with figures of its report; both have the report's style.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from ray_app.runlog.redaction import redact
 
 
 def run_cell(facts: Facts) -> str:
-    """Returns one run as HTML: key figures, the line about the cluster, the loss, and the metric that decides (without
-    one, the learning rate).
+    """Returns one run as HTML: key figures, the line about the cluster, and figures of learning and cluster.
+
+    The figures of learning are the loss and the metric that decides; without that metric, the learning rate.
     """
     figures = [*learning_figures(facts)[:2], *cluster_figures(facts)]
     return cell("run_cell.html.j2", facts=facts, tone=TONES[facts.status], cards=cards_of(facts), figures=figures)
@@ -57,7 +59,9 @@ _TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "red", "gray")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Some runs side by side. As the last expression of a notebook's cell it shows a table and the curves of the runs.
+    """Some runs side by side.
+
+    As the last expression of a notebook's cell it shows a table and the curves of the runs.
 
     Args:
         facts: The facts of each run, in the order of the display.
@@ -67,8 +71,9 @@ class Comparison:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary for each run with the same keys, ready for `pandas.DataFrame`: its results, and each field of
-        the configuration in which the runs differ.
+        """One dictionary for each run with the same keys, ready for `pandas.DataFrame`.
+
+        It has the run's results, and each field of the configuration in which the runs differ.
         """
         fields = [shown_fields(facts.config) for facts in self.facts]
         differing = [

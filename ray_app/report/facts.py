@@ -1,8 +1,8 @@
-"""The facts of a run for its report (`Facts`), read from the run's directory, whether the run is finished, failed or
-running, with or without steps and evaluations.
+"""The facts of a run for its report (`Facts`), read from the run's directory.
 
-Some facts have their own functions: the stragglers, a line about the cluster, the rows of each logical worker, and the
-rows that cannot be decoded.
+The run may be finished, failed or running, and may have no steps and no evaluations. Some facts have their own
+functions: the stragglers, a line about the cluster, the rows of each logical worker, and the rows that cannot be
+decoded.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def current_stragglers(events: list[Event]) -> dict[int, Event]:
 
 
 def describe_cluster(events: list[Event], course: Course, limits: FailureSection) -> str:
-    """Returns one line about the cluster: disturbances and their budgets, world sizes, repeated steps, and the seconds
-    until the next step.
+    """Returns one line about the cluster: disturbances with their budgets, world sizes, repeated steps, recovery times.
+
+    A recovery time is the time from a loss of workers to the next finished step.
 
     Args:
         events: The run's events, in the order of time.

@@ -1,5 +1,7 @@
-"""The figures of a report: curves of the training (`learning_figures`), curves and a timeline of the cluster
-(`cluster_figures`), and events as texts (`describe_event`).
+"""The figures of a report, and events as texts (`describe_event`).
+
+The figures are curves of the training (`learning_figures`), and curves and a timeline of the cluster
+(`cluster_figures`).
 """
 
 from __future__ import annotations
@@ -189,8 +191,9 @@ def _with_mean(name: str, tone: Tone, points: Sequence[Point]) -> list[Line]:
 
 
 def _metric_figure(facts: Facts, evaluator: str, evaluations: list[Evaluation], name: str) -> Figure | None:
-    """Returns the figure of an evaluator's metric. The run's own evaluator has an empty name; its figure also shows the
-    metric of the training steps, if the task has it.
+    """Returns the figure of an evaluator's metric; None if the metric has no finite value.
+
+    The run's own evaluator has an empty name. Its figure also shows the metric of the training steps, if they have it.
     """
     points = finite_points((float(e.step), e.metrics[name]) for e in evaluations if name in e.metrics)
     if not evaluator and name in _training_metric_names(facts):
@@ -207,17 +210,22 @@ def _metric_figure(facts: Facts, evaluator: str, evaluations: list[Evaluation], 
 
 
 def _training_metric_names(facts: Facts) -> set[str]:
-    """Returns the names of the task's metrics in the last training steps; steps of different optimizers have different
-    metrics.
+    """Returns the names of the task's metrics in the last `_LAST` training steps.
+
+    One step is not enough, because steps of different optimizers have different metrics.
     """
     return {name for record in facts.records[-_LAST:] for name in record.metrics}
 
 
-def _training_metric_figure(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure:
-    """Returns the figure of a task's metric in each training step, with that of the evaluations if they have it."""
-    lines, legend = _training_and_evaluation(
-        finite_points((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics), evaluated
-    )
+def _training_metric_figure(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure | None:
+    """Returns the figure of a task's metric in each training step, with that of the evaluations if they have it.
+
+    It is None if the metric has no finite value.
+    """
+    trained = finite_points((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics)
+    if not trained and not evaluated:
+        return None
+    lines, legend = _training_and_evaluation(trained, evaluated)
     marks = _best_mark(facts, name)
     chart = line_chart(lines, Axis(name), Frame(), marks=marks)
     return Figure(name.replace("_", " ").capitalize(), "mean" + (", best ◆" if marks else ""), chart, legend=legend)

@@ -65,8 +65,9 @@ class Live:
 
 
 def render(facts: Facts, live: Live | None = None) -> str:
-    """Returns the page as HTML without secrets. It is self-contained: it loads no other files and runs no script,
-    unless it is `live`.
+    """Returns the page as HTML without secrets.
+
+    The page is self-contained: it loads no other files and runs no script, except the script of `live`.
     """
     return redact(
         environment()

@@ -1,6 +1,6 @@
-"""The tables of a report: budgets, counters, the parts of the time, events, the comparison with an earlier run, and the
-results of an evaluation by class (confusion matrix, metrics per class, examples).
+"""The tables of a report: budgets, counters, parts of the time, events, an earlier run, and the results by class.
 
+The results by class are those of one evaluation: confusion matrix, metrics per class and examples.
 The contents of evaluations are validated, because user code writes them.
 """
 
@@ -90,8 +90,9 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def health(facts: Facts) -> list[tuple[str, str, str]]:
-    """Returns rows about stragglers and silent data corruption: name, number and a note; empty if there is neither a
-    straggler nor an SDC check.
+    """Returns rows about stragglers and silent data corruption, each with name, number and a note.
+
+    The list is empty if there is neither a straggler nor an SDC check.
     """
     rows, stragglers = list[tuple[str, str, str]](), current_stragglers(facts.events)
     if stragglers:
@@ -111,8 +112,9 @@ def health(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def time_parts(facts: Facts) -> list[tuple[str, str, float]]:
-    """Returns the parts of the time since the first step: tone, name and part; the parts add up to 1. Empty without a
-    goodput.
+    """Returns tone, name and part of each use of the time since the first step; empty without a goodput.
+
+    The parts add up to 1.
     """
     part, records = facts.goodput, facts.in_time
     if part is None:
@@ -141,8 +143,9 @@ def happenings(facts: Facts) -> list[tuple[str, str, str]]:
 
 
 def comparison(facts: Facts) -> list[tuple[str, str, str]]:
-    """Returns the comparison with the best earlier run: name, value of this run, value of the earlier one. Empty
-    without an earlier run.
+    """Returns the comparison with the best earlier run, or an empty list without one.
+
+    Each row has a name, the value of this run and the value of the earlier run.
     """
     earlier = facts.earlier
     if earlier is None:
@@ -236,8 +239,9 @@ class ByClass:
 
 
 def by_class(facts: Facts) -> ByClass | None:
-    """Returns the results of the best evaluation by class, or of the last evaluation that has tables or examples; None
-    if none has them.
+    """Returns the results of one evaluation by class; None if no evaluation has tables or examples.
+
+    The evaluation is the best one, or the last one with tables or examples if the best one has none.
     """
     best = facts.best
     candidates = [*([best] if best else []), *reversed(facts.evaluations)]
@@ -288,8 +292,10 @@ def _confused(matrix: list[list[int]], classes: list[str]) -> list[tuple[str, st
 
 
 def _per_class(evaluation: Evaluation, classes: list[str]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
-    """Returns the names of the metrics per class, and the classes with their metrics. If there are many classes, those
-    with the lowest F1 come first, or with the lowest last metric if there is no F1.
+    """Returns the names of the metrics per class, and the classes with their metrics.
+
+    If there are more than `_MAX_CLASSES` classes, they are ordered by F1, lowest first, or by the last metric if there
+    is no F1.
     """
     tables = {name: _numbers(table) for name, table in evaluation.tables.items()}
     usable = {name: values for name, values in tables.items() if values and len(values) == len(classes)}

@@ -1,3 +1,1 @@
-"""Scheduled retraining: is there a reason to train, is the data sound, is the challenger better; with an audit
-record.
-"""
+"""Scheduled retraining: triggers, data validation, training, the gate between challenger and champion, audit record."""

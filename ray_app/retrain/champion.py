@@ -1,5 +1,6 @@
-"""The champion with the record of the retraining that made it (`Champion`), and the rollback to the version before it
-(`roll_back`), which is recorded with its reason in the audit record.
+"""The champion with the record of its retraining (`Champion`), and the rollback to the version before (`roll_back`).
+
+A rollback is recorded with its reason in the audit record.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class Champion:
         )
 
     def metric_when_promoted(self, metric: str) -> float | None:
-        """Returns its value of a metric on the rows of the gate when it was promoted; None if the value was not
-        recorded or is not finite.
+        """Returns its value of a metric on the gate's rows at its promotion; None if not recorded or not finite.
+
+        If the record of the gate is missing or has another metric, the value is read from the version's tags.
         """
         gate_figures, tags = self._stage("judged").get("figures", {}), self.version.tags
         if gate_figures.get("metric") == metric:
@@ -105,7 +107,7 @@ def fetch_package(uri: str, version: Version) -> Files:
 
 
 def roll_back(config: Config, reason: str) -> Rollback:
-    """Makes the version serve again that the champion replaced.
+    """Rolls back to the version that the champion replaced: that version serves again.
 
     Raises:
         RunHeldError: Another process holds the lease of the alias and does not release it in time.

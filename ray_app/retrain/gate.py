@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,9 +53,6 @@ from ray_app.task import device as environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.metrics import Chunk, combine, resample, score
 from ray_app.task.ragged import Arrays
-
-if TYPE_CHECKING:
-    pass
 
 GUARD_METRIC = "recall"
 """The metric with a value per class that must not fall; only tasks with this metric are checked."""
@@ -119,8 +116,9 @@ class Decision:
 
 
 def bootstrap_counts(seed: int, resamples: int, blocks: int) -> npt.NDArray[np.int64]:
-    """Returns how often each block occurs in each bootstrap resample, shape (resamples, blocks); a pure function of the
-    arguments.
+    """Returns how often each block occurs in each bootstrap resample, shape (resamples, blocks).
+
+    The counts are a pure function of the arguments.
     """
     hashes = hash_array(key(seed, 0x67617465), np.arange(resamples * blocks).reshape(resamples, blocks))
     drawn_blocks = hashes % np.uint64(blocks)
@@ -213,8 +211,9 @@ def decide_promotion(figures: GateFigures, section: RetrainSection) -> Decision:
 def _compare_recalls(
     challenger: Sequence[Chunk], champion: Sequence[Chunk], counts: npt.NDArray[np.int64], section: RetrainSection
 ) -> dict[int, ClassRecall]:
-    """Returns the recalls of the classes with enough rows, by class number, from the states of the guard metric; empty
-    if that metric has other states than `tp` and `fn`.
+    """Returns the recalls of the classes with enough rows, by class number, from the states of the guard metric.
+
+    The result is empty if that metric lacks the states `tp` and `fn`, or if no class has enough rows.
 
     Both models have the same draws, so rows on which they agree do not count. The bound is normal, with the standard
     deviation of the draws, at (1 - confidence) / 2 over the number of classes (Bonferroni): the draws alone do not
@@ -273,8 +272,9 @@ class ScoringRequest:
 
 
 class PackagedModule(nn.Module):
-    """A loaded package behind the interface of a module. The package always is in evaluation mode, and an exported one
-    raises when `train` or `eval` is called on it.
+    """A loaded package behind the interface of a module, on which `train` and `eval` do not affect the package.
+
+    The package always is in evaluation mode, and an exported package raises when `train` or `eval` is called on it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -288,15 +288,18 @@ class PackagedModule(nn.Module):
 
 
 def read_package_files(data: Path) -> Files:
-    """Returns the files of the folder with `package.json`. They do not include the code of the task: a model that needs
-    it uses the installed code, if that is the same.
+    """Returns the files of the folder with `package.json`, without its subfolders.
+
+    The files do not include the code of the task: a model that needs this code uses the installed code, if both are
+    equal.
     """
     return {file.name: file.read_bytes() for file in sorted(data.iterdir()) if file.is_file()}
 
 
 def sample_segments(manifest: Manifest, max_rows: int) -> list[Segment]:
-    """Returns segments of about `max_rows` rows: of each row group some consecutive ones, chosen by a keyed hash; all
-    rows if the data has no more.
+    """Returns segments of about `max_rows` rows in total, or of all rows if there are no more.
+
+    A segment is a range of consecutive rows of one row group; a keyed hash chooses its beginning.
     """
     share = min(1.0, max_rows / manifest.num_rows)
     hashes = hash_array(key(2), np.arange(manifest.num_row_groups))
@@ -399,8 +402,9 @@ def _load(files: Files, folder: Path, device: torch.device) -> tuple[nn.Module, 
 _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1_000_000, 10_000, 16_000_000
 _DESCRIPTION = "dataset.json"
 _SELECTION_SHARE = 0.5
-"""Share of the evaluation rows by which the best checkpoint is chosen. Both parts need many rows: the gate must
-distinguish a gain from chance.
+"""Share of the evaluation rows by which the best checkpoint is chosen; the gate uses the other rows.
+
+Both parts need many rows: the gate must distinguish a gain from chance.
 """
 
 
@@ -431,11 +435,10 @@ def select_share(content: str, first: int, rows: int, share: float) -> npt.NDArr
 
 
 def select_gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the evaluation rows that the gate uses, shape (rows of the manifest,): those that
-    `write_selection_part` does not write.
+    """Returns a mask of the evaluation rows that the gate uses, shape (rows of the manifest,).
 
-    On the rows by which it was chosen the best checkpoint is the luckiest one: on them two equally good models would
-    differ.
+    These are the rows that `write_selection_part` does not write. On the rows by which it was chosen the best
+    checkpoint is the luckiest one: on them two equally good models would differ.
 
     Args:
         manifest: Manifest of the evaluation data.

@@ -11,8 +11,9 @@ from ray_app.errors import ConfigError
 
 
 def _judging_field(default: Any) -> Any:
-    """Returns a field that decides whether data or a model is accepted: with another value the same run is judged
-    again.
+    """Returns a field that decides whether data or a model is accepted.
+
+    If the value of such a field has changed, the same data and the same model are judged again.
     """
     return dataclasses.field(default=default, metadata={"judges": True})
 

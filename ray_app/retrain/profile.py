@@ -130,8 +130,11 @@ def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> 
 
 
 def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
-    """Returns the population stability index of a sample, shape (rows,), against a column of another profile; 0 if it
-    is not significant.
+    """Returns the population stability index of a sample against a column of another profile; 0 if not significant.
+
+    Args:
+        values: The sample, shape (rows,), finite.
+        reference: The column of the other profile.
     """
     from scipy.stats import chi2
 
@@ -176,8 +179,9 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
 
 
 def _numeric_values(arrow_field: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:
-    """Returns the names and values, shape (rows,), of the numbers to describe in some rows of a column; none if the
-    column has no numbers.
+    """Returns names and values, shape (rows,), to describe some rows of a column; empty if it has no numbers.
+
+    A column of arrays gives the mean and the standard deviation of each row.
     """
     spec = spec_of_field(arrow_field)
     if spec is not None:
@@ -204,8 +208,9 @@ def _describe_column(values: npt.NDArray[np.float64]) -> Column:
 
 
 def _bin_edges(values: npt.NDArray[np.float64]) -> list[float]:
-    """Returns the boundaries between the bins. A frequent value gets its own bin; otherwise all zeros and ones of a
-    binary column would be in one bin.
+    """Returns the boundaries between the bins: the distinct deciles, and one boundary after each frequent value.
+
+    So a frequent value gets its own bin. Otherwise all zeros and ones of a binary column would be in one bin.
     """
     deciles, times = np.unique(np.quantile(values, np.arange(1, _BINS) / _BINS), return_counts=True)
     frequent = deciles[(times > 1) | (deciles == values.min()) | (deciles == values.max())]
@@ -243,8 +248,9 @@ class Agreement:
 
 @dataclass(frozen=True)
 class ReferenceProfiles:
-    """The profiles of the champion's data, with which a delivery is compared; None where the record has none, as before
-    the first champion.
+    """The profiles of the champion's data, with which a delivery is compared.
+
+    A profile is None if the record has none, such as before the first champion.
 
     Args:
         train: Profile of the training data.

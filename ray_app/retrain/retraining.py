@@ -317,8 +317,9 @@ def retrain(
     console: Console | None = None,
     at: Callable[[str], None] = lambda stage: None,
 ) -> Outcome:
-    """Decides whether to train, and if so trains, compares and promotes or refuses. A start after a crash continues the
-    round.
+    """Decides whether to train, and if so trains, compares and promotes or refuses.
+
+    A start after a crash continues the round.
 
     Args:
         config: The configuration of the runs.
@@ -406,8 +407,9 @@ class _RetrainingStart:
         return matching_round
 
     def _has_promoted(self, round: Round, decided: dict[str, Any]) -> bool:
-        """Returns whether the challenger of a round serves, because the round was stopped between the promotion and its
-        record.
+        """Returns whether the challenger of a round serves already.
+
+        This is so if the round was stopped between the promotion and its record.
         """
         champion = self._situation.champion
         if champion is None or round.read("judged") is None:

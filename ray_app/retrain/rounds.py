@@ -1,5 +1,7 @@
-"""The files of a model's retrainings: their paths (`RetrainPaths`), the delivered data and the other inputs of a
-training as digests of contents (`Delivery`, `Inputs`), the stages of a round (`Round`), and the audit record.
+"""The files of a model's retrainings: paths, digests of the inputs, stages of a round, and the audit record.
+
+`RetrainPaths` has the paths. `Delivery` and `Inputs` identify the delivered data and the other inputs of a training by
+digests of their contents. `Round` records the stages of a round.
 
 The digest of all inputs is the key of a round: a training with equal inputs is done once.
 """
@@ -74,8 +76,9 @@ class RetrainPaths:
 
     @property
     def deciding(self) -> Location:
-        """Folder of the lease that a process holds, for seconds, while it moves the alias `champion`. It is not the
-        lease of `root`, which a training holds, so a rollback does not wait for a training.
+        """Folder of the lease that a process holds, for seconds, while it moves the alias `champion`.
+
+        It is not the lease of `root`, which a training holds, so a rollback does not wait for a training.
         """
         return self.root / "deciding"
 
@@ -105,8 +108,9 @@ class RetrainPaths:
 
 
 def make_folder_name(model: str) -> str:
-    """Returns a name for the folder and the runs of a model: the model's name, or a similar one with a hash if the name
-    has characters that run names may not have, or more than 64.
+    """Returns a name for the folder and the runs of a model: the model's name, or a similar name with a hash.
+
+    The name differs if the model's name has more than 64 characters, or characters that run names may not have.
     """
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", model)[:_NAME_CHARS].strip("._-")
     if plain == model:
@@ -195,7 +199,7 @@ def read_delivery(config: Config, memory: Location | None = None, gate_path: str
 
     Raises:
         DataError: A path has no files.
-        StorageError: S3 does not answer.
+        StorageError: The storage does not answer.
     """
     paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)} | (
         {"gate": gate_path} if gate_path is not None else {}
@@ -266,8 +270,9 @@ STAGES = ("decided", "validated", "trained", "registered", "judged", "concluded"
 
 @dataclass(frozen=True)
 class Round:
-    """The record of one round. Each stage is written once, after its effects, so that a stopped round continues at the
-    stage where it stopped.
+    """The record of one round.
+
+    Each stage is written once, after its effects, so that a stopped round continues at the stage at which it stopped.
 
     Args:
         paths: The folder of the model's retrainings.

@@ -127,8 +127,9 @@ def gate_request(
     models: dict[str, Files],
     blocks: int | None = None,
 ) -> ScoringRequest:
-    """Returns the request to score models on the rows of the gate: those of `retrain.gate_path`, or the part of the
-    evaluation data by which no checkpoint is chosen.
+    """Returns the request to score models on the rows of the gate.
+
+    These are the rows of `retrain.gate_path`, or the part of the evaluation data by which no checkpoint is chosen.
 
     Args:
         job: The prepared run.
@@ -153,8 +154,9 @@ def gate_request(
 
 
 def label_column(task: Task) -> str | None:
-    """Returns the column of class numbers of a classification, from the task's attribute `label` or "label"; None if
-    the task has none.
+    """Returns the column of class numbers of a classification; None if the task has no classes or no such column.
+
+    The task's attribute `label` names the column; without it the name is `label`.
     """
     name = str(getattr(task, "label", "label"))
     return name if task.classes and name in task.columns() else None
@@ -212,11 +214,11 @@ class TriggerDecision:
 
 
 def decide_trigger(facts: TriggerFacts, section: RetrainSection) -> TriggerDecision:
-    """Decides whether to train; the first trigger that applies counts, in the order forced, first, new data, drop,
-    drift, age.
+    """Decides whether to train.
 
-    With the same data, configuration and code training gives bit-identical parameters, so a combination that was judged
-    before is not trained again, whatever the trigger.
+    The first trigger that applies counts, in the order forced, first, new data, drop, drift, age. With the same
+    data, configuration and code training gives bit-identical parameters, so a combination that was judged before is not
+    trained again, whatever the trigger.
     """
     trigger, reason = _find_trigger(facts, section)
     if trigger == "none":

@@ -47,8 +47,9 @@ FULL_BYTES = 4 << 20
 MAX_SMALL_FILES = 64
 """Files that are not full are joined when there are this many."""
 _MIN_AGE_S = 30.0
-"""Only segments of at least this age are joined, so that the last ones of a replaced rank 0 are ordered before those of
-its successor.
+"""Only segments of at least this age are joined.
+
+So the last segments of a replaced rank 0 are ordered before those of its successor.
 """
 _MAX_JOINED = 256
 """The number of segments that are joined in one call, since the writer of the next segments waits for it."""
@@ -254,9 +255,9 @@ def _written_ns(name: str) -> int:
 
 
 FLUSH_S = 1.25
-"""The minimum number of seconds between two segments: together with joining and samples of the nodes less than one
-object
-per second is written.
+"""The minimum number of seconds between two segments.
+
+So less than one object per second is written, together with joined segments and samples of the nodes' load.
 """
 
 

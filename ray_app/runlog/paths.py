@@ -41,15 +41,17 @@ class RunPaths:
 
     @property
     def config(self) -> Location:
-        """The resolved configuration of the newest start; the fields that decide the result are those of the first
-        start.
+        """The resolved configuration of the newest start.
+
+        The fields that decide the result are those of the first start.
         """
         return self.root / "config.yaml"
 
     @property
     def code(self) -> Location:
-        """The digests of source files and the versions of libraries at the newest start, and the names of the arguments
-        in `config.yaml` that are defaults.
+        """The digests of source files and the versions of libraries at the newest start.
+
+        The file also has the names of the arguments in `config.yaml` that are defaults.
         """
         return self.root / "code.json"
 

@@ -28,8 +28,9 @@ _SILENCE_S = 30.0
 _LOOK_S = 1.0
 _LOST = (OSError, RuntimeError, TimeoutError, aiohttp.ClientError, requests.exceptions.RequestException)
 _UNABLE = re.compile(r"Request failed with status code 5(?!.*status code 4)", re.DOTALL)
-"""Beginning of the errors of Ray's client if the server, or a proxy, cannot answer now. The head node answers 500 also
-if an agent refuses a request (4xx).
+"""Matches the errors of Ray's client if the server, or a proxy, cannot answer now.
+
+The head node answers 500 also if an agent refuses a request (4xx); these errors do not match.
 """
 _TOKENS = (
     "Set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, or a file with it in RAY_AUTH_TOKEN_PATH; for"

@@ -204,9 +204,7 @@ class Task(ABC):
     classes: list[str] = []  # noqa: RUF012 - replaced, never changed
     """Names of the classes in the order of their indices; set by `prepare` of a classification."""
     data_schema: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
-    """Columns and classes of the data that the task was prepared with; set after `prepare`, see
-    `ray_app.task.schema`.
-    """
+    """Columns and classes of the training data, see `ray_app.task.schema`; set after `prepare`."""
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any]) -> Self:
@@ -230,8 +228,7 @@ class Task(ABC):
         return self
 
     def validate_config(self, config: Config) -> list[str]:
-        """Returns what of a configuration the task cannot be trained with, a sentence for each problem that says what
-        to do.
+        """Returns a sentence for each setting with which the task cannot be trained; it says what to do.
 
         Not overridden: no problems. Called on the driver, before anything starts.
         """
@@ -250,8 +247,9 @@ class Task(ABC):
         return []
 
     def decode(self, rows: Rows) -> Arrays:
-        """Decodes rows into named fields: arrays of one shape per row, (rows, ...), or `Ragged`; runs on any CPU of the
-        cluster.
+        """Decodes rows into named fields: arrays of one shape per row, (rows, ...), or `Ragged`.
+
+        It runs on any CPU of the cluster.
 
         Not overridden: the columns by their names; fractions as float32, integers as int64, lists of these as `Ragged`,
         arrays of integers unchanged; a value that is NaN or infinite as float32 is refused.
@@ -268,10 +266,9 @@ class Task(ABC):
         return fields
 
     def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
-        """Decodes rows to train on into fields like those of `decode`, differently in every epoch: random crops,
-        augmentations.
+        """Decodes rows to train on into fields like those of `decode`, differently in every epoch.
 
-        Override it to randomize rows in the readers instead of in `augment` on the device. It
+        Override it to randomize rows, such as by random crops, in the readers instead of in `augment` on the device. It
         requires that decoded rows are not cached (`data.cache`).
 
         Args:
@@ -303,12 +300,13 @@ class Task(ABC):
         return batch
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        """Returns the modules that `train.strategy: fsdp` makes units of: it gathers the parameters of a unit together
-        while the unit computes. The other parameters form one more unit.
+        """Returns the modules that `train.strategy: fsdp` makes units of.
 
-        Each unit must be called as a module wherever its parameters are used. Not overridden: the modules with 100,000
-        parameters or more in an `nn.Sequential` or `nn.ModuleList`. Override it where the blocks of a model are
-        elsewhere.
+        The strategy gathers the parameters of a unit together while the unit computes. The other parameters form one
+        more unit. Each unit must be called as a module wherever its parameters are used.
+
+        Not overridden: the modules with 100,000 parameters or more in an `nn.Sequential` or `nn.ModuleList`. Override
+        it if the blocks of a model are elsewhere.
         """
         units: list[nn.Module] = []
         for child in model.children():
@@ -381,8 +379,9 @@ class Task(ABC):
         return type(self).configure_optimizers is not Task.configure_optimizers
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-        """Makes the optimizer, and a schedule that is stepped after every step or None; called where the configuration
-        has no optimizer.
+        """Makes the optimizer, and a schedule or None; called if the configuration has no optimizer.
+
+        The schedule is stepped after every step.
 
         Raises:
             ConfigError: The task does not override it, and `optimizer` names `OwnOptimizer` all the same.
@@ -425,10 +424,10 @@ class Task(ABC):
             metrics.update(outputs, batch[targets[0]])
 
     def predictions(self, outputs: Any, batch: Batch) -> Arrays:
-        """Returns the columns that a batch prediction writes for every row: numbers or text, each (rows, ...), or
-        `Ragged`, which become lists.
+        """Returns the columns that a batch prediction writes, with a value for every row.
 
-        Not overridden: the outputs themselves, a single tensor as `predicted`.
+        A column is an array of numbers or text, (rows, ...), or `Ragged`, which becomes lists. Not overridden: the
+        outputs themselves, a single tensor as `predicted`.
 
         Args:
             outputs: From `forward`, on the CPU.

@@ -1,5 +1,6 @@
-"""Parts that classification tasks share: class weights, metrics, predictions, mistakes, label smoothing, mixup and
-cutmix.
+"""Parts that classification tasks share.
+
+They are class weights, metrics, predictions, mistakes, label smoothing, mixup and cutmix.
 
 Mixup and cutmix draw random numbers keyed by the row, and mix a row with the row before it in its micro-batch, which
 the plan has shuffled. A micro-batch belongs to one logical worker, so the result does not depend on the number of
@@ -25,8 +26,9 @@ from ray_app.task.base import Batch, Mistake, uniform
 from ray_app.task.device import constant_tensor, to_device
 
 ClassWeights = list[float] | Literal["balanced"] | None
-"""The weight of a row of each class in the training loss: a number for each class, or `balanced`, by which all classes
-have the same weight in sum.
+"""The weight of a row of each class in the training loss.
+
+It is a number for each class, or `balanced`, which gives all classes the same weight in sum.
 """
 MAX_CONFUSED_CLASSES = 2048
 """A confusion matrix of so many classes takes 32 MiB, and as much of `evaluations/*.json`."""
@@ -82,7 +84,9 @@ def apply_class_weights(losses: Tensor, batch: Batch) -> Tensor:
 
 
 def classification_metrics(classes: int) -> MetricCollection:
-    """Makes accuracy, F1 averaged over the classes, calibration error (Guo et al. 2017, 15 bins), per-class precision,
+    """Makes the metrics of a classification.
+
+    They are accuracy, F1 averaged over the classes, calibration error (Guo et al. 2017, 15 bins), per-class precision,
     recall and F1, and the confusion matrix [true][predicted].
 
     With more than `MAX_CONFUSED_CLASSES` classes it makes only accuracy and calibration error: torchmetrics counts all
@@ -126,8 +130,9 @@ def find_mistakes(scores: Tensor, labels: Tensor, classes: Sequence[str], max_ro
 
 
 def predict_classes(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDArray]:
-    """Returns the class with the highest score of every row as name (`predicted`) and index (`predicted_index`), and
-    its probability (`confidence`, 0 to 1).
+    """Returns the class with the highest score of every row, and its probability.
+
+    `predicted` is the name of the class, `predicted_index` its index, and `confidence` the probability, 0 to 1.
 
     Args:
         scores: Shape (rows, classes).

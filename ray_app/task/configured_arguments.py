@@ -183,8 +183,9 @@ _LOSSES_OF_SCORES: dict[Activation, tuple[str, ...]] = {
     ),
     "softmax": ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss", "cross_entropy", "nll_loss", "multi_margin_loss"),
 }
-"""Losses of torch and torchvision that take scores, by the function that turns these into probabilities; softmax also
-turns log-probabilities into probabilities.
+"""Losses of torch and torchvision that take scores, by the function that turns scores into probabilities.
+
+Softmax also turns log-probabilities into probabilities.
 """
 _BINARY_THRESHOLDS = {
     nn.BCEWithLogitsLoss: 0.0,
@@ -382,8 +383,9 @@ def make_loss(spec: str, device: str) -> Any:
 
 
 def _loss_function(spec: Spec, init_args: dict[str, Any]) -> Any:
-    """Returns a function that is itself the loss of outputs and target (`torchvision.ops.sigmoid_focal_loss`), None if
-    the import path is of a class or function that makes the loss.
+    """Returns a function that is itself the loss of outputs and target; None if the import path is of something else.
+
+    An example is `torchvision.ops.sigmoid_focal_loss`. A class, or a function that makes the loss, is something else.
     """
     try:
         imported = load_class(spec["class_path"])

@@ -102,8 +102,9 @@ class ObjectDetection(Task):
         return bool(self.transforms)
 
     def decode(self, rows: Rows) -> Arrays:
-        """Decodes rows into `image` (the pixels of all channels, one after the other), `size` (height and width),
-        `boxes` and `labels`.
+        """Decodes rows into `image`, `size`, `boxes` and `labels`.
+
+        `image` has the pixels of all channels, one channel after the other; `size` has height and width.
         """
         return self._decoded(rows, (), None)
 
@@ -130,8 +131,9 @@ class ObjectDetection(Task):
         }
 
     def _truth(self, rows: Rows, row: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the boxes, float32 (objects, 4), and classes, (objects,), of a row; none where these columns were not
-        read.
+        """Returns the boxes, float32 (objects, 4), and classes, int64 (objects,), of a row.
+
+        There are no objects if these columns were not read.
 
         Raises:
             ValueError: The lists do not match, a box is outside the image, or a label is outside the classes.
@@ -172,8 +174,9 @@ class ObjectDetection(Task):
         return model
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """Returns for each row the sum of the detector's losses, which are means over the micro-batch; each loss is a
-        metric, too.
+        """Returns for each row the sum of the detector's losses, and each loss as a metric.
+
+        The losses are means over the micro-batch, so all of its rows get the same values.
         """
         losses = {
             name: loss.expand(len(batch["size"]))
@@ -199,8 +202,9 @@ class ObjectDetection(Task):
         return Losses(none, none)
 
     def metrics(self) -> MetricCollection:
-        """Makes COCO's mean average precision, `map` (IoU from 0.5 to 0.95), `map_50` and `map_75`, and recall,
-        `mar_100`.
+        """Makes COCO's mean average precision and average recall.
+
+        The precision is recorded as `map` (IoU from 0.5 to 0.95), `map_50` and `map_75`, the recall as `mar_100`.
         """
         from torchmetrics import MetricCollection
 

@@ -34,9 +34,10 @@ _JPEG = ("JPEG", "MPO")
 _ANIMATED = ("WEBP", "GIF")
 """Of an animated PNG only the still image is decoded, which viewers without support for animations show."""
 _HARMLESS = ("extraneous bytes before marker 0xd9", "unknown JFIF revision", "determine subsampling level")
-"""Parts of simplejpeg's errors for files that it refuses although they have all their pixels: surplus bytes before the
-end-of-image marker, an odd version number in the header, and sampling factors that libjpeg decodes but TurboJPEG's
-interface has no name for.
+"""Parts of simplejpeg's errors for files that it refuses although they have all their pixels.
+
+The causes are surplus bytes before the end-of-image marker, an odd version number in the header, and sampling factors
+that libjpeg decodes but TurboJPEG's interface has no name for.
 """
 _ORIENTATION = 0x0112
 _TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
@@ -371,8 +372,9 @@ def decode_columns(
 
 
 def _convert_array(values: npt.NDArray, kind: str) -> npt.NDArray:
-    """Converts arrays as read, (rows, height, width[, channels]), to the layout and types of PyTorch: images get their
-    channels first, masks a type that PyTorch computes with.
+    """Converts arrays as read, (rows, height, width[, channels]), to the layout and types of PyTorch.
+
+    Images get their channels first; masks get a type that PyTorch computes with.
     """
     if kind == MASK:
         return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
@@ -449,8 +451,9 @@ def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
 
 
 def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
-    """Returns a row's mask, encoded (see `decode_mask`) or an array, as a `tv_tensors.Mask` of classes, (height,
-    width).
+    """Returns a row's mask as a `tv_tensors.Mask` of classes, shape (height, width).
+
+    The stored mask is encoded, see `decode_mask`, or an array.
     """
     from torchvision import tv_tensors
 

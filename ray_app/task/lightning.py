@@ -299,8 +299,10 @@ class LightningTask(BatchTask):
         return Losses(returned.expand(rows), metrics=metrics)
 
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
-        """Returns the loss of `validation_step` and what it logs; a `MeanMetric` logged as `val_loss` or `loss` is the
-        loss, with its weights.
+        """Returns the loss of `validation_step` and what it logs.
+
+        A `MeanMetric` that it logs as `val_loss` or `loss` is the loss, with its weights. Otherwise the loss is what it
+        returns, or else a number that it logs by one of these names.
 
         Raises:
             ConfigError: There is no `validation_step`, or it has no loss.

@@ -179,8 +179,10 @@ def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], man
 
 
 def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
-    """Returns the rows of a chunk: several forward passes, since the update of a metric costs much more than a row, but
-    enough chunks for several processes to share.
+    """Returns the rows of a chunk, a multiple of the rows of a forward pass (`size`).
+
+    A chunk has several passes, since the update of a metric costs much more than a row, but there are enough chunks for
+    several processes to share.
     """
     passes = min(rows // (_TARGET_CHUNKS * size), _MAX_CHUNK_ROWS // size, _MAX_CHUNK_BYTES // max(1, row_bytes * size))
     return size * max(1, passes)

@@ -323,8 +323,9 @@ class ModuleTask(Task):
         return outputs, target if target.is_floating_point() else target.long()
 
     def note_target_range(self, model: nn.Module, batch: Batch) -> None:
-        """Derives from the outputs for some rows which values of the target the loss takes; `decode` then refuses rows
-        with other values.
+        """Derives from the outputs for some rows which values of the target the loss takes.
+
+        `decode` then refuses rows with other values. Nothing is derived for a subclass with a loss of its own.
 
         Raises:
             ValueError: These rows have other values.
@@ -398,10 +399,13 @@ class ModuleTask(Task):
         return isinstance(outputs, Tensor) and outputs.ndim == 2 and 1 < outputs.shape[1] == len(self.classes)
 
     def predictions(self, outputs: Any, batch: Batch) -> Arrays:
-        """Returns class, number and confidence where there is one score for each class; of pixels and of tokens the
-        numbers of their classes, as `predicted_index`; else the outputs as `predicted`.
+        """Returns the predicted classes if the outputs are scores of classes, otherwise the outputs.
 
-        Where the target is a column of lists, each row is as long as its list: outputs for the padding are left out.
+        If a row has one score for each class, the columns are those of `predict_classes`. If each pixel or token has
+        scores, `predicted_index` has the indices of their classes. Otherwise `predicted` has the outputs, see
+        `Task.predictions`.
+
+        If the target is a column of lists, each row is as long as its list: outputs for the padding are left out.
         """
         if type(self).loss is ModuleTask.loss and self.kinds[self.target] == "list" and isinstance(outputs, Tensor):
             name, values = "predicted", outputs

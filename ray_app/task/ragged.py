@@ -95,8 +95,9 @@ class Ragged:
     def __getitem__(self, rows: int | np.integer) -> npt.NDArray: ...
 
     def __getitem__(self, rows: int | np.integer | slice | npt.NDArray) -> npt.NDArray | Ragged:
-        """Returns one row, shape (length, ...), for an integer; or several rows for a slice (without copying if its
-        step is 1), an array of indices or a mask.
+        """Returns one row for an integer, or several rows for a slice, an array of indices or a mask.
+
+        One row has the shape (length, ...). The rows of a slice with a step of 1 are not copied.
 
         Raises:
             IndexError: The row is out of range.

@@ -13,13 +13,13 @@ _ROIS_AT_ONCE = 256
 
 
 def use_eager_roi_align() -> None:
-    """Replaces the function that torchvision compiles for deterministic algorithms on a GPU, if torchvision's RoIAlign
-    is imported.
+    """Replaces the compiled implementation of torchvision's RoIAlign by the same one without compilation.
 
-    torchvision (0.29) has a backward that adds atomically, and an implementation in Python without atomic additions. It
-    compiles the latter for dynamic shapes (`torch.compile(dynamic=True)`). That needs Triton and a C compiler on every
-    node, and the first shapes choose the kernels, so the bits of a step would depend on the earlier steps of a worker.
-    The same implementation without compilation needs neither; running it in parts limits its memory.
+    It does nothing if RoIAlign is not imported. torchvision (0.29) has a backward that adds atomically, and for
+    deterministic algorithms on a GPU an implementation in Python without atomic additions. It compiles the latter for
+    dynamic shapes (`torch.compile(dynamic=True)`). That needs Triton and a C compiler on every node, and the first
+    shapes choose the kernels, so the result of a step would depend on the earlier steps of a worker. The same
+    implementation without compilation needs neither; `_InParts` limits its memory.
     """
     module: Any = sys.modules.get("torchvision.ops.roi_align")
     if module is None or isinstance(module._roi_align, _InParts):

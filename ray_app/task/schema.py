@@ -17,8 +17,9 @@ LABEL = "label"
 _MAX_NAMED = 8
 
 Schema = Mapping[str, Any]
-"""A schema as JSON: `columns` has name, kind and dtype of each column that is read; `classes` has the class names, or
-None if there are none.
+"""A schema as JSON, with the entries `columns` and `classes`.
+
+`columns` has name, kind and dtype of each column that is read; `classes` has the class names, None if there are none.
 """
 
 

@@ -112,8 +112,10 @@ def uniform(keys: Tensor, salt: int) -> Tensor:
 
 
 Spec = dict[str, Any]
-"""The specification of an object: `class_path`, the import path of a class or a function, and optionally `init_args`,
-its keyword arguments, which may contain specifications.
+"""The specification of an object, with the entries `class_path` and optionally `init_args`.
+
+`class_path` is the import path of a class or a function; `init_args` has its keyword arguments, which may contain
+specifications.
 """
 
 

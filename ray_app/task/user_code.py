@@ -67,8 +67,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def row_error_reason(error: BaseException) -> str:
-    """Returns why a row cannot be decoded: the message of a task of the application, or an error of user code with its
-    line.
+    """Returns why a row cannot be decoded, from the error of the decoding.
+
+    An error of user code is described with its line, see `describe_error`. Of an error of the application, such as of
+    one of its tasks, only the message is returned.
     """
     frames = _user_frames(error)
     is_users = bool(frames) and not Path(frames[-1].filename).is_relative_to(_TASKS)

@@ -349,8 +349,9 @@ class LoopTask(BatchTask):
         return {str(self.batch[index]): values for index, values in self.fields(batch).items()}
 
     def configure_optimizers(self, model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-        """Starts the script and returns the optimizer and the schedule that it keeps; its loop then waits for the first
-        step.
+        """Starts the script and returns the optimizer and the schedule that it keeps.
+
+        The loop of the script then waits for the first step.
         """
         running = Running(self._script(), model)
         kept = running.kept

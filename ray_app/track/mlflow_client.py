@@ -1,5 +1,7 @@
-"""Access to MLflow: the points of a run's record (`Backlog`), the calls to MLflow for a training run (`MlflowRun`), and
-`tracking.json`, which has the id of the MLflow run and the last points that were sent (`TrackingState`).
+"""Access to MLflow: the points of a run's record, and the calls that send them to an MLflow run.
+
+`Backlog` has the points that were not sent, `MlflowRun` has the calls for one run, and `TrackingState` is the content
+of `tracking.json`: the id of the MLflow run and the last points that were sent.
 
 Each block of steps, each evaluation and each sample of the nodes' load is one point. A point, including its time, is a
 function of the record only. A point that is sent a second time is therefore bit-identical, and MLflow's SQL stores drop
@@ -173,8 +175,9 @@ class Backlog:
             first = last + 1
 
     def _is_lost(self, last: int, newest: int) -> bool:
-        """Returns whether a step that is missing in the block ending with `last` will never come, because the worker
-        that writes the record was killed before it had written the step.
+        """Returns whether a step that is missing in the block ending with `last` will never come.
+
+        It is lost if the worker that writes the record was killed before it had written the step.
 
         Records come in the order of the steps, except that a run that resumes from an earlier step fills the gap that
         it had left. So the tracker waits for a missing step until the steps after it span a minute.
@@ -184,8 +187,9 @@ class Backlog:
 
     @contextmanager
     def _detect_growth(self, folder: Location) -> Iterator[bool]:
-        """Yields whether a folder of files that never change has more files than at the last time; the number is stored
-        when the context ends without an error.
+        """Yields whether a folder of files that never change has another number of files than at the last call.
+
+        The number is stored when the context ends without an error.
         """
         files = len(list_files(folder))
         yield files != self._files.get(folder, 0)
@@ -220,8 +224,9 @@ def make_step_point(steps: list[StepRecord], failed_at_s: Collection[float]) -> 
 
 
 def make_evaluation_point(evaluation: Evaluation, evaluator: str = RUN_EVALUATOR) -> Point:
-    """Returns the point of an evaluation: `eval_<metric>` for each metric that is a number, or
-    `eval_<evaluator>_<metric>` for a named evaluator.
+    """Returns the point of an evaluation, with each metric that is a number.
+
+    Its names are `eval_<metric>`, or `eval_<evaluator>_<metric>` for a named evaluator.
     """
     prefix = f"eval_{evaluator}_" if evaluator else "eval_"
     metrics = {
@@ -255,16 +260,19 @@ _DIGEST_CHARS, _NAME_CHARS = 36, 500
 _UUID_TAG, _ROOT_TAG, _RESUMED_WITH = "ray_app.run_uuid", "ray_app.run_root", "ray_app.resumed_with."
 
 SHORT_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-"""Short timeouts: with MLflow's defaults a call to an unreachable server waits for 4 minutes. The tracker retries by
-itself.
+"""Environment variables for short timeouts, without retries.
+
+With MLflow's defaults a call to an unreachable server waits for 4 minutes. The tracker retries by itself.
 """
 _ENVIRONMENT = SHORT_TIMEOUTS | {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Settings of MLflow. Its telemetry is off because a thread of it removes an environment variable, also without a
-connection: code that copies the environment at that moment fails with a `KeyError`.
+"""Environment variables that configure MLflow.
+
+MLflow's telemetry is off because its thread removes an environment variable, also without a connection: code that
+copies the environment at that moment fails with a `KeyError`.
 """
 
 
@@ -286,8 +294,9 @@ class DataSet:
 
 
 class MlflowRun:
-    """One MLflow run, which every process with its id can continue. It is not thread-safe, and each method may block as
-    long as MLflow does.
+    """One MLflow run, which every process with its id can continue.
+
+    The class is not thread-safe, and each method may block as long as MLflow does.
 
     Args:
         uri: Tracking URI.
@@ -306,7 +315,7 @@ class MlflowRun:
 
         Args:
             run_id: The stored id; None if there is none.
-            run_uuid: Value of a tag, which finds a run that was created and its id not stored.
+            run_uuid: Value of a tag; it finds the run if a driver created it but died before it stored the id.
             root: The run directory; its name becomes the name of the MLflow run.
             start_ms: Start of the run, milliseconds since 1970 (UTC).
 
@@ -337,10 +346,10 @@ class MlflowRun:
     def describe(
         self, params: dict[str, Any], tags: dict[str, str], datasets: Sequence[DataSet], is_over: bool
     ) -> None:
-        """Sets the status `RUNNING`, and adds the parameters, tags and inputs that the MLflow run lacks. A parameter or
-        tag that it has with another value gets an additional tag with the new value.
+        """Sets the status `RUNNING`, and adds the parameters, tags and inputs that the MLflow run lacks.
 
-        A parameter of an MLflow run can never change, and the tag with the commit of the first start must stay.
+        A parameter or tag that the run has with another value gets an additional tag with the new value. A parameter
+        of an MLflow run can never change, and the tag with the commit of the first start must stay.
 
         Args:
             params: Parameters by name.
@@ -387,8 +396,9 @@ class MlflowRun:
             self._client.set_terminated(self.run_id, status)
 
     def _add_inputs(self, datasets: Sequence[DataSet], existing_inputs: Sequence[Any]) -> None:
-        """Logs the data sets for each context that has no input yet. MLflow shortens the digest, so the profile has the
-        whole digest.
+        """Logs the data sets for each context that has no input yet.
+
+        The digest of an MLflow data set is at most `_DIGEST_CHARS` long, so the profile has the whole digest.
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag
         from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
@@ -406,7 +416,7 @@ class MlflowRun:
                 name = "/".join(path.rstrip("/").split("/")[-2:])[-_NAME_CHARS:]
                 profile = json.dumps({"num_rows": data.rows, "manifest_digest": data.digest})
                 source = json.dumps({"uri": path})
-                kind = "s3" if "://" in path else "local"
+                kind = path.partition("://")[0] if "://" in path else "local"
                 entity = Dataset(name, data.digest[:_DIGEST_CHARS], kind, source, profile=profile)
                 new.append(DatasetInput(entity, [InputTag(MLFLOW_DATASET_CONTEXT, data.context)]))
         if new:
@@ -437,8 +447,9 @@ class MlflowRun:
 
 
 def connect(uri: str) -> Any:
-    """Returns a client of MLflow with short timeouts and few log lines; creates the folder of a SQLite file. The import
-    of MLflow takes about a second.
+    """Returns a client of MLflow with short timeouts and few log lines; creates the folder of a SQLite file.
+
+    The import of MLflow takes about a second.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -461,8 +472,9 @@ def sqlite_file(uri: str) -> str:
 def _diff_values(
     values: dict[str, Any], current: dict[str, str], tags: dict[str, str], max_chars: int
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the values that the MLflow run lacks, and the additional tags for values that differ from the run's and
-    from the last driver's.
+    """Returns the values that the MLflow run lacks, and additional tags for values that differ from those it has.
+
+    A value gets a tag if it differs from the newest additional tag, or from the run's value if there is no such tag.
     """
     new, other = {}, {}
     for name, value in values.items():

@@ -1,9 +1,8 @@
-"""TensorBoard event files (`EventFileWriter`): a thread in the driver writes the same points of a run's record that
-MLflow gets, from the beginning at every start of the driver.
+"""TensorBoard event files (`EventFileWriter`): a thread in the driver writes the points of a run's record.
 
-The file is a function of the record, so nothing of it must survive the death of a driver. The next driver empties the
-old file and writes all points, each once, to a new one. Its first entry makes an open TensorBoard drop the old points
-of the run.
+MLflow gets the same points. The file is a function of the record, so it need not survive the death of a driver. The
+next driver empties the old file and writes all points from the beginning, each once, to a new file. The first entry of
+the new file makes an open TensorBoard drop the old points of the run.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ logger = logging.getLogger(__name__)
 _PREFIX = "events.out.tfevents."
 _RETRY_S, _LONGEST_PAUSE_S = 0.5, 60.0
 _PAUSE_PER_SWEEP = 20
-"""Pause after a sweep, in durations of the sweep. A sweep reads the record and, on S3, uploads the whole file again; so
-it takes at most a twentieth of the time.
+"""Pause after a sweep, in durations of the sweep, so that sweeps take at most a twentieth of the time.
+
+A sweep reads the record and, on S3, uploads the whole file again.
 """
 
 

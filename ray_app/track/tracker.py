@@ -35,8 +35,9 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 _POLL_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _PAUSE_PER_LOOK = 20
-"""Pause after reading the record, in durations of the read. A long run has many files to read on the driver's cores; so
-reading takes at most a twentieth of the time.
+"""Pause after reading the record, in durations of the read, up to `_LONGEST_PAUSE_S`.
+
+A long run has many files to read on the driver's cores. The pause limits reading to about a twentieth of the time.
 """
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -115,8 +116,7 @@ class Tracker:
         return self._is_complete
 
     def send_all(self, status: Status) -> None:
-        """Sends the record and the artifacts as `close` does, but in this thread; for a run that has ended, and without
-        `start`.
+        """Sends the record and the artifacts of a run that has ended, in this thread; `start` is not needed.
 
         Raises:
             Exception: An error of MLflow; points that it has accepted before are not sent again.
@@ -255,8 +255,9 @@ def check_available(config: Config) -> None:
 
 
 def make_run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
-    """Returns the tags of the MLflow run: digests, versions and, in a git checkout, the commit, on which the result
-    depends besides the parameters.
+    """Returns the tags of the MLflow run: digests, versions and, in a git checkout, the commit.
+
+    The result of the run depends on them besides the parameters.
     """
     tags = {
         "ray_app.config_digest": digest(config, manifest_digest),
@@ -288,8 +289,9 @@ def group_points(points: Iterable[Point]) -> Iterator[list[Point]]:
 
 
 def _read_artifacts(paths: RunPaths) -> dict[str, str]:
-    """Returns the texts of an ended run to store as artifacts, without secrets, by their path: configuration, summary,
-    report, and the newest evaluation of each evaluator.
+    """Returns the texts of an ended run to store as artifacts, without secrets, by their path.
+
+    They are configuration, summary, report, and the newest evaluation of each evaluator.
     """
     texts = {}
     for file in (paths.config, paths.summary, paths.report):
@@ -305,8 +307,9 @@ def _read_artifacts(paths: RunPaths) -> dict[str, str]:
 
 
 def _artifact_folder(paths: RunPaths, uri: str) -> Path | None:
-    """Returns the folder for the artifacts of an MLflow without a server: next to the run, or next to the SQLite file
-    if the run is on S3.
+    """Returns the folder for the artifacts of an MLflow without a server: next to the run, or next to the SQLite file.
+
+    If the run is on S3, it is next to the SQLite file; None if MLflow has no SQLite file either.
     """
     if isinstance(paths.root, Path):
         return paths.root.resolve().parent / "mlartifacts"

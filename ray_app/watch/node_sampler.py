@@ -1,8 +1,7 @@
-"""`NodeSampler` records the load of every node: a thread in the driver measures its own node and queries a small actor
-on each of the others.
+"""`NodeSampler` records the load of every node, in a thread of the driver.
 
-Nothing waits for a node: a sample lacks the nodes that do not reply in time. A node that joins gets an actor; one that
-dies is removed.
+The thread measures its own node, and queries a small actor on each other node. Nothing waits for a node: a sample
+lacks the nodes that do not reply in time. A node that joins gets an actor; a node that dies is removed.
 """
 
 from __future__ import annotations
@@ -130,8 +129,9 @@ class NodeSampler:
         return metrics_by_node
 
     def _update_nodes(self) -> None:
-        """Removes dead nodes and starts an actor on new ones. A new actor is queried for the next sample, when it has
-        an interval of CPU time to report.
+        """Removes dead nodes and starts an actor on each new node.
+
+        A new actor is queried for the next sample, when it has an interval of CPU time to report.
         """
         alive = {
             node["NodeID"]: str(node["NodeName"] or node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]

@@ -1,7 +1,7 @@
-"""Observers of a run: classes of the user with methods that the driver calls on events (`Observer`), and `Webhook`, an
-observer that posts the events to a chat or another program.
+"""Observers of a run: classes with methods that the driver calls on events (`Observer`).
 
-Observers get their facts from the run's record, in a thread of the driver, so that they never delay a step.
+Users write them. `Webhook` is an observer that posts the events to a chat or another program. Observers get their
+facts from the run's record, in a thread of the driver, so that they never delay a step.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Observers:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Reads the record in a thread within the context, which lasts as long as a start of the run, and once more at
-        the end.
+        """Reads the record in a thread within the context, and once more at its end.
+
+        The context lasts as long as a start of the run.
         """
         if not self._observers:
             yield
@@ -149,8 +150,9 @@ _TIMEOUT_S = 10.0
 
 
 class Webhook(Observer):
-    """Posts a line for each epoch, failure and end of a run as JSON, `{"text": ...}`, which Slack, Mattermost and Teams
-    understand.
+    """Posts a line for each epoch, failure and end of a run as JSON.
+
+    Slack, Mattermost and Teams understand the format, `{"text": ...}`.
 
     Args:
         url: Address of the webhook.

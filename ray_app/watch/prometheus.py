@@ -1,5 +1,6 @@
-"""The progress of a run for Prometheus: `RunMetrics` sets metrics of Ray, which the metrics agent on the driver's node
-exposes; `Speed` computes speed and goodput from the newest steps.
+"""The progress of a run for Prometheus (`RunMetrics`), with speed and goodput of the newest steps (`Speed`).
+
+`RunMetrics` sets metrics of Ray, which the metrics agent on the driver's node exposes.
 """
 
 from __future__ import annotations

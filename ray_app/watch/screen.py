@@ -28,8 +28,9 @@ from ray_app.storage.files import poll_interval_s
 logger = logging.getLogger(__name__)
 
 _MAX_READ_SHARE = 0.05
-"""Maximum share of the time that reading takes: runs that take long to read, such as one with a million steps, are read
-less often.
+"""Maximum share of the time that reading takes.
+
+So runs that take long to read, such as one with a million steps, are read less often.
 """
 
 

@@ -83,8 +83,9 @@ def _render_page(sights: Sequence[RunState], number: int) -> bytes:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET requests of `/`, `/<number of a run>` and the script. The first request has the token in the address,
-    later ones have it in a cookie.
+    """Answers GET requests of `/`, `/<number of a run>` and the script.
+
+    The first request has the token in the address; later requests have it in a cookie.
     """
 
     pages: _Pages

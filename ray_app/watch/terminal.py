@@ -1,8 +1,8 @@
-"""The output of a run for the user: `RunConsole` shows its progress with a live bar on a terminal, a live line in
-Jupyter, and otherwise a plain line every few seconds; `print_end` prints the result.
+"""The output of a run for the user: its progress (`RunConsole`) and its result (`print_end`).
 
-Further `LiveLine`, a line of a notebook cell that changes in place; `Finding`, a line of a preflight or of the check of
-a task; and `SafeConsole`, which never ends a run by an error.
+`RunConsole` shows a live bar on a terminal, a live line in Jupyter, and otherwise a plain line every few seconds.
+`LiveLine` is a line of a notebook cell that changes in place. `Finding` is a line of a preflight or of the check of a
+task. `SafeConsole` catches its own errors, so that they never end a run.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from ray_app.watch.prometheus import RunMetrics, Speed
 
 
 class LiveLine:
-    """A line of a cell's output in a notebook, changed with Jupyter's display protocol only, which JupyterLab, VS Code
-    and others implement. The stored notebook keeps the last text. It needs IPython, as in every kernel.
+    """A line of a cell's output in a notebook, which changes in place.
+
+    It needs IPython, which every Python kernel has, and only Jupyter's display protocol, which JupyterLab, VS Code and
+    others implement. The stored notebook keeps the last text.
     """
 
     def __init__(self) -> None:
@@ -128,8 +130,9 @@ logger = logging.getLogger(__name__)
 
 
 class SafeConsole:
-    """A console that catches its own errors, such as a full disk, a closed pipe or a closed notebook, and reports the
-    first one.
+    """A console that catches its own errors and reports the first one.
+
+    Examples are the errors of a full disk, a closed pipe or a closed notebook.
     """
 
     def __init__(self, console: Console) -> None:
@@ -139,8 +142,9 @@ class SafeConsole:
         self._is_reported = False
 
     def report_to(self, report: Callable[[str], object]) -> None:
-        """Sets the function that is called once, with the reason of the first failure; calls it at once if there was
-        one already.
+        """Sets the function that is called once, with the reason of the first failure.
+
+        If there was a failure already, the function is called at once.
         """
         self._report = report
         self._report_failure()
@@ -467,8 +471,9 @@ def describe_model(model: dict[str, Any]) -> str:
 
 
 def format_loss_curve(facts: Facts, encoding: str) -> str:
-    """Returns the first loss, a sparkline of the losses of all steps, and the last loss; in ASCII if the console has no
-    UTF-8.
+    """Returns the first loss, a sparkline of the losses of all steps, and the last loss; empty without steps.
+
+    The sparkline is ASCII unless the encoding of the console is UTF-8.
     """
     losses = [record.loss for record in facts.records]
     marks = _BLOCKS if _is_utf8(encoding) else _ASCII

@@ -47,8 +47,9 @@ from ray_app.runlog.journal import StepRecord
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
-"""Seconds without a heartbeat after which a worker is dropped: Ray usually notices a lost worker sooner, and says more
-about the cause.
+"""Seconds without a heartbeat after which a worker is dropped.
+
+Ray usually notices a lost worker sooner, and its error says more about the cause.
 """
 _RETRY_S, _MAX_DOUBLINGS = 5.0, 4
 """Seconds before workers are started again after a failed start, and how often the time doubles."""
@@ -58,8 +59,9 @@ _RAY_LOGGING_VARIABLE = ENABLE_CONTROLLER_STRUCTURED_LOGGING_ENV_VAR
 class _Backend(NoProcessGroupBackend):
     has_replica_groups = True
     share_cuda_visible_devices = False
-    """Each worker sees only its own GPUs, also a worker that joins later. Since CUDA 10.1 NCCL copies between GPUs that
-    do not see each other, too.
+    """Each worker sees only its own GPUs, also a worker that joins later.
+
+    Since CUDA 10.1 NCCL also copies between GPUs that do not see each other.
     """
 
 

@@ -18,9 +18,10 @@ from ray_app.storage.files import to_location
 _DEATH = re.compile(r"Worker exit detail: (.*?)(?:Some common causes|$)", re.DOTALL)
 _MAX_TASK_ERROR_CHARS, _MAX_ERROR_CHARS = 8000, 2000
 _MAX_REPETITIONS = 3
-"""The run fails when the same error occurs at the same step this number of times in a row. If other workers go on, the
-limit is the number of workers plus one, where that is higher and `failure.max_failures` allows it: each worker may be
-lost once, and the next loss ends the run.
+"""The run fails when the same error occurs at the same step this number of times in a row.
+
+If other workers go on, the limit is the number of workers plus one, if that is higher and `failure.max_failures` allows
+it: each worker may be lost once, and the next loss ends the run.
 """
 _MAX_STORAGE_REPETITIONS = 20
 """Times that the storage may fail at the same step. Each time workers have retried for about half a minute."""

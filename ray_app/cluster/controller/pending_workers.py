@@ -120,8 +120,9 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
 
     @property
     def failed_rounds(self) -> int:
-        """The number of polls in a row in which workers died and none became ready, without those before workers skip
-        the preparation.
+        """The number of polls with deaths since a worker last became ready, without the first `_MAX_DEATHS`.
+
+        The first ones do not count, because those workers may have died of the preparation. Later workers skip it.
         """
         return max(0, self._failed_polls - _MAX_DEATHS)
 
@@ -205,8 +206,10 @@ class PendingWorkers(ControllerCallback, WorkerGroupCallback):
         return reasons
 
     def _is_enough(self) -> bool:
-        """Returns whether a run may start with the ready workers, which have waited for the others for at least as long
-        as they took to become ready.
+        """Returns whether a run may start with the ready workers, without the others.
+
+        It may once `min_workers` are ready and the last of these has waited for as long as it took to become ready, but
+        at least `_MIN_PATIENCE_S`.
         """
         ready = sorted((p.ready_s, p.started_s) for p in self._pending if p.ready_s is not None)
         if len(ready) < self._min_workers:

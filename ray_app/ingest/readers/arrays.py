@@ -64,8 +64,9 @@ class _Stored:
         return replace(self, is_vector=True)
 
     def layout(self) -> Header:
-        """Returns dtype and shape (rows, ...) of the array; checks the size of the file against them, unless it is
-        compressed.
+        """Returns dtype and shape (rows, ...) of the array, and checks the size of the file against them.
+
+        It does not check a compressed file or a file in an archive.
         """
         with self._opened() as file:
             dtype, shape = self.read_header(file)
@@ -78,8 +79,9 @@ class _Stored:
             return dtype, self._row_shape(shape)
 
     def blocks(self, first: int, last: int, rows: int) -> Iterator[Array]:
-        """Yields the rows [first, last) in blocks of `rows`, in the machine's byte order; the file must end with the
-        last row of the array.
+        """Yields the rows [first, last) in blocks of `rows`, in the machine's byte order.
+
+        The file must end with the last row of the array.
         """
         with self._opened() as file:
             dtype, shape = self.read_header(file)
@@ -191,11 +193,10 @@ class Numpy:
         return files
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns the parts `train` and `test` where all names end in `_train` or `_test`, as in Keras' `mnist.npz`;
-        otherwise one part.
+        """Returns the parts `train` and `test` if all names end in `_train` or `_test`; otherwise one part.
 
-        x becomes `image` or `features`, y `label` or `target`, other arrays keep their names. Labels may have the shape
-        (rows, 1).
+        Keras' `mnist.npz` has such names. x becomes `image` or `features`, y `label` or `target`, other arrays keep
+        their names. Labels may have the shape (rows, 1).
         """
         del run
         arrays = {name: array for file in self.files() for name, array in _arrays_in(file).items()}
@@ -384,8 +385,9 @@ def _idx_header(axes: int, file: IO[bytes]) -> Header:
 
 @dataclass(frozen=True)
 class Digits:
-    """scikit-learn's bundled 1,797 images of handwritten digits, 8x8, values 0..16; each class has the same fraction
-    of its images in `eval`.
+    """scikit-learn's bundled 1,797 images of handwritten digits, 8x8, values 0..16.
+
+    Each class has the same fraction of its images in `eval`.
     """
 
     seed: int

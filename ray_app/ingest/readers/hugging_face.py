@@ -1,5 +1,6 @@
-"""Reader of data sets that Hugging Face `datasets` has stored, without that library: `save_to_disk` folders, and .arrow
-and .parquet files.
+"""Reader of data sets that Hugging Face `datasets` has stored, without that library.
+
+It reads `save_to_disk` folders, and .arrow and .parquet files.
 
 `Form` and the functions after it decide which columns can be kept, and check and convert each value. `HuggingFace` and
 the functions after it locate the files and their splits, and read them.
@@ -158,8 +159,9 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
 
 
 def _cast_empty(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Returns a column without any value, or of lists without any value, with the type of the first file, as it has no
-    type itself; any other column unchanged.
+    """Returns a column without any value with the type of the first file, and any other column unchanged.
+
+    A column without any value, or of lists without any value, has no type itself.
     """
     inner = column.type
     while nested.is_list(inner):
@@ -170,8 +172,9 @@ def _cast_empty(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _labels_out_of_range(labels: pa.Array, classes: int) -> dict[int, str]:
-    """Returns the reason for each row with a label that is not below the number of classes; with 0 classes every number
-    is allowed.
+    """Returns the reason for each row with a label that is not below the number of classes.
+
+    With 0 classes every number is allowed.
     """
     too_large = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
     return {
@@ -239,8 +242,9 @@ class HuggingFace:
         return rows + [file for file in descriptions if file]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part for each split, with the split's name; a single one has no name. Labels of text become
-        classes, the same in all splits.
+        """Returns one part for each split, with the split's name; a single part has no name.
+
+        Labels of text become classes, the same in all splits.
         """
         parts = []
         for split, form in self._forms(run).items():
@@ -296,8 +300,9 @@ class HuggingFace:
         return {split: replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:
-        """Returns the form of a split by its first file; the shapes of lists are those of the first lists that are not
-        empty.
+        """Returns the form of a split by its first file.
+
+        The shapes of lists are those of the first lists in the split that are not empty.
 
         Raises:
             DataError: A column cannot be kept or is missing.
@@ -391,8 +396,9 @@ def _group_by_split(root: DataLocation, files: list[File]) -> dict[str, list[Fil
 
 
 def _split_of(stem: str) -> str:
-    """Returns the split in a file name: `train` for `mnist-train`, `train_sft` for `chat-train_sft`, `other` for
-    `mnist-other`.
+    """Returns the split in the stem of a file name, such as `train` for `mnist-train`.
+
+    It is `train_sft` for `chat-train_sft`, and `other` for `mnist-other`.
     """
     usual = list(_SPLIT.finditer(stem))
     return stem[usual[-1].start(1) :] if usual else stem.rpartition("-")[2]
@@ -471,8 +477,9 @@ def _label_values(label: str, files: list[File]) -> set[str]:
 
 
 def _read_to_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """Yields the batches of a stream and checks for the mark at its end, because the reader accepts a stream that was
-    cut off.
+    """Yields the batches of a stream and checks for the mark at its end.
+
+    The check is needed because the reader accepts a stream that was cut off.
     """
     end = source.tell()
     for batch in reader:
@@ -484,8 +491,9 @@ def _read_to_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> I
 
 
 def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
-    """Returns the features that `datasets` has stored for the columns, by name: in the metadata of the file, or in
-    `dataset_info.json` beside it.
+    """Returns the features that `datasets` has stored for the columns, by name.
+
+    They are in the metadata of the file, or in `dataset_info.json` beside it.
     """
     metadata = (schema.metadata or {}).get(b"huggingface")
     info_file = file.location.parent / "dataset_info.json"

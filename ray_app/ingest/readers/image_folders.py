@@ -1,5 +1,6 @@
-"""Reader of folders of images, one folder a class; the encoded files go unchanged into the column `image`, with the
-classes mixed.
+"""Reader of folders of images with one folder per class.
+
+The encoded files go unchanged into the column `image`, and the rows of the classes are mixed.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ class Images:
 
     @cached_property
     def _heads(self) -> dict[DataLocation, bytes]:
-        """The first bytes of each file without the suffix of an image; in a bucket each takes a request, and many run
-        concurrently.
+        """The first bytes of each file without the suffix of an image.
+
+        In a bucket each file takes a request, and many requests run concurrently.
         """
         files = [file for group in self._files.values() for file in group if not _has_image_suffix(file)]
         with ThreadPoolExecutor(CONNECTIONS) as pool:

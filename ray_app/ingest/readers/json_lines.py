@@ -25,8 +25,9 @@ from ray_app.storage.data_files import DataLocation, File, parser_errors
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32
-"""Maximum depth of nested lists and objects, including the object of the line; an array has no more dimensions, and
-thousands of levels end pyarrow's process.
+"""Maximum depth of nested lists and objects, including the object of the line.
+
+An array has no more dimensions, and thousands of levels end pyarrow's process.
 """
 _ONE_TYPE = (
     "Each key needs values of one type; correct them (null where a value is missing), or leave the key out by columns."
@@ -189,8 +190,9 @@ def _first_values(block: _Block, table: pa.Table, wrong: set[int]) -> dict[str, 
 
 
 def _mixed_types_error(where: object, first_values: list[dict[str, _FirstValue]], error: Exception) -> DataError:
-    """Returns the error for a key with values of different types in blocks or files, with the first line of each
-    type.
+    """Returns the error for a key with values of different types in blocks or files.
+
+    The error has the first line of each type.
     """
     for name in dict.fromkeys(name for values in first_values for name in values):
         kinds = {values[name][1]: values[name][0] for values in reversed(first_values) if name in values}
@@ -351,8 +353,9 @@ def _select_keys(line: bytes, keep: set[str]) -> bytes:
 
 
 def _several_types(block: _Block, good: list[int], keep: set[str] | None) -> str | None:
-    """Returns a sentence about a key with values of several types in these lines and the first value of each type; None
-    if there is no such key.
+    """Returns a sentence about a key with values of several types in these lines; None if there is none.
+
+    The sentence has the number of values of each type and the first one.
     """
     examples: dict[str, dict[str, str]] = {}
     counts: Counter[tuple[str, str]] = Counter()
@@ -406,8 +409,9 @@ def _is_finite(values: pa.ChunkedArray) -> bool:
 
 
 def _is_safe(line: bytes) -> bool:
-    """Returns whether pyarrow may parse a line, as other lines can end the process; a line that begins and ends as an
-    object cannot continue in the next line.
+    """Returns whether pyarrow may parse a line, as other lines can end the process.
+
+    A line that begins and ends as an object cannot continue in the next line.
     """
     bare = line.removeprefix(codecs.BOM_UTF8).strip()
     return bare.startswith(b"{") and bare.endswith(b"}") and not _is_deep(line)

@@ -1,5 +1,7 @@
-"""Arrow columns of other programs in the application's types: lists of numbers of one shape become array columns, lists
-of any length stay lists where the user allows them, and all else becomes plain columns.
+"""Conversion of Arrow columns of other programs to the application's types.
+
+Lists of numbers of one shape become array columns, lists of any length stay lists if the user allows them, and all else
+becomes plain columns.
 """
 
 from __future__ import annotations
@@ -35,9 +37,13 @@ def number_type(kind: pa.DataType) -> pa.DataType | None:
 
 
 def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Returns the shape of the first list in a column that is not missing and neither is empty nor begins with an empty
-    list; None where there is no such list.
+    """Returns the shape of the first list in a column that is not missing or empty; None if there is none.
+
+    It also passes over lists that begin with an empty or a missing list.
     """
+    depth, kind = 0, column.type
+    while is_list(kind):
+        depth, kind = depth + 1, kind.value_type
     for value in column:
         if value.is_valid:
             shape: list[int] = []
@@ -45,14 +51,15 @@ def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
             while isinstance(item, list):
                 shape.append(len(item))
                 item = item[0] if item else None
-            if 0 not in shape:
+            if 0 not in shape and len(shape) == depth:
                 return tuple(shape)
     return None
 
 
 def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
-    """Returns `ANY` and the shape of the first inner list of a column that is not empty; None where the column has no
-    such list, or does not hold numbers.
+    """Returns `ANY` and the shape of the first inner list of a column that is not empty, or None.
+
+    It returns (`ANY`,) for lists of numbers, and None if all inner lists are empty or do not hold numbers.
     """
     if not is_list(column.type) or number_type(column.type) is None:
         return None
@@ -118,8 +125,9 @@ def has_shape(column: pa.Array, shape: Shape) -> pa.Array:
 
 
 def to_numbers(column: pa.Array, shape: Shape) -> Array | pa.Array:
-    """Returns a list column in which every row has this shape as one array (rows, *shape), or as lists where they may
-    have any length.
+    """Returns a list column as one array (rows, *shape), or as lists if they may have any length.
+
+    Every row of the column must have this shape.
     """
     kind, values = number_type(column.type), column
     assert kind is not None

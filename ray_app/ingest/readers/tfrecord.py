@@ -59,8 +59,9 @@ class TFRecord:
         return [file for files in self._splits.values() for file in files]
 
     def parts(self, run: base.Run) -> list[base.Part]:
-        """Returns one part, or one for each split in the names of the files; the columns of a part are the features of
-        its first row.
+        """Returns one part, or one for each split in the names of the files.
+
+        The columns of a part are the features of its first row.
         """
         del run
         require("google_crc32c", "--source tfrecord")
@@ -139,8 +140,12 @@ class TFRecord:
 
 @dataclass(frozen=True)
 class _TFRecordForm:
-    """The form of a row: the kind of each feature that is kept, the feature that becomes `label`, and the features with
-    images that are decoded as a check.
+    """The form of a row.
+
+    Args:
+        kinds: Kind of each feature that is kept.
+        label: Feature that becomes `label`.
+        images: Features with images that are decoded as a check.
     """
 
     kinds: dict[str, Kind]
@@ -277,8 +282,9 @@ def _records(file: File) -> Iterator[tuple[int, bytes]]:
 
 
 def _open_records(file: File) -> IO[bytes]:
-    """Opens a file, and uncompresses it if it begins with the mark of gzip and not with a length and its checksum,
-    whatever its name is.
+    """Opens a file, and uncompresses it if its content is gzip, whatever its name is.
+
+    The content is gzip if it begins with the mark of gzip and not with a length and the checksum of the length.
     """
     stream = file.open()
     head = stream.read(12)

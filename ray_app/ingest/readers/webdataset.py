@@ -272,8 +272,9 @@ def _column(extension: str) -> str | None:
 
 
 def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -> Iterator[tuple[str, Members]]:
-    """Yields the rows of a file: the name up to the first dot of its last part, and the members; it does not read the
-    content of members that are not kept.
+    """Yields the name and the members of each row of a file.
+
+    The name is the path up to the first dot of its last part. The content of members that are not kept is not read.
 
     Raises:
         DataError: The file is damaged, or has members that no WebDataset has.
@@ -321,8 +322,9 @@ def _read_end(archive: tarfile.TarFile) -> None:
 
 
 class _Header(tarfile.TarInfo):
-    """The header of a member; unlike `tarfile`'s, it does not take a missing or damaged header for the end of the
-    archive, and it limits the size of extended headers.
+    """The header of a member, with stricter checks than `tarfile` has.
+
+    It does not take a missing or damaged header for the end of the archive, and it limits the size of extended headers.
     """
 
     @classmethod

@@ -1,5 +1,7 @@
-"""The statistics of a step: one record per logical worker, gathered by all ranks and combined in the order of the
-logical workers, so that every rank computes the same result.
+"""The statistics of a step, with one record per logical worker.
+
+All ranks gather the records and combine them in the order of the logical workers, so that every rank computes the same
+result.
 """
 
 from __future__ import annotations

@@ -164,8 +164,9 @@ ELEMENTWISE_OPTIMIZERS = (
 """Optimizers that update each value of a parameter independently, so that a shard can be updated by itself."""
 _FUSED_KERNELS = (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_)
 _BLOCK_VALUES = 64
-"""Number of values in a block of a parameter, see `PiecewiseKernels`: a multiple of the number of values in a vector
-register.
+"""Number of values in a block of a parameter, see `PiecewiseKernels`.
+
+It is a multiple of the number of values in a vector register.
 """
 
 

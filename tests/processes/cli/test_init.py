@@ -30,7 +30,7 @@ def test_a_new_project_is_the_one_of_its_page_and_passes_its_test(
     assert not any("PACKAGE" in path.read_text() for path in folder.rglob("*") if path.is_file())
     assert len([line for line in (folder / "README.md").read_text().splitlines() if line]) <= 10
 
-    workers_test = page.partition("`tests/test_workers.py`\n")[2].partition("```python\n")[2].partition("```")[0]
+    workers_test = page.partition("`test_workers.py`, in the folder")[2].partition("```python\n")[2].partition("```")[0]
     (folder / "tests" / "test_workers.py").write_text(workers_test)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     tested = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

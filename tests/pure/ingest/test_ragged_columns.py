@@ -23,6 +23,7 @@ from ray_app.data.reader import table_to_rows as as_read
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
+from ray_app.ingest.readers.nested import ANY, first_shape, ragged_shape
 from ray_app.ingest.shards import row_bytes
 from ray_app.preflight.prepare import prepare
 from ray_app.task.ragged import Ragged, concat_fields
@@ -426,3 +427,10 @@ def test_tokens_of_others_are_trained_on_by_configuration(tmp_path: Path) -> Non
         {name: delivered(tmp_path / "out", name)[name] for name in ("tokens", "attention_mask", "label")}
     )
     assert lists(decoded["tokens"]) == tokens
+
+
+def test_a_list_that_begins_with_a_missing_list_gives_no_shape() -> None:
+    column = pa.array([None, [], [[], [1, 2]], [None, [1, 2]], [[1, 2], [3, 4], [5, 6]]])
+    assert first_shape(column) == (3, 2)
+    assert first_shape(column[:4]) is None
+    assert ragged_shape(pa.array([[[None, [1]]], [[[1, 2]]]])) == (ANY, 1, 2)

@@ -19,7 +19,7 @@ from ray_app.errors import DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.plan.order import Plan
-from ray_app.preflight.prepare import shuffle_warnings
+from ray_app.preflight.data_summary import shuffle_warnings
 
 CLASSES, BATCH, WINDOW = 100, 256, 10_000
 

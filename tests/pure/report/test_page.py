@@ -441,6 +441,8 @@ def test_axes() -> None:
     assert log_ticks(0.02, 3, 7) == pytest.approx([0.1, 1.0])
     assert log_ticks(0.2, 3, 8) == pytest.approx([0.2, 0.5, 1.0, 2.0])
     assert [number(v) for v in (0, 0.25, 12345, 2.5e6, 1.5e-6)] == ["0", "0.25", "12.35k", "2.5M", "1.5e-6"]
+    assert [number(v) for v in (9999.9, 999_999, -999_999, 999_999_999)] == ["10k", "1M", "-1M", "1G"]
+    assert [seconds(v) for v in (0.9999, 59.4, 59.7, 3599.7)] == ["1 s", "59 s", "1 min", "1 h"]
     assert [seconds(v) for v in (0, 0.25, 2.5, 42.4, 200, 7500, 90000)] == [
         "0 s",
         "250 ms",

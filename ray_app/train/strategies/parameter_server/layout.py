@@ -26,8 +26,9 @@ from ray_app.errors import ConfigError
 from ray_app.train.state.parameters import ordered_parameters
 
 _ALIGNED = 64
-"""Parts are multiples of so many values, so that vector instructions treat each value as they would in the whole
-variable.
+"""The number of values in a part is a multiple of this number.
+
+Vector instructions then treat each value as they would in the whole variable.
 """
 
 
