@@ -70,7 +70,10 @@ class BadRowError(DataError):
 
     def __init__(self, path: str, row_group: int, row: int, reason: str) -> None:
         super().__init__(path, row_group, row, reason)
-        self.path, self.row_group, self.row, self.reason = path, row_group, row, reason
+        self.path = path
+        self.row_group = row_group
+        self.row = row
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"{self.path}, row group {self.row_group}, row {self.row}: {self.reason}"
@@ -127,7 +130,10 @@ class TaskError(RayAppError):
 
     def __init__(self, message: str, trace: str, context: str = "", positions: tuple[int, ...] = ()) -> None:
         super().__init__(message, trace, context, positions)
-        self.message, self.trace, self.context, self.positions = message, trace, context, positions
+        self.message = message
+        self.trace = trace
+        self.context = context
+        self.positions = positions
 
     def with_context(self, worker: str, rows: str = "") -> TaskError:
         """Returns the same error with more context.

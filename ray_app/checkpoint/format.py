@@ -113,7 +113,10 @@ def unpack(files: dict[str, bytes]) -> Snapshot:
     """
     try:
         rest = torch.load(io.BytesIO(files[TRAINING]), weights_only=True)
-        step, optimizer, schedule, extra_state = rest["step"], rest["optimizer"], rest["schedule"], rest["more"]
+        step = rest["step"]
+        optimizer = rest["optimizer"]
+        schedule = rest["schedule"]
+        extra_state = rest["more"]
     except Exception as error:
         raise _refusal(TRAINING, error) from error
     return Snapshot(step, unpack_model(files), optimizer, schedule, extra_state)

@@ -70,7 +70,9 @@ class _HashingFile:
     """
 
     def __init__(self, file: IO[bytes] | None) -> None:
-        self._file, self._sha, self.size = file, hashlib.sha256(), 0
+        self._file = file
+        self._sha = hashlib.sha256()
+        self.size = 0
 
     def write(self, data: bytes | memoryview) -> int:
         self._sha.update(data)

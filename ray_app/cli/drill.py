@@ -31,7 +31,11 @@ _DESCRIPTION = (
     "Trains a configuration undisturbed, then under failures and resizes, and certifies whether the result is the same."
 )
 _OTHER_NAMES = {"resize": "grow", "preempt": "shrink"}
-_FEWEST_STEPS, _CHECKPOINTS, _HEARTBEAT_S, _RESIZE_S, _MAX_LOCAL_WORKERS = 20, 8, 3.0, 2.0, 4
+_FEWEST_STEPS = 20
+_CHECKPOINTS = 8
+_HEARTBEAT_S = 3.0
+_RESIZE_S = 2.0
+_MAX_LOCAL_WORKERS = 4
 _SELECTORS = ("scaling__label_selector", "evaluate__label_selector", "train__server_label_selector")
 
 

@@ -131,7 +131,9 @@ class _Progress:
     """Shows lines with the progress, at most one every two seconds."""
 
     def __init__(self, prepared: PreparedPrediction, parts: int, rows: int, console: Console) -> None:
-        self._parts, self._rows, self._prepared = parts, rows, prepared
+        self._parts = parts
+        self._rows = rows
+        self._prepared = prepared
         self._console, self._first_row = console, rows
         self._started_s = self._shown_s = time.monotonic()
         kept = f"; {parts:,} parts are there already" if parts else ""

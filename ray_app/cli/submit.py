@@ -38,7 +38,10 @@ class Submission:
     def __init__(
         self, config: Config, section: SubmitSection, server: JobServer, runtime_env: dict[str, Any], console: Console
     ) -> None:
-        self._config, self._section, self._server, self._console = config, section, server, console
+        self._config = config
+        self._section = section
+        self._server = server
+        self._console = console
         self._runtime_env = runtime_env
         self._tries = section.retries + 1
         # The id of the present job, as long as it may run.

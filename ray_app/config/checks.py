@@ -231,7 +231,9 @@ LOAD_BALANCED_STRATEGIES = ("ddp", "central_storage")
 
 def _check_scaling(config: Config) -> list[str]:
     """Returns the problems of the number and the resources of workers, and of what depends on them."""
-    scaling, batch, logical = config.scaling, config.data.global_batch_size, config.logical_workers
+    scaling = config.scaling
+    batch = config.data.global_batch_size
+    logical = config.logical_workers
     problems = []
     if scaling.min_workers > scaling.worker_limit:
         problems.append(

@@ -266,7 +266,9 @@ class DiskCache:
     """
 
     def __init__(self, folder: Path, fields: dict[str, ArraySpec], sums: int) -> None:
-        self._folder, self._fields, self._sums = folder, fields, sums
+        self._folder = folder
+        self._fields = fields
+        self._sums = sums
         self._capacity = os.fstat(sums).st_size // 8
         self._rows: dict[str, FixedRows | RaggedRows] = {}
         self._is_open, self._is_full = True, False
@@ -452,7 +454,9 @@ class RaggedRows:
 
     def __init__(self, folder: Path, number: int, spec: ArraySpec) -> None:
         assert spec.padding is not None
-        self._number, self._spec, self._padding = number, spec, spec.padding
+        self._number = number
+        self._spec = spec
+        self._padding = spec.padding
         self._item_bytes = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
         flags = os.O_RDWR | os.O_CREAT
         self._file = os.open(folder / field_file(number), flags, 0o600)

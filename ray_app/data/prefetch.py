@@ -69,7 +69,9 @@ class StreamedWindows:
         source: RowSource,
         prefetch_windows: int = 1,
     ) -> None:
-        self._plan, self._cursor, self._epochs = plan, cursor, epochs
+        self._plan = plan
+        self._cursor = cursor
+        self._epochs = epochs
         self._logical_workers = logical_workers
         self._fetch, self._source = fetch, source
         self._ready: queue.Queue[tuple[_WindowId, Window] | BaseException] = queue.Queue(
@@ -161,7 +163,9 @@ class StreamedWindows:
             # Sliced row groups stay in one execution per epoch: another one would read them again from the beginning.
             if is_sliced:
                 yield group
-                group, tasks, is_sliced = [], 0, False
+                group = []
+                tasks = 0
+                is_sliced = False
         if group:
             yield group
 
@@ -179,7 +183,9 @@ class StreamedWindows:
         """Yields the windows of a group in their order."""
         rows = RowStream(tables)
         for read in reads:
-            order, v, number = read.order, read.logical_worker, read.window
+            order = read.order
+            v = read.logical_worker
+            number = read.window
             stored = order.stored_positions(v, number)
             fields, reasons = self._load_fields(rows, stored)
             index = order.window_order(v, number)

@@ -165,7 +165,9 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
 
 MAX_SCAN_S = 1.0
 """Seconds that the search for the longest row may take: on a disk it reads about 100 million numbers in them."""
-_MAX_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 16_384, 4 << 20, 1 << 20
+_MAX_ROWS = 16_384
+_BATCH_BYTES = 4 << 20
+_BUFFER_BYTES = 1 << 20
 _SCAN = 15
 """Salt of the key by which row groups are chosen."""
 logger = logging.getLogger(__name__)

@@ -379,7 +379,9 @@ class SliceReader:
     """
 
     def __init__(self, root: str, columns: list[str], partitions: Partitions) -> None:
-        self._root, self._columns, self._partitions = locate_data(root), columns, partitions
+        self._root = locate_data(root)
+        self._columns = columns
+        self._partitions = partitions
         self._max_open = min(_MAX_OPEN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._open: dict[tuple[str, int, int], _OpenGroup] = {}
 

@@ -24,7 +24,9 @@ Storage = dict[str, Tensor | Ragged]
 """Decoded rows by field; micro-batches are gathered from them."""
 
 # Salts of the hashes: of a row, of a row's augmentation, and of the order of micro-batches by length.
-_ROW, _AUGMENT, _LENGTH = 11, 12, 14
+_ROW = 11
+_AUGMENT = 12
+_LENGTH = 14
 _REPEAT_BITS = 40
 """A key holds the manifest position of its row in the lower bits, and from this bit on the repeat of the row."""
 _NO_BAD_ROWS: Mapping[int, str] = {}
@@ -104,8 +106,12 @@ class Window:
             alike = order_by_length(
                 field.lengths_of(index), self._micro, key(_LENGTH, order.plan.seed, order.epoch, window)
             )
-            index, positions, uses = index[alike], positions[alike], uses[alike]
-        self._fields, self._index, self._positions = fields, index, positions
+            index = index[alike]
+            positions = positions[alike]
+            uses = uses[alike]
+        self._fields = fields
+        self._index = index
+        self._positions = positions
         self._keys = (hash_array(key(_AUGMENT, order.plan.seed, order.epoch), uses) >> np.uint64(1)).astype(np.int64)
         starts = np.arange(0, len(positions), self._micro)
         self._reasons, self._bad = reasons, np.isin(positions, list(reasons)) if reasons else None
@@ -168,13 +174,17 @@ class Window:
             return prepared
         number = step - self._first_step
         low, high = number * self._micro, (number + 1) * self._micro
-        index, keys, positions = self._index[low:high], self._keys[low:high], self._positions[low:high]
+        index = self._index[low:high]
+        keys = self._keys[low:high]
+        positions = self._positions[low:high]
         row_hash = self._row_hash[number] if number < len(self._row_hash) else 0
         reasons, num_skipped = dict[int, str](), 0
         if self._bad is not None and (bad := self._bad[low:high]).any():
             reasons = {position: self._reasons[position] for position in positions[bad].tolist()}
             num_skipped = int(bad.sum())
-            index, keys, positions = index[~bad], keys[~bad], positions[~bad]
+            index = index[~bad]
+            keys = keys[~bad]
+            positions = positions[~bad]
             row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
         fields = gather_rows(self._fields, index)
         return MicroBatch(

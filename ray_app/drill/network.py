@@ -28,8 +28,13 @@ from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks, Job
 
-_ATTACH, _DETACH, _MEMORY = 26, 27, 55
-"""`SO_ATTACH_FILTER`, `SO_DETACH_FILTER`, `SO_MEMINFO` of Linux, which Python does not name."""
+# These options of Linux have no name in Python.
+_ATTACH = 26
+"""`SO_ATTACH_FILTER`."""
+_DETACH = 27
+"""`SO_DETACH_FILTER`."""
+_MEMORY = 55
+"""`SO_MEMINFO`."""
 _DROPS = 8
 """Index of the number of dropped packets in the value of `SO_MEMINFO`, see `SK_MEMINFO_DROPS`."""
 _RETURN = 0x06

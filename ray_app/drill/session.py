@@ -119,8 +119,12 @@ class Drill:
         console: Console,
         renew: Callable[[], None],
     ) -> None:
-        self._config, self._seed, self._limit_s = config, seed, limit_s
-        self._nodes, self._console, self._renew = nodes, console, renew
+        self._config = config
+        self._seed = seed
+        self._limit_s = limit_s
+        self._nodes = nodes
+        self._console = console
+        self._renew = renew
         self._out = to_location(config.run.storage_path)
         self._workers = workers_that_fit(config, ray.cluster_resources(), ray.nodes(), max_resources())
         self._log = StringIO()

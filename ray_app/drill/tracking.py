@@ -26,7 +26,9 @@ from ray_app.storage.files import read_json
 from ray_app.track.mlflow_client import connect
 from ray_app.train.job import Hooks, Job
 
-_START_TIMEOUT_S, _POLL_INTERVAL_S, _STEPS_WITHOUT_SERVER = 120.0, 0.1, 10
+_START_TIMEOUT_S = 120.0
+_POLL_INTERVAL_S = 0.1
+_STEPS_WITHOUT_SERVER = 10
 _POINTS = {"loss": lambda r: r.loss, "step_ms": lambda r: r.step_ms, "workers": lambda r: float(r.workers)}
 
 

@@ -78,10 +78,7 @@ _RECORD_RETRY_S, _RECORD_PAUSE_S = 30.0, 1.0
 """Seconds for which recording the end of a run is retried, and between two tries."""
 _TRACKING_END_S = 60.0
 _TRACKING_STOP_S = 15.0
-"""Seconds that the tracking server has at the end of a stopped run.
-
-`ray job stop` kills jobs of `ray-app submit` after 60 s.
-"""
+"""Seconds that the tracking server has at the end of a stopped run; `ray job stop` kills jobs after 60 s."""
 _CHANGED_ENVIRONMENT = (
     "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before},"
     " now {now}."
@@ -275,7 +272,9 @@ class Run:
             "ray_job": ray_job(),
         }
         put_event(job.paths, "started", job.fence, **facts)
-        tracker, board, observers = make_tracker(job, self._console), make_board(job), make_observers(job)
+        tracker = make_tracker(job, self._console)
+        board = make_board(job)
+        observers = make_observers(job)
         recorders = [recorder for recorder in (tracker, board) if recorder is not None]
         for recorder in recorders:
             recorder.start()

@@ -55,7 +55,9 @@ class Shards:
         if isinstance(folder, Path):
             folder.mkdir(exist_ok=True)
         scratch.mkdir(exist_ok=True)
-        self._folder, self._stem, self._scratch = folder, stem, scratch
+        self._folder = folder
+        self._stem = stem
+        self._scratch = scratch
         self._limits = (shard_rows, row_group_rows, row_group_bytes)
         self._shards: list[dict[str, Any]] = []
         self._columns: dict[str, dict[str, Any]] = {}
@@ -119,7 +121,9 @@ class Shards:
 
     def _end_row_group(self) -> None:
         table = pa.concat_tables(self._pending).combine_chunks()
-        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
+        self._pending = []
+        self._pending_rows = 0
+        self._pending_bytes = 0
         try:
             if self._writer is None:
                 self._writer = _parquet_writer(self._scratch / self._name, table.schema)
@@ -233,7 +237,9 @@ def _parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     )
 
 
-_MAX_ROWS, _BATCH_BYTES, _BUFFER_BYTES = 1 << 16, 8 << 20, 4 << 20
+_MAX_ROWS = 1 << 16
+_BATCH_BYTES = 8 << 20
+_BUFFER_BYTES = 4 << 20
 
 
 def merge_descriptions(

@@ -59,7 +59,9 @@ class Runs:
         if isinstance(folder, Path):
             folder.mkdir(exist_ok=True)
         scratch.mkdir(exist_ok=True)
-        self._folder, self._stem, self._scratch = folder, stem, scratch
+        self._folder = folder
+        self._stem = stem
+        self._scratch = scratch
         self._runs: list[dict[str, Any]] = []
         self._columns: dict[str, dict[str, Any]] = {}
         self._pending: list[pa.Table] = []

@@ -23,7 +23,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-DESCRIPTION, EXPORTED, WEIGHTS, TASK = "package.json", "model.pt2", "model.safetensors", "task.json"
+DESCRIPTION = "package.json"
+EXPORTED = "model.pt2"
+WEIGHTS = "model.safetensors"
+TASK = "task.json"
 
 _ALLOWED_MEMBER = re.compile(
     r"[^/]+/(archive_format|archive_version|byteorder|\.data/\w+|models/\w+\.json|data/weights/weight_\d+|data/constants/tensor_\d+|"
@@ -70,7 +73,9 @@ class Served(nn.Module):
 
     def __init__(self, task: Any, model: nn.Module, names: list[str]) -> None:
         super().__init__()
-        self.task, self.model, self.names = task, model, names
+        self.task = task
+        self.model = model
+        self.names = names
 
     def forward(self, *fields: Tensor) -> Any:
         """Returns the task's outputs for the fields of a batch, each of shape (rows, ...)."""
@@ -227,7 +232,9 @@ def _is_nesting(text: str) -> bool:
         _, root = json.loads(text)
         todo = [root]
         for node in todo:
-            kind, context, children = node["type"], node["context"], node["children_spec"]
+            kind = node["type"]
+            context = node["context"]
+            children = node["children_spec"]
             names = json.loads(context) if kind is not None else context
             is_plain = names is None or (
                 isinstance(names, list) and all(isinstance(name, str | int | float | None) for name in names)

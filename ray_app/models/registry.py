@@ -116,12 +116,10 @@ def _digest(file: Path) -> str:
 CHAMPION, CHALLENGER = "champion", "challenger"
 RUN_UUID, PARAMS_DIGEST = "ray_app.run_uuid", "ray_app.params_digest"
 _REGISTERED = "ray_app.registered_at"
-_PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES = (
-    "ray_app.promoted_because",
-    "ray_app.promoted_at",
-    "ray_app.promoted_by",
-    "ray_app.replaces",
-)
+_PROMOTED_BECAUSE = "ray_app.promoted_because"
+_PROMOTED_AT = "ray_app.promoted_at"
+_PROMOTED_BY = "ray_app.promoted_by"
+_REPLACES = "ray_app.replaces"
 _PROMOTION_TAGS = (_PROMOTED_BECAUSE, _PROMOTED_AT, _PROMOTED_BY, _REPLACES)
 _EARLIER_PROMOTION = "ray_app.promoted_before"
 """Tag with the promotion tags that a version had before its newest promotion.
@@ -131,11 +129,9 @@ tag is removed when the version stops serving: by the promotion of another versi
 """
 FIRST_REASON, _FIRST_VERSION = "first version", "1"
 """The promotion reason of the very first version, and its number, which MLflow never reuses after a deletion."""
-_ROLLED_BACK_BECAUSE, _ROLLED_BACK_AT, _ROLLED_BACK_BY = (
-    "ray_app.rolled_back_because",
-    "ray_app.rolled_back_at",
-    "ray_app.rolled_back_by",
-)
+_ROLLED_BACK_BECAUSE = "ray_app.rolled_back_because"
+_ROLLED_BACK_AT = "ray_app.rolled_back_at"
+_ROLLED_BACK_BY = "ray_app.rolled_back_by"
 _TAG_CHARS = 5000
 _EARLIER_TAG_CHARS = 1000
 

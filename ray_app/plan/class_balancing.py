@@ -102,7 +102,9 @@ class Uses:
 
         These are the `rest` rows from `start` on, which continue at the beginning of the class.
         """
-        totals, start, rest = self._classes.totals, self._start, self._rest
+        totals = self._classes.totals
+        start = self._start
+        rest = self._rest
         wrapped = np.clip(rank - start + totals, 0, rest) - np.clip(totals - start, 0, rest)
         return np.clip(rank - start, 0, rest) + wrapped
 

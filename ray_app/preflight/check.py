@@ -41,8 +41,13 @@ from ray_app.train.process_group import FileStoreMembership
 from ray_app.train.state.state import seed_init
 from ray_app.watch.terminal import Finding
 
-STEPS, MIDDLE, WORKERS = 6, 3, 4
-_ROWS, _MICRO_BATCH, _GROUPS, _FORWARD = 64, 4, 4, 8
+STEPS = 6
+MIDDLE = 3
+WORKERS = 4
+_ROWS = 64
+_MICRO_BATCH = 4
+_GROUPS = 4
+_FORWARD = 8
 _FEW_ROWS = 20_000
 """Largest row group that is read, in rows, unless all row groups are larger."""
 _CALL_TIMEOUT_S = 300.0

@@ -19,7 +19,9 @@ from ray_app.task.base import Task
 
 _ROW_ID = "row_id"
 """Column in which an ingest stores the name of each row."""
-_MAX_NAMED, _MAX_READ, _READ_ROWS = 20, 8, 1000
+_MAX_NAMED = 20
+_MAX_READ = 8
+_READ_ROWS = 1000
 
 
 def describe_training_columns(task: Task, dataset: Dataset) -> list[str]:

@@ -90,7 +90,9 @@ def dry_run(
     Raises:
         ConfigError: The task, the optimizer or the schedule fails, or does not fit the strategy or the memory.
     """
-    config, task, messages = job.config, job.task, list[str]()
+    config = job.config
+    task = job.task
+    messages = list[str]()
     try:
         with restore_process_state(), user_code(lambda: "making model, optimizer and schedule"):
             set_threads_and_kernels(torch.get_num_threads(), config.train.reduction == "exact")
@@ -283,7 +285,9 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
         ConfigError: There is not one loss per row, an operation has no deterministic kernel on GPUs, or the metrics
             lack the one that selects the best checkpoint.
     """
-    task, state, config = job.task, row_probe.state, job.config
+    task = job.task
+    state = row_probe.state
+    config = job.config
     count = len(next(iter(rows.values())))
     unused = dict[str, nn.Parameter]()
     state.train()

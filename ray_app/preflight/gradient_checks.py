@@ -100,7 +100,9 @@ def parameters_without_gradient(losses: Tensor, parameters: Mapping[str, nn.Para
         Names in the order of the model. The list is empty if the graph does not show its dependencies (activation
         checkpointing with `use_reentrant=True`).
     """
-    reached, visited, pending = set[int](), set[object](), [losses.grad_fn]
+    reached = set[int]()
+    visited = set[object]()
+    pending = [losses.grad_fn]
     while pending:
         node = pending.pop()
         if node is None or node in visited:

@@ -234,7 +234,9 @@ def _accumulates(*args: Any, **options: Any) -> bool:
 
 
 _POOLS = "pooling with a kernel of fixed size, or a mean (amax) over the pixels, as an adaptive pooling to size 1 is"
-_MEDIAN, _PUT, _REGIONS = "sort, and the middle", "index_add, or scatter_add", "RoIAlign"
+_MEDIAN = "sort, and the middle"
+_PUT = "index_add, or scatter_add"
+_REGIONS = "RoIAlign"
 _SCATTERED = "index_add or scatter_reduce with sum, or a loop over the groups"
 _FRACTIONAL, _PADS = "a convolution with a stride", "zeros, or padding_mode replicate"
 _NONDETERMINISTIC_OPS: Mapping[str, _NondeterministicOp] = {

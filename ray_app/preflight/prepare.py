@@ -325,7 +325,8 @@ def prepare(config: Config) -> Prepared:
         job = replace(job, initial=str(paths.initial))
     _check_rounds(job)
     rare_rows = [RareRows.find(f"data.path {config.data.path}", task, dataset, fields, candidate=longest_of(rows))]
-    data, sampled, evaluation_warnings = None, None, list[str]()
+    data = sampled = None
+    evaluation_warnings = list[str]()
     if config.data.eval_path is not None:
         data, eval_rare_rows, sampled, evaluation_warnings = _prepare_evaluation(job, config.data.eval_path)
         rare_rows.append(eval_rare_rows)
@@ -341,11 +342,12 @@ def prepare(config: Config) -> Prepared:
         has_all,
         partial(sample_rows, dataset, task.columns(), task.decode, MAX_ROWS),
     )
-    evaluation = None
-    if data is not None and not job.workers_evaluate:
-        evaluation = EvaluationJob(
-            config.evaluate, task, job.run_root, 0, data, deterministic=config.train.reduction == "exact"
-        )
+    is_exact = config.train.reduction == "exact"
+    evaluation = (
+        EvaluationJob(config.evaluate, task, job.run_root, 0, data, deterministic=is_exact)
+        if data is not None and not job.workers_evaluate
+        else None
+    )
     files = read_data_versions(job.source, data)
     return Prepared(
         replace(job, evaluation=data),

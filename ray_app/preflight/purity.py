@@ -347,7 +347,9 @@ def _check_repeatable(
         advice: What to do about random numbers, as a sentence without its full stop.
         allowed: Descriptions of the generators from which the method may draw.
     """
-    results, draws, known_generators = [], list[Draw](), list_generators()
+    results = []
+    draws = list[Draw]()
+    known_generators = list_generators()
     for _ in range(3):
         seed_step(0, 0, 0, 0, _CPU)
         with user_code(lambda: f"{name}, called three times on the same rows"):

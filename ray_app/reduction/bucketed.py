@@ -189,7 +189,9 @@ class BucketedReducer(GradientReducer):
         bucket_mb: float,
         compression: Literal["none", "bf16"],
     ) -> None:
-        self._world, self._exact, self._compresses = world, reduction == "exact", compression == "bf16"
+        self._world = world
+        self._exact = reduction == "exact"
+        self._compresses = compression == "bf16"
         # The gradient of a single logical worker is the sum already, so it stays in `.grad` and there are no buckets.
         self._has_one_term = world.logical_workers == 1
         self._stages = list(zip(world.stages, world.groups, strict=True))
@@ -348,7 +350,9 @@ class BucketedReducer(GradientReducer):
         """
         for p in self._parameters:
             p.grad = None
-        self._next_bucket, self._pipelines, self._deferred = 0, [], []
+        self._next_bucket = 0
+        self._pipelines = []
+        self._deferred = []
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
             bucket.reset()

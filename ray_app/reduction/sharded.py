@@ -305,7 +305,9 @@ class _LeafAllToAll(ReduceScatter):
         received shards.
         """
         del op, async_op
-        world, shard, width = self._world, output_tensor.numel(), len(self.leaves)
+        world = self._world
+        shard = output_tensor.numel()
+        width = len(self.leaves)
         if self.is_idle:
             input_tensor.zero_()
         sent = shard if world.rank < width else 0
@@ -422,7 +424,9 @@ class DeterministicShardedReducer(FsdpReducer):
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        size, rank, parameters = self._world.size, self._world.rank, self._parameters
+        size = self._world.size
+        rank = self._world.rank
+        parameters = self._parameters
         shards = [p.grad.to_local().reshape(-1).view(torch.uint8) for p in parameters]  # type: ignore[union-attr]
         # Rank r computes the norms of the parameters r, r + W, and so on. The shards travel as bytes, because they may
         # differ in their dtypes.

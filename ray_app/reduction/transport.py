@@ -160,7 +160,9 @@ class DirectTransport(Transport):
     """
 
     def __init__(self, pool: BufferPool, rank: int, number: int) -> None:
-        self._get_buffer, self._rank, self._tag = pool.get, rank, number + 1
+        self._get_buffer = pool.get
+        self._rank = rank
+        self._tag = number + 1
         # The group is bound here, because a helper thread may outlive its generation and must not send in the group of
         # a later one.
         self._group = dist.group.WORLD

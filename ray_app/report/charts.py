@@ -263,7 +263,9 @@ def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
         clock: The run's clock.
     """
     corners: list[Point] = [(0.0, 0.0)]
-    min_gap_s, end_s, size = clock.end_s / 300, 0.0, 0
+    min_gap_s = clock.end_s / 300
+    end_s = 0.0
+    size = 0
     for record in records:
         finished_s = clock.at(record.time_s)
         began_s = max(end_s, finished_s - record.step_ms / 1e3)
@@ -325,7 +327,6 @@ def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
 
 
 Tone = Literal["blue", "orange", "green", "red", "purple", "gray"]
-
 _TOP, _RIGHT, _BOTTOM = 10, 14, 32
 _MAX_HOVER_COLUMNS = 80
 _LANE, _NEAR = 24, 3.0
@@ -339,8 +340,7 @@ class Line:
         name: Name for the legend and the hover text.
         tone: Color.
         points: Finite points, ordered by x.
-        kind: `line`; `faint` for a curve behind another one; `steps` for a filled step curve; `dots` for a few points,
-            connected.
+        kind: `line`; `faint` for a curve behind another one; `steps` for a filled step curve; `dots` for single points.
     """
 
     name: str

@@ -331,7 +331,9 @@ class FactsReader:
     """Reads a run repeatedly; steps and events that it has read before are not read again."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self.paths, self.events, self.steps = paths, EventsReader(paths), StepsReader(paths)
+        self.paths = paths
+        self.events = EventsReader(paths)
+        self.steps = StepsReader(paths)
 
     def read(self) -> Facts:
         """See `read_facts`."""
@@ -395,7 +397,9 @@ def _started_s(events: list[Event]) -> float:
 
 def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, before_s: float) -> Earlier | None:
     """Returns the best of the runs next to this one that ended before `before_s`; skips runs that cannot be read."""
-    storage, key, sign = paths.root.parent, metric_key(metric), -1 if mode == "max" else 1
+    storage = paths.root.parent
+    key = metric_key(metric)
+    sign = -1 if mode == "max" else 1
     near = [end for end in read_ends(storage) if end.metric == key and end.run != paths.name]
     near = [end for end in near if math.isfinite(end.value) and end.ended_s <= before_s]
     for end in sorted(near, key=lambda end: (sign * end.value, end.ended_s)):

@@ -137,7 +137,9 @@ class Card:
 
 def cards_of(facts: Facts) -> list[Card]:
     """Returns the key figures of a run."""
-    best, last, part = facts.best, facts.records[-1] if facts.records else None, facts.goodput
+    best = facts.best
+    last = facts.records[-1] if facts.records else None
+    part = facts.goodput
     cards: list[Card] = []
     if best is not None:
         cards.append(Card(f"best {facts.metric}", f"{best.metrics[facts.metric]:.4f}", f"at step {best.step:,}"))

@@ -191,7 +191,9 @@ def sizes_text(sizes: Any) -> str:
 
 
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
-_MAX_CLASSES, _MAX_PAIRS, _MAX_EXAMPLES = 30, 25, 24
+_MAX_CLASSES = 30
+_MAX_PAIRS = 25
+_MAX_EXAMPLES = 24
 
 
 @dataclass(frozen=True)

@@ -399,7 +399,9 @@ def _load(files: Files, folder: Path, device: torch.device) -> tuple[nn.Module, 
     return model, [spec["name"] for spec in description["inputs"]]
 
 
-_SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 1_000_000, 10_000, 16_000_000
+_SHARD_ROWS = 1_000_000
+_ROW_GROUP_ROWS = 10_000
+_ROW_GROUP_BYTES = 16_000_000
 _DESCRIPTION = "dataset.json"
 _SELECTION_SHARE = 0.5
 """Share of the evaluation rows by which the best checkpoint is chosen; the gate uses the other rows.

@@ -82,7 +82,10 @@ class Stages:
     """
 
     def __init__(self, situation: Situation, round: Round, console: Console, at: Callable[[str], None]) -> None:
-        self._situation, self._round, self._console, self._at = situation, round, console, at
+        self._situation = situation
+        self._round = round
+        self._console = console
+        self._at = at
 
     def validate(self) -> dict[str, Any]:
         """Validates the delivered data.
@@ -359,7 +362,11 @@ class _RetrainingStart:
         lease: Lease | None,
         stack: ExitStack,
     ) -> None:
-        self._section, self._paths, self._console, self._at, self._lease = section, paths, console, at, lease
+        self._section = section
+        self._paths = paths
+        self._console = console
+        self._at = at
+        self._lease = lease
         uri, self._name = default_tracking_uri(config), str(config.tracking.registered_model)
         self._client = connect(uri)
         delivery = read_delivery(config, paths.contents if lease is not None else None, section.gate_path)

@@ -202,7 +202,10 @@ def check_patience(
     """
     sign = -1.0 if mode == "min" else 1.0
     # With `min_delta` the best value may be better than the last improvement, by too little to be one itself.
-    best_step, best, last_improvement, num_without = 0, -math.inf, -math.inf, 0
+    best_step = 0
+    best = -math.inf
+    last_improvement = -math.inf
+    num_without = 0
     for step in planned:
         if step not in values:
             return None

@@ -229,7 +229,9 @@ def _join_run(paths: RunPaths, run: list[str], full_bytes: int) -> int:
         size += len(data)
         if size >= full_bytes:
             joined += _put_joined(paths, parts, list(records.values()), _FULL)
-            parts, size, records = [], 0, {}
+            parts = []
+            size = 0
+            records = {}
     return joined + (_put_joined(paths, parts, list(records.values()), "") if len(parts) > 1 else 0)
 
 
@@ -271,7 +273,9 @@ class MetricsWriter:
     """
 
     def __init__(self, paths: RunPaths, fence: int, flush_s: float | None = None) -> None:
-        self._paths, self._fence, self._flush_s = paths, fence, flush_s or max(FLUSH_S, poll_interval_s(paths.metrics))
+        self._paths = paths
+        self._fence = fence
+        self._flush_s = flush_s or max(FLUSH_S, poll_interval_s(paths.metrics))
         self._pending: list[StepRecord] = []
         self.written_step = 0
         self._lock = threading.Lock()

@@ -142,7 +142,9 @@ class Lease:
     """
 
     def __init__(self, paths: RunPaths, fence: int, record: LeaseRecord) -> None:
-        self._paths, self.fence, self._record = paths, fence, record
+        self._paths = paths
+        self.fence = fence
+        self._record = record
         self._lost: LeaseLostError | None = None
         self._on_lost: Callable[[], None] = lambda: None
         self._ended = threading.Event()

@@ -85,7 +85,9 @@ class _OutputCopy:
     """The beginning of a stream's output, and its copy in a file."""
 
     def __init__(self, file: Location, context: Callable[[], str], destination: str) -> None:
-        self._file, self._context, self._destination = file, context, destination
+        self._file = file
+        self._context = context
+        self._destination = destination
         self._parts: list[str] = []
         self._chars, self._copied = 0, 0
         self._is_at_start = True

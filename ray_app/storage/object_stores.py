@@ -259,7 +259,9 @@ class S3Path(ObjectPath):
         """
         from botocore.exceptions import ClientError
 
-        client, size, view = self._client, max(PART_BYTES, -(-len(data) // _MAX_PARTS)), memoryview(data)
+        client = self._client
+        size = max(PART_BYTES, -(-len(data) // _MAX_PARTS))
+        view = memoryview(data)
         condition = {"IfNoneMatch": "*"} if if_absent else {}
         upload = self._object | {"UploadId": client.create_multipart_upload(**self._object)["UploadId"]}
 

@@ -22,7 +22,9 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.redaction import redact
 from ray_app.submit.options import EndedJob
 
-_CONNECT_S, _ANSWER_S, _UPLOAD_S = 10.0, 60.0, 1800.0
+_CONNECT_S = 10.0
+_ANSWER_S = 60.0
+_UPLOAD_S = 1800.0
 _SILENCE_S = 30.0
 """Time without output after which the connection is opened anew, since a half-open one would stay silent for ever."""
 _LOOK_S = 1.0
@@ -108,7 +110,9 @@ class JobServer:
             ConfigError: The cluster refuses the job.
             LostContactError: The cluster did not answer for too long.
         """
-        start_s, job_id, sent = time.monotonic(), "", 0
+        start_s = time.monotonic()
+        job_id = ""
+        sent = 0
         while True:
             try:
                 job_id = job_id or self._free_id(name)

@@ -32,8 +32,12 @@ It is a number for each class, or `balanced`, which gives all classes the same w
 """
 MAX_CONFUSED_CLASSES = 2048
 """A confusion matrix of so many classes takes 32 MiB, and as much of `evaluations/*.json`."""
-_SHARE, _KIND, _ROW, _COLUMN = 21, 22, 23, 24
-"""Salts that make the random numbers of a row independent: mixing share, mixup or cutmix, position of a rectangle."""
+# Salts that make the random numbers of a row independent: the share of a mixture, mixup or cutmix, and the position of
+# a rectangle.
+_SHARE = 21
+_KIND = 22
+_ROW = 23
+_COLUMN = 24
 
 
 def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes: int) -> list[float] | None:

@@ -66,13 +66,11 @@ class ObjectDetection(Task):
         transforms: list[Spec] | None = None,
         exif_orientation: bool = True,
     ) -> None:
-        self.detector, self.image, self.boxes, self.labels, self.transforms = (
-            detector,
-            image,
-            boxes,
-            labels,
-            transforms or [],
-        )
+        self.detector = detector
+        self.image = image
+        self.boxes = boxes
+        self.labels = labels
+        self.transforms = transforms or []
         self.exif_orientation = exif_orientation
 
     def prepare(self, data: DataFacts) -> ObjectDetection:

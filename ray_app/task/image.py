@@ -35,8 +35,10 @@ from ray_app.task.classification import (
 from ray_app.task.device import constant_tensor, to_device
 from ray_app.task.images import decode_image
 
-_FLIP, _CROP_Y, _CROP_X = 1, 2, 3
-"""Salts of `uniform`: the flip and the two offsets of the crop of a row are independent of each other."""
+# Salts of `uniform`: the flip and the two offsets of the crop of a row are independent of each other.
+_FLIP = 1
+_CROP_Y = 2
+_CROP_X = 3
 
 
 class ImageClassification(Task):
@@ -97,16 +99,24 @@ class ImageClassification(Task):
             raise ConfigError(
                 f"task.init_args.model is {model!r}; it must be one of small_cnn, {', '.join(_list_classifiers())}."
             )
-        self.model, self.model_args, self.num_classes = model, dict(model_args or {}), num_classes
-        self.image, self.label, self.size = image, label, size
-        self.pixel_max, self.mean, self.std = pixel_max, mean or [0.0], std or [1.0]
+        self.model = model
+        self.model_args = dict(model_args or {})
+        self.num_classes = num_classes
+        self.image = image
+        self.label = label
+        self.size = size
+        self.pixel_max = pixel_max
+        self.mean = mean or [0.0]
+        self.std = std or [1.0]
         self.flip, self.crop_padding = flip, crop_padding
         if not 0 <= label_smoothing < 1 or mixup < 0 or cutmix < 0:
             raise ConfigError(
                 f"task.init_args.label_smoothing is {label_smoothing}, mixup {mixup}, cutmix {cutmix}; label_smoothing"
                 " must be at least 0 and below 1, the others at least 0."
             )
-        self.label_smoothing, self.mixup, self.cutmix = label_smoothing, mixup, cutmix
+        self.label_smoothing = label_smoothing
+        self.mixup = mixup
+        self.cutmix = cutmix
         self.class_weights = class_weights
         # `prepare` sets the weight of each class and the number of channels from the data.
         self.weights: list[float] | None = None

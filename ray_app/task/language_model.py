@@ -49,7 +49,10 @@ class CausalLanguageModel(Task):
         lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
-        self.model, self.tokens, self.max_length, self.lora = model, tokens, max_length, lora
+        self.model = model
+        self.tokens = tokens
+        self.max_length = max_length
+        self.lora = lora
         self.gradient_checkpointing = gradient_checkpointing
         # The maximum token of the data; -1 as long as it is unknown.
         self.max_token = -1

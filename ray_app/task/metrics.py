@@ -34,7 +34,9 @@ from ray_app.task.user_code import user_code
 _BINCOUNT = "_bincount"
 """Name of torchmetrics' function that counts classes."""
 MAX_MISTAKES = 12
-_TARGET_CHUNKS, _MAX_CHUNK_ROWS, _MAX_CHUNK_BYTES = 16, 8192, 64_000_000
+_TARGET_CHUNKS = 16
+_MAX_CHUNK_ROWS = 8192
+_MAX_CHUNK_BYTES = 64_000_000
 _MAX_TABLE_NUMBERS = 10_000
 """Size of the largest table that is recorded: a confusion matrix of 100 classes."""
 Mode = Literal["min", "max"]

@@ -132,25 +132,27 @@ class ModuleTask(Task):
     ) -> None:
         if not inputs:
             raise ConfigError("task.init_args.inputs is empty; name the columns that the model takes.")
-        self.model, self.inputs, self.target, self.loss_spec, self.output = model, inputs, target, loss, output
-        self.metric_specs, self.transforms, self.evaluate_transforms = (
-            metrics or {},
-            transforms or [],
-            evaluate_transforms or [],
-        )
-        self.classes_last, self.train_accuracy, self.exif_orientation = classes_last, train_accuracy, exif_orientation
+        self.model = model
+        self.inputs = inputs
+        self.target = target
+        self.loss_spec = loss
+        self.output = output
+        self.metric_specs = metrics or {}
+        self.transforms = transforms or []
+        self.evaluate_transforms = evaluate_transforms or []
+        self.classes_last = classes_last
+        self.train_accuracy = train_accuracy
+        self.exif_orientation = exif_orientation
         if activation is not None and activation not in get_args(Activation):
             raise ConfigError(
                 f"task.init_args.activation is {activation!r}; it must be one of {', '.join(get_args(Activation))}."
             )
         self.activation = activation
-        self.mean, self.std, self.pad_with, self.pad_to, self.max_length = (
-            mean or [0.0],
-            std or [1.0],
-            pad_with,
-            pad_to,
-            max_length,
-        )
+        self.mean = mean or [0.0]
+        self.std = std or [1.0]
+        self.pad_with = pad_with
+        self.pad_to = pad_to
+        self.max_length = max_length
         self.mask_classes = parse_mask_values(mask_values)
         need_specs(
             model=model,

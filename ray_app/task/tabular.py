@@ -50,7 +50,9 @@ class _Tabular(Task):
         scale: float = 1.0,
     ) -> None:
         self.label, self.features = label, features
-        self.hidden, self.dropout, self.scale = hidden if hidden is not None else [256, 256], dropout, scale
+        self.hidden = hidden if hidden is not None else [256, 256]
+        self.dropout = dropout
+        self.scale = scale
         self.inputs = 0
 
     def prepare(self, data: DataFacts) -> _Tabular:

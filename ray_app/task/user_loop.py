@@ -313,7 +313,9 @@ class LoopTask(BatchTask):
             best_mode,
             exif_orientation,
         )
-        self.train, self.settings, self.evaluate = train, settings or {}, evaluate
+        self.train = train
+        self.settings = settings or {}
+        self.evaluate = evaluate
 
     def validate_config(self, config: Config) -> list[str]:
         """Returns a problem for each setting that conflicts with the optimizer or the model of the script."""

@@ -255,9 +255,13 @@ logger = logging.getLogger(__name__)
 
 METRICS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
-_KEY_CHARS, _PARAM_CHARS, _TAG_CHARS = 250, 6000, 8000
+_KEY_CHARS = 250
+_PARAM_CHARS = 6000
+_TAG_CHARS = 8000
 _DIGEST_CHARS, _NAME_CHARS = 36, 500
-_UUID_TAG, _ROOT_TAG, _RESUMED_WITH = "ray_app.run_uuid", "ray_app.run_root", "ray_app.resumed_with."
+_UUID_TAG = "ray_app.run_uuid"
+_ROOT_TAG = "ray_app.run_root"
+_RESUMED_WITH = "ray_app.resumed_with."
 
 SHORT_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 """Environment variables for short timeouts, without retries.
@@ -305,7 +309,9 @@ class MlflowRun:
     """
 
     def __init__(self, uri: str, experiment: str, artifacts: Path | None) -> None:
-        self._uri, self._experiment, self._artifacts = uri, experiment, artifacts
+        self._uri = uri
+        self._experiment = experiment
+        self._artifacts = artifacts
         self._client: Any = None
         self.run_id = ""
         self.page = uri
@@ -478,7 +484,9 @@ def _diff_values(
     """
     new, other = {}, {}
     for name, value in values.items():
-        key, text, tag = mlflow_key(name), redact(str(value))[:max_chars], mlflow_key(_RESUMED_WITH + name)
+        key = mlflow_key(name)
+        text = redact(str(value))[:max_chars]
+        tag = mlflow_key(_RESUMED_WITH + name)
         if key not in current:
             new[key] = text
         elif tags.get(tag, current[key]) != text:
@@ -531,4 +539,6 @@ class TrackingState(SentState):
 
     def forget(self) -> None:
         """Resets the part that was sent: MLflow has nothing."""
-        self.sent_step, self.evaluations, self.look = 0, {}, ""
+        self.sent_step = 0
+        self.evaluations = {}
+        self.look = ""

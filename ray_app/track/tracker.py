@@ -67,7 +67,11 @@ class Tracker:
         is_over: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self._paths, self._config, self._tags, self._datasets, self._is_over = paths, config, tags, datasets, is_over
+        self._paths = paths
+        self._config = config
+        self._tags = tags
+        self._datasets = datasets
+        self._is_over = is_over
         self.uri, self._on_connect = default_tracking_uri(config), say
         self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri))
         self._backlog = Backlog(paths, every_steps)

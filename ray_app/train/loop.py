@@ -90,7 +90,11 @@ class _Worker:
         sender: SnapshotSender,
         load_evaluation: Callable[[], Arrays] | None,
     ) -> None:
-        self._job, self._membership, self._device, self._hooks, self._sender = job, membership, device, hooks, sender
+        self._job = job
+        self._membership = membership
+        self._device = device
+        self._hooks = hooks
+        self._sender = sender
         self._state = build_state(job.config, job.task, device, job.total_steps)
         self._step_log = StepLog(job, self._state, membership, sender, device, hooks)
         self._feed = Feed(job.plan, lambda cursor, assigned: open_windows(job, cursor, assigned), device)
@@ -235,7 +239,10 @@ class _Worker:
         Returns:
             The flags that ended the generation; no flag if the assignment changes or the run is complete.
         """
-        job, state, membership, feed = self._job, self._state, self._membership, self._feed
+        job = self._job
+        state = self._state
+        membership = self._membership
+        feed = self._feed
         plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)
         self._finished_steps = state.step
         with closing(build_step(job, state, world, self._device, self._enter)) as step:

@@ -384,7 +384,10 @@ class FileStoreMembership(SingleProcessMembership):
 
     def __init__(self, world: World, store: Path, backend: str = "gloo", hosts: tuple[str, ...] = ()) -> None:
         super().__init__(world.logical_workers, lambda: False)
-        self._world, self._store, self._backend, self._hosts = world, store, backend, hosts
+        self._world = world
+        self._store = store
+        self._backend = backend
+        self._hosts = hosts
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:

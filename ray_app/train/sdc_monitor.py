@@ -33,7 +33,9 @@ class SdcMonitor:
     """
 
     def __init__(self, job: Job, state: TrainingState, device: torch.device) -> None:
-        self._job, self._state, self._device = job, state, device
+        self._job = job
+        self._state = state
+        self._device = device
         # Last step in which a recomputed share of a worker was right, by the worker's name, see `SdcChecker`.
         self._last_clean_steps = dict[str, int]()
         # The findings for which no checkpoints have been marked yet.

@@ -302,7 +302,10 @@ class StragglerReporter:
     """
 
     def __init__(self, job: Job, world: World, hosts: Sequence[str], device: torch.device) -> None:
-        self._job, self._world, self._hosts, self._device = job, world, hosts, device
+        self._job = job
+        self._world = world
+        self._hosts = hosts
+        self._device = device
         self._detector = (
             StragglerDetector(world, job.config.scaling.load_balancing == "speed")
             if world.size > 1 and job.config.train.strategy != "fsdp"

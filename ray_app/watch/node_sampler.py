@@ -55,7 +55,9 @@ class NodeSampler:
     """
 
     def __init__(self, paths: RunPaths, fence: int, every_s: float, step: int = 0) -> None:
-        self._paths, self._fence, self._every_s = paths, fence, every_s
+        self._paths = paths
+        self._fence = fence
+        self._every_s = every_s
         self.step = step
         self._local_probe, self._local_node = Probe(), ray.get_runtime_context().get_node_id()
         self._nodes: dict[str, _Node] = {}

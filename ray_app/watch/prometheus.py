@@ -90,7 +90,9 @@ class Speed:
         """
         last, self._idle_s = self._last, now_s - self._last_change_s
         if last is None:
-            self._first_step, self._max_workers, self._began_s = record.step, record.workers, record.time_s
+            self._first_step = record.step
+            self._max_workers = record.workers
+            self._began_s = record.time_s
         elif (record.step, record.generation) == (last.step, last.generation):
             # Since the last step too much time has passed for a higher speed than this.
             if self.rows_per_s is not None:
@@ -100,10 +102,14 @@ class Speed:
             self._wall_s += self._idle_s
             self._began_s = record.time_s
             if record.workers > self._max_workers:
-                self._max_workers, self._steady, self._total = record.workers, (0.0, 0), (0.0, 0)
+                self._max_workers = record.workers
+                self._steady = (0.0, 0)
+                self._total = (0.0, 0)
         else:
             self._count_steps(record.time_s - last.time_s, record.step - last.step, last.time_s)
-        self._last, self._last_change_s, self._idle_s = record, now_s, 0.0
+        self._last = record
+        self._last_change_s = now_s
+        self._idle_s = 0.0
 
     def _count_steps(self, elapsed_s: float, steps: int, since_s: float) -> None:
         """Adds steps of the same workers, with their time by the workers' clock.

@@ -115,8 +115,12 @@ _COLORS = {
     "purple": "magenta",
     "gray": "bright_black",
 }
-_LAST, _EVENTS, _GENERATIONS = 20, 8, 6
-"""Number of steps from which the speed is computed, and numbers of lines of the two tables."""
+_LAST = 20
+"""Number of steps from which the speed is computed."""
+_EVENTS = 8
+"""Number of lines of the table of events."""
+_GENERATIONS = 6
+"""Number of lines of the table of generations."""
 
 
 def render_screen(sights: Sequence[RunState]) -> RenderableType:
@@ -178,7 +182,9 @@ def list_values(facts: Facts) -> list[tuple[str, str]]:
     """Returns names and values of the newest step, evaluation and checkpoint."""
     pairs: list[tuple[str, str]] = []
     if facts.records:
-        last, rows_per_s, newest_records = facts.records[-1], rows_per_second(facts), list(facts.in_time[-_LAST:])
+        last = facts.records[-1]
+        rows_per_s = rows_per_second(facts)
+        newest_records = list(facts.in_time[-_LAST:])
         pairs.append(("loss", f"{last.loss:.4f}"))
         pairs += [(name, f"{value:.4f}") for name, value in last.metrics.items()]
         pairs.append(("speed", f"{rows_per_s:,.0f} rows/s" if rows_per_s else "-"))

@@ -235,13 +235,18 @@ class RunConsole:
         list_pending: Callable[[], list[Commit]],
         metrics: RunMetrics | None = None,
     ) -> None:
-        self._job, self._max_workers, self._console, self._list_pending = job, max_workers, console, list_pending
+        self._job = job
+        self._max_workers = max_workers
+        self._console = console
+        self._list_pending = list_pending
         rich = console.console
         self._live = rich.is_terminal and not rich.is_jupyter
         self._cell = LiveLine() if rich.is_jupyter else None
         self._metrics, self._speed = metrics, Speed(job.plan.global_batch_size)
         self._rate, self._last_line_s = _Rate(), 0.0
-        self._evaluation_text, self._disturbances_text, self._last_read_s = "", "", 0.0
+        self._evaluation_text = ""
+        self._disturbances_text = ""
+        self._last_read_s = 0.0
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             BarColumn(bar_width=24),

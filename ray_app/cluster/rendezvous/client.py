@@ -206,7 +206,9 @@ class RendezvousClient:
 
     def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
         """Puts the finished steps and the newest record into the next heartbeat, see `Membership.report`."""
-        self._step, self._record, self._recorded = step, record, recorded
+        self._step = step
+        self._record = record
+        self._recorded = recorded
 
     @property
     def progress(self) -> str:

@@ -71,7 +71,10 @@ class StepLog:
         device: torch.device,
         hooks: Hooks,
     ) -> None:
-        self._job, self._state, self._membership, self._sender = job, state, membership, sender
+        self._job = job
+        self._state = state
+        self._membership = membership
+        self._sender = sender
         self._environment = environment.describe(device)
         self._world = World(0, 1, 1)
         # The number of the driver's start and of the generation, see `StepRecord.generation`.

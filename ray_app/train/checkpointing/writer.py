@@ -55,7 +55,9 @@ class CheckpointWriter:
         best_steps: Callable[[], list[int]],
         before_commit: Callable[[Commit], None] | None = None,
     ) -> None:
-        self._paths, self._section, self._best_steps = paths, section, best_steps
+        self._paths = paths
+        self._section = section
+        self._best_steps = best_steps
         self._store = CheckpointStore(paths)
         self._before_commit = before_commit
         self._thread: threading.Thread | None = None

@@ -113,7 +113,9 @@ class Turns(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of all optimizers in the form of the state of one optimizer."""
-        state, groups, first = dict[int, Any](), list[dict[str, Any]](), 0
+        state = dict[int, Any]()
+        groups = list[dict[str, Any]]()
+        first = 0
         for optimizer in self.optimizers.values():
             part = optimizer.state_dict()
             state |= {first + number: values for number, values in part["state"].items()}

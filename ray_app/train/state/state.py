@@ -85,7 +85,10 @@ class TrainingState:
     """Whether each rank has only a part of the state, so that taking a snapshot is a collective of all ranks."""
 
     def __init__(self, config: Config, task: Trainable, device: torch.device, total_steps: int) -> None:
-        self._config, self._task, self._device, self._total_steps = config, task, device, total_steps
+        self._config = config
+        self._task = task
+        self._device = device
+        self._total_steps = total_steps
         self.step = NO_STATE
         self.model = self._build_model()
         self.model.to(device)

@@ -125,7 +125,9 @@ class CapturedPasses:
 
     def __init__(self, model: nn.Module, device: torch.device, compute: Compute, backend: GraphBackend) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._device, self._compute, self._backend = device, compute, backend
+        self._device = device
+        self._compute = compute
+        self._backend = backend
         self._buffers = TensorGroup(list(model.buffers()))
         self._graphs: dict[tuple[object, ...], _CapturedGraph] = {}
 
@@ -167,7 +169,9 @@ class CapturedPasses:
             # Only the sums of the last call are used, that of the capture.
             sums[:] = [self._compute(graph_fields, graph_weights)]
 
-        buffers, generators, inputs = self._copy_buffers(), self._generator_states(), _InputRecorder()
+        buffers = self._copy_buffers()
+        generators = self._generator_states()
+        inputs = _InputRecorder()
         self._backend.warm_up(work)
         if self._device.type != "cpu" and not torch.equal(torch.default_generator.get_state(), generators[0]):
             raise _capture_error(

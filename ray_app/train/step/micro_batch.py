@@ -229,7 +229,10 @@ class Forward:
     def __init__(
         self, config: Config, task: Task, device: torch.device, loss: Callable[[nn.Module, Batch], Tensor | Losses]
     ) -> None:
-        self._task, self._device, self._loss, self._seed = task, device, loss, config.seed
+        self._task = task
+        self._device = device
+        self._loss = loss
+        self._seed = config.seed
         train = config.train
         self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(train.precision)
         self._compiles, self._channels_last = train.compile, train.channels_last

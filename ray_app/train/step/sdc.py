@@ -32,7 +32,9 @@ from ray_app.reduction.transport import P2PWork, receive, start_send, sum_over_r
 
 # Salts of the keys, one for each purpose, so that the drawn numbers are independent of each other. Other modules have
 # other salts.
-_STEP_SALT, _SHIFT_SALT, _SHARE_SALT = 31, 32, 33
+_STEP_SALT = 31
+_SHIFT_SALT = 32
+_SHARE_SALT = 33
 
 
 class RecomputedShare(NamedTuple):
@@ -180,7 +182,10 @@ class SdcChecker:
         last_clean_steps: dict[str, int],
         report: Callable[[SdcFinding], None],
     ) -> None:
-        self._rate, self._seed, self.workers, self.report = rate, seed, workers, report
+        self._rate = rate
+        self._seed = seed
+        self.workers = workers
+        self.report = report
         self.last_clean_steps = last_clean_steps
         by_environment: dict[tuple[tuple[str, str], ...], list[int]] = {}
         for rank, worker in enumerate(workers):
@@ -230,7 +235,9 @@ class RecomputedShares:
         batches: Sequence[MicroBatch],
         reducer: BucketedReducer,
     ) -> None:
-        self._checker, self._step, self.shares = checker, step, shares
+        self._checker = checker
+        self._step = step
+        self.shares = shares
         self._world, self._reducer = checker.world, reducer
         self._batches = {batch.logical_worker: batch for batch in batches}
         self._reducer.watch_checksums({share.logical_worker for share in shares if share.owner == self._world.rank})
@@ -240,7 +247,9 @@ class RecomputedShares:
 
     def _send_batches(self, shares: Sequence[RecomputedShare]) -> list[MicroBatch]:
         """Sends the micro-batches of shares to the ranks that recompute them; returns those for this rank."""
-        rank, sends, batches = self._world.rank, list[P2PWork](), list[MicroBatch]()
+        rank = self._world.rank
+        sends = list[P2PWork]()
+        batches = list[MicroBatch]()
         with collective():
             for share in shares:
                 if rank == share.owner != share.by:

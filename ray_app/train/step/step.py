@@ -100,8 +100,13 @@ class Step:
         device: torch.device,
         enter: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
-        self._config, self._task, self._state, self._enter = config, task, state, enter
-        self._reducer, self._world, self._device = reducer, world, device
+        self._config = config
+        self._task = task
+        self._state = state
+        self._enter = enter
+        self._reducer = reducer
+        self._world = world
+        self._device = device
         self._buffers = ReplicaBuffers(state.model, world)
         self._stats = StepStats(world)
         self._forward = Forward(config, task, device, self._loss_function())

@@ -53,13 +53,11 @@ class Validation:
         device: torch.device,
         report_progress: Callable[[], None],
     ) -> None:
-        self._job, self._state, self._load, self._device, self._report_progress = (
-            job,
-            state,
-            load,
-            device,
-            report_progress,
-        )
+        self._job = job
+        self._state = state
+        self._load = load
+        self._device = device
+        self._report_progress = report_progress
         self._arrays: Arrays | None = None
         # Step and reason of each evaluation that could not be written and has no event yet.
         self._pending_events: list[tuple[int, str]] = []
@@ -73,13 +71,17 @@ class Validation:
             PeerLostError: A peer left meanwhile; the next generation evaluates again.
         """
         self.put_pending_events()
-        job, step, began = self._job, self._state.step, time.perf_counter()
+        job = self._job
+        step = self._state.step
+        began = time.perf_counter()
         assert job.evaluation is not None
         if gather(world.rank == 0 and self._is_done(step), world)[0]:
             return
         if self._arrays is None:
             self._arrays = self._load()
-        batch_size, manifest, local_chunks = job.config.evaluate.batch_size, job.evaluation.manifest, []
+        batch_size = job.config.evaluate.batch_size
+        manifest = job.evaluation.manifest
+        local_chunks = []
         with self._state.eval_model() as model:
             digest = params_digest(model.state_dict())
             for chunk in score(
@@ -128,7 +130,9 @@ class Validation:
 
     def _put(self, evaluation: Evaluation) -> None:
         """Writes an evaluation and its event; if all attempts fail, training continues without them."""
-        paths, fence, reason = self._job.paths, self._job.fence, ""
+        paths = self._job.paths
+        fence = self._job.fence
+        reason = ""
         for attempt in range(_ATTEMPTS):
             try:
                 if put_evaluation(paths, evaluation):

@@ -237,7 +237,9 @@ def cut_shard(start: int, count: int, total: int) -> list[Piece]:
         total: Number of values of the whole parameter.
     """
     # All positions are in the whole parameter; those of a piece are in the shard.
-    pieces, low, stop = list[Piece](), start, start + count
+    pieces = list[Piece]()
+    low = start
+    stop = start + count
     while low < stop:
         block = low // _BLOCK_VALUES * _BLOCK_VALUES
         size = min(_BLOCK_VALUES, total - block)

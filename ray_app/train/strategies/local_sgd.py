@@ -199,7 +199,9 @@ class LocalStep(Step):
         enter: Callable[[Phase], None],
     ) -> None:
         super().__init__(job.config, job.task, state, reducer, world, device, enter)
-        self._job, self._common_state, self._bucketed_reducer = job, state, reducer
+        self._job = job
+        self._common_state = state
+        self._bucketed_reducer = reducer
         # The replica of each logical worker of this rank.
         self._replicas = {v: LocalReplica(job.config, job.task, device, job.total_steps) for v in world.assigned}
         self._begin_round()
@@ -238,7 +240,9 @@ class LocalStep(Step):
         if self._timer is not None:
             self._timer.mark_computed()
         all_sums, numbers = read_sums(self._task, device_sums, [norm for norms in device_norms for norm in norms])
-        stats, norms, remaining_norms = [], list[float](), iter(numbers)
+        stats = []
+        norms = list[float]()
+        remaining_norms = iter(numbers)
         time_breakdown = self._timer.breakdown(len(batches), self.data_wait_s) if self._timer is not None else NO_TIME
         for batch, sums, batch_norms in zip(batches, all_sums, device_norms, strict=True):
             norm, share = total_norm(islice(remaining_norms, len(batch_norms))), sums.weight / global_rows

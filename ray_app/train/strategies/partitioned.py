@@ -195,7 +195,9 @@ class PeerReplicas:
         old = self._versions.popleft()[2] if len(self._versions) == 2 else {}
         parts: dict[int, ShardReplica] = {}
         self._versions.append((step, owners, parts))
-        before, after, sends = (world.rank - 1) % world.size, (world.rank + 1) % world.size, list[P2PWork]()
+        before = (world.rank - 1) % world.size
+        after = (world.rank + 1) % world.size
+        sends = list[P2PWork]()
         try:
             with collective():
                 if world.rank < owners:

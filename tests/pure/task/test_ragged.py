@@ -260,6 +260,7 @@ def test_drawing_covers_distributions_and_integers_like_a_tensor() -> None:
             return [
                 torch.distributions.Beta(0.5, 0.5).sample((3,)),
                 torch.distributions.Dirichlet(torch.ones(3)).sample(),
+                torch.distributions.Gamma(torch.ones(3), 1.0).sample(),
                 torch.randint_like(like, 1000),
                 torch.randint_like(like, low=5, high=9, dtype=torch.int64),
                 torch.rand_like(like, memory_format=torch.channels_last),
@@ -271,5 +272,5 @@ def test_drawing_covers_distributions_and_integers_like_a_tensor() -> None:
     for a, b, c in zip(first, again, other, strict=True):
         assert torch.equal(a, b)
         assert not torch.equal(a, c)
-    assert first[2].dtype == torch.float32
-    assert set(first[3].flatten().tolist()) <= {5, 6, 7, 8}
+    assert first[3].dtype == torch.float32
+    assert set(first[4].flatten().tolist()) <= {5, 6, 7, 8}

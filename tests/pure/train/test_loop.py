@@ -312,6 +312,7 @@ def test_generations_that_break_at_different_steps_of_a_round_do_not_go_on_for_e
     job, membership = new_job(train__strategy="local_sgd", train__local_steps=4), Regrouping()
 
     def break_generation(rank: int, step: int) -> None:
+        assert membership.generations < 10 * _MAX_BROKEN_GENERATIONS
         if step == 5 + membership.generations % 2:
             raise PeerLostError("lost")
 

@@ -73,7 +73,9 @@ class Coordinator:
         self, job: Job, servers: Servers, sender: SnapshotSender | None = None, hooks: Hooks = Hooks()
     ) -> None:
         device.set_up_torch(job.config, CPU)
-        self._job, self._plan, self._synchronous = job, job.plan, job.config.train.staleness == 0
+        self._job = job
+        self._plan = job.plan
+        self._synchronous = job.config.train.staleness == 0
         self._state = TrainingState(job.config, job.task, CPU, job.total_steps)
         self._served = ServedState(job, servers, self._state)
         put_event(job.paths, "partitioned", job.fence, servers=self._served.layout.describe())

@@ -35,8 +35,12 @@ _INTRODUCTION_S, _PAUSE_S = 10.0, 1.0
 _MAX_UNKNOWN_CLIENTS = 256
 """Connections at a time that have not shown the secret yet."""
 _ARRAY, _BYTES = "__array__", "__bytes__"
-_IDLE_S, _AGAIN_S, _TRIES = 10, 5, 3
-"""TCP keep-alive: seconds of silence before the kernel probes the other host, seconds between probes, and probes."""
+_IDLE_S = 10
+"""TCP keep-alive: seconds of silence before the kernel probes the other host."""
+_AGAIN_S = 5
+"""TCP keep-alive: seconds between two probes."""
+_TRIES = 3
+"""TCP keep-alive: number of probes without an answer after which the connection is closed."""
 
 
 def connect(address: tuple[str, int], secret: str, timeout_s: float) -> socket.socket:

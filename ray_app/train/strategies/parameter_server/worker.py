@@ -68,8 +68,15 @@ class ParameterWorker:
         hooks: Hooks = Hooks(),
     ) -> None:
         environment.set_up_torch(job.config, device)
-        self._job, self._name, self._ask, self._servers, self._membership = job, name, ask, servers, membership
-        self._open, self._device, self._hooks, self._staleness = open_windows, device, hooks, job.config.train.staleness
+        self._job = job
+        self._name = name
+        self._ask = ask
+        self._servers = servers
+        self._membership = membership
+        self._open = open_windows
+        self._device = device
+        self._hooks = hooks
+        self._staleness = job.config.train.staleness
         state = TrainingState(job.config.replace(train__ema_decay=None), job.task, device, job.total_steps)
         # Servers have only trained parameters, so the frozen ones are loaded here.
         if job.config.train.freeze is not None:
