@@ -18,7 +18,10 @@ import grimp
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "architecture.svg"
-_WIDTH, _BOX, _HEIGHT, _ROW, _TOP, _GAP = 1000, 164, 64, 108, 20, 32
+_WIDTH = 1000
+_BOX, _HEIGHT = 164, 64
+_ROW, _GAP = 108, 32
+_TOP = 20
 _STYLE = """
   rect { fill: #fff; stroke: #4a5a6a; stroke-width: 1.2 }
   path { fill: none; stroke: #8a9aaa; stroke-width: 1.2; marker-end: url(#tip) }

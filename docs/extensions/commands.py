@@ -18,14 +18,14 @@ _NOT_SHOWN = ("help", "print_config", "run_config")
 
 
 def parsers_of(main: Callable[[list[str]], Any]) -> list[argparse.ArgumentParser]:
-    """The parsers whose help a command shows."""
-    found: list[argparse.ArgumentParser] = []
+    """Returns the parsers that print their help when a command is called with `--help`."""
+    parsers: list[argparse.ArgumentParser] = []
     with (
-        patch.object(argparse.ArgumentParser, "print_help", lambda parser, file=None: found.append(parser)),
+        patch.object(argparse.ArgumentParser, "print_help", lambda parser, file=None: parsers.append(parser)),
         suppress(SystemExit),
     ):
         main(["--help"])
-    return found
+    return parsers
 
 
 class Command(SphinxDirective):
@@ -40,7 +40,7 @@ class Command(SphinxDirective):
         """See `Directive.run`."""
         parsers = parsers_of(importlib.import_module(f"ray_app.cli.{self.arguments[0]}").main)
         about = " ".join(parser.description for parser in parsers if parser.description)
-        shown = nodes.definition_list(classes=["fields"])
+        options = nodes.definition_list(classes=["fields"])
         for action in (action for parser in parsers for action in parser._actions):
             if (
                 action.help != argparse.SUPPRESS
@@ -48,9 +48,9 @@ class Command(SphinxDirective):
                 and not action.dest.endswith(_NOT_SHOWN)
             ):
                 term = nodes.term("", "", nodes.literal("", " ".join(_called(action))))
-                said = self.parse_text_to_nodes((action.help or "").replace("%%", "%"))
-                shown += nodes.definition_list_item("", term, nodes.definition("", *said))
-        return [*self.parse_text_to_nodes(about), shown]
+                description = self.parse_text_to_nodes((action.help or "").replace("%%", "%"))
+                options += nodes.definition_list_item("", term, nodes.definition("", *description))
+        return [*self.parse_text_to_nodes(about), options]
 
 
 def _called(action: argparse.Action) -> Iterator[str]:

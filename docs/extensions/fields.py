@@ -48,18 +48,18 @@ def kind(hint: Any) -> str:
     return _WORDS[hint]
 
 
-def said_of(section: type) -> tuple[str, dict[str, str]]:
-    """What a section is about, and what each of its fields means.
+def descriptions_of(section: type) -> tuple[str, dict[str, str]]:
+    """Returns the description of a section, and that of each of its fields by name.
 
     Raises:
         ValueError: A field has no description, or one is described that is not there.
     """
     parsed = docstring_parser.parse(section.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE)
-    said = {param.arg_name: param.description or "" for param in parsed.params}
+    descriptions = {param.arg_name: param.description or "" for param in parsed.params}
     names = [field.name for field in dataclasses.fields(section)]
-    if list(said) != names:
-        raise ValueError(f"{section.__name__} describes {list(said)}, and has {names}")
-    return " ".join(filter(None, [parsed.short_description, parsed.long_description])), said
+    if list(descriptions) != names:
+        raise ValueError(f"{section.__name__} describes {list(descriptions)}, and has {names}")
+    return " ".join(filter(None, [parsed.short_description, parsed.long_description])), descriptions
 
 
 class Fields(SphinxDirective):
@@ -72,16 +72,19 @@ class Fields(SphinxDirective):
         name = self.arguments[0]
         section = ALL[name]
         self.env.note_dependency(__file__)
-        about, said = said_of(section)
-        shown = nodes.definition_list(classes=["fields"])
+        about, descriptions = descriptions_of(section)
+        definitions = nodes.definition_list(classes=["fields"])
         for field in dataclasses.fields(section):
-            shown += self._defined(name, field, get_type_hints(section)[field.name], said[field.name])
-        return [*self.parse_text_to_nodes(about), shown]
+            hint = get_type_hints(section)[field.name]
+            definitions += self._defined(name, field, hint, descriptions[field.name])
+        return [*self.parse_text_to_nodes(about), definitions]
 
-    def _defined(self, section: str, field: dataclasses.Field[Any], hint: Any, said: str) -> nodes.definition_list_item:
+    def _defined(
+        self, section: str, field: dataclasses.Field[Any], hint: Any, description: str
+    ) -> nodes.definition_list_item:
         term = nodes.term("", "", nodes.literal("", f"{section}.{field.name}"), ids=[anchor(section, field.name)])
         facts = "; ".join(_facts(f"{section}.{field.name}", field, hint))
-        about = nodes.definition("", *self.parse_text_to_nodes(f"{facts}\n\n{said}"))
+        about = nodes.definition("", *self.parse_text_to_nodes(f"{facts}\n\n{description}"))
         about[0]["classes"].append("facts")
         return nodes.definition_list_item("", term, about)
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _FIELD = re.compile(rf"(?:--)?({'|'.join(ALL)})\.([a-z]\w*)(?![\w/])(?<!\.py)(?<!\.yaml)(?<!\.json)")
 _FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|yaml|ipynb|toml)$")
-_ROOMS = {path.name for path in (*ROOT.iterdir(), *(ROOT / "ray_app").iterdir()) if path.is_dir()}
+_FOLDERS = {path.name for path in (*ROOT.iterdir(), *(ROOT / "ray_app").iterdir()) if path.is_dir()}
 
 
 class Names(SphinxPostTransform):
@@ -32,15 +32,15 @@ class Names(SphinxPostTransform):
             text = literal.astext()
             if not isinstance(literal.parent, nodes.reference | nodes.term):
                 self._link(literal, text)
-            if _FILE.fullmatch(text) and text.split("/")[0] in _ROOMS and not _is_there(text):
+            if _FILE.fullmatch(text) and text.split("/")[0] in _FOLDERS and not _is_there(text):
                 logger.warning("there is no file %s", text, location=literal, type="names", subtype="file")
 
     def _link(self, literal: nodes.literal, text: str) -> None:
-        found = _FIELD.match(text)
-        if not found:
+        match = _FIELD.match(text)
+        if not match:
             return
-        section, field = found[1], found[2]
-        if field not in {known.name for known in dataclasses.fields(ALL[section])}:
+        section, field = match[1], match[2]
+        if field not in {section_field.name for section_field in dataclasses.fields(ALL[section])}:
             logger.warning("there is no field %s.%s", section, field, location=literal, type="names", subtype="field")
         elif self.env.docname != PAGE or literal.parent:
             target = anchor(section, field)

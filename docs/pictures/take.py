@@ -29,10 +29,13 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.browser import Browser, find  # noqa: E402
 
-COLUMNS, LINES, LIMIT_S = 112, 26, 300.0
+COLUMNS, LINES = 112, 26
+LIMIT_S = 300.0
 WIDTH, HEIGHT = 1280, 900
 COMMAND = "ray-app train --config conf/digits.yaml"
-MOST_CURVES, _CURVES = 8, "document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length"
+# The picture is taken when MLflow shows at least this number of curves.
+PAGE_CURVES = 8
+_CURVES = "document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length"
 _SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>.{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px; line-height: {line_height}px; }}
 {styles}</style>
@@ -46,20 +49,28 @@ _SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg"
 """rich's own frame, without the fonts that it would fetch."""
 
 
-def until(is_there: Callable[[], bool], what: str) -> None:
-    """Waits for something to be there."""
+def until(is_there: Callable[[], bool], awaited: str) -> None:
+    """Waits until `is_there` returns true.
+
+    Args:
+        is_there: Is called until it returns true.
+        awaited: Noun for the message of the error.
+
+    Raises:
+        TimeoutError: It has not returned true within `LIMIT_S` seconds.
+    """
     deadline = time.monotonic() + LIMIT_S
     while not is_there():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no {what} within {LIMIT_S:g} s")
+            raise TimeoutError(f"no {awaited} within {LIMIT_S:g} s")
         time.sleep(0.2)
 
 
 def trained(folder: Path) -> str:
     """Trains the digits in a real terminal and returns what that shows at the end, with its colors."""
     done = folder / "done"
-    given = COMMAND.removeprefix("ray-app ")
-    command = f"{shlex.quote(sys.executable)} -m ray_app {given} --run.name digits --run.storage_path {folder}/runs"
+    arguments = COMMAND.removeprefix("ray-app ")
+    command = f"{shlex.quote(sys.executable)} -m ray_app {arguments} --run.name digits --run.storage_path {folder}/runs"
     tmux = ["tmux", "-L", f"pictures-{folder.name}"]
     inside = f"cd {shlex.quote(str(ROOT))}; clear; {command}; touch {done}; sleep {LIMIT_S:g}"
     subprocess.run(
@@ -67,18 +78,18 @@ def trained(folder: Path) -> str:
     )
     try:
         until(done.exists, "end of the run")
-        shown = subprocess.run(
+        screen = subprocess.run(
             [*tmux, "capture-pane", "-p", "-e", "-J"], capture_output=True, text=True, check=True
         ).stdout
     finally:
         subprocess.run([*tmux, "kill-server"], check=False)
-    return shown.replace(str(folder), "...").rstrip()
+    return screen.replace(str(folder), "...").rstrip()
 
 
-def terminal(shown: str, file: Path) -> None:
-    """Draws what a terminal showed."""
+def terminal(screen: str, file: Path) -> None:
+    """Draws the text of a terminal, with its colors, to a file."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(Text.from_ansi(shown))
+    console.print(Text.from_ansi(screen))
     file.write_text(console.export_svg(title=COMMAND, code_format=_SVG, unique_id="terminal"))
 
 
@@ -137,7 +148,7 @@ def mlflow_page(browser: Browser, store: str) -> None:
         until(
             lambda: browser.ask("document.querySelector('[aria-label=Close]') === null"), "page without the assistant"
         )
-        until(lambda: browser.ask(_CURVES) >= MOST_CURVES, "curves on MLflow's page")
+        until(lambda: browser.ask(_CURVES) >= PAGE_CURVES, "curves on MLflow's page")
         save(browser, HERE / "mlflow.png")
 
 

@@ -144,10 +144,10 @@ class CutConnections:
             and phase == "forming"
             and not self._is_cut
             and self.evidence.has("cut")
-            and not self.evidence.has("went_on")
+            and not self.evidence.has("continued")
         ):
             size = dist.get_world_size() if dist.is_initialized() else 1
-            self.evidence.put("went_on", rank=rank, workers=size)
+            self.evidence.put("continued", rank=rank, workers=size)
 
     def _cut(self) -> None:
         listening = ["listening"] if self.rendezvous else []
@@ -169,7 +169,9 @@ class CutConnections:
             connection.cut()
         names = [f"{c.local[0]}:{c.local[1]} - {c.remote[0]}:{c.remote[1]}" for c in self._connections]
         to_rendezvous = sum(connection.remote in rendezvous_addresses for connection in self._connections)
-        self.evidence.put("cut", rank=self.rank, step=self.step, connections=names, of_the_rendezvous=to_rendezvous)
+        self.evidence.put(
+            "cut", rank=self.rank, step=self.step, connections=names, rendezvous_connections=to_rendezvous
+        )
         threading.Thread(target=self._watch, name="cut", daemon=True).start()
 
     def _watch(self) -> None:
@@ -181,13 +183,13 @@ class CutConnections:
         if self.restores:
             for connection in self._connections:
                 connection.restore()
-        self.evidence.put("restored" if self.restores else "silent", rank=self.rank, thrown_away=dropped_packets)
+        self.evidence.put("restored" if self.restores else "silent", rank=self.rank, dropped_packets=dropped_packets)
         for connection in self._connections:
             connection.socket.close()
 
     def _is_done(self) -> bool:
         if self.restores:
-            return self.evidence.has("went_on")
+            return self.evidence.has("continued")
         return any(self._dropped_packets())
 
     def _dropped_packets(self) -> list[int]:
@@ -234,11 +236,11 @@ def _make_scenario(
     def confirm_cut(run: ScenarioResult) -> list[str]:
         entry = run.evidence["cut"]
         missing = []
-        if len(entry["connections"]) <= entry["of_the_rendezvous"]:
+        if len(entry["connections"]) <= entry["rendezvous_connections"]:
             missing.append("no connection to another worker was cut")
-        if restores and not entry["of_the_rendezvous"]:
+        if restores and not entry["rendezvous_connections"]:
             missing.append("no connection to the rendezvous was cut")
-        if not sum(run.evidence["restored" if restores else "silent"]["thrown_away"]):
+        if not sum(run.evidence["restored" if restores else "silent"]["dropped_packets"]):
             missing.append("nothing was thrown away")
         return missing + confirm(run, step)
 
@@ -250,7 +252,7 @@ def partition(context: ScenarioContext) -> Scenario | str:
     """A worker is cut off from all others and the rendezvous, until these have gone on without it."""
 
     def confirm(run: ScenarioResult, step: int) -> list[str]:
-        remaining_workers = run.evidence["went_on"]["workers"]
+        remaining_workers = run.evidence["continued"]["workers"]
         missing = []
         if remaining_workers >= context.workers:
             missing.append(f"the others went on as {remaining_workers} workers")
@@ -261,7 +263,7 @@ def partition(context: ScenarioContext) -> Scenario | str:
 
     changes = {"scaling__min_workers": 1}
     return _find_obstacle(context) or _make_scenario(
-        context, context.workers, True, confirm, expected=["cut", "went_on", "restored"], changes=changes
+        context, context.workers, True, confirm, expected=["cut", "continued", "restored"], changes=changes
     )
 
 

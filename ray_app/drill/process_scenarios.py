@@ -108,7 +108,7 @@ def kill_all(context: ScenarioContext) -> Scenario | str:
 
 
 def kill_reduction(context: ScenarioContext) -> Scenario | str:
-    """A worker is killed as it begins to exchange gradients."""
+    """A worker is killed as its gradient reduction begins."""
     if context.workers < 2:
         return "one worker exchanges nothing"
     return _make_kill_scenario(
@@ -141,7 +141,7 @@ def kill_joining(context: ScenarioContext) -> Scenario | str:
 
 
 def kill_phases(context: ScenarioContext) -> Scenario | str:
-    """Rank 0 is killed three times: as it asks for data, as it computes, and as it exchanges gradients."""
+    """Rank 0 is killed three times: as it asks for data, as it computes, and as its gradient reduction begins."""
     phases = ("data", "compute", "reduction" if context.workers > 1 else "compute")
     steps = [int(part * context.total_steps) for part in (0.25, 0.45, 0.65)]
     names = [f"killed-{i}" for i in range(len(phases))]

@@ -80,8 +80,8 @@ _TRACKING_END_S = 60.0
 _TRACKING_STOP_S = 15.0
 """Seconds that the tracking server has at the end of a stopped run; `ray job stop` kills jobs after 60 s."""
 _CHANGED_ENVIRONMENT = (
-    "Warning: from step {step} on the environment is another, so the bits may differ from an undisturbed run: {before},"
-    " now {now}."
+    "Warning: from step {step} on the environment is another, so the parameters may not be bit-identical to those of an"
+    " undisturbed run: {before}, now {now}."
 )
 
 

@@ -279,7 +279,7 @@ def partial_gradient_error(name: str) -> ConfigError:
     """Returns the error for a parameter that receives its gradient in several parts in one backward."""
     return ConfigError(
         f"The gradient of the parameter {name} came in several parts in one backward; a part that comes after the"
-        " others have left would be lost, so that the result depended on the number of workers. Activation"
+        " others have left would be lost, and the result would depend on the number of workers. Activation"
         " checkpointing of layers that share parameters does this: call torch.utils.checkpoint.checkpoint with"
         " use_reentrant=False, or checkpoint the layers together. With train.strategy fsdp so does a gradient that"
         " training_loss takes itself (torch.autograd.grad): use ddp."

@@ -163,7 +163,7 @@ class SafeConsole:
             # rich exits with code 1 when the reader of a pipe has closed it; the exit after a signal has another code.
             if error.code != 1:
                 raise
-            self._fail(BrokenPipeError("nobody reads standard output any more"))
+            self._fail(BrokenPipeError("the reader of standard output has closed it"))
         except Exception as error:
             self._fail(error)
         self._report_failure()

@@ -85,7 +85,9 @@ class CheckpointWriter:
         self.wait()
         self.raise_if_lost()
         snapshot = take()
-        self._thread = threading.Thread(target=self._write, args=(snapshot, commit), name="saver", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot, commit), name="checkpoint-writer", daemon=True
+        )
         self._thread.start()
         self.stall_s.append(time.perf_counter() - start_s)
 

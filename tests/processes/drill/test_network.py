@@ -91,13 +91,13 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
         said = evidence.get("cut")
         assert said is not None
         assert said["step"] == 4
-        assert said["of_the_rendezvous"] == restores
+        assert said["rendezvous_connections"] == restores
         here = "{}:{} - {}:{}".format(*one.getsockname(), *one.getpeername())
         assert here in said["connections"]
         other.sendall(b"x")
         if not restores:
             assert evidence.wait(["silent"], 30)
-            assert any((evidence.get("silent") or {})["thrown_away"])
+            assert any((evidence.get("silent") or {})["dropped_packets"])
             return
         accepted = rendezvous.accept()[0]
         with accepted:
@@ -105,11 +105,11 @@ def test_a_rank_is_cut_off_from_others_and_from_the_rendezvous(
             assert has_nothing(one)
             assert has_nothing(line)
             victim.forming("forming", 1, 4)
-            assert not evidence.has("went_on"), "it is not who goes on without itself"
+            assert not evidence.has("continued"), "it is not who goes on without itself"
             peer.forming("data", 0, 4)
             peer.forming("forming", 0, 4)
-            assert evidence.wait(["went_on", "restored"], 30)
-            assert sum((evidence.get("restored") or {})["thrown_away"]) >= 2
+            assert evidence.wait(["continued", "restored"], 30)
+            assert sum((evidence.get("restored") or {})["dropped_packets"]) >= 2
             line.settimeout(30)
             assert (one.recv(1), line.recv(6)) == (b"x", b"orders")
 
@@ -118,19 +118,19 @@ def test_a_partition_without_packets_thrown_away_did_not_happen(tmp_path: Path) 
     made = partition(ground(tmp_path))
     assert isinstance(made, Scenario)
     evidence = {
-        "cut": {"connections": ["a", "b"], "of_the_rendezvous": 1, "process": ended_process()},
-        "went_on": {"workers": 1},
-        "restored": {"thrown_away": [3, 1]},
+        "cut": {"connections": ["a", "b"], "rendezvous_connections": 1, "process": ended_process()},
+        "continued": {"workers": 1},
+        "restored": {"dropped_packets": [3, 1]},
     }
     run = ended(tmp_path / "run", evidence, [])
     assert made.confirm(run) == []
-    assert made.confirm(replace(run, evidence=evidence | {"restored": {"thrown_away": [0, 0]}})) == [
+    assert made.confirm(replace(run, evidence=evidence | {"restored": {"dropped_packets": [0, 0]}})) == [
         "nothing was thrown away"
     ]
-    assert made.confirm(replace(run, evidence=evidence | {"went_on": {"workers": 2}})) == [
+    assert made.confirm(replace(run, evidence=evidence | {"continued": {"workers": 2}})) == [
         "the others went on as 2 workers"
     ]
-    lone = {"connections": ["a"], "of_the_rendezvous": 1, "process": asdict(LeaseHolder.here())}
+    lone = {"connections": ["a"], "rendezvous_connections": 1, "process": asdict(LeaseHolder.here())}
     assert made.confirm(
         replace(run, evidence=evidence | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})
     ) == [
@@ -143,7 +143,7 @@ def test_a_half_open_connection_is_found_by_the_stalled_step(tmp_path: Path) -> 
     made = half_open(ground(tmp_path))
     assert isinstance(made, Scenario)
     step = made.steps[0]
-    evidence = {"cut": {"connections": ["a"], "of_the_rendezvous": 0}, "silent": {"thrown_away": [1]}}
+    evidence = {"cut": {"connections": ["a"], "rendezvous_connections": 0}, "silent": {"dropped_packets": [1]}}
     run = ended(tmp_path / "run", evidence, [])
     assert made.confirm(run) == ["the run has no record of a stalled step", f"no generation formed at step {step}"]
     put_event(run.paths, "stacks", 1, rank=0, step=step, doing="reduction", stacks="")
