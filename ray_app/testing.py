@@ -238,14 +238,15 @@ class WorkerPool:
         """
         return self.call(size, train_rank, job, size, hooks, windows, membership)
 
-    def train_to_end(self, job: Job, size: int, windows: OpenWindows = stream_windows) -> TrainedRun:
-        """Trains as `train` does, and returns the run; an error of any rank fails."""
+    def train_to_end(self, job: Job, size: int, windows: OpenWindows = stream_windows) -> None:
+        """Trains as `train` does; an error of any rank fails."""
         self.run(size, train_rank, job, size, Hooks(), windows, FileStoreMembership)
-        return read_trained_run(job)
 
     def train_new_run(self, job: Job, size: int, windows: OpenWindows = stream_windows) -> TrainedRun:
         """Trains from the first step to the last in a run folder of its own, and returns the run."""
-        return self.train_to_end(dataclasses.replace(job, run_root=f"{job.run_root}-{self._num_groups}"), size, windows)
+        job = dataclasses.replace(job, run_root=f"{job.run_root}-{self._num_groups}")
+        self.train_to_end(job, size, windows)
+        return read_trained_run(job)
 
 
 def _serve(pipe: Any) -> None:

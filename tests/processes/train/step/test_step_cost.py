@@ -99,4 +99,6 @@ def test_a_step_costs_what_it_did(
     )
     outcomes = pool.train(job, workers, Hooks(after_step=StepCost(str(found), FIRST)), windows)
     assert [outcome.error for outcome in outcomes] == [None] * workers
-    assert json.loads(found.read_text()) == expected
+    # A busy machine may make a step of several workers look once more whether a transfer is done.
+    calls = pytest.approx(expected["python_calls"], abs=2)
+    assert json.loads(found.read_text()) == expected | {"python_calls": calls}
