@@ -93,7 +93,7 @@ def _facts(name: str, field: dataclasses.Field[Any], hint: Any) -> Iterator[str]
     above = f", at least {MIN_VALUES[name]:g}" if name in MIN_VALUES else ", above 0" if name in POSITIVE_FIELDS else ""
     yield kind(hint) + above
     if field.default is None:
-        yield "by default not given"
+        yield "by default not set"
     elif field.default is not dataclasses.MISSING:
         yield f"default `{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
     if field.metadata.get("affects_result"):

@@ -44,14 +44,14 @@ class DrillSection:
     """The scenarios of a drill and their limits.
 
     Args:
-        scenarios: Names of scenarios, separated by commas. Not given: all of them. Names: kill, kill_twice, kill_two,
+        scenarios: Names of scenarios, separated by commas. Default: all of them. Names: kill, kill_twice, kill_two,
             kill_all, kill_reduction, kill_saving, kill_forming, kill_joining, kill_phases, rendezvous, evaluator,
             freeze, slow, slow_storage, storage_away, full_disk, flip, partition, half_open, memory, clock_jump, node,
             node_rank0, grow (or resize), shrink (or preempt), head, mlflow, damage, torn_write, driver,
             evaluator_and_driver.
         max_steps: Largest number of optimizer steps of every drilled run.
         seed: Seed for the choice of the steps and the workers that are disturbed.
-        out: New folder for the runs and the certificate, which every node sees under the same path. Not given: a folder
+        out: New folder for the runs and the certificate, which every node sees under the same path. Default: a folder
             named by the time, in `drills` next to `run.storage_path`.
         limit_s: Seconds after which a scenario counts as hanging. It has then failed, its processes are ended, and the
             next one starts.

@@ -47,15 +47,15 @@ class EvaluateOptions:
     Args:
         run: Directory of the run, or its s3:// URI.
         name: Name of this evaluator. Its evaluations are stored separately from the run's own, and its metrics in
-            MLflow are called `eval_<name>_<metric>`. Not given: the command does the work of the run's own evaluator.
-        data: Folder (or file) of Parquet to evaluate on; needs a name. Not given: the run's `data.eval_path`.
+            MLflow are called `eval_<name>_<metric>`. Default: the command does the work of the run's own evaluator.
+        data: Folder (or file) of Parquet to evaluate on; needs a name. Default: the run's `data.eval_path`.
         follow: Continues until the run has ended; otherwise it ends after the checkpoints that are committed now.
-        every: See `evaluate.every`. Not given: the value of the run.
-        batch_size: Rows of one forward pass. Not given: the value of the run.
-        num_cpus: Logical CPUs to reserve. Not given: the value of the run.
-        num_gpus: GPUs to reserve. Not given: the value of the run.
-        threads: CPU threads of the computation. Not given: the value of the run.
-        ray_address: Address of the Ray cluster to connect to. Not given: see `run.ray_address`.
+        every: See `evaluate.every`. Default: the value of the run.
+        batch_size: Rows of one forward pass. Default: the value of the run.
+        num_cpus: Logical CPUs to reserve. Default: the value of the run.
+        num_gpus: GPUs to reserve. Default: the value of the run.
+        threads: CPU threads of the computation. Default: the value of the run.
+        ray_address: Address of the Ray cluster to connect to. Default: see `run.ray_address`.
     """
 
     run: str

@@ -27,8 +27,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
         "--ray_address",
         type=str | None,
         default=None,
-        help="Ray cluster on whose CPUs to work (auto or an address), which sees input and out under the same path. Not"
-        " given: RAY_ADDRESS if that is set (as in a Ray job), otherwise threads of this process. The files are the"
+        help="Ray cluster on whose CPUs to work (auto or an address), which sees input and out under the same path."
+        " Default: RAY_ADDRESS if that is set (as in a Ray job), otherwise threads of this process. The files are the"
         " same.",
     )
     values = parser.parse_args(arguments).as_dict()

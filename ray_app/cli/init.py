@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
     )
     parser.add_argument("folder", metavar="FOLDER", help="a new or an empty folder")
     parser.add_argument(
-        "--package", metavar="NAME", help="of the Python package in it; not given: made from the folder's name"
+        "--package", metavar="NAME", help="of the Python package in it; default: made from the folder's name"
     )
     options = parser.parse_args(arguments)
 

@@ -46,7 +46,7 @@ def run(prog: str = "ray-app", name: str | None = None) -> int:
 
     Args:
         prog: The program as the user typed it, for messages.
-        name: The subcommand. Not given: the first argument of the command line.
+        name: The subcommand. Default: the first argument of the command line.
     """
     # The exit code of a subcommand reports its work, so a closed output must not change it.
     if name is not None or (sys.argv[1:2] and sys.argv[1] in COMMANDS):
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app") -> int:
     """Runs the subcommand that the first argument names with the remaining arguments.
 
     Args:
-        arguments: The command line without the program. Not given: the command line of this process.
+        arguments: The command line without the program. Default: the command line of this process.
         prog: The program as the user typed it, for messages.
 
     Returns:

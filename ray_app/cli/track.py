@@ -19,11 +19,9 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int
         prog=prog, description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False
     )
     parser.add_argument("--replay", metavar="RUN", required=True, help="Directory of the run, or its s3:// URI.")
+    parser.add_argument("--uri", help="MLflow tracking URI; default: the run's own. Another one gets the whole record.")
     parser.add_argument(
-        "--uri", help="MLflow tracking URI; not given: the run's own. Another one gets the whole record."
-    )
-    parser.add_argument(
-        "--experiment", help="Experiment for a run that MLflow does not know yet; not given: the run's own."
+        "--experiment", help="Experiment for a run that MLflow does not know yet; default: the run's own."
     )
     options = parser.parse_args(arguments)
     add_current_folder_to_path()

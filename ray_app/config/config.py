@@ -248,12 +248,12 @@ def default_tracking_uri(config: Config) -> str:
     """Returns the MLflow tracking URI of a run.
 
     Raises:
-        ConfigError: `tracking.uri` is not given and the run is stored on S3, which cannot hold a SQLite database.
+        ConfigError: `tracking.uri` is not set and the run is stored on S3, which cannot hold a SQLite database.
     """
     if not config.tracking.uri and "://" in config.run.storage_path:
         raise ConfigError(
             f"run.storage_path is {config.run.storage_path!r}, where MLflow's SQLite file cannot be, and tracking.uri"
-            " is not given. Set tracking.uri to an MLflow server (http://host:5000) or to a file of this machine"
+            " is not set. Set tracking.uri to an MLflow server (http://host:5000) or to a file of this machine"
             " (sqlite:////folder/mlflow.db), or set tracking.enabled to false."
         )
     return config.tracking.uri or f"sqlite:///{Path(config.run.storage_path).expanduser().resolve() / 'mlflow.db'}"

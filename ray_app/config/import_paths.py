@@ -51,7 +51,7 @@ class OptimizerSpec(ClassSpec):
             normalization layers, and biases), or by both, and sets options of the optimizer, such as `lr` and
             `weight_decay`. A parameter belongs to the first group that selects it. All other parameters use
             `init_args`; their learning rate is the one that is recorded. Schedules change the learning rate of each
-            group. Not given: no groups.
+            group. Default: no groups.
     """
 
     groups: list[dict[str, Any]] | None = None
@@ -68,7 +68,7 @@ class TurnSpec(OptimizerSpec):
         parameters: Names of the parameters that it updates; `*` matches any text. Every trained parameter belongs to
             exactly one optimizer.
         steps: Number of consecutive steps of one turn of this optimizer.
-        schedule: Learning-rate schedule, which advances after each step of this optimizer. Not given: none.
+        schedule: Learning-rate schedule, which advances after each step of this optimizer. Default: none.
     """
 
     parameters: list[str] = field(default_factory=list)

@@ -34,11 +34,11 @@ class RunSection:
 
     Args:
         name: Name of the run's directory below `storage_path` and of its run in MLflow. A start with the name of an
-            existing run resumes that run. Not given: a name is generated.
+            existing run resumes that run. Default: a name is generated.
         storage_path: Folder that every node of the cluster sees under the same path, or `s3://bucket/prefix`. Access to
             S3 is configured by the usual `AWS_*` variables on every node, or in the path:
             `?endpoint_override=host:port&scheme=http&region=...`.
-        ray_address: Address of the Ray cluster to connect to, or `auto`. Not given: the value of `RAY_ADDRESS` if it is
+        ray_address: Address of the Ray cluster to connect to, or `auto`. Default: the value of `RAY_ADDRESS` if it is
             set (as in a Ray job), otherwise a local cluster that is stopped when the run ends.
         changed_code: Reaction to changed code when a run is resumed: the source files of the task, optimizer or
             schedule, or versions of the libraries that they import, differ from those at the last start. `warn` names
@@ -67,12 +67,12 @@ class ScalingSection:
             start, or the capacity that the autoscaler can provide (if it reports this; KubeRay's does not), at most
             `logical_workers`. A run keeps the resolved number.
         logical_workers: Number of data-parallel replicas that define the arithmetic (L). The same L gives the same
-            parameters on any number of workers up to L. Not given: `max_workers` at the first start.
+            parameters on any number of workers up to L. Default: `max_workers` at the first start.
         threads_per_worker: CPU threads with which each worker computes. The number is part of the arithmetic.
         cpus_per_worker: Logical CPUs that each worker reserves.
         gpus_per_worker: GPUs that each worker reserves: 0 (the worker trains on the CPU), a fraction of one GPU, or 1.
         label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
-            value or one of Ray's conditions, such as `in(a,b)` and `!a`. Not given: any node. Tasks that read data run
+            value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. Tasks that read data run
             on any node; the evaluator and the parameter servers have their own selectors.
         resize_interval_s: Minimum number of seconds between two changes by which the number of workers grows.
         standby_workers: Processes that have imported all libraries and opened their device, but do not train. Each
@@ -80,7 +80,7 @@ class ScalingSection:
             takes up new capacity.
         evict_straggler_after_s: Seconds for which a worker has to delay the other workers (event `straggler_detected`)
             before it is evicted. It is replaced by a new worker, on another node if there is one. Without capacity for
-            a replacement, it is evicted only if the remaining workers are faster without it. Not given: never.
+            a replacement, it is evicted only if the remaining workers are faster without it. Default: never.
         load_balancing: `none`: every worker runs the same number of logical workers. `speed`: logical workers move from
             slower to faster workers; the result stays bit-identical. This needs more logical workers than workers,
             `train.reduction: exact`, and the strategy `ddp` or `central_storage`.
@@ -110,7 +110,7 @@ class DataSection:
 
     Args:
         path: Folder (or file) of Parquet with the training data.
-        eval_path: Folder (or file) of Parquet with the evaluation data. Not given: no evaluation.
+        eval_path: Folder (or file) of Parquet with the evaluation data. Default: no evaluation.
         global_batch_size: Rows of one optimizer step over all workers; a multiple of the number of logical workers.
         shuffle_window_rows: Rows per logical worker that are shuffled together. A worker holds about this many decoded
             rows times `prefetch_windows` + 1 for each logical worker that it runs, and one window more. A size that no
@@ -123,14 +123,14 @@ class DataSection:
             process holds 1 or 2 bytes per row.
         balance_by: Column with the classes (integers or text) for `sampling: balanced`.
         by_length: Decoded field with rows of different lengths, such as `tokens`. Rows of a shuffle window that have
-            about the same length form a micro-batch, which is padded to its longest row. Not given: rows in shuffled
+            about the same length form a micro-batch, which is padded to its longest row. Default: rows in shuffled
             order.
         last_batch: `keep`: every row is used, so the last step of an epoch may have fewer rows. `drop`: rows that do
             not fill a step are left out.
         cache: `none`: rows are read and decoded in every epoch. `memory`: rows are decoded once into Ray's object
             store, one copy per node. `disk`: rows that are decoded in the first epoch are stored on the disks of the
             nodes with the workers that use them, also for later runs with the same data and task.
-        cache_dir: Folder of the disk caches on every node. Not given: `ray_app-UID/cache` in the temporary folder of
+        cache_dir: Folder of the disk caches on every node. Default: `ray_app-UID/cache` in the temporary folder of
             the node, with the user's UID. The folder can be removed while no run uses it.
         cache_gb: Largest size of all disk caches of a node in gigabytes (10^9 bytes). Rows beyond this size are read in
             every epoch.
@@ -168,12 +168,12 @@ class CheckpointSection:
     """When checkpoints are written, and which are kept.
 
     Args:
-        every_steps: Optimizer steps between two checkpoints. Not given: none by steps.
-        every_epochs: Epochs between two checkpoints. Not given: none by epochs. The end of training always writes one.
+        every_steps: Optimizer steps between two checkpoints. Default: none by steps.
+        every_epochs: Epochs between two checkpoints. Default: none by epochs. The end of training always writes one.
         keep_last: Number of newest checkpoints to keep, at least 2.
         keep_best: Number of best checkpoints by `evaluate.metric` to keep in addition.
         snapshot_every_steps: Optimizer steps between two snapshots: copies of the state in memory outside the workers.
-            A run that loses all workers at once resumes from the newest snapshot. Not given: no snapshots; such a run
+            A run that loses all workers at once resumes from the newest snapshot. Default: no snapshots; such a run
             resumes from its newest checkpoint.
     """
 
@@ -192,7 +192,7 @@ class FailureSection:
         max_failures: Worker failures that the run tolerates before it fails; -1: any number.
         max_preemptions: Node losses (announced or not) that the run tolerates before it fails; -1: any number.
         step_timeout_s: Seconds without a finished step after which the step watchdog ends and replaces the workers that
-            stall the group. Not given: 50 times the median step time, at least 60 s (600 s before the first step is
+            stall the group. Default: 50 times the median step time, at least 60 s (600 s before the first step is
             measured); 600 s with `train.compile`. The first step of each generation has five times as long.
         heartbeat_timeout_s: Seconds without a heartbeat after which the other workers continue without a worker.
         recovery: `in_place`: when a worker is lost, the others keep their state and continue, and a new worker joins
@@ -202,7 +202,7 @@ class FailureSection:
             `train.reduction: exact`, the strategy `ddp` or `central_storage`, and two workers on the same hardware.
         compare_params_every_steps: Steps between two comparisons of the parameters of all workers. If they differ, the
             run continues with the parameters of the majority, or from the newest snapshot or checkpoint if there is
-            none. Not given: workers compare only after a generation that failed. Needs the strategy `ddp`.
+            none. Default: workers compare only after a generation that failed. Needs the strategy `ddp`.
     """
 
     max_failures: int = 5
@@ -230,10 +230,10 @@ class EvaluateSection:
             removed and recorded as skipped.
         patience: Planned checkpoints in a row without an improvement of `metric` after which training stops. The result
             is then the best checkpoint up to that one, and all planned checkpoints are evaluated regardless of
-            `max_pending`. Not given: no early stopping.
+            `max_pending`. Default: no early stopping.
         min_delta: Change of `metric` that must be exceeded to count as an improvement for `patience`.
-        metric: Metric that selects the best checkpoint. Not given: the one that the task declares.
-        mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Not given: as the task declares.
+        metric: Metric that selects the best checkpoint. Default: the one that the task declares.
+        mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Default: as the task declares.
         batch_size: Rows of one forward pass.
         drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
         on_error: Effect on the run if the evaluator gives up because the metrics of the task raise errors. `fail`: the
@@ -241,7 +241,7 @@ class EvaluateSection:
         num_cpus: Logical CPUs that the evaluator reserves.
         num_gpus: GPUs that the evaluator reserves: 0, a fraction of one GPU, or 1.
         threads: CPU threads with which the evaluator computes.
-        label_selector: Labels of the nodes on which the evaluator may run, as in `scaling.label_selector`. Not given:
+        label_selector: Labels of the nodes on which the evaluator may run, as in `scaling.label_selector`. Default:
             any node.
     """
 
@@ -268,15 +268,15 @@ class TrackingSection:
 
     Args:
         enabled: Whether the run is recorded in MLflow.
-        uri: MLflow tracking URI. Not given: the SQLite file `mlflow.db` in `run.storage_path`, which must then be a
+        uri: MLflow tracking URI. Default: the SQLite file `mlflow.db` in `run.storage_path`, which must then be a
             folder.
         experiment: Name of the MLflow experiment.
         every_steps: Optimizer steps that are combined into one point of each metric. The run's own record has every
             step.
         registered_model: Name in MLflow's model registry under which the best checkpoint of a finished run becomes a
-            new version. Not given: the model is not registered.
-        system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node. Not given, or without a
-            cluster (`train.strategy: single`): no samples.
+            new version. Default: the model is not registered.
+        system_metrics_s: Seconds between two samples of CPU, memory and GPU of every node. Default: no samples.
+            Without a cluster (`train.strategy: single`) there are none either.
         tensorboard: Whether the driver also writes event files for TensorBoard to `tensorboard` in the run's directory,
             with or without MLflow.
     """
@@ -299,9 +299,9 @@ class TrainSection:
             than at the last start continues a run, even a finished one; the result is bit-identical to that of a run
             that had the higher number from the start. A schedule that spreads over the whole run (`OneCycleLR` without
             `total_steps`) is then refused.
-        steps_per_epoch: Optimizer steps of an epoch. Not given: one pass over the data. Each epoch continues with the
+        steps_per_epoch: Optimizer steps of an epoch. Default: one pass over the data. Each epoch continues with the
             rows after those of the last one, so every row is still used once per pass.
-        max_steps: Largest number of optimizer steps, regardless of `epochs`. Not given: no limit. It may be raised
+        max_steps: Largest number of optimizer steps, regardless of `epochs`. Default: no limit. It may be raised
             later in the same way as `epochs`.
         strategy: How workers share the model. `ddp`: every worker has a copy; the gradients are added in every step.
             `local_sgd`: every logical worker makes `local_steps` steps by itself, then parameters and optimizer state
@@ -317,7 +317,7 @@ class TrainSection:
         servers: Number of parameter servers (P) with `parameter_server`. It may change when a run is resumed.
         server_cpus: Logical CPUs that each parameter server reserves.
         server_label_selector: Labels of the nodes on which parameter servers may run, as in `scaling.label_selector`.
-            Not given: any node.
+            Default: any node.
         min_shard_kb: Smallest size in kilobytes of the parts into which a parameter is split over the servers.
         staleness: Steps by which a logical worker may be ahead of the slowest one with `parameter_server`. 0:
             synchronous; the gradients of all logical workers are added in one fixed order and applied once. Above 0,
@@ -338,9 +338,9 @@ class TrainSection:
             bfloat16.
         precision: `fp32`, or autocast of forward and loss to `bf16` or `fp16` (parameters and gradients stay fp32).
             With `fp16` the loss is scaled by a power of two that is adapted during training and stored in checkpoints.
-        grad_clip_norm: Largest global L2 norm of the gradient. Not given: no clipping.
+        grad_clip_norm: Largest global L2 norm of the gradient. Default: no clipping.
         ema_decay: Decay of an exponential moving average of the parameters, such as 0.999. The average is evaluated,
-            returned and registered. Not given: the parameters themselves are.
+            returned and registered. Default: the parameters themselves are.
         freeze: Names of parameters that are not trained; `*` matches any text (`features.*`). Batch-norm layers
             keep their statistics if all their parameters are frozen.
         compile: Compiles the model with `torch.compile`. This needs a C++ compiler on the nodes of the workers, and
@@ -351,12 +351,12 @@ class TrainSection:
             tensor cores.
         init_from: Initial parameters and persistent buffers: a safetensors file, the folder of an export, or a
             registered model (`models:/NAME@ALIAS`, `models:/NAME/VERSION`). They are read at the first start and
-            stored with the run. Not given: the model's own initialization, which draws from the seed.
+            stored with the run. Default: the model's own initialization, which draws from the seed.
         profile_steps: Steps that rank 0 traces with `torch.profiler` to `profile/` in the run's directory: the first
             and the last step, counted from 1 over the run, or the number of steps to trace after the first three of
-            each start. Not given: none.
+            each start. Default: none.
         init_digest: SHA-256 of the parameters of `init_from`, as `params_digest` in `summary.json`. The digest decides
-            the result; the path of the file does not. Not given: the digest of the parameters at the first start.
+            the result; the path of the file does not. Default: the digest of the parameters at the first start.
     """
 
     epochs: int = result_field(1)

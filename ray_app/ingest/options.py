@@ -34,15 +34,15 @@ class IngestOptions:
         label: For csv, jsonl and hf: the column that becomes `label`; strings become class indices in sorted order. For
             tfrecord: the feature of one integer. For hf and tfrecord not needed if it is called label. For webdataset:
             the key of an integer in each .json; not needed with .cls.
-        delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Not given: a comma, or what
+        delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Default: a comma, or what
             of semicolon, tab and vertical bar the first rows of the first file are separated by.
         column_names: For csv: names of the columns of files without a header line. A first line that holds just these
             names is a header line.
         columns: For jsonl, hf, tfrecord and webdataset: the columns to keep, by their names before rename, the label
-            besides; not given: all.
+            besides; default: all.
         ragged: For jsonl and hf: columns of lists of any length, also empty ones, by their names in the source: lists
             of numbers, such as tokens, or of lists that have one size, that of the first that is not empty, such as
-            boxes. Not given: lists have one shape in all rows.
+            boxes. Default: lists have one shape in all rows.
         rename: New name by the name that a column would have, such as {"y": "target"}.
         tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a
             disk or on s3://, by which texts become the column `tokens`, lists of int32. What it says of padding and
@@ -54,7 +54,7 @@ class IngestOptions:
             There are no other columns then.
         eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`, chosen
             by a keyed hash of the row's id: not exactly this fraction, nor exactly the same in each class. Of sources
-            with `train` and `test` a part of `train`; not for those that have other data sets themselves. Not given:
+            with `train` and `test` a part of `train`; not for those that have other data sets themselves. Default:
             for digits, where it is exactly stratified, 0.2; for idx, cifar and numpy with a `test` 0.1; for others
             none.
         seed: Key of that hash.
@@ -64,7 +64,7 @@ class IngestOptions:
             `refused.jsonl`.
         max_bad_rows: Maximum rows that skip may leave out.
         shard_rows: Maximum rows of one Parquet file.
-        row_group_rows: Maximum rows of one row group. Not given: 500, few against a shuffle window, which reads whole
+        row_group_rows: Maximum rows of one row group. Default: 500, few against a shuffle window, which reads whole
             row groups; 5,000 for digits.
         row_group_bytes: Maximum bytes of one row group before compression; a larger single row has one of its own.
         split_bytes: Maximum bytes of an input split, which one task reads; a larger single file is one input split.

@@ -57,9 +57,9 @@ class PredictSection:
         out: Folder of the predictions, or its s3:// URI: part files in the order of the data, and `predictions.json`,
             written last.
         model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an
-            export. Not given, and no `run` either: the champion of `tracking.registered_model`.
+            export. Without it and without `run`: the champion of `tracking.registered_model`.
         run: Directory of a run, or its s3:// URI; its best checkpoint is used instead of `model`.
-        columns: Columns of the data to copy to the parts, separated by commas; not given: `row_id` if there is one.
+        columns: Columns of the data to copy to the parts, separated by commas; default: `row_id` if there is one.
         part_rows: Largest number of rows of a part, which is also limited to `data.read_task_mb` decoded megabytes.
         batch_size: Rows of one forward pass.
         workers: Largest number of actors. Each reads its own data; with GPUs all CPUs of the cluster read for them.

@@ -302,7 +302,7 @@ def _compare_trainings(
     )
     yield _compare_params("resume", again, one, resumed, advice)
     if not one.scores:
-        yield Finding("warning", "evaluation", "there is none: data.eval_path is not given.")
+        yield Finding("warning", "evaluation", "there is none: data.eval_path is not set.")
     elif together.error is None and together.params == one.params:
         advice = (
             "The metrics' states must be sums, minima, maxima or lists, and must not depend on the process"

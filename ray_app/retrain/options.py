@@ -27,16 +27,16 @@ class RetrainSection:
         dry_run: Only says what would be decided and whether the data is sound; nothing is trained or recorded.
         min_new_rows: Training rows in files that the champion was not trained on that are a reason to train.
         max_age_days: Days since the champion's promotion after which it is trained again, if that can give another
-            result; not given: any.
+            result; default: any.
         max_drop: Fall of the champion's metric on the evaluation data as it is now against its value when it was
-            promoted that is a reason to train, in the metric's own unit; not given: none is.
+            promoted that is a reason to train, in the metric's own unit; default: none is.
         max_psi: Population stability index of an input column, against the champion's training data, above which its
-            drift is a reason to train; not given: none is.
+            drift is a reason to train; default: none is.
         data: `all` trains on the whole of `data.path`; `new_and_sample` on the files that the champion was not trained
             on and a sample of the rows of the others.
         old_fraction: Share of these rows.
         start: `scratch` begins as the seed says, `champion` with the champion's parameters.
-        gate_path: Folder (or file) of Parquet that champion and challenger are compared on; not given: half of the rows
+        gate_path: Folder (or file) of Parquet that champion and challenger are compared on; default: half of the rows
             of `data.eval_path`, and the run is evaluated on the other half, so that no row judges that chose a
             checkpoint.
         accept_data: Reason to accept the data although validation refuses it, such as a change of schema that was
@@ -52,7 +52,7 @@ class RetrainSection:
             this. 0: better beyond doubt; below 0: not worse than that (a test of non-inferiority).
         confidence: Coverage of that interval.
         resamples: Bootstrap resamples that it is computed from.
-        min_metric: Worst value of the metric that a champion may have; not given: any.
+        min_metric: Worst value of the metric that a champion may have; default: any.
         max_recall_drop: Largest fall of the recall of a class, as far as it is no chance.
         min_class_rows: Evaluation rows that a class needs to count for that.
     """

@@ -24,7 +24,7 @@ class SubmitSection:
     """How a run is submitted as a Ray job.
 
     Args:
-        address: Address of the cluster's job server, `http://HEAD:8265`. Not given: `RAY_API_SERVER_ADDRESS`,
+        address: Address of the cluster's job server, `http://HEAD:8265`. Default: `RAY_API_SERVER_ADDRESS`,
             `RAY_ADDRESS`, or the cluster of this machine, as for `ray job submit`.
         working_dir: Folder that is uploaded and in which the job runs. Your own modules are imported from there.
         ray_app: How the nodes get this application. `send`: the installation of this machine is uploaded with the job.

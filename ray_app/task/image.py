@@ -47,7 +47,7 @@ class ImageClassification(Task):
     Args:
         model: `small_cnn`, or the name of a classifier in `torchvision.models` such as `resnet18`.
         model_args: More keyword arguments of the model (`small_cnn` has `channels` and `dropout`).
-        num_classes: Number of classes; not given: it is read from the data.
+        num_classes: Number of classes; default: read from the data.
         image: Column of images: arrays (height, width[, channels]) of uint8, or encoded files (JPEG, PNG, WebP, GIF).
         label: Column of class indices.
         size: Height and width of the decoded images in pixels; needed for encoded files, which are resized and
@@ -55,8 +55,8 @@ class ImageClassification(Task):
         exif_orientation: Whether encoded images are rotated and mirrored by their EXIF orientation, as viewers show
             them; false: they are decoded as stored.
         pixel_max: The value of a white pixel, which becomes 1.
-        mean: Mean that is subtracted after scaling to [0, 1]: one per channel, or one for all. Not given: 0.
-        std: Standard deviation by which the difference is divided: one per channel, or one for all. Not given: 1.
+        mean: Mean that is subtracted after scaling to [0, 1]: one per channel, or one for all. Default: 0.
+        std: Standard deviation by which the difference is divided: one per channel, or one for all. Default: 1.
         flip: Whether training images are flipped left-right at random.
         crop_padding: Maximum number of pixels by which training images are shifted at random, vertically and
             horizontally; pixels of the border are repeated. 0: images are not shifted.
@@ -347,7 +347,7 @@ class TutorialCnn(ImageClassification):
     """Classifies small images by one convolution of 32 channels (3x3, no padding) and a hidden layer of 128 units.
 
     Args:
-        num_classes: Number of classes; not given: it is read from the data.
+        num_classes: Number of classes; default: read from the data.
         image: Column of images: arrays (height, width[, channels]) of uint8.
         label: Column of class indices.
     """

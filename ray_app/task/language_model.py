@@ -33,9 +33,9 @@ class CausalLanguageModel(Task):
             a `config`, or `transformers.AutoModelForCausalLM.from_pretrained` with a folder of weights. The parameters
             are converted to float32; `train.precision` says in which precision the model computes.
         tokens: Column of lists or arrays of integers.
-        max_length: Maximum number of tokens of a row; the end of a longer one is cut off. Not given: all are used.
+        max_length: Maximum number of tokens of a row; the end of a longer one is cut off. Default: all are used.
         lora: Arguments of `peft.LoraConfig`, such as `{r: 8, target_modules: [q_proj, v_proj]}`: the model is frozen,
-            and small adapters of some of its matrices are trained. Not given: all parameters are trained.
+            and small adapters of some of its matrices are trained. Default: all parameters are trained.
         gradient_checkpointing: Whether backward recomputes the activations of each block, which saves memory.
     """
 

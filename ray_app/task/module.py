@@ -85,7 +85,7 @@ class ModuleTask(Task):
             return them for each token, and not on the second axis, where torch's losses expect them.
         metrics: `torchmetrics` by the name that they are recorded under.
         activation: The function that turns outputs into probabilities for metrics of `torchmetrics.classification`:
-            `sigmoid`, `softmax` (over the classes) or `none`. Not given: the one that matches the loss of torch or
+            `sigmoid`, `softmax` (over the classes) or `none`. Default: the one that matches the loss of torch or
             torchvision (`sigmoid` for `BCEWithLogitsLoss`, `softmax` for `CrossEntropyLoss`), `none` for other losses.
             Other metrics get the outputs unchanged.
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss; the target must be
@@ -100,10 +100,10 @@ class ModuleTask(Task):
         std: Images are divided by it after `mean` is subtracted, one per channel or one for all.
         pad_with: The value that lists are padded with.
         pad_to: Padded lengths are rounded up to a multiple of it.
-        max_length: The number of values of a list that are used, from its beginning; not given: all.
-        mask_values: The class of each value of a mask, such as {0: 0, 255: 1}; not given: the values are the classes.
+        max_length: The number of values of a list that are used, from its beginning; default: all.
+        mask_values: The class of each value of a mask, such as {0: 0, 255: 1}; default: the values are the classes.
         best_metric: The metric that decides which checkpoint is best.
-        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; not given: by the metric's
+        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: by the metric's
             `higher_is_better`, `min` for a loss.
     """
 

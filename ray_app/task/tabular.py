@@ -34,7 +34,7 @@ class _Tabular(Task):
 
     Args:
         label: Column to predict.
-        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but
+        features: Columns to predict it from, numbers or arrays (flattened); default: all others of these kinds but
             index columns.
         hidden: Width of every hidden layer.
         dropout: Probability of a zeroed activation after every hidden layer.
@@ -129,12 +129,12 @@ class TabularClassification(_Tabular):
 
     Args:
         label: Column of class indices.
-        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but
+        features: Columns to predict it from, numbers or arrays (flattened); default: all others of these kinds but
             index columns.
-        hidden: Width of every hidden layer; not given: [256, 256].
+        hidden: Width of every hidden layer; default: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Features are divided by it.
-        num_classes: Number of classes; not given: read from the data.
+        num_classes: Number of classes; default: read from the data.
         class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, by which
             all classes have the same weight in sum. Evaluation does not use it.
         train_accuracy: Whether the accuracy of each training step is recorded beside its loss.
@@ -218,9 +218,9 @@ class TabularRegression(_Tabular):
 
     Args:
         label: Column of numbers to predict.
-        features: Columns to predict it from, numbers or arrays (flattened); not given: all others of these kinds but
+        features: Columns to predict it from, numbers or arrays (flattened); default: all others of these kinds but
             index columns.
-        hidden: Width of every hidden layer; not given: [256, 256].
+        hidden: Width of every hidden layer; default: [256, 256].
         dropout: Probability of a zeroed activation after every hidden layer.
         scale: Features are divided by it.
     """

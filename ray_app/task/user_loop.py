@@ -262,7 +262,7 @@ class LoopTask(BatchTask):
         evaluate: Import path of a function that is called with the model and rows. It returns a dictionary of means
             over these rows, `loss` among them, and of torchmetrics objects that were updated with them; the states of
             these are combined over all rows. Needed for `data.eval_path`.
-        target: Column that a prediction lacks; not given: a prediction has all columns. The model is called with the
+        target: Column that a prediction lacks; default: a prediction has all columns. The model is called with the
             other columns in their order.
         transforms: See `ModuleTask`.
         evaluate_transforms: See `ModuleTask`.
@@ -272,7 +272,7 @@ class LoopTask(BatchTask):
         pad_to: See `ModuleTask`.
         max_length: See `ModuleTask`.
         best_metric: The mean of `evaluate` that decides which checkpoint is best.
-        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; not given: `min` for a loss.
+        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
         exif_orientation: See `ModuleTask`.
     """
 

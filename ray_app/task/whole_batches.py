@@ -48,7 +48,7 @@ class BatchTask(ModuleTask):
     Args:
         module: The model, or a function that returns one.
         batch: Columns of a batch, as a tuple or by the names in a dictionary; `COLUMN.mask` as in `ModuleTask`.
-        target: Column that a prediction lacks; not given: a prediction has all columns.
+        target: Column that a prediction lacks; default: a prediction has all columns.
         transforms: See `ModuleTask`.
         evaluate_transforms: See `ModuleTask`.
         mean: See `ModuleTask`.
@@ -57,7 +57,7 @@ class BatchTask(ModuleTask):
         pad_to: See `ModuleTask`.
         max_length: See `ModuleTask`.
         best_metric: The mean of an evaluation that decides which checkpoint is best.
-        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; not given: `min` for a loss.
+        best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
         exif_orientation: See `ModuleTask`.
     """
 

@@ -66,6 +66,7 @@ WORDS = {
 PHRASES = {
     r"\bwho(ever|m|se)?\b": "name the subject: the worker, the rank, the process, the user",
     r"\b(no|some|every|any)body\b": "name the subject",
+    r"[Nn]ot given:": "Default:",
     r"^(Which|Whose|Likewise|They|Those|Whether)\.": "a complete sentence",
     r"\bsigns? of life\b": "heartbeat",
     r"\bof one mind\b": "with the same digest",
