@@ -248,6 +248,7 @@ def tabular(kind: type[TabularClassification]) -> tuple[Any, nn.Module]:
     return task, task.build_model()
 
 
+@pytest.mark.rest
 def test_several_inputs_and_outputs_have_names(tmp_path: Path) -> None:
     import mlflow.pyfunc
     import pandas as pd
@@ -396,7 +397,8 @@ def versions(client: Any, name: str) -> list[Any]:
     return sorted(client.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version))
 
 
-@pytest.mark.parametrize(("after", "uri"), [pytest.param(False, "server", marks=pytest.mark.rest), (True, "store")])
+@pytest.mark.rest
+@pytest.mark.parametrize(("after", "uri"), [(False, "server"), (True, "store")])
 def test_wherever_it_was_stopped_the_next_try_makes_one_whole_version(
     request: pytest.FixtureRequest, packaged: Any, after: bool, uri: str
 ) -> None:

@@ -55,6 +55,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("fields", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize(
     "loss", [pytest.param(True, id="lost peer", marks=pytest.mark.rest), pytest.param(False, id="planned")]

@@ -284,6 +284,7 @@ def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Pa
     )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("strategy", ["ddp", "central_storage", "fsdp", "local_sgd"])
 def test_channels_last_changes_nothing_but_rounding(
     pool: WorkerPool, data: Path, tmp_path: Path, strategy: str

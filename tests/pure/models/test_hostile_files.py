@@ -393,6 +393,7 @@ def test_names_in_an_npz_write_nothing_elsewhere(tmp_path: Path) -> None:
 # --- names
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "name", ["../x", "a/b", "/abs", "", ".", "..", ".hidden", "-x", "a\nb", "a\0b", "a b", "x" * 129, "a\\b", "x\n"]
 )

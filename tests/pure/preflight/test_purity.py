@@ -24,6 +24,7 @@ def line(code: str) -> str:
     return f"(impure_tasks.py, line {number}, in "
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
@@ -32,24 +33,21 @@ def line(code: str) -> str:
             f"decode draws from Python's generator (random) {line('random.random() <')}decode). Its result may be"
             f" cached",
         ),
-        pytest.param("batch", "decode makes another 'image' of a row by itself", marks=pytest.mark.rest),
-        pytest.param(
+        ("batch", "decode makes another 'image' of a row by itself"),
+        (
             "numpy",
             f"augment draws from NumPy's generator (numpy.random) {line('np.random.rand()')}augment). Draw from the"
             f" keys",
-            marks=pytest.mark.rest,
         ),
-        pytest.param(
+        (
             "unseeded",
             f"augment draws from a generator made without a seed (numpy.random.default_rng)"
             f" {line('default_rng().random')}augment)",
-            marks=pytest.mark.rest,
         ),
-        pytest.param(
+        (
             "transform",
             "augment draws from a generator of its own, Impure.transform.random_generator (numpy's Generator). Draw"
             " from the keys",
-            marks=pytest.mark.rest,
         ),
         ("kept", "training_loss gives something else when it is called again"),
     ],
