@@ -217,12 +217,7 @@ def _ragged(chunk: pa.Array, spec: ArraySpec) -> Ragged:
 
 
 class _GrowingRagged:
-    """A ragged field that is filled row after row, in memory that grows in place.
-
-    Args:
-        spec: Specification of a row; its `length` decides the initial size of the memory.
-        rows: Number of rows that will be added.
-    """
+    """A ragged field that is filled row after row, in memory that grows in place."""
 
     def __init__(self, spec: ArraySpec, rows: int) -> None:
         self._spec, self._rows = spec, 0
@@ -254,10 +249,6 @@ class Columns:
     """Collects the fields of decoded rows from tables as they arrive.
 
     Each table is copied and can then be freed, so that all rows are in memory only once.
-
-    Args:
-        fields: Specification of a row.
-        rows: Number of rows that will be added.
     """
 
     def __init__(self, fields: dict[str, ArraySpec], rows: int) -> None:

@@ -34,12 +34,6 @@ Decode = Callable[[dict[str, Any]], Arrays]
 def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[str, ArraySpec]) -> dict[str, Field]:
     """Decodes rows and checks that they have the expected fields.
 
-    Args:
-        decode: See `Task.decode`.
-        rows: The rows as they are stored.
-        count: Number of the rows.
-        fields: Specification of a decoded row.
-
     Returns:
         Each field, (count, ...).
 
@@ -100,12 +94,6 @@ def insert_bad_rows(
 ) -> tuple[dict[str, Field], list[str | None]]:
     """Inserts rows that were left out of decoding as zeros.
 
-    Args:
-        decoded: The fields of the other rows, in their order.
-        reasons: For each of the other rows, why it is bad, or None.
-        bad: The reasons of the rows to insert, by their index among all rows.
-        fields: Specification of a decoded row.
-
     Returns:
         The fields and reasons of all rows, as `decode_good_rows` returns them.
     """
@@ -134,7 +122,6 @@ def read_reasons(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int,
     """Returns the reasons of the bad rows of a decoded table by their manifest positions.
 
     Args:
-        table: The decoded rows.
         positions: Manifest positions of all rows, shape (rows,).
     """
     if REASON not in table.column_names:

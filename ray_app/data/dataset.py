@@ -46,8 +46,6 @@ def hash_files(root: DataLocation, paths: Iterable[str], digest_cache: Location 
     """Returns the SHA-256 of files below a folder, by their relative path.
 
     Args:
-        root: The folder.
-        paths: The files.
         digest_cache: A file that keeps digests, so that files which did not change since are not read again; None: all
             files are read.
 
@@ -104,11 +102,6 @@ def sha256(file: DataLocation) -> str:
 def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], npt.NDArray[np.unsignedinteger]]:
     """Reads a column of integers or text as classes.
 
-    Args:
-        root: Folder (path or URI) that the manifest's paths are relative to.
-        manifest: The rows.
-        column: Name of the column.
-
     Returns:
         The distinct values in ascending order; and for each row, in manifest order, the index of its value, in the
         smallest unsigned type.
@@ -160,8 +153,6 @@ class Dataset:
 
     Args:
         root: Folder (path or URI) that the manifest's paths are relative to.
-        manifest: The row groups.
-        facts: The columns.
     """
 
     root: str
@@ -206,11 +197,7 @@ def open_dataset(path: str) -> Dataset:
 
 
 def _check_finished(path: str, root: DataLocation) -> None:
-    """Refuses a folder on S3 that an ingest has begun and not finished; on a disk an ingest creates the folder last.
-
-    Raises:
-        DataError: The folder is not finished.
-    """
+    """Refuses a folder on S3 that an ingest has begun and not finished; on a disk an ingest creates the folder last."""
     if find_file(root / UNFINISHED_MARKER) and not find_file(root / "dataset.json"):
         raise DataError(
             f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the"

@@ -82,8 +82,6 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     capacity anew; the cache loses rows only where the capacity shrinks.
 
     Args:
-        source: The data set, and how it is decoded.
-        settings: Everything else that decides what a decoded row is.
         folder: Folder of the node's caches; None: `ray_app-UID/cache` in the node's temporary folder.
         limit_gb: Maximum gigabytes of all caches.
 
@@ -173,11 +171,7 @@ def _resize(path: Path, size: int) -> None:
 
 
 def _check_owner(folder: Path) -> None:
-    """Refuses a folder of a user other than this one or root: that user could change the rows in it.
-
-    Raises:
-        PermissionError: The folder belongs to another user.
-    """
+    """Refuses a folder of a user other than this one or root: that user could change the rows in it."""
     if (owner := folder.stat().st_uid) not in (os.getuid(), 0):
         raise PermissionError(
             errno.EPERM,
@@ -260,8 +254,6 @@ class DiskCache:
     """The open cache of one data set.
 
     Args:
-        folder: Folder of the cache, created by `open_cache`.
-        fields: Specification of a decoded row.
         sums: Descriptor of the file of checksums, the size of which decides the cache's capacity in rows.
     """
 
@@ -342,11 +334,7 @@ class DiskCache:
         return table.append_column(REASON, pa.array(reasons, pa.string())) if skips else table
 
     def _store(self, spec: ReadSpec, table: pa.Table) -> None:
-        """Adds rows to the cache, unless the disk is full.
-
-        Raises:
-            DataError: The rows are not those of `spec`.
-        """
+        """Adds rows to the cache, unless the disk is full."""
         if self._is_full:
             return
         check_positions(table, _positions(spec))
@@ -411,13 +399,7 @@ def open_field(folder: Path, number: int, spec: ArraySpec) -> FixedRows | Ragged
 
 
 class FixedRows:
-    """The file of a field with rows of one size, each at a fixed offset.
-
-    Args:
-        folder: Folder of the cache.
-        number: Number of the field.
-        spec: Specification of a row.
-    """
+    """The file of a field with rows of one size, each at a fixed offset."""
 
     def __init__(self, folder: Path, number: int, spec: ArraySpec) -> None:
         self._number, self._spec = number, spec
@@ -493,11 +475,7 @@ class RaggedRows:
         write_from(self._index, np.stack([first + offsets[:-1], np.diff(offsets)], 1), position * _INDEX_BYTES)
 
     def _reserve(self, size: int) -> int:
-        """Returns the offset of `size` bytes that no other process writes to.
-
-        Raises:
-            OSError: There is no capacity for them.
-        """
+        """Returns the offset of `size` bytes that no other process writes to."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             next_offset = np.empty(1, np.int64)

@@ -52,11 +52,6 @@ class _Stream:
 class Feed:
     """Micro-batches of the logical workers that are assigned to this rank, step by step.
 
-    Args:
-        plan: The order.
-        open_windows: Opens the data at a cursor for some logical workers.
-        device: Device of the tensors.
-
     Attributes:
         wait_s: Seconds that `next` has taken so far.
     """
@@ -220,11 +215,7 @@ class Uploaded(list[MicroBatch]):
 
 
 class Upload:
-    """Copies micro-batches to a device through pinned memory, on a side stream.
-
-    Args:
-        device: The device.
-    """
+    """Copies micro-batches to a device through pinned memory, on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._side = device, SideStream(device, "upload")

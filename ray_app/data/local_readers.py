@@ -35,8 +35,6 @@ def fetch_in_threads(reader: Reader, specs: Sequence[ReadSpec], threads: int) ->
 
     Args:
         reader: Reads and decodes; several threads call `decode` at once.
-        specs: The read tasks.
-        threads: Number of threads, at least 1.
     """
     waiting: deque[Future[list[pa.Table]]] = deque()
     stop = threading.Event()
@@ -75,7 +73,6 @@ class Decoded:
     """A whole data set in memory.
 
     Args:
-        arrays: Every field in manifest order.
         reasons: Why rows are bad, by manifest position; empty unless the reader skips bad rows.
     """
 

@@ -34,11 +34,7 @@ def fetch_auto(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa.Table]:
 
 
 class MemoryCache:
-    """An actor that owns the decoded arrays of a data set, see `start_memory_cache`.
-
-    Args:
-        source: The data set.
-    """
+    """An actor that owns the decoded arrays of a data set, see `start_memory_cache`."""
 
     def __init__(self, source: RowSource) -> None:
         self._load = partial(load_all, fetch_ray, source)
@@ -87,9 +83,6 @@ def end_memory_cache(cache: Any) -> None:
 
 def read_memory_cache(cache: Any) -> Decoded:
     """Returns the data set with its arrays mapped from the object store of this node.
-
-    Args:
-        cache: The result of `start_memory_cache`.
 
     Raises:
         BadRowError: A row cannot be decoded.

@@ -67,9 +67,6 @@ class DataFile:
     """An open Parquet file of a data set; a context manager that closes it.
 
     Args:
-        root: Folder (path or URI) of the data set.
-        path: The file, relative to the root.
-        partitions: The partition columns of the data set.
         buffer_bytes: Bytes of a column that are fetched together; 0: a row group is fetched as a whole.
     """
 
@@ -104,7 +101,6 @@ class DataFile:
         """Returns the rows of a row group.
 
         Args:
-            index: Number of the row group in the file.
             columns: Names of columns; `a.b` is a field of a column of objects.
 
         Raises:
@@ -322,7 +318,6 @@ class Range:
     """The values of a column of numbers, as far as the footers have statistics.
 
     Args:
-        nulls: Number of missing values.
         group_span: Number of integers from the smallest to the greatest value of a row group, as a mean over the rows.
     """
 
@@ -337,7 +332,6 @@ class Footers:
     """The facts that are kept of the footers of a data set.
 
     Args:
-        schema: The columns of all files.
         table: A row for each file: `path`, `version` (see `_version`), `rows` of its row groups, and for each column of
             numbers `range.NAME` with four numbers: smallest and greatest value, missing values, and the sum over the
             rows of the span of their row group (the number of integers from its smallest to its greatest value), which
@@ -399,7 +393,6 @@ def read_footers(
     """Reads the footers of files, many at a time, and returns their facts.
 
     Args:
-        root: The folder of the files.
         files: The files, as they were listed; at least one.
         kept: Facts from an earlier reading: footers of files that have not changed since are not read.
         trusted: Whether the application itself has just written the files.
@@ -440,12 +433,7 @@ def read_footers(
 
 
 class _SharedColumns:
-    """The columns that all files of a data set have.
-
-    Args:
-        schema: The columns.
-        example: A file that has these columns, for messages.
-    """
+    """The columns that all files of a data set have."""
 
     def __init__(self, schema: pa.Schema, example: DataLocation) -> None:
         self.schema, self._example = schema, example

@@ -50,12 +50,6 @@ class StreamedWindows:
     """Windows that are read and decoded ahead, in the order in which the feed takes them.
 
     Args:
-        plan: The order.
-        cursor: Position at which the feed starts.
-        logical_workers: Logical workers to read for.
-        epochs: Epochs of the run.
-        fetch: Runs the read tasks.
-        source: The data set that they read.
         prefetch_windows: Windows per logical worker to read ahead.
     """
 
@@ -197,10 +191,6 @@ class StreamedWindows:
 
         The fields are in reading order, each (rows, ...); the reasons are by manifest position. Each table is copied to
         its part of the fields as it arrives and is then freed, so that a window is in memory only once.
-
-        Args:
-            rows: The rows of this window and the following ones.
-            stored: Manifest positions of the window's rows in reading order.
         """
         columns = Columns(self._source.fields, len(stored))
         reasons: dict[int, str] = {}

@@ -62,11 +62,7 @@ def _read_span(dataset: Dataset, span: Span, columns: list[str]) -> pa.Table:
 
 
 def _check_columns(dataset: Dataset, columns: list[str]) -> None:
-    """Refuses columns to read that the data set lacks; `a.b` is a field of a column `a` of objects.
-
-    Raises:
-        DataError: A column is missing.
-    """
+    """Refuses columns to read that the data set lacks; `a.b` is a field of a column `a` of objects."""
     available = sorted(dataset.facts.columns)
     for name in columns:
         if name not in available and name.partition(".")[0] not in available:
@@ -115,15 +111,7 @@ def infer_specs(
 def sample_ragged_rows(
     row: Arrays, dataset: Dataset, columns: list[str], decode_rows: Decode, skips: bool = False
 ) -> Arrays:
-    """Returns the first decoded rows, where rows have different lengths; otherwise the known row.
-
-    Args:
-        row: The first good row.
-        dataset: The data set of the row.
-        columns: Columns to read.
-        decode_rows: See `Task.decode`.
-        skips: Whether rows that cannot be decoded are skipped.
-    """
+    """Returns the first decoded rows, where rows have different lengths; otherwise the known row."""
     fields = {name: spec_of_values(values) for name, values in row.items()}
     if all(spec.padding is None for spec in fields.values()):
         return row
@@ -181,10 +169,7 @@ def find_longest_row(
     Reads all row groups, or those from all over a large data set for which there is time.
 
     Args:
-        dataset: The data set.
         columns: Columns that are read; the lengths of those of lists of numbers are added up.
-        max_length: Longer rows than this are passed over.
-        within_s: Seconds after which no more is read.
 
     Returns:
         The longest row of those that were read, which are at least the first batch; None if no column has lists, or

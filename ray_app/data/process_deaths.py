@@ -65,12 +65,7 @@ class DeathCounter:
 
 
 def process_died_error(activity: str, error: BaseException | None = None) -> ProcessDiedError:
-    """Returns the error that ends a run after a process died too often.
-
-    Args:
-        activity: What the process was doing, see `DeathCounter`.
-        error: The last loss, if it is known.
-    """
+    """Returns the error that ends a run after a process died too often."""
     memory = isinstance(error, ray.exceptions.OutOfMemoryError)
     cause = (
         "for want of memory"
@@ -88,7 +83,6 @@ class RetriedTask:
 
     Args:
         submit: Submits the task with `max_retries=0`, so that Ray does not retry it, and returns its reference.
-        describe: See `DeathCounter`.
     """
 
     def __init__(self, submit: Callable[[], Any], describe: Callable[[], str]) -> None:

@@ -44,12 +44,7 @@ _LOG_LEVELS = {"ray.data": logging.WARNING, "ray.data._internal.progress": loggi
 
 
 class PlannedSource(Datasource):
-    """A Ray Data source with read tasks that read what the plan says, in its order.
-
-    Args:
-        reader: Reads and decodes.
-        specs: The specs of the read tasks.
-    """
+    """A Ray Data source with read tasks that read what the plan says, in its order."""
 
     def __init__(self, reader: Reader, specs: Sequence[ReadSpec]) -> None:
         super().__init__()
@@ -132,15 +127,8 @@ def _fetch_by_ray_data(reader: Reader, specs: Sequence[ReadSpec]) -> Iterator[pa
 def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) -> Iterator[pa.Table]:
     """Runs the reads as single Ray tasks, so that a lost task is known by its rows.
 
-    This process reads the slices of large row groups, and the tasks decode them.
-
-    Args:
-        reader: Reads and decodes.
-        specs: The read tasks.
-        done: Number of their rows, from the first one on, that were delivered before.
-
-    Raises:
-        ProcessDiedError: The process of a task died again and again.
+    This process reads the slices of large row groups, and the tasks decode them. The first `done` rows, which were
+    delivered before, are left out.
     """
     pickled_reader = ray.put(cloudpickle.dumps(reader))
     task = ray.remote(_decode).options(num_cpus=1, **_NO_RETRIES)
@@ -192,10 +180,6 @@ class ActorPool:
 
     Args:
         actor_class: Class of the actors; an instance is called with a table and returns one.
-        arguments: Arguments of its constructor.
-        max_actors: Maximum number of actors; work starts with the first one.
-        num_cpus: Logical CPUs that each actor reserves.
-        num_gpus: GPUs that each actor reserves.
     """
 
     actor_class: type
@@ -214,12 +198,6 @@ def map_in_actors(
 
     After the loss of a process or a node, a new execution runs the remaining read tasks. After the loss of a process it
     first runs read tasks one by one, to learn which one ends the process.
-
-    Args:
-        pool: The actors.
-        reader: Reads and decodes.
-        specs: The read tasks.
-        spec_of: Returns the read task that a returned row belongs to.
 
     Raises:
         ProcessDiedError: A process died again and again of the same rows.

@@ -66,11 +66,6 @@ class Span:
     """Rows [first, first + rows) of a row group of a file.
 
     Args:
-        path: The file, relative to the root of the data set.
-        row_group: Number of the row group in the file.
-        first: First row in the row group.
-        rows: Number of rows.
-        position: Manifest position of the first row.
         group_rows: Rows of the whole row group, where it is so large that it is read in slices; otherwise 0.
         key: Key of (seed, epoch), where rows are decoded differently in every epoch.
     """
@@ -105,7 +100,6 @@ class Reader:
 
     Args:
         root: Folder (path or URI) that paths are relative to.
-        columns: Columns to read.
         decode: Turns stored rows into arrays, see `Task.decode`.
         fields: Specification of a decoded row, see `probe`.
         skips: Whether a row that cannot be decoded becomes zeros, with the reason in the column `REASON`; otherwise it
@@ -128,7 +122,6 @@ class Reader:
         The memory of a block is used again for the next one, because fresh memory costs more.
 
         Args:
-            spec: The rows.
             read_slice: Reads the spans of large row groups; without it the whole row group is read for each.
 
         Yields:
@@ -315,8 +308,6 @@ class RowSource:
     """A data set to be decoded.
 
     Args:
-        reader: Reads and decodes.
-        manifest: The row groups to read.
         task_rows: Maximum rows of one read task.
     """
 
@@ -371,11 +362,6 @@ class SliceReader:
     """Reads large row groups in slices, each row group once from its beginning to its end.
 
     Where several logical workers read the same row group at different rows, it is open once for each of them.
-
-    Args:
-        root: Folder (path or URI) that paths are relative to.
-        columns: Columns to read.
-        partitions: The columns that are in the names of folders.
     """
 
     def __init__(self, root: str, columns: list[str], partitions: Partitions) -> None:
@@ -435,11 +421,7 @@ class SliceReader:
 
 
 class RowStream:
-    """A stream of tables of any size, from which tables of the wanted lengths are taken.
-
-    Args:
-        tables: The tables of read tasks.
-    """
+    """A stream of tables of any size, from which tables of the wanted lengths are taken."""
 
     def __init__(self, tables: Iterator[pa.Table]) -> None:
         self._tables = tables

@@ -72,8 +72,6 @@ def run_in_threads(function: Callable[[Any], Any], items: Sequence[Any], threads
     Threads suffice, because decoding, compressing and reading release the interpreter lock.
 
     Args:
-        function: The function.
-        items: Its arguments, one for each call.
         threads: Number of threads; None: one per CPU.
     """
     if len(items) == 1:
@@ -182,8 +180,6 @@ class PartSummary:
     """One data set: a folder of shards and the content of its `dataset.json`.
 
     Args:
-        path: Folder of the shards.
-        rows: Number of rows.
         classes: Class names by label, or None.
         class_counts: Rows by class name (by label where classes have no names), or None without labels.
         columns: By name: type, shape of one row, dtype, missing values.
@@ -228,7 +224,6 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     folder appears complete or not at all. After an interruption the same call does what is left.
 
     Args:
-        options: The source, the target and how to write it.
         run: Runs the tasks, by default in threads of this process; the files do not depend on it.
 
     Raises:
@@ -380,12 +375,7 @@ def _write_all(
 def _write_input_splits(
     parts: list[base.Part], sides: dict[str, tuple[str, ...]], options: IngestOptions, folder: Location, run: base.Run
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Counts]]]]:
-    """Runs the tasks of all input splits.
-
-    Returns:
-        What the input splits have written to each side, and the counts of the text columns of each part, both in the
-        order of the input splits.
-    """
+    """Runs the tasks of all input splits; returns the records of each side and text counts of each part, in order."""
     tasks = [
         InputSplitTask(part.name, number, input_split, sides[part.name], options, folder, part.keeps_order)
         for part in parts
@@ -407,20 +397,7 @@ def _write_input_splits(
 def _shuffle(
     records: dict[str, list[dict[str, Any]]], options: IngestOptions, folder: Location, run: base.Run
 ) -> dict[str, list[dict[str, Any]]]:
-    """Writes the rows of the runs of each side as shards in the order of their hashes.
-
-    Args:
-        records: What the input splits have written to each side.
-        options: The options of the ingest.
-        folder: The folder that is written.
-        run: Runs the tasks.
-
-    Returns:
-        The descriptions of each side's shards, in their order.
-
-    Raises:
-        StorageError: The shards have not as many rows as the runs.
-    """
+    """Writes the rows of the runs of each side as shards in the order of their hashes."""
     tasks = [task for side in records for task in make_bucket_tasks(side, records[side], options, folder)]
     buckets: dict[str, list[dict[str, Any]]] = {side: [] for side in records}
     for task, shards in zip(tasks, run(write_bucket, tasks), strict=True):
@@ -470,11 +447,7 @@ def ingest_arrays(
 
 
 def _to_numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
-    """Returns the values as an array of numbers, rows first.
-
-    Raises:
-        DataError: Values are missing or not numbers.
-    """
+    """Returns the values as an array of numbers, rows first."""
     try:
         array = np.ma.asarray(values) if isinstance(values, np.ma.MaskedArray) else np.asarray(values)
     except ValueError as error:

@@ -142,10 +142,6 @@ def _is_delimiter(text: str) -> bool:
 def check_options(options: IngestOptions, sources: list[str]) -> None:
     """Checks the options.
 
-    Args:
-        options: The options.
-        sources: The formats that can be read.
-
     Raises:
         ConfigError: An option has a value that is not allowed, or does not fit the others.
     """
@@ -182,11 +178,7 @@ def check_options(options: IngestOptions, sources: list[str]) -> None:
 
 
 def _check_text(options: IngestOptions) -> None:
-    """Checks the options of text files and of texts.
-
-    Raises:
-        ConfigError: An option has a value that is not allowed, or does not fit the others.
-    """
+    """Checks the options of text files and of texts."""
     changed = [name for name in _TOKENIZER_OPTIONS if getattr(options, name) != getattr(IngestOptions, name)]
     if options.tokenizer is None and changed:
         raise ConfigError(

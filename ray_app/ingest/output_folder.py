@@ -118,11 +118,6 @@ def work_folder(out: Location, made_from: dict[str, Any], sides: list[str]) -> I
     """Opens the folder to write into, with what an interrupted ingest of `made_from` has finished.
 
     On a disk one process at a time has the folder, and folders that other options or files have left are removed.
-
-    Args:
-        out: The target.
-        made_from: Everything that decides the output.
-        sides: Names of the data sets that will be in it.
     """
     if isinstance(out, S3Path):
         for side in sides:

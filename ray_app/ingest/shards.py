@@ -44,8 +44,6 @@ class Shards:
         folder: Folder of the files; created here.
         stem: Name of the first file without `.parquet`.
         scratch: Folder on a disk for the file that is being written; created here.
-        shard_rows: Maximum rows of one file.
-        row_group_rows: Maximum rows of one row group.
         row_group_bytes: Maximum bytes of one row group before compression; a larger single row has one of its own.
     """
 
@@ -248,10 +246,7 @@ def merge_descriptions(
     """Returns the facts of one side of a part.
 
     Args:
-        part: The part.
         descriptions: The descriptions of its shards, see `Shards.description`, in their order.
-        refused: Number of rows that were left out.
-        notes: Notes about the part's columns.
 
     Raises:
         DataError: Shards have different columns.
@@ -294,7 +289,6 @@ def merge_columns(descriptions: list[dict[str, Any]], files: str) -> dict[str, A
     """Returns the columns of all descriptions, with the missing values added up.
 
     Args:
-        descriptions: The descriptions of input splits or buckets.
         files: Key of the list of files in a description: `shards` or `runs`; one without files is left out.
 
     Raises:
@@ -348,9 +342,6 @@ def _count_missing(dataset: Dataset) -> dict[str, int]:
     """Returns the number of rows with a missing value by column.
 
     It reads all pages once, so that it refuses a damaged one.
-
-    Raises:
-        DataError: A page is damaged, or has another checksum.
     """
     manifest, names = dataset.manifest, list(dataset.facts.columns)
     missing = dict.fromkeys(names, 0)
@@ -431,11 +422,7 @@ class TextColumns:
 
 
 def make_notes(split_counts: list[dict[str, Counts]]) -> list[str]:
-    """Returns a sentence about each column of text that consists mostly of numbers or booleans.
-
-    Args:
-        split_counts: The counts of `TextColumns` for the input splits of a source, in their order.
-    """
+    """Returns a sentence about each column of text that consists mostly of numbers or booleans."""
     notes = []
     for name in dict.fromkeys(name for counts in split_counts for name in counts):
         parts = [counts[name] for counts in split_counts if name in counts]

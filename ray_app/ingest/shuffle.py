@@ -51,7 +51,6 @@ class Runs:
 
     Args:
         folder: Folder of the files; created here.
-        stem: Prefix of their names.
         scratch: Folder on a disk for the file that is being written; created here.
     """
 
@@ -141,13 +140,8 @@ class BucketTask:
     """The task that writes the rows of a side in a range of hashes as shards; pickled to the process that runs it.
 
     Args:
-        side: Data set that the rows go to.
-        number: Number of the bucket.
         low: Smallest hash of the range.
         high: End of the range, not included.
-        runs: Names of the side's runs, in the order of the source.
-        options: Options of the ingest.
-        folder: Folder that the ingest writes.
     """
 
     side: str
@@ -167,14 +161,7 @@ class BucketTask:
 def make_bucket_tasks(
     side: str, records: list[dict[str, Any]], options: IngestOptions, folder: Location
 ) -> list[BucketTask]:
-    """Returns the tasks that write the runs of a side as shards.
-
-    Args:
-        side: The side.
-        records: What the input splits have written to the side, in their order.
-        options: Options of the ingest.
-        folder: Folder that the ingest writes.
-    """
+    """Returns the tasks that write the runs of a side as shards."""
     runs = [run for record in records for run in record["runs"]]
     count = max(1, -(-sum(run["row_bytes"] for run in runs) // BUCKET_BYTES))
     bounds = [_HASH_END * i // count for i in range(count + 1)]
@@ -222,11 +209,7 @@ def _between(table: pa.Table, low: int, high: int) -> pa.Table:
 
 
 def _read_run(run: Location, low: int, high: int) -> list[pa.Table]:
-    """Returns the rows of a run with hashes in [low, high), in their order.
-
-    Raises:
-        StorageError: The run is gone or damaged.
-    """
+    """Returns the rows of a run with hashes in [low, high), in their order."""
     try:
         with closing(_open_run(run)) as source:
             file = pa.ipc.open_file(source)

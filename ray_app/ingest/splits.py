@@ -37,12 +37,7 @@ class InputSplitTask:
     """The task of one input split; pickled to the process that runs it.
 
     Args:
-        part: Name of the part that the input split belongs to.
-        number: Number of the input split in its part.
-        input_split: The input split.
         sides: Data sets that its rows go to: the part alone, or `train` and `eval`.
-        options: Options of the ingest.
-        folder: Folder to write into.
         keeps_order: Whether its rows keep their order; otherwise they are shuffled with those of the other input
             splits.
     """
@@ -65,11 +60,7 @@ class InputSplitTask:
 
 
 class Refusals:
-    """Collects the rows of an input split that cannot be used.
-
-    Args:
-        options: The options, which decide whether rows may be left out, and how many.
-    """
+    """Collects the rows of an input split that cannot be used."""
 
     def __init__(self, options: IngestOptions) -> None:
         self._options = options
@@ -164,12 +155,7 @@ def load_finished_record(task: InputSplitTask) -> Record | None:
 
 
 def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> pa.Table:
-    """Returns the table with its final names, and with `label` as int64 without missing values.
-
-    Raises:
-        ConfigError: A name is unknown or used twice.
-        DataError: A label is missing or not an integer.
-    """
+    """Returns the table with its final names, and with `label` as int64 without missing values."""
     before = table.column_names[1:]
     names = ["row_id", *(rename.get(name, name) for name in before)]
     if not rename.keys() <= set(before):
@@ -204,11 +190,7 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
 
 
 def _to_integer_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
-    """Returns the table with a label of floating type converted to int64, without the rows that have no label.
-
-    Raises:
-        DataError: A label is not a whole number.
-    """
+    """Returns the table with a label of floating type converted to int64, without the rows that have no label."""
     labels = table["label"]
     if not pa.types.is_floating(labels.type):
         return table

@@ -31,9 +31,6 @@ _BATCH_TEXTS = 256
 class Texts:
     """Encodes the column of texts of an ingest.
 
-    Args:
-        options: Options with a `tokenizer`.
-
     Raises:
         ConfigError: The library is not installed, the file is not a tokenizer, or it lacks the token `end_of_text`.
     """
@@ -121,10 +118,6 @@ class Packed:
 
     The last block may be shorter. The id of a block names the text and the token in it at which the block begins:
     `a.jsonl:17@384`.
-
-    Args:
-        sink: Writer of the blocks.
-        length: Number of tokens of a block.
     """
 
     def __init__(self, sink: Runs, length: int) -> None:

@@ -75,14 +75,6 @@ def write_export(
 
     A folder that is replaced is missing for a moment.
 
-    Args:
-        task: See `write_files`.
-        model: See `write_files`.
-        example: See `write_files`.
-        folder: The folder of the export.
-        source: The origin of the model, for `export.json`.
-        overwrite: Whether to replace an existing export.
-
     Returns:
         The content of `export.json`.
 
@@ -147,9 +139,6 @@ def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
 
     It imports the class of the task by its name: load only an export that you trust.
 
-    Args:
-        folder: See `load_model`.
-
     Returns:
         The prepared task, and its model with the exported parameters, on the CPU and in training mode.
 
@@ -189,7 +178,6 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
     """Decodes a whole data set in this process; see `read_rows`.
 
     Args:
-        task, path: See `read_rows`.
         targets: Whether to read the columns that `Task.targets` names; otherwise they are decoded from zeros.
     """
     dataset, unread = open_dataset(path), WithoutTargets(task)
@@ -249,11 +237,7 @@ def read_origin(folder: Path) -> dict[str, Any] | None:
 
 
 def _read_object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
-    """Reads a JSON object with required fields.
-
-    Raises:
-        RegistryError: The file is not JSON, or lacks a field.
-    """
+    """Reads a JSON object with required fields."""
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
@@ -292,13 +276,8 @@ class Packaged:
     """A packaged model.
 
     Args:
-        called: Its name in messages.
-        source: Name and version, or the run and the step that it was exported from.
         format: The format of its model: `torch.export` or `safetensors`.
         inputs: Name, dtype and shape of one row of every input.
-        params_digest: Digest of the parameters that were registered.
-        class_path: Class of the task.
-        settings: Settings of the prepared task.
         weights: Content of `model.pt2` or `model.safetensors`.
     """
 
@@ -316,7 +295,6 @@ def fetch_package(uri: str, model: str) -> Packaged:
     """Downloads a version of a registered model.
 
     Args:
-        uri: MLflow tracking URI.
         model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
     Raises:
@@ -353,11 +331,7 @@ def read_export(folder: str) -> Packaged:
 
 
 def _read_package(data: Path, called: str, source: dict[str, Any], digest: str) -> Packaged:
-    """Reads a package from its folder with `package.json`, without loading its parameters.
-
-    Raises:
-        ConfigError: The package lacks what a prediction needs.
-    """
+    """Reads a package from its folder with `package.json`, without loading its parameters."""
     try:
         described = loader.describe(data)
         stored, form = described["task"], described["format"]

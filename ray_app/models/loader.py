@@ -66,8 +66,6 @@ class Served(nn.Module):
     """A task's `forward` as a module of tensors.
 
     Args:
-        task: The prepared task.
-        model: Its model.
         names: Decoded fields in the order of the arguments of `forward`.
     """
 
@@ -86,7 +84,6 @@ class Predictor:
     """Predicts from arrays to arrays; MLflow calls it.
 
     Args:
-        module: The loaded module.
         inputs: Name, dtype and shape of one row of every input.
     """
 
@@ -264,11 +261,7 @@ def _is_size(text: str) -> bool:
 
 
 def _restore_task_module(folder: Path) -> nn.Module:
-    """Restores the task from its settings and the packaged code, and loads the weights into its model.
-
-    Raises:
-        ValueError: Another module with the name of a packaged one is imported.
-    """
+    """Restores the task from its settings and the packaged code, and loads the weights into its model."""
     import safetensors.torch
 
     stored = json.loads((folder / TASK).read_text())

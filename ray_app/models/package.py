@@ -51,7 +51,6 @@ class Sources:
 
     Args:
         files: The file of every module that is not installed, by the module's dotted name; packages included.
-        libraries: Top-level names of the installed libraries that these files import.
     """
 
     files: dict[str, Path]
@@ -77,12 +76,7 @@ def sources_of(module: str) -> Sources:
 
 
 def follow_imports(module: str, ours: bool = True) -> Sources:
-    """Follows the imports of a module anywhere in its code except under `TYPE_CHECKING`, without running it.
-
-    Args:
-        module: Dotted name of an importable module.
-        ours: Whether files of ray_app count as not installed.
-    """
+    """Follows the imports of a module anywhere in its code except under `TYPE_CHECKING`, without running it."""
     files: dict[str, Path] = {}
     libraries: set[str] = set()
     todo = _module_and_parents(module)
@@ -176,14 +170,10 @@ class Files:
     """The folders `data/model` and `code` of a package.
 
     Args:
-        folder: The folder of both folders.
         format: The format of the model: `torch.export` or `safetensors`.
         outputs: How its outputs for 1, 2 and 3 rows compare with the trained model's: `equal`, bit for bit, or `close`,
             within 1e-5.
-        refused: The reasons why the formats before this one were not possible.
-        libraries: The libraries that loading them needs.
         example: The input example, (rows, ...) by field.
-        predicted: The outputs of the model for the example.
         ragged: Fields of the example that may have any length on the second axis, too.
     """
 
@@ -213,10 +203,8 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
     It does not need MLflow.
 
     Args:
-        task: The prepared task.
         model: The trained model, on the CPU; it is set to evaluation mode, without gradients.
         rows: Every decoded field of some rows; the fields that `forward` reads become the input example.
-        folder: An empty folder.
 
     Raises:
         RegistryError: The model cannot be stored without pickle; the message has the reasons.
@@ -341,11 +329,7 @@ def _storable_settings(task: Task) -> dict[str, Any] | None:
 def _write_exported(
     served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]
 ) -> set[str]:
-    """Writes `model.pt2`; returns the libraries that loading it needs.
-
-    Raises:
-        Exception: Whatever `torch.export` raises for the model.
-    """
+    """Writes `model.pt2`; returns the libraries that loading it needs."""
     del code
     any_rows, any_length = {0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     shapes = tuple(any_length if name in ragged else any_rows for name in inputs)
@@ -365,11 +349,7 @@ def _write_exported(
 def _write_weights(
     served: loader.Served, inputs: dict[str, npt.NDArray], data: Path, code: Path, ragged: set[str]
 ) -> set[str]:
-    """Writes `task.json` and the task's code; returns the libraries that loading them needs.
-
-    Raises:
-        RegistryError: JSON does not preserve the task's settings, or its code cannot be shipped.
-    """
+    """Writes `task.json` and the task's code; returns the libraries that loading them needs."""
     del inputs, ragged
     task_class = type(served.task)
     if "<locals>" in task_class.__qualname__ or task_class.__module__ == "__main__":
@@ -418,11 +398,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path) -> Literal["equal", "close"]:
-    """Loads the written model as a user would, and compares its outputs with the trained model's.
-
-    Raises:
-        RegistryError: The outputs differ.
-    """
+    """Loads the written model as a user would, and compares its outputs with the trained model's."""
     loaded = loader.load(data)
     equal = True
     for rows in (1, 2, 3):
@@ -454,14 +430,7 @@ def _example_outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> d
 
 @dataclass(frozen=True)
 class Package:
-    """An MLflow model in a folder.
-
-    Args:
-        folder: The folder of the MLflow model.
-        format: See `Files`.
-        outputs: See `Files`.
-        refused: See `Files`.
-    """
+    """An MLflow model in a folder."""
 
     folder: Path
     format: str
@@ -473,9 +442,6 @@ def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], 
     """Writes an MLflow model, and checks that it predicts what the trained model does.
 
     Args:
-        task: See `write_files`.
-        model: See `write_files`.
-        example: See `write_files`.
         folder: The folder to write; it must not exist.
 
     Raises:

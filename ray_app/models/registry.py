@@ -138,13 +138,7 @@ _EARLIER_TAG_CHARS = 1000
 
 @dataclass(frozen=True)
 class Registered:
-    """A version of a registered model.
-
-    Args:
-        name: Name of the model.
-        version: Its version.
-        aliases: Its aliases.
-    """
+    """A version of a registered model."""
 
     name: str
     version: str
@@ -176,16 +170,10 @@ def register(
     was interrupted; a complete version is returned unchanged.
 
     Args:
-        client: MLflow's client.
         name: Name of the model, which is created if it does not exist.
         run_id: The MLflow run that the files are logged to, in a new folder below `models`: a version's files are never
             written again.
-        run_uuid: Identifies the run.
-        params_digest: Identifies the parameters.
-        tags: Further tags of the version.
         package: Makes the package in a new folder; called only if an upload is needed.
-        by: The user or program that registers it.
-        first_serves: Whether the very first version becomes the champion at once.
 
     Raises:
         RegistryError: MLflow stored other files than were uploaded; no version was created.
@@ -221,13 +209,6 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
 
     The rollback tags of the promoted version are removed, and also those of the champion until now, which has some only
     if its rollback was interrupted before the alias moved.
-
-    Args:
-        client: MLflow's client.
-        name: Name of the model.
-        version: Number of the version.
-        reason: The reason of the promotion, for the record.
-        by: The user or program that decides it.
 
     Returns:
         False if the version was the champion already; then nothing is changed.
@@ -274,11 +255,8 @@ class Rollback:
     """A return to the previous champion.
 
     Args:
-        version: The version that was rolled back.
         to: The version that serves again.
-        reason: The reason, for the record.
         at: The time, ISO 8601 (UTC).
-        by: The user or program that decided it.
     """
 
     version: str
@@ -424,15 +402,7 @@ _URI = re.compile(r"models:/([^/@]+)(?:@([\w-]+)|/(\d+))")
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model as MLflow stores it.
-
-    Args:
-        name: Name of the model.
-        version: Its number.
-        run_id: The MLflow run that it comes from.
-        source: URI of its files.
-        tags: Its tags.
-    """
+    """A version of a registered model as MLflow stores it."""
 
     name: str
     version: str
@@ -474,7 +444,6 @@ def resolve_version(uri: str, model: str) -> Version:
 
     Args:
         uri: MLflow tracking URI; MLflow is not contacted for a malformed model URI.
-        model: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
     Raises:
         ConfigError: The model URI is malformed, or MLflow has no such version.
@@ -503,11 +472,6 @@ def resolve_version(uri: str, model: str) -> Version:
 def download_version(uri: str, version: Version, folder: Path) -> Path:
     """Downloads the model of a version without the code of its package; returns the folder with `package.json`.
 
-    Args:
-        uri: MLflow tracking URI.
-        version: The version.
-        folder: An empty folder to download into.
-
     Raises:
         RegistryError: The version was not packaged by this application.
         Exception: Whatever MLflow raises, mostly because it cannot be reached.
@@ -524,9 +488,6 @@ def download_version(uri: str, version: Version, folder: Path) -> Path:
 
 def load_parameters(folder: Path) -> dict[str, Tensor]:
     """Loads the parameters and persistent buffers of a package, of either format, by their names in the model.
-
-    Args:
-        folder: The folder with `package.json`.
 
     Raises:
         RegistryError: They differ from those that were packaged.
@@ -569,9 +530,6 @@ def log_metrics(client: Any, version: Version, metrics: dict[str, float], time_s
     """Adds metrics to the MLflow run of a version; a repeated call with the same time does not duplicate them.
 
     Args:
-        client: MLflow's client.
-        version: The version.
-        metrics: Values by name.
         time_s: The time of the metrics, seconds since 1970 (UTC).
     """
     from mlflow.entities import Metric

@@ -34,10 +34,6 @@ def blocks_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[ran
     """Returns the block of each rank for which the last rank finishes earliest.
 
     A rank runs at least one logical worker.
-
-    Args:
-        seconds: The time of each rank for one logical worker.
-        logical_workers: L, not fewer than ranks.
     """
     # The heap says when each rank would finish with one logical worker more.
     ends = [(2 * duration_s, rank) for rank, duration_s in enumerate(seconds)]

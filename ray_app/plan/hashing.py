@@ -25,7 +25,6 @@ def key(*parts: int, after: int = 0) -> int:
     """Returns one 64-bit key of any number of integers; their order counts.
 
     Args:
-        parts: The integers.
         after: The key of the integers before them: `key(a, b)` is `key(b, after=key(a))`.
     """
     state = after

@@ -97,9 +97,6 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.AS
 def parse_partitions(path: str) -> dict[str, str | None]:
     """Returns the keys and values in the folders of a file's path; None is a missing value.
 
-    Args:
-        path: The path relative to the data set.
-
     Raises:
         DataError: The path contains a key twice.
     """
@@ -123,9 +120,6 @@ def infer_partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
     """Returns the partition columns of a data set, in the order of its folders, with their types.
 
     A type is the narrowest one that can represent all values of the column.
-
-    Args:
-        paths: The paths of all files, relative to the data set.
 
     Raises:
         DataError: The files have different keys.

@@ -60,8 +60,6 @@ def order_by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
 
     Args:
         lengths: The length of each row, in the shuffled order, shape (rows,).
-        micro_batch: Number of rows of a micro-batch.
-        base: Key of the order of the micro-batches.
 
     Returns:
         Indices into the rows, shape (rows,).
@@ -110,14 +108,10 @@ class Plan:
     """The plan of every epoch of a run.
 
     Args:
-        manifest: The row groups.
-        seed: All random choices derive from it.
-        logical_workers: L, the number of streams.
         global_batch_size: Number of rows of one step; divisible by L.
         shuffle_window_rows: Number of rows of a shuffle window per logical worker; it is rounded down to whole
             micro-batches, at least one.
         keep_last: Whether an epoch ends with smaller steps (True) or drops the rows that do not fill one (False).
-        shard: How rows are divided into streams, see the module.
         classes: The class of every row, if rows are to be repeated so that all classes are used equally often; not with
             `file`.
         by_length: The field, the lengths of which decide how the rows of a window are put into micro-batches

@@ -45,11 +45,9 @@ class Model:
     """A model to predict with, not yet loaded.
 
     Args:
-        task: The prepared task.
         weights: Content of a `model.pt2`, or of a `model.safetensors`.
         inputs: Decoded fields in the order of the arguments of a `model.pt2`; None: the weights are those of
             `task.build_model()`.
-        params_digest: Expected digest of the parameters and persistent buffers.
     """
 
     task: Task
@@ -104,17 +102,8 @@ class PredictJob:
     """The settings of a prediction that every actor gets.
 
     Args:
-        model: The model to predict with.
-        root: Folder that the data set's paths are relative to.
-        fields: Types and shapes of a decoded row.
-        columns: Columns of the data set that are copied to the parts.
-        partitions: Columns of the data set that are in the names of folders.
         parts: File name and rows of each part, by the position of its first row.
-        out: Folder of the parts.
         made_from: Digest of everything that decides the content of the parts.
-        batch_size: Rows of one forward pass.
-        threads: CPU threads of the computation.
-        device: `cpu` or `cuda`.
     """
 
     model: Model
@@ -131,11 +120,7 @@ class PredictJob:
 
 
 class PredictActor:
-    """Predicts and writes parts, as an actor of a pool.
-
-    Args:
-        job: A reference to the `PredictJob`, so that Ray transfers the model to each node once.
-    """
+    """Predicts and writes parts, as an actor of a pool."""
 
     def __init__(self, job: ray.ObjectRef) -> None:
         self._job: PredictJob = ray.get(job)
@@ -169,11 +154,7 @@ class PredictActor:
         return pa.table({"name": [name], "facts": [json.dumps(part_facts(data))]})
 
     def _outputs(self, table: pa.Table, spec: ReadSpec) -> dict[str, Field]:
-        """Computes the predictions for the rows of a part, by column.
-
-        Raises:
-            DataError: A row or its prediction has a NaN or infinite value.
-        """
+        """Computes the predictions for the rows of a part, by column."""
         arrays = {name: from_column(table.column(name), spec) for name, spec in self._job.fields.items()}
         predictions = []
         for low in range(0, table.num_rows, self._job.batch_size):
@@ -260,9 +241,7 @@ def encode_part(carried: pa.Table, outputs: Mapping[str, Field], made_from: str)
     """Encodes a part as Parquet with a checksum on every page; the same values give the same bytes.
 
     Args:
-        carried: The columns before the predictions.
         outputs: The predictions by column, each (rows, ...), or ragged, which become lists.
-        made_from: Digest of everything that decides the content, stored in the file.
     """
     for name, values in outputs.items():
         if isinstance(values, np.ndarray) and values.ndim > 1:

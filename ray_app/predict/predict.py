@@ -83,16 +83,7 @@ class PredictSection:
 
 @dataclass(frozen=True)
 class PreparedPrediction:
-    """A prediction that was checked and can start.
-
-    Args:
-        job: The settings of the actors.
-        reader: Reads and decodes the data.
-        made_from: Everything that decides the content of the parts.
-        source: The origin of model and data, for the user.
-        rows: The number of rows of the data.
-        columns: Lines that list the columns that are used, and those that are not.
-    """
+    """A prediction that was checked and can start."""
 
     job: PredictJob
     reader: Reader
@@ -119,10 +110,6 @@ def input_specs(fields: dict[str, ArraySpec]) -> dict[str, tuple[str, list[int]]
 
 def prepare_prediction(config: Config, section: PredictSection) -> PreparedPrediction:
     """Checks everything that can be known before the start, without writing anything.
-
-    Args:
-        config: The configuration of the task, the tracking and the cluster.
-        section: The configuration of the prediction.
 
     Raises:
         ConfigError: There is no such model, it does not match the task, or the folder contains something else.
@@ -282,11 +269,7 @@ def _make_reader(dataset: Dataset, task: Task) -> Reader:
 
 
 def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
-    """Refuses columns with missing values, which the tasks of this application do not support.
-
-    Raises:
-        DataError: There are missing values; the message names the first one.
-    """
+    """Refuses columns with missing values, which the tasks of this application do not support."""
     for name in (name for name in columns if dataset.facts.columns[name].nulls):
         for path in dataset.manifest.paths:
             with DataFile(dataset.root, path, dataset.manifest.partitions) as file:

@@ -120,9 +120,7 @@ class Axis:
     """The labels of one axis of a chart.
 
     Args:
-        name: Name of the values, with their unit.
         make_ticks: Returns ticks between two values; the third argument is their maximum number.
-        text: Returns the text of a tick.
     """
 
     name: str
@@ -161,12 +159,7 @@ def thin_points(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[P
 
 
 class Curve(Sequence[Point]):
-    """A sequence of points, stored as two arrays: a million points take a sixth of the memory of tuples.
-
-    Args:
-        x: The x values.
-        y: The y values, as many.
-    """
+    """A sequence of points, stored as two arrays: a million points take a sixth of the memory of tuples."""
 
     def __init__(self, x: array[float], y: array[float]) -> None:
         self._x, self._y = x, y
@@ -219,7 +212,6 @@ class Pause:
 
     Args:
         at_s: Time of the pause, in seconds of the run's clock.
-        seconds: Duration of the pause.
         number: Number of the start that ended the pause, from 2.
     """
 
@@ -257,10 +249,6 @@ def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
     """Returns the number of workers by the run's clock, as corners of a step curve.
 
     The number is 0 in gaps without a step that are longer than a three-hundredth of the run.
-
-    Args:
-        records: All steps in the order of time, also repeated ones.
-        clock: The run's clock.
     """
     corners: list[Point] = [(0.0, 0.0)]
     min_gap_s = clock.end_s / 300
@@ -282,8 +270,6 @@ def rows_per_second_over_time(records: Sequence[StepRecord], clock: Clock, max_b
 
     Args:
         records: The steps in their order. Their times may decrease if a clock was set back.
-        clock: The run's clock.
-        max_bins: Maximum number of intervals.
     """
     if len(records) < 2:
         return []
@@ -314,8 +300,6 @@ def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
 
     Args:
         values: The values; their logarithms are drawn if they span powers.
-        marks: Characters for low to high values.
-        width: Maximum number of characters.
     """
     usable = [value for value in values if math.isfinite(value)]
     width = min(width, len(usable))
@@ -337,9 +321,6 @@ class Line:
     """A curve of a chart.
 
     Args:
-        name: Name for the legend and the hover text.
-        tone: Color.
-        points: Finite points, ordered by x.
         kind: `line`; `faint` for a curve behind another one; `steps` for a filled step curve; `dots` for single points.
     """
 
@@ -354,10 +335,6 @@ class Mark:
     """The mark of an event in a chart.
 
     Args:
-        at: Position on the x axis.
-        tone: Color.
-        text: Description of the event.
-        shape: Shape of the mark.
         until: End on the x axis, if the event has a duration.
     """
 
@@ -370,12 +347,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Lane:
-    """One row of a timeline.
-
-    Args:
-        name: Name of its kind of events.
-        marks: Marks in the order of time.
-    """
+    """One row of a timeline."""
 
     name: str
     marks: Sequence[Mark]
@@ -389,8 +361,6 @@ class Frame:
         width: Width of the drawing in pixels.
         left: Width of the margin with the labels in pixels.
         span: Range of the x axis; by default that of the curves.
-        x: The x axis.
-        pauses: Intervals in which no driver worked on the run.
     """
 
     width: int = 420
@@ -414,11 +384,6 @@ def line_chart(
 
     Args:
         lines: The curves, at least one with points; later ones are drawn above earlier ones.
-        y: The y axis.
-        frame: The x axis and the size.
-        height: Height in pixels.
-        log: Whether the y axis is logarithmic; then all values must be positive.
-        from_zero: Whether the y axis begins at 0.
         marks: Events, each drawn as a vertical line with a shape at its top.
     """
     points = [point for line in lines for point in line.points]

@@ -62,9 +62,6 @@ class Comparison:
     """Some runs side by side.
 
     As the last expression of a notebook's cell it shows a table and the curves of the runs.
-
-    Args:
-        facts: The facts of each run, in the order of the display.
     """
 
     facts: tuple[Facts, ...]

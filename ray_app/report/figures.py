@@ -55,12 +55,8 @@ class Figure:
     """A chart with its caption.
 
     Args:
-        title: Title of the figure.
-        unit: Unit of the values, and other properties.
         wide: The chart for wide pages, or for all pages if there is no narrow one.
-        narrow: The chart for phones.
         legend: Tone and name of each curve, if there are several.
-        note: A remark below the chart.
     """
 
     title: str

@@ -32,10 +32,6 @@ TONES = {
 def write_report(paths: RunPaths, facts: Facts | None = None) -> Location:
     """Writes `report.html` in the run's directory, and no other file.
 
-    Args:
-        paths: The directory of the run; the run may still train, or have failed.
-        facts: The facts of the run, if they were read already.
-
     Returns:
         The file of the page.
 
@@ -52,9 +48,6 @@ class Live:
     """The additional values of a page that updates itself while its run trains.
 
     Args:
-        script: Address of the script that updates the page.
-        number: Number of the run of this page.
-        runs: Name and status of each run with a page.
         error: The error of the newest read of the run; None if it succeeded.
     """
 
@@ -120,14 +113,7 @@ def environment() -> Environment:
 
 @dataclass(frozen=True)
 class Card:
-    """A key figure.
-
-    Args:
-        name: Name of the figure.
-        value: The value, in large letters.
-        note: A remark below the value.
-        whole: The full value, shown under the pointer.
-    """
+    """A key figure."""
 
     name: str
     value: str

@@ -24,14 +24,7 @@ _MAX_HAPPENINGS, _MAX_CHARS = 300, 8000
 
 @dataclass(frozen=True)
 class BudgetLine:
-    """A budget of disturbances, and its use.
-
-    Args:
-        name: Name of the disturbances.
-        used: Disturbances in the newest start.
-        allowed: Budget of a start; None: any number.
-        ever: Disturbances in all starts.
-    """
+    """A budget of disturbances, and its use."""
 
     name: str
     used: int
@@ -198,14 +191,7 @@ _MAX_EXAMPLES = 24
 
 @dataclass(frozen=True)
 class Cell:
-    """One field of the confusion matrix.
-
-    Args:
-        count: Number of rows.
-        part: These rows, as a share of the rows of the true class.
-        is_right: Whether truth and prediction are the same.
-        title: Description of the field.
-    """
+    """One field of the confusion matrix."""
 
     count: int
     part: float
@@ -218,15 +204,9 @@ class ByClass:
     """The results of one evaluation by class.
 
     Args:
-        step: Step of the evaluation.
-        is_best: Whether it is the best evaluation of the run.
-        classes: Names of the classes.
         matrix: Rows of cells by true class; empty with too many classes or without a confusion matrix.
         pairs: With too many classes: true class, predicted class and rows of the most frequent confusions.
-        columns: Names of the metrics per class.
-        per_class: Name and metrics of each class.
         left_out: Number of classes that `per_class` does not contain, which have the better metrics.
-        examples: Rows with wrong predictions.
     """
 
     step: int

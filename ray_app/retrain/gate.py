@@ -63,9 +63,6 @@ class ClassRecall:
     """The recall of one class.
 
     Args:
-        rows: Evaluation rows of the class.
-        champion: Recall of the champion.
-        challenger: Recall of the challenger.
         least_drop: Lower bound of the interval of the fall; the confidence holds for all classes together.
     """
 
@@ -80,14 +77,8 @@ class GateFigures:
     """The comparison of a challenger with the champion.
 
     Args:
-        metric: The metric that decides.
-        mode: Whether a higher (`max`) or a lower (`min`) value is better.
-        rows: Rows on which both models were scored.
-        challenger: The challenger's value.
         champion: The champion's value; None without a champion.
         gain: How much better the challenger is, in the metric's unit; below 0: worse.
-        low: Lower bound of the interval of the gain.
-        high: Upper bound of the interval of the gain.
         recalls: Recalls of each class with enough rows, by its name.
     """
 
@@ -104,12 +95,7 @@ class GateFigures:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of the gate.
-
-    Args:
-        promote: Whether the challenger becomes the champion.
-        reason: The reason, with the numbers.
-    """
+    """The decision of the gate."""
 
     promote: bool
     reason: str
@@ -138,11 +124,8 @@ def compare_models(
 
     Args:
         task: The prepared task; the chunks contain its metrics.
-        metric: The metric that decides.
-        mode: Whether a higher (`max`) or a lower (`min`) value is better.
         challenger: The challenger's metric states, one chunk for each block of rows.
         champion: The champion's metric states on the same blocks; None without a champion.
-        seed: Seed of the bootstrap draws.
         section: Has the resamples, the confidence and the minimum rows of a class.
     """
     scores, rows = combine(task, challenger), sum(chunk.rows for chunk in challenger)
@@ -256,9 +239,6 @@ class ScoringRequest:
     """Rows, and the models to score on them.
 
     Args:
-        source: The data set.
-        segments: The rows.
-        models: The packages of the models, by any name.
         blocks: Minimum number of chunks into which the rows are divided, if there are enough rows; by default the
             fastest number.
         chosen: Mask of the rows that count, shape (rows of the segments,); by default all count.
@@ -318,10 +298,7 @@ def score_packages(
     """Scores models on rows, in one Ray task on the connected cluster.
 
     Args:
-        task: The prepared task of today's configuration, which decodes the rows and measures all models.
         metrics: The metrics to compute besides the loss; those that the task lacks are ignored.
-        requests: The models and the rows.
-        section: Resources and batch size of the evaluator.
 
     Returns:
         For each request the chunks of metric states in the order of the rows, by the model's name.
@@ -411,12 +388,7 @@ Both parts need many rows: the gate must distinguish a gain from chance.
 
 
 def find_old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]:
-    """Returns the paths of the files with content that an earlier delivery had, under any name.
-
-    Args:
-        delivery: SHA-256 of the content of each file, by path.
-        before: The same of the earlier delivery.
-    """
+    """Returns the paths of the files with content that an earlier delivery had, under any name."""
     digests_before = set(before.values())
     return {path for path, digest in delivery.items() if digest in digests_before}
 
@@ -426,8 +398,6 @@ def select_share(content: str, first: int, rows: int, share: float) -> npt.NDArr
 
     Args:
         content: SHA-256 of the file's content.
-        first: Position of the first row in the file.
-        rows: Number of consecutive rows.
         share: The share, from 0 to 1.
     """
     is_in_share: npt.NDArray[np.bool_] = (
@@ -441,10 +411,6 @@ def select_gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArra
 
     These are the rows that `write_selection_part` does not write. On the rows by which it was chosen the best
     checkpoint is the luckiest one: on them two equally good models would differ.
-
-    Args:
-        manifest: Manifest of the evaluation data.
-        delivery: SHA-256 of the content of each file, by path.
     """
     file_rows = np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
     return ~np.concatenate(
@@ -466,10 +432,6 @@ def write_dataset(
     """Writes a data set of all rows of new files and a share of the rows of old ones, unless `out` exists.
 
     Args:
-        dataset: The delivered data.
-        columns: The columns that the task reads.
-        delivery: SHA-256 of the content of each file, by path.
-        old: Paths of the old files.
         fraction: Share of the rows of old files; a hash of the file's content and the row's position chooses them.
         out: Folder of the new data set; it is renamed into its place when it is complete.
 

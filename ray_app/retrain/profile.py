@@ -45,8 +45,6 @@ class Column:
 
     Args:
         rows: Rows of the sample with a finite value.
-        mean: Mean of these values.
-        std: Standard deviation of these values.
         edges: Boundaries between the bins: the distinct deciles, and the next number after a value that many rows have.
         shares: Share of the rows in each bin; a value at a boundary belongs to the bin above.
     """
@@ -63,8 +61,6 @@ class Profile:
     """The profile of a data set.
 
     Args:
-        rows: Number of rows.
-        schema: Type of each column that the task reads.
         nulls: Share of missing values of each column.
         classes: Rows of each class, by its number as text; empty if the task has no classes.
         columns: Distribution of each column of numbers; of an array column those of the rows' means and standard
@@ -91,8 +87,6 @@ def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> 
     """Reads a data set once, a row group at a time, and computes its profile.
 
     Args:
-        dataset: The data set.
-        columns: The columns that the task reads.
         label: The column of class numbers, if the task has classes; the profile has its class balance instead of its
             distribution.
 
@@ -134,7 +128,6 @@ def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
 
     Args:
         values: The sample, shape (rows,), finite.
-        reference: The column of the other profile.
     """
     from scipy.stats import chi2
 
@@ -159,12 +152,7 @@ def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
 
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
-    """Yields each row group with the position of its first row.
-
-    Raises:
-        DataError: A file is damaged.
-        StorageError: The storage does not answer.
-    """
+    """Yields each row group with the position of its first row."""
     manifest, root = dataset.manifest, locate_data(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
@@ -224,15 +212,7 @@ def _bin_shares(values: npt.NDArray[np.float64], edges: list[float]) -> npt.NDAr
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement of the champion's predictions with the delivered labels.
-
-    Args:
-        metric: The metric that decides.
-        mode: Whether a higher (`max`) or a lower (`min`) value is better.
-        accepted: The champion's value on the rows of the gate when it was promoted.
-        training: The champion's value on a sample of the delivered training rows.
-        evaluation: The champion's value on the delivered rows of the gate.
-    """
+    """The agreement of the champion's predictions with the delivered labels."""
 
     metric: str
     mode: str
@@ -253,8 +233,6 @@ class ReferenceProfiles:
     A profile is None if the record has none, such as before the first champion.
 
     Args:
-        train: Profile of the training data.
-        evaluation: Profile of the evaluation data.
         gate: Profile of the gate's data set (`retrain.gate_path`) when the champion was promoted.
     """
 
@@ -268,7 +246,6 @@ class GateRows:
     """The rows on which the gate compares models.
 
     Args:
-        rows: Number of rows.
         profile: Profile of the gate's data set (`retrain.gate_path`); None: the rows are a part of the evaluation data.
     """
 
@@ -285,17 +262,7 @@ def find_problems(
     duplicates: list[str],
     section: RetrainSection,
 ) -> list[str]:
-    """Returns a message for each problem of a delivery; training needs a delivery without problems.
-
-    Args:
-        train: Profile of the delivered training data.
-        evaluation: Profile of the delivered evaluation data.
-        gate: The rows of the gate.
-        reference: The profiles of the champion's data.
-        agreement: Agreement of the champion with the labels; None without a champion.
-        duplicates: Messages about files with the content of another one.
-        section: The thresholds.
-    """
+    """Returns a message for each problem of a delivery; training needs a delivery without problems."""
     messages = list(duplicates)
     if gate.rows < section.min_eval_rows:
         subject = (

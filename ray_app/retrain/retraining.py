@@ -76,9 +76,6 @@ class Stages:
 
     Args:
         situation: The input of this start, with the champion that served when the round began.
-        round: The round.
-        console: Shows the progress of the training.
-        at: For fault tests: called with `training` while the run trains.
     """
 
     def __init__(self, situation: Situation, round: Round, console: Console, at: Callable[[str], None]) -> None:
@@ -305,8 +302,6 @@ class Outcome:
     Args:
         kind: `nothing` (no reason to train), `would train` (of a dry run), `promoted`, `gate refused`, `data refused`,
             or `interrupted`.
-        reason: The reason, with the numbers.
-        version: The version that was registered.
     """
 
     kind: OutcomeKind
@@ -325,8 +320,6 @@ def retrain(
     A start after a crash continues the round.
 
     Args:
-        config: The configuration of the runs.
-        section: The configuration of retraining.
         console: Shows the progress; by default on standard output.
         at: For fault tests: called with the name of each stage when its effects are done and not yet recorded, and
             with `training` a few times a second while the run trains.

@@ -164,7 +164,6 @@ class Inputs:
     """The inputs of a round, as digests.
 
     Args:
-        data: Digest of the delivery.
         config: Digest of the fields that decide the result, and of the choice of rows and initial parameters.
         code: Digest of the source files of the task, the optimizer, the schedule and classes in their arguments, and of
             ray_app.
@@ -193,9 +192,7 @@ def read_delivery(config: Config, memory: Location | None = None, gate_path: str
     """Returns the digests of all data files; only files that have changed since the last call are read.
 
     Args:
-        config: Has the paths of the data.
         memory: Folder that keeps the digests for the next call; by default all files are read, and nothing is kept.
-        gate_path: Path of the gate's data set, if it has one.
 
     Raises:
         DataError: A path has no files.
@@ -214,12 +211,6 @@ def read_delivery(config: Config, memory: Location | None = None, gate_path: str
 
 def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, champion: str) -> Inputs:
     """Returns the inputs of a round; the initial parameters of `train.init_from` count by their content.
-
-    Args:
-        config: The configuration of the runs.
-        section: The configuration of retraining.
-        delivery: The delivered data.
-        champion: See `Inputs`.
 
     Raises:
         ConfigError: The initial parameters do not exist, or a class cannot be imported.
@@ -273,10 +264,6 @@ class Round:
     """The record of one round.
 
     Each stage is written once, after its effects, so that a stopped round continues at the stage at which it stopped.
-
-    Args:
-        paths: The folder of the model's retrainings.
-        key: The round's key.
     """
 
     paths: RetrainPaths
@@ -326,11 +313,7 @@ def add_audit_entry(paths: RetrainPaths, id: str, kind: str, reason: str, detail
     """Adds an entry to the audit record, unless one with this id exists; several processes may do so at once.
 
     Args:
-        paths: The folder of the model's retrainings.
-        id: Identifies the decision.
         kind: `promoted`, `gate refused`, `data refused`, `superseded` or `rolled back`.
-        reason: The reason, with the numbers.
-        details: More fields of the entry.
     """
     new_entry = {"id": id, "when": current_time(), "who": describe_user(), "what": kind, "why": reason, **details}
     while not any(entry["id"] == id for entry in read_audit_entries(paths)):

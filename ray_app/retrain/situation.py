@@ -41,9 +41,6 @@ class DataInspection:
     """The result of reading a delivery.
 
     Args:
-        train: Profile of the training data.
-        evaluation: Profile of the evaluation data.
-        gate: The rows of the gate.
         drift: Population stability index of each column against the champion's training data; 0 if not significant.
         agreement: Agreement of the champion with the labels; None without a champion, or if its metric when it was
             promoted is not recorded.
@@ -60,13 +57,6 @@ def inspect_data(
     config: Config, section: RetrainSection, delivery: Delivery, champion: Champion | None, connect: Callable[[], None]
 ) -> DataInspection:
     """Reads a delivery once, and scores the champion on it.
-
-    Args:
-        config: The configuration of the runs.
-        section: Has the number of rows to score and the data set of the gate.
-        delivery: The delivered data.
-        champion: The champion; the delivery is compared with its data.
-        connect: Connects to the cluster; called only if the champion is scored.
 
     Raises:
         DataError: The data cannot be used.
@@ -132,12 +122,7 @@ def gate_request(
     These are the rows of `retrain.gate_path`, or the part of the evaluation data by which no checkpoint is chosen.
 
     Args:
-        job: The prepared run.
         config: The configuration of the retraining; its `data.eval_path` is all of the evaluation data.
-        section: Has the path of the gate's data set.
-        delivery: The delivered data.
-        models: See `ScoringRequest`.
-        blocks: See `ScoringRequest`.
 
     Raises:
         DataError: The rows have other fields than those of the training data.
@@ -174,13 +159,8 @@ class TriggerFacts:
         age_days: Days since the champion's promotion; None: not recorded.
         same_data: Whether the files are those with which the champion was trained and promoted; None: not recorded,
             because no retraining made it.
-        new_rows: Training rows in files on which the champion was not trained.
-        rows: Training rows.
-        metric: The metric that decides.
-        mode: Whether a higher (`max`) or a lower (`min`) value is better.
         then: The champion's value when it was promoted; None: not recorded.
         now: The champion's value on the delivered evaluation data; None: not computed.
-        drift: Population stability index of each column.
         judged: Result of an earlier round with the same data, configuration and code; None: they are new, or were
             refused for another champion.
     """
@@ -200,13 +180,7 @@ class TriggerFacts:
 
 @dataclass(frozen=True)
 class TriggerDecision:
-    """The decision whether to train.
-
-    Args:
-        retrain: Whether to train.
-        trigger: The first trigger that applies.
-        reason: The reason as a message, with the numbers.
-    """
+    """The decision whether to train."""
 
     retrain: bool
     trigger: Trigger
@@ -285,13 +259,7 @@ class Situation:
     """The input of one start of a retraining, with what is computed from it on demand.
 
     Args:
-        config: The configuration of the runs.
-        section: The configuration of retraining.
-        paths: The folder of the model's retrainings.
-        client: MLflow's client.
-        delivery: The delivered data.
         champion: The version that serves, or that served when the round began; None: there is none.
-        stack: Closes the connection to the cluster, if one is opened.
     """
 
     config: Config
@@ -374,9 +342,6 @@ class Situation:
 
     def decide(self, judged: str | None) -> TriggerDecision:
         """Decides whether to train; reads all of the data only if no other trigger applies.
-
-        Args:
-            judged: Result of an earlier round with the same data, configuration and code.
 
         Raises:
             DataError: The data cannot be used.

@@ -46,10 +46,7 @@ def resolve_weights(weights: ClassWeights, data: DataFacts, label: str, classes:
     A weight of `balanced` is rows / (classes that have rows x rows of the class); their mean over the rows is 1.
 
     Args:
-        weights: The configured weights.
         data: The training data; `balanced` reads its label column.
-        label: The label column.
-        classes: The number of classes.
 
     Raises:
         ConfigError: There is not one weight of at least 0 for each class.
@@ -123,8 +120,6 @@ def find_mistakes(scores: Tensor, labels: Tensor, classes: Sequence[str], max_ro
     Args:
         scores: Shape (rows, classes).
         labels: Shape (rows,).
-        classes: Names of the classes.
-        max_rows: The largest number of rows to return.
     """
     predicted = scores.argmax(-1)
     wrong = (predicted != labels).nonzero()[:, 0]
@@ -140,7 +135,6 @@ def predict_classes(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDA
 
     Args:
         scores: Shape (rows, classes).
-        classes: Names of the classes.
     """
     confidence, index = scores.float().softmax(-1).max(-1)
     return {
@@ -157,7 +151,6 @@ def smooth_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
 
     Args:
         labels: Shape (rows,).
-        classes: The number of classes.
         smoothing: The share, 0 to 1.
 
     Returns:
@@ -208,9 +201,7 @@ def _draw_beta(keys: Tensor, alpha: float) -> Tensor:
 def _draw_rectangles(keys: Tensor, share: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Draws a rectangle per row with 1 - share of the image's area, cut at the borders of the image.
 
-    Returns:
-        The pixels inside, bool of shape (rows, height, width), and the share of the image that they cover, shape
-        (rows,).
+    Returns the pixels inside, bool (rows, height, width), and the share of the image that they cover, (rows,).
     """
     inside = torch.ones(len(keys), height, width, dtype=torch.bool)
     for salt, size, axis in ((_ROW, height, 1), (_COLUMN, width, 2)):

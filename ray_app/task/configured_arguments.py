@@ -144,11 +144,6 @@ def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
 def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
     """Returns whether a lower or a higher value of the best metric is better.
 
-    Args:
-        metric: The name of the metric.
-        mode: The configured mode.
-        metrics: The metrics of the task.
-
     Raises:
         ConfigError: The mode is not configured, and the metric does not define it.
     """
@@ -206,7 +201,6 @@ def compute_row_losses(
     Args:
         spec: The loss, which is made with `reduction: none`. With `batchmean` (`torch.nn.KLDivLoss`) the mean is over
             rows and not over all values.
-        outputs: The outputs to compare.
         target: The target. If it has the outputs' shape it is converted to their type; both get at least 32 bits.
         accuracy: Whether to add the metric `accuracy`, with the weights of the losses.
         is_value: The values of a target of lists that are not padding; the others have weight 0. None: all are values.
@@ -280,9 +274,6 @@ def activation_of(spec: str) -> Activation:
     """Returns the function that turns the outputs that a loss takes into probabilities.
 
     It is `none` for a loss that takes probabilities or other numbers, and for an unknown loss.
-
-    Args:
-        spec: The loss, as JSON.
     """
     loss = make_loss(spec, "cpu")
     kinds = [loss.func] if isinstance(loss, partial) else [kind for kind in type(loss).__mro__ if kind is not object]
@@ -297,7 +288,6 @@ def probabilities(outputs: Any, activation: Activation) -> Any:
 
     Args:
         outputs: Scores of classes along axis 1, or one score of each value.
-        activation: The function that turns them into probabilities.
     """
     if activation == "none" or not isinstance(outputs, Tensor):
         return outputs
@@ -319,9 +309,6 @@ def _is_correct(loss: Any, outputs: Any, target: Tensor) -> Tensor:
     """Returns where the outputs predict the target's class, in the shape of the target.
 
     The predicted class has the highest score; with one score for two classes, the loss defines the threshold.
-
-    Raises:
-        ConfigError: The target is not classes.
     """
     if isinstance(outputs, Tensor):
         if outputs.ndim == target.ndim + 1 and not target.is_floating_point():
@@ -366,7 +353,6 @@ def make_loss(spec: str, device: str) -> Any:
     Its weights are made outside inference mode: backward could not save them if an evaluation made the loss first.
 
     Args:
-        spec: The loss, as JSON.
         device: The device as `str(torch.device)`.
     """
     parsed = json.loads(spec)
@@ -407,7 +393,6 @@ def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
     """Returns the least and the greatest value that a loss takes in a target, and the value that it ignores, if any.
 
     Args:
-        spec: The configured loss.
         outputs: The outputs that are compared, shape (rows, classes, ...) where these are scores of classes.
         target: The target that they are compared with, shape (rows, ...).
 
@@ -434,9 +419,7 @@ def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask:
     """Refuses values of a target that the loss does not take.
 
     Args:
-        column: The target.
         values: Its values, of any shape.
-        allowed: See `target_range`.
         is_mask: Whether they are masks of images.
 
     Raises:

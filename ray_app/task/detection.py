@@ -132,9 +132,6 @@ class ObjectDetection(Task):
         """Returns the boxes, float32 (objects, 4), and classes, int64 (objects,), of a row.
 
         There are no objects if these columns were not read.
-
-        Raises:
-            ValueError: The lists do not match, a box is outside the image, or a label is outside the classes.
         """
         columns = [rows[name] for name in self.targets()]
         if any(isinstance(column, np.ndarray) and column.dtype == np.int64 for column in columns):
@@ -231,11 +228,7 @@ class ObjectDetection(Task):
 
 
 def _transform_sample(sample: dict[str, Any], transforms: Sequence[Any], key: int) -> dict[str, Any]:
-    """Applies the transforms to an image and its boxes, and removes boxes that are outside the image afterwards.
-
-    Raises:
-        ValueError: The transforms make an image of another type than uint8.
-    """
+    """Applies the transforms to an image and its boxes, and removes boxes that are outside the image afterwards."""
     from torchvision import tv_tensors
     from torchvision.transforms import v2
 

@@ -71,9 +71,6 @@ def _check_cublas_workspace(device: torch.device) -> None:
     PyTorch reads `CUBLAS_WORKSPACE_CONFIG` once, at the first matrix product of a process on a GPU. If it did not name
     a deterministic workspace then, PyTorch refuses all products while deterministic algorithms are on. In a notebook
     the first product may have been before this run.
-
-    Raises:
-        ConfigError: PyTorch refuses the product.
     """
     try:
         torch.mm(*(torch.ones(2, 2, device=device) for _ in range(2)))
@@ -91,7 +88,6 @@ def set_threads_and_kernels(threads: int, deterministic: bool, refuses: bool = T
     """Sets the number of threads of torch in this process, and may enable deterministic kernels.
 
     Args:
-        threads: Number of CPU threads for one operation.
         deterministic: Whether to enable deterministic kernels; otherwise the setting stays as it is.
         refuses: Whether an operation without a deterministic kernel raises; otherwise PyTorch warns.
     """

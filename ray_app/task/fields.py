@@ -120,7 +120,6 @@ def convert_column(values: Any, kind: str) -> Field:
     """Converts a column as read to types that layers take, without making arrays larger.
 
     Args:
-        values: The column.
         kind: Its `ColumnFacts.kind`: numbers become float32, integers int64, lists `Ragged` with integers of 32 or 64
             bits or float32; of arrays only float64 is converted, to float32.
 
@@ -151,7 +150,6 @@ def need_finite(name: str, values: Any) -> None:
     """Refuses values that are NaN or infinite.
 
     Args:
-        name: The name of the values in a message.
         values: Numbers of any type, (rows, ...) or ragged.
 
     Raises:
@@ -175,7 +173,6 @@ def need_as_long(rows: Mapping[str, Any], name: str, others: Sequence[str]) -> N
     """Refuses rows with a list that has the length of none of the other lists of the row.
 
     Args:
-        rows: Columns as read.
         name: The column to check. No row is refused where it is not ragged, as the zeros that stand in for a target
             that was not read.
         others: The columns to compare with; only those of lists count.
@@ -198,7 +195,6 @@ def strip_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[str
 
     Args:
         outputs: Shape (rows, length), (rows, length, 1), or (rows, values, length), on the CPU.
-        batch: The batch that they were computed from.
         names: Fields that the model takes; the outputs are cut like the first list that is padded to their length.
 
     Returns:

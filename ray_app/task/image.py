@@ -179,9 +179,6 @@ class ImageClassification(Task):
         """Returns the image in a file, (3, size, size) uint8.
 
         Its shorter side is resized to `size`, then a square around its center is cropped.
-
-        Raises:
-            ValueError: The file cannot be decoded, or it is an animation.
         """
         from torchvision.transforms.v2 import functional as transforms
 
@@ -287,11 +284,6 @@ def _shift_images(images: Tensor, keys: Tensor, padding: int) -> Tensor:
     """Returns each image shifted by up to `padding` pixels in both directions; the shape and the type stay.
 
     An image is padded by repeating its border, and cropped to its size at a random position.
-
-    Args:
-        images: The images, (rows, channels, height, width).
-        keys: The keys of the rows, on the CPU.
-        padding: Maximum number of pixels.
     """
     rows, _, height, width = images.shape
     # PyTorch has no kernel for bytes that repeats the border.
@@ -324,10 +316,7 @@ def small_cnn(in_channels: int, num_classes: int, channels: int = 32, dropout: f
     """Builds a convolutional network for images of about 8 to 32 pixels, with batch-norm and dropout.
 
     Args:
-        in_channels: Channels of the images.
-        num_classes: Number of class scores.
         channels: Channels of the first layer; the second has twice as many.
-        dropout: Probability of a zeroed activation.
     """
     return nn.Sequential(
         nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),

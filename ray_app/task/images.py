@@ -89,7 +89,6 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     Args:
         encoded: PNG or GIF of one channel, with the class indices as values, or with a palette, with the class indices
             as indices of colors.
-        exif_orientation: See `decode_image`.
 
     Returns:
         Shape (height, width); uint8, or int32 where there are more than 8 bits.
@@ -117,9 +116,6 @@ def _explain_errors(encoded: bytes) -> Iterator[None]:
     """Converts every error of a library about a file into a ValueError with the reason.
 
     Pillow's readers raise errors of many types.
-
-    Raises:
-        ValueError: The block raised an error other than ImportError and MemoryError.
     """
     try:
         yield
@@ -146,12 +142,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _open_image(encoded: bytes) -> Any:
-    """Opens a file by its header and refuses it if the header declares too many pixels.
-
-    Raises:
-        ValueError: See `decode_image`.
-        Exception: Whatever Pillow raises.
-    """
+    """Opens a file by its header and refuses it if the header declares too many pixels."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
@@ -170,11 +161,7 @@ def _open_image(encoded: bytes) -> Any:
 
 
 def _jpeg_pixels(encoded: bytes, image: Any) -> npt.NDArray[np.uint8]:
-    """Decodes the pixels of a JPEG file, (height, width, 3).
-
-    Raises:
-        ValueError: The file is damaged anywhere, or of a kind of JPEG that libjpeg does not decode.
-    """
+    """Decodes the pixels of a JPEG file, (height, width, 3)."""
     import simplejpeg
 
     if image.mode != "CMYK":
@@ -205,12 +192,7 @@ def _rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
 
 
 def _load(image: Any, encoded: bytes) -> None:
-    """Decodes a still image.
-
-    Raises:
-        ValueError: A PNG file has fewer rows than its header declares: Pillow silently makes the others black.
-        Exception: Whatever Pillow raises.
-    """
+    """Decodes a still image; refuses a PNG file that lacks rows, which Pillow silently makes black."""
     image.load()
     if image.format != "PNG":
         return
@@ -225,11 +207,7 @@ def _load(image: Any, encoded: bytes) -> None:
 
 
 def _check_palette(image: Any, encoded: bytes) -> None:
-    """Refuses a PNG file with a pixel of a color that the palette lacks: Pillow silently makes it black.
-
-    Raises:
-        ValueError: There is such a pixel.
-    """
+    """Refuses a PNG file with a pixel of a color that the palette lacks: Pillow silently makes it black."""
     if image.format == "PNG" and image.mode == "P":
         colors = sum(map(len, _png_chunks(encoded, b"PLTE"))) // 3
         if (index := image.getextrema()[1]) >= colors:
@@ -345,9 +323,7 @@ def decode_columns(
         rows: Their columns as read, encoded files as a list; zeros of shape (rows,) stand in for a target that was not
             read.
         kinds: `image` or `mask` by column.
-        transforms: Applied to the images of a row and to its masks alike.
         keys: Keys of the rows, see `apply_transforms`.
-        exif_orientation: See `decode_image`.
         mask_classes: Value and class of masks, in the order of the values; empty, if the values are the classes.
 
     Returns:
@@ -422,7 +398,6 @@ def map_mask_classes(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.N
 
     Args:
         mask: Integers of any shape.
-        pairs: Value and class, in the order of the values.
 
     Raises:
         ValueError: The mask has values without a class.

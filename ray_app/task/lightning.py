@@ -102,7 +102,6 @@ class Log(NamedTuple):
 
     Args:
         numbers: Means over a batch, each of shape ().
-        metrics: torchmetrics objects, with the states of the batch.
     """
 
     numbers: dict[str, Tensor]
@@ -123,8 +122,6 @@ def capture_logs(module: nn.Module, method: str, rows: int | None = None) -> Ite
     """Records what a method of a module logs while the block calls it; access to the trainer raises an error.
 
     Args:
-        module: The module.
-        method: Name of the method.
         rows: Rows of the batch that it gets; None: it gets no batch.
 
     Yields:
@@ -348,12 +345,7 @@ class LightningTask(BatchTask):
 
 
 def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
-    """Extracts the optimizer and the schedule from one of the forms that `configure_optimizers` may return.
-
-    Raises:
-        ConfigError: There are several optimizers or schedules, no optimizer, or a schedule that is not stepped after
-            every step.
-    """
+    """Extracts the optimizer and the schedule from one of the forms that `configure_optimizers` may return."""
     pair = (
         isinstance(returned, list | tuple)
         and len(returned) == 2
@@ -395,11 +387,7 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
 
 
 def _refuse_unknown(fields: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Refuses fields that Lightning does not define either: a misspelled one would silently have no effect.
-
-    Raises:
-        ConfigError: There are such fields.
-    """
+    """Refuses fields that Lightning does not define either: a misspelled one would silently have no effect."""
     if unknown := sorted(map(str, fields.keys() - set(names))):
         raise ConfigError(
             f"configure_optimizers returned a dictionary with {', '.join(unknown)}; its fields are {', '.join(names)}."

@@ -94,11 +94,6 @@ def _modules_of(path: str, value: Any, visited: set[int]) -> Iterator[tuple[str,
 
     `nn.Module.named_modules` does not suffice: torch registers modules that are attributes, but not those in plain
     lists and dictionaries.
-
-    Args:
-        path: Path of the value.
-        value: A module, a list, a tuple or a dictionary; any other value contains no modules.
-        visited: The `id` of each module that was yielded; it is updated.
     """
     children: Mapping[Any, Any] = {}
     if isinstance(value, nn.Module):
@@ -151,7 +146,6 @@ def load_states(metric: Metric, states: Sequence[States]) -> None:
     """Loads the states of several chunks into a metric, as if it had been updated with their rows in that order.
 
     Args:
-        metric: A metric that was just made or reset.
         states: The states of each chunk, at least one, from `states_of` of a metric of the same kind.
 
     Raises:
@@ -199,8 +193,6 @@ def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:
     such a stack themselves, and give NaN if a chunk has a single row.
 
     Args:
-        metric: The part with the state.
-        name: Name of the state.
         values: The state of each chunk, at least one.
 
     Raises:

@@ -47,12 +47,7 @@ class Chunk:
     """The results of a range of rows.
 
     Args:
-        low: The first row.
-        rows: The number of rows.
-        loss: The sum of their losses.
-        weight: The sum of their weights, over which the mean loss is.
         states: The states of the task's metrics after these rows alone, by metric and state.
-        mistakes: The wrong predictions with the highest confidence.
     """
 
     low: int
@@ -70,7 +65,6 @@ class Scores:
     Args:
         values: The task's metrics of one number, and the mean loss unless all weights are 0.
         tables: The task's metrics that are lists (one number per class) or matrices.
-        mistakes: The wrong predictions with the highest confidence, in descending order.
     """
 
     values: dict[str, float]
@@ -102,18 +96,12 @@ def score(
     """Scores a data set, or every `parts`-th chunk of it, and yields the results of each chunk.
 
     Args:
-        task: The prepared task.
         model: The model, on the device; it is set to evaluation mode.
         arrays: Every decoded field. Where rows have different lengths a chunk is one forward pass, padded to its
             longest row.
-        size: Rows of one forward pass.
-        device: The device to compute on.
-        part: The index of this process among those that share the chunks.
-        parts: The number of these processes.
         chunk_rows: Rows of a chunk; None: a number that makes scoring fast.
         keep: Names of the metrics to keep the states of; None: all.
         forward: Computes the outputs of a model for a batch; None: the task's `eval_outputs`.
-        manifest: The manifest of the rows, by which a message names a row.
 
     Raises:
         DataError: The loss of a row is NaN or infinite, and so is a value of the row.
@@ -166,9 +154,6 @@ def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], man
     """Refuses the first of some rows that has a NaN or infinite value.
 
     The losses of other rows are NaN or infinite because of the model, and no row is refused for them.
-
-    Raises:
-        DataError: There is such a row.
     """
     for position in positions.tolist():
         for name, values in arrays.items():
@@ -291,7 +276,6 @@ def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None
     """Returns `evaluate.mode`, completed for an `evaluate.metric` other than the task's `best_metric`.
 
     Args:
-        task: The prepared task.
         metric: `evaluate.metric`.
         mode: `evaluate.mode`.
 
@@ -317,8 +301,6 @@ def resample(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray
     """Computes a metric of resampled data sets, in which each chunk occurs a given number of times.
 
     Args:
-        task: The prepared task.
-        chunks: The results of the chunks of a data set, in their order.
         name: A metric of one number, or `loss`.
         counts: How often each chunk occurs in each data set, shape (data sets, chunks).
 
@@ -359,11 +341,7 @@ def resample(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray
 
 
 def _resample_state(metric: Metric, name: str, parts: list[Any], counts: npt.NDArray[np.int64]) -> Sequence[Any]:
-    """Returns one state of a metric for each resampled data set.
-
-    Raises:
-        ConfigError: The state is neither a sum nor a list.
-    """
+    """Returns one state of a metric for each resampled data set."""
     from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
     if isinstance(parts[0], list):

@@ -173,7 +173,6 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
     """Returns decoded rows as the batch that a task gets, in host memory.
 
     Args:
-        arrays: The fields.
         index: The rows of the batch in their order; None: all.
 
     Returns:

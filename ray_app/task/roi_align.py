@@ -30,11 +30,7 @@ def use_eager_roi_align() -> None:
 
 
 class _InParts:
-    """Runs the Python implementation on some regions at a time; backward recomputes each part instead of keeping it.
-
-    Args:
-        roi_align: torchvision's uncompiled function.
-    """
+    """Runs the Python implementation on some regions at a time; backward recomputes each part instead of keeping it."""
 
     def __init__(self, roi_align: Any) -> None:
         self._roi_align = roi_align

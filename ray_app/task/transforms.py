@@ -124,7 +124,6 @@ def instantiate(spec: Any, field: str) -> Any:
 
     Args:
         spec: A value of the configuration; one without specifications is returned unchanged.
-        field: Name of its field, for messages.
 
     Raises:
         ConfigError: The class or function cannot be imported or called.
@@ -177,7 +176,6 @@ def apply_transforms(sample: Any, transforms: Sequence[Any], key: int | None) ->
     Args:
         sample: An image as a tensor (channels, height, width), or a dictionary of such images and of masks and boxes as
             `torchvision.tv_tensors`.
-        transforms: The transforms.
         key: The key of the row in this epoch, from which random transforms draw; None if no transform is random.
     """
     if key is not None:

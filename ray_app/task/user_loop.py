@@ -46,16 +46,13 @@ class _EndedError(BaseException):
 class Loop:
     """The steps of a run, for the loop of a script; each iteration is one step of the run::
 
-        def train(loop):
-            optimizer = torch.optim.AdamW(loop.model.parameters())
-            loop.keep(optimizer)
-            for step in loop:
-                for rows in step:
-                    step.add(cross_entropy(loop.model(rows["image"]), rows["label"]))
-                optimizer.step()
-
-    Args:
-        model: The model to train.
+    def train(loop):
+        optimizer = torch.optim.AdamW(loop.model.parameters())
+        loop.keep(optimizer)
+        for step in loop:
+            for rows in step:
+                step.add(cross_entropy(loop.model(rows["image"]), rows["label"]))
+            optimizer.step()
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -145,10 +142,6 @@ def _per_row(name: str, value: Any, rows: int) -> Tensor:
 
 class Running:
     """A script that runs in a thread, and its loop, which waits for the application.
-
-    Args:
-        train: The script's function.
-        model: The model that it trains.
 
     Raises:
         Exception: Any error of the script, from every method.

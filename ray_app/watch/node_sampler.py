@@ -31,13 +31,7 @@ _MAX_UNWRITTEN = 10_000
 
 @dataclass
 class _Node:
-    """A node other than the driver's.
-
-    Args:
-        name: Name of the node in the metrics.
-        probe: The actor on the node.
-        pending_reply: The reference of a reply that has not come yet.
-    """
+    """A node other than the driver's."""
 
     name: str
     probe: Any
@@ -48,10 +42,7 @@ class NodeSampler:
     """Records the load of the nodes in a thread, within its context.
 
     Args:
-        paths: The directory of the run.
-        fence: Number of the driver's start.
         every_s: Seconds between two samples.
-        step: Finished steps of the run so far.
     """
 
     def __init__(self, paths: RunPaths, fence: int, every_s: float, step: int = 0) -> None:

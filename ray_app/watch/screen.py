@@ -39,7 +39,6 @@ class RunState:
     """The state of a run at the newest successful read.
 
     Args:
-        paths: The directory of the run.
         facts: The facts of the run; None before the first read.
         error: The error of the newest read; None if it succeeded.
         looked_s: Time of the read that gave the facts, seconds since 1970 (UTC).
@@ -55,7 +54,6 @@ class RunWatcher:
     """Reads some runs repeatedly in a thread, within its context.
 
     Args:
-        runs: Directories of the runs.
         every_s: Minimum of the seconds between two reads; by default one, or more on storage that is slow to poll.
     """
 

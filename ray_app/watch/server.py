@@ -25,8 +25,6 @@ class PageServer:
     """Serves the pages in threads, within its context.
 
     Args:
-        looking: Reads the runs.
-        host: Address on which to listen.
         port: Port on which to listen; 0: any free one.
         token: The token that a browser must send; by default a random one.
     """

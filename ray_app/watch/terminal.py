@@ -53,7 +53,6 @@ class LiveLine:
         """Replaces the text of the line.
 
         Args:
-            text: The new text.
             part: Finished part of the work, from 0 to 1, for a bar; None: unknown, without a bar.
         """
         from IPython.display import display
@@ -84,8 +83,6 @@ class Finding:
     Args:
         level: `refused`: the run would not work, and nothing is started. `failed`: the run would start, but not keep
             its guarantees.
-        topic: The subject of the check, in a word or two.
-        text: The result, and what to do about it.
     """
 
     level: Level
@@ -95,10 +92,6 @@ class Finding:
 
 def run_check(topic: str, check: Callable[[], str | Finding]) -> Finding:
     """Runs one check.
-
-    Args:
-        topic: The subject of the check.
-        check: Returns the text of a success, or a finding of another level.
 
     Returns:
         The finding. An exception of the check is a refusal, because the run would raise it, too.
@@ -220,11 +213,7 @@ class RunConsole:
     """Shows the progress of a run.
 
     Args:
-        job: The run.
         max_workers: Maximum number of workers.
-        console: The console.
-        list_pending: Returns the checkpoints that wait for the evaluator.
-        metrics: Metrics for Prometheus, which are set at the same time.
     """
 
     def __init__(
@@ -424,8 +413,6 @@ def print_end(
     """Prints the result of a run and the places of its report and its pages.
 
     Args:
-        console: The console.
-        job: The run.
         summary: The content of `summary.json`.
         facts: The facts of the run's report; None if the report could not be written.
         tracking_uri: Tracking URI of MLflow, if the run is tracked.

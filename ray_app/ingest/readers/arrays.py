@@ -36,8 +36,6 @@ class _Stored:
     """One array in a file; pickled to tasks.
 
     Args:
-        where: Name of the array in messages.
-        file: The file.
         read_header: Reads dtype and shape (rows, ...) and leaves the opened file at the first row.
         member: Name of the array in a zip archive; None for any other file.
         is_vector: Whether an array of shape (rows, 1), as Keras stores labels, is read with the shape (rows,).
@@ -128,11 +126,7 @@ def _in_file(file: File, header: Callable[[IO[bytes]], Header]) -> _Stored:
 
 
 def _array_part(name: str, arrays: dict[str, _Stored], split_rows: int, id_prefix: str = "") -> base.Part:
-    """Returns a part with a column for each array.
-
-    Raises:
-        DataError: The arrays differ in rows, or an array does not hold numbers.
-    """
+    """Returns a part with a column for each array."""
     layouts = {column: array.layout() for column, array in arrays.items()}
     counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
     if len(set(counts.values())) != 1:
@@ -172,7 +166,6 @@ class Numpy:
     """One .npz file, one .npy file, or a folder of .npy files, one column an array (two, of `_train` and `_test`).
 
     Args:
-        path: The file or folder.
         split_rows: Rows that one task reads; an archive is read by one.
     """
 
@@ -284,11 +277,7 @@ def _npy_header(file: IO[bytes]) -> Header:
 
 
 def _note_on_classes(y: _Stored) -> str | None:
-    """What to say about a `y` that becomes `target`, though its first rows look like classes: whole numbers.
-
-    Raises:
-        DataError: They look like classes of which each row has one (one-hot), of which no task knows what they are.
-    """
+    """Returns a note on a `y` that becomes `target` although it has whole numbers; refuses one-hot classes."""
     dtype, shape = y.layout()
     if not shape[0] or len(shape) > 2:
         return None
@@ -325,7 +314,6 @@ class Idx:
     """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `test`.
 
     Args:
-        root: The folder.
         split_rows: Rows that one task reads; a gzipped file is read by one.
     """
 
@@ -350,11 +338,7 @@ class Idx:
         return parts
 
     def _pairs(self) -> dict[str, list[File]]:
-        """Returns the pairs [images, labels] by their prefix.
-
-        Raises:
-            DataError: There is no pair, or half a pair.
-        """
+        """Returns the pairs [images, labels] by their prefix."""
         pairs = {}
         for prefix in ("train", "t10k"):
             names = [f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"]

@@ -62,12 +62,9 @@ class Part:
 
     Args:
         name: Sub-folder of the output, or "" for the output folder itself.
-        input_splits: The input splits, in order.
         classes: Name of each class by its index in `label`; None where labels have no names.
         skipped_files: Files of the input that are not data of this format and are left out: the name and the reason.
         keeps_order: Whether the rows are mixed in the source already, and keep their order.
-        notes: Notes for the user on how the source was interpreted, a sentence or two each.
-        index_columns: Columns that number the rows, by their names in the source.
     """
 
     name: str
@@ -204,7 +201,6 @@ def match_files(pattern: str, is_one: Callable[[str], bool], kind: str) -> list[
     Args:
         pattern: A folder, a file, or either with `*` in its last part, or with `{000..012}` or `{a,b}`.
         is_one: Returns whether a file of a folder belongs to the source, by its name.
-        kind: Name of the kind of file, for messages.
 
     Raises:
         DataError: There is no such file, or a name without `*` is neither file nor folder.
@@ -237,7 +233,6 @@ def sort_classes(where: str, values: set[str], skip: bool) -> tuple[str, ...]:
     """Returns the class names in sorted order.
 
     Args:
-        where: The column, for messages.
         values: The values of the column; "" stands for a row without a value.
         skip: Whether rows without a value may be left out.
 

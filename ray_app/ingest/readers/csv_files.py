@@ -50,7 +50,6 @@ class CsvFormat:
     """The layout of all files of a data set.
 
     Args:
-        delimiter: The character between values.
         column_names: Names of the columns; None: the header line of each file has them.
     """
 
@@ -98,10 +97,6 @@ def parse_first_rows(head: str, delimiter: str) -> list[list[str]]:
     """Returns the first complete rows of a file, at most `_HEAD_ROWS`, without empty lines.
 
     The result is empty if the `csv` module cannot parse them, for example if an open quote makes a value very long.
-
-    Args:
-        head: The beginning of the file, from `read_head`.
-        delimiter: The character between values.
     """
     reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter)
     try:
@@ -119,10 +114,6 @@ def recognize_delimiter(file: File, column_names: list[str] | None) -> str:
     With two or more `column_names` it is the first one that gives the first row as many values. Otherwise it is a
     comma, if that divides all rows into the same number of values, two or more; or if no delimiter does that and a
     comma divides the first row. Otherwise it is the delimiter that gives the first row most values.
-
-    Args:
-        file: The file.
-        column_names: The option `column_names`.
     """
     head = read_head(file)
     widths = {delimiter: [len(row) for row in parse_first_rows(head, delimiter)] or [1] for delimiter in DELIMITERS}
@@ -142,10 +133,6 @@ def recognize_delimiter(file: File, column_names: list[str] | None) -> str:
 
 def check_header(file: str, names: list[str]) -> str | None:
     """Checks the names in a header line, and returns a note for the user if they may be the values of a row.
-
-    Args:
-        file: The file, for messages.
-        names: The names.
 
     Raises:
         DataError: There is a number among the names and the numbers do not look like a numbering, or a name is there
@@ -187,10 +174,6 @@ def _is_numbering(numbers: list[str]) -> bool:
 
 def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]) -> None:
     """Checks that a file has the same header line as the first file.
-
-    Args:
-        first: Path of the first file, and the names in its header line.
-        other: Path of the file to check, and the names in its header line.
 
     Raises:
         DataError: The names differ, or their order does.
@@ -237,7 +220,6 @@ class Csv:
     """One CSV file or a folder of them.
 
     Args:
-        path: The file or folder.
         label: Column that becomes `label`; None: no column does.
         skip: Whether bad rows are left out (`on_bad_row: skip`); otherwise a row with a wrong number of values is an
             error.
@@ -292,12 +274,7 @@ class Csv:
         return CsvFormat(recognize_delimiter(self.files()[0], self.column_names), names)
 
     def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:
-        """Returns the names of the columns, and notes for the user on how the files were interpreted.
-
-        Raises:
-            DataError: The first header line is refused by `check_header`, another one differs from it, or the label
-                column is missing or ambiguous.
-        """
+        """Returns the names of the columns, and notes for the user on how the files were interpreted."""
         path, names = facts[0].headers[0]
         notes = []
         if self._format.delimiter != "," and not self.delimiter:
@@ -328,10 +305,7 @@ class _CsvFacts:
     """What the first pass finds in the files of an input split.
 
     Args:
-        rows: Number of rows, including those with a wrong number of values.
-        headers: Path of each file, and the names of its columns.
         kinds: The `KINDS` that all values of a column fit, by the name of the column.
-        labels: The distinct values of the label column.
     """
 
     rows: int = 0
@@ -341,11 +315,7 @@ class _CsvFacts:
 
 
 def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: list[File]) -> _CsvFacts:
-    """Returns the facts of an input split; this is the first pass.
-
-    Raises:
-        DataError: A file cannot be parsed, has an open quote, or has a zero byte in a text.
-    """
+    """Returns the facts of an input split; this is the first pass."""
     facts = _CsvFacts()
     for file in files:
         bad_rows: list[Any] = []
@@ -375,17 +345,7 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
 
 
 def _check_zero_bytes(file: File, name: str, values: pa.Array, numbers: list[int]) -> None:
-    """Refuses zero bytes in the values of a text column, which are a sign of another encoding such as UTF-16.
-
-    Args:
-        file: The file, for the message.
-        name: Name of the column.
-        values: The values of a block.
-        numbers: The numbers of its rows.
-
-    Raises:
-        DataError: A value has a zero byte.
-    """
+    """Refuses zero bytes in the values of a text column, which are a sign of another encoding such as UTF-16."""
     if pc.any(has_zero := pc.match_substring(values, "\0")).as_py():
         row = numbers[pc.index(has_zero, True).as_py()]
         raise DataError(
@@ -403,17 +363,7 @@ def _read_tables(
     files: list[File],
     refuse: base.Refuse,
 ) -> Iterator[pa.Table]:
-    """Yields the tables of an input split; this is the second pass.
-
-    Args:
-        csv_format: The layout of the files.
-        label: Column that becomes `label`.
-        skip: Whether rows with a wrong number of values are passed to `refuse`; otherwise such a row is an error.
-        kinds: The type of each column.
-        classes: The classes of the label, which becomes an index of them; None: it stays as it is.
-        files: The files of the input split.
-        refuse: Takes the id of a row that is left out, and the reason.
-    """
+    """Yields the tables of an input split; this is the second pass."""
     for file in files:
         bad_rows: list[Any] = []
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
@@ -430,11 +380,7 @@ def _read_tables(
 def _convert_block(
     file: File, block: pa.RecordBatch, label: str | None, kinds: dict[str, pa.DataType], classes: tuple[str, ...] | None
 ) -> dict[str, pa.Array]:
-    """Returns the columns of a block with their types, the label by its new name and as indices of `classes`.
-
-    Raises:
-        DataError: A value does not fit the type of its column, so the file differs from what the first pass read.
-    """
+    """Returns the columns of a block with their types, the label by its new name and as indices of `classes`."""
     try:
         columns = {name: _convert(block[name], kind) for name, kind in kinds.items()}
     except (pa.ArrowInvalid, KeyError) as error:
@@ -468,12 +414,8 @@ def _string_blocks(file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
     """Yields the rows of a file in blocks of about `BLOCK_BYTES`, with every column as strings.
 
     The first block has no rows: from it a caller learns the names of the columns of a file that has only a header line.
-
-    Args:
-        file: The file.
-        csv_format: Its layout.
-        bad_rows: The rows with a wrong number of values are appended to it, as pyarrow's `InvalidRow`, before the block
-            that follows them is yielded; None: such a row is an error.
+    Rows with a wrong number of values are appended to `bad_rows`, as pyarrow's `InvalidRow`, before the block that
+    follows them is yielded; without `bad_rows` such a row is an error.
     """
 
     def record_bad_row(row: Any) -> str:
@@ -512,9 +454,6 @@ def _convert(values: pa.Array, kind: pa.DataType) -> pa.Array:
     """Returns the strings of a CSV column as values of the type `kind`.
 
     In all but string columns spaces around a value are ignored, and the spellings in `NULLS` become null.
-
-    Raises:
-        ArrowInvalid: A value does not fit the type.
     """
     if pa.types.is_string(kind):
         return values

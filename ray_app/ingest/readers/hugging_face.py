@@ -39,11 +39,7 @@ class Form:
     """The form that every row of a split is converted to.
 
     Args:
-        schema: Columns to keep, with the types of the first file.
-        shapes: Shapes of the columns of lists.
-        label: Name of the label's column.
         classes: Names of the classes; where the label's column holds text, its values.
-        check: Whether images are decoded as a check.
     """
 
     schema: pa.Schema
@@ -217,10 +213,8 @@ class HuggingFace:
     """A folder of one data set with its splits, or one file.
 
     Args:
-        root: The folder or file.
         label: Column that becomes `label`; None: the column `label`, if there is one.
         columns: Columns to keep; None: all.
-        ragged: Columns of lists of any length.
         check: Whether to decode every image.
         skip: Whether rows without a label may be left out.
         split_bytes: Maximum bytes of files that one task reads.
@@ -279,11 +273,7 @@ class HuggingFace:
         return splits
 
     def _forms(self, run: base.Run) -> dict[str, Form]:
-        """Returns the form of each split; a label of text takes a pass over its column to find the classes.
-
-        Raises:
-            DataError: A column cannot be kept or is missing, or the label is text in some splits only.
-        """
+        """Returns the form of each split; a label of text takes a pass over its column to find the classes."""
         forms = {split: self._form(files) for split, files in self._splits.items()}
         label = next(iter(forms.values())).label
         with_text = [split for split, form in forms.items() if form.has_text_label]
@@ -303,9 +293,6 @@ class HuggingFace:
         """Returns the form of a split by its first file.
 
         The shapes of lists are those of the first lists in the split that are not empty.
-
-        Raises:
-            DataError: A column cannot be kept or is missing.
         """
         file = files[0]
         schema = _schema(file)
@@ -375,11 +362,7 @@ def need_all_numbers(folder: DataLocation | str, files: list[File]) -> None:
 
 
 def _group_by_split(root: DataLocation, files: list[File]) -> dict[str, list[File]]:
-    """Returns the files by the splits in their names; all under "" where no name has a usual split.
-
-    Raises:
-        DataError: Some names have a split, and others only a number.
-    """
+    """Returns the files by the splits in their names; all under "" where no name has a usual split."""
     stems = {file: _NUMBER.sub("", _NUMBERED.sub("", file.name.rpartition(".")[0])) for file in files}
     if not any(_SPLIT.search(stem) for stem in stems.values()):
         return {"": files} if files else {}
@@ -413,16 +396,7 @@ def _schema(file: File) -> pa.Schema:
 def _open_batches(
     file: File, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS
 ) -> Iterator[tuple[pa.Schema, Iterator[Any]]]:
-    """Opens a file and gives its schema and record batches.
-
-    Args:
-        file: The file.
-        columns: Columns to read, where the file has them; None: all.
-        batch_rows: Rows of a batch of Parquet.
-
-    Raises:
-        DataError: The file is damaged or of another format, or has two columns of one name.
-    """
+    """Opens a file and gives its schema and record batches."""
     with parser_errors(file, "The file is damaged or not of Arrow's stream format; save it again."):
         if file.location.name.endswith(".parquet"):
             parquet_file = open_parquet(file.location)
@@ -447,11 +421,7 @@ def _select_columns(file: File, schema: pa.Schema, columns: list[str] | None) ->
 
 
 def _read(file: File, columns: list[str]) -> Iterator[pa.Table]:
-    """Yields some columns of a file, where it has them, in tables of about `BLOCK_BYTES`; the first has no rows.
-
-    Raises:
-        DataError: The file is damaged or of another format.
-    """
+    """Yields some columns of a file, where it has them, in tables of about `BLOCK_BYTES`; the first has no rows."""
     with _open_batches(file, columns) as (schema, batches):
         yield schema.empty_table()
         for batch in batches:

@@ -46,9 +46,7 @@ class Images:
     """A folder with one sub-folder a class.
 
     Args:
-        root: The folder.
         check: Whether to decode every image.
-        limits: Limits of an input split.
     """
 
     root: DataLocation

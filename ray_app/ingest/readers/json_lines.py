@@ -45,10 +45,8 @@ class JsonLines:
     """One file of JSON lines or a folder of them.
 
     Args:
-        path: The file or folder.
         label: Key that becomes `label`.
         columns: Keys to keep; None: all.
-        ragged: Keys with lists of any length.
         skip: Whether lines without a JSON object, with lists of another shape or without a label may be left out. A
             value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
         split_bytes: Maximum bytes of files that one task reads.
@@ -76,11 +74,7 @@ class JsonLines:
         return [base.Part("", splits, form.classes)]
 
     def _form(self, facts: list[_Facts]) -> _JsonLinesForm:
-        """Returns the form that every row must have.
-
-        Raises:
-            DataError: A column cannot be trained on, or a named one is missing.
-        """
+        """Returns the form that every row must have."""
         try:
             schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -232,11 +226,7 @@ def _tables(form: _JsonLinesForm, files: list[File], refuse: base.Refuse) -> Ite
 
 
 def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
-    """Compares integers that became float64 with their lines, where they are so large that they may have been rounded.
-
-    Raises:
-        DataError: An integer was rounded.
-    """
+    """Compares integers that became float64 with their lines, where they are so large that they may have been rounded."""
     large = [name for name in table.column_names if _is_large(table[name].combine_chunks())]
     for number in numbers if large else []:
         line = json.loads(block.lines[number].decode("utf-8-sig", "replace"), parse_int=Decimal)
@@ -326,10 +316,7 @@ def _parse_block(
 ) -> tuple[pa.Table, list[tuple[int, str]]]:
     """Returns the lines as a table, and the index and fault of each line that is not in it.
 
-    Args:
-        block: The lines.
-        schema: Required types; None: the types are inferred, and only lines without a JSON object are at fault.
-        keep: Without a schema the keys to keep; None: all.
+    Without a schema the types are inferred, only lines without a JSON object are at fault, and `keep` has the keys.
     """
     try:
         return _read(block.lines, schema, keep), []
@@ -442,11 +429,7 @@ def _find_fault(line: bytes, schema: pa.Schema | None, keep: set[str] | None) ->
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
-    """Returns the object in a line.
-
-    Raises:
-        _LineError: The line has none.
-    """
+    """Returns the object in a line."""
     if _is_deep(line):
         raise _LineError(f"nested more than {MAX_DEPTH} deep")
     try:
@@ -469,11 +452,7 @@ class _LineError(ValueError):
 
 
 def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the object of key-value pairs.
-
-    Raises:
-        _LineError: A key occurs twice.
-    """
+    """Returns the object of key-value pairs."""
     value = dict(pairs)
     if len(value) < len(pairs):
         repeated = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))

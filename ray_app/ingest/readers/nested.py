@@ -86,11 +86,6 @@ def explain_misfit(name: str, shape: Shape) -> str:
 def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
     """Checks that the columns of the option `ragged` are kept and hold lists.
 
-    Args:
-        where: The input.
-        ragged: Names of the columns.
-        schema: The columns that are kept.
-
     Raises:
         DataError: A column is not kept or does not hold lists.
     """

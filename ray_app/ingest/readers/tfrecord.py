@@ -77,11 +77,7 @@ class TFRecord:
 
     @cached_property
     def _splits(self) -> dict[str, list[File]]:
-        """The files by split; all under "" where their names have no split, or the same one.
-
-        Raises:
-            DataError: Only some names have a split, or one of several numbered files is missing.
-        """
+        """The files by split; all under "" where their names have no split, or the same one."""
         files = match_files(self.pattern, lambda name: bool(_FILE.search(name)), "TFRecord file")
         need_all_numbers(self.pattern, files)
         splits: dict[str, list[File]] = {}
@@ -97,11 +93,7 @@ class TFRecord:
         return splits if len(splits) > 1 else {"": files}
 
     def _form(self, files: list[File]) -> _TFRecordForm:
-        """Returns the form that every row must have: that of the first one.
-
-        Raises:
-            DataError: The files have no row, or a feature cannot be kept.
-        """
+        """Returns the form that every row must have: that of the first one."""
         first = next(((file, data) for file in files for _, data in _records(file)), None)
         if first is None:
             raise DataError(f"{self.pattern}: no record in these files. Give files with records.")
@@ -144,8 +136,6 @@ class _TFRecordForm:
 
     Args:
         kinds: Kind of each feature that is kept.
-        label: Feature that becomes `label`.
-        images: Features with images that are decoded as a check.
     """
 
     kinds: dict[str, Kind]
@@ -179,11 +169,7 @@ def _usable(form: _TFRecordForm, file: File, refuse: base.Refuse) -> Iterator[tu
 
 
 def _values(form: _TFRecordForm, data: bytes) -> dict[str, Any]:
-    """Returns the values of a row by feature.
-
-    Raises:
-        ValueError: The row cannot be used.
-    """
+    """Returns the values of a row by feature."""
     features, values = _features(data), {}
     for name, expected in form.kinds.items():
         kind, values[name] = features.get(name, ("nothing", ()))
@@ -198,11 +184,7 @@ def _values(form: _TFRecordForm, data: bytes) -> dict[str, Any]:
 
 
 def _features(data: bytes) -> dict[str, tuple[str, Any]]:
-    """Returns kind and values of each feature of a `tf.train.Example`.
-
-    Raises:
-        ValueError: The bytes are not a `tf.train.Example`.
-    """
+    """Returns kind and values of each feature of a `tf.train.Example`."""
     from google.protobuf.message import DecodeError
 
     try:
@@ -262,11 +244,7 @@ def _example() -> Any:
 
 
 def _records(file: File) -> Iterator[tuple[int, bytes]]:
-    """Yields the offset of each record of a file (uncompressed) and its data.
-
-    Raises:
-        DataError: The file is damaged; the message has the byte at which the record begins.
-    """
+    """Yields the offset of each record of a file (uncompressed) and its data."""
     offset = 0
     with (
         parser_errors(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."),
@@ -295,12 +273,7 @@ def _open_records(file: File) -> IO[bytes]:
 
 
 def _verify_checksum(raw: bytes, size: int, section: str) -> bytes:
-    """Returns the first `size` bytes of `raw` after a check of the checksum that follows them.
-
-    Raises:
-        EOFError: The file ends within the section.
-        ValueError: The checksum is that of other bytes.
-    """
+    """Returns the first `size` bytes of `raw` after a check of the checksum that follows them."""
     if len(raw) < size + 4:
         raise EOFError(f"the file ends in {section}")
     data = raw[:size]

@@ -82,11 +82,7 @@ class WebDataset:
         return [base.Part("", [base.InputSplit(None, partial(_tables, form, group)) for group in groups])]
 
     def _expected_members(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
-        """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others.
-
-        Raises:
-            DataError: The first row does not fit the options.
-        """
+        """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others."""
         where = f"{self.pattern}: the first row"
         available = {column for name in first if (column := _column(name))}
         if missing := [
@@ -151,9 +147,7 @@ class _WebDatasetForm:
     Args:
         members: Extensions of the needed members, with dtype and shape of arrays.
         keeps_all: Whether a row with other members is refused.
-        label: Key of the label in a .json.
         keeps_json: Whether the .json itself is a column.
-        check: Whether to decode every image.
     """
 
     members: dict[str, tuple[np.dtype, tuple[int, ...]] | None]
@@ -197,11 +191,7 @@ def _usable(form: _WebDatasetForm, file: File, refuse: base.Refuse) -> Iterator[
 
 
 def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
-    """Returns the values of a row by column, in the same order for all rows.
-
-    Raises:
-        ValueError, RecursionError: The row cannot be used.
-    """
+    """Returns the values of a row by column, in the same order for all rows."""
     if {_column(name) for name in members} != form.columns or len(members) > len(form.members):
         raise ValueError(
             f"the members are {sorted(members)}, of the first row {sorted(form.members)}; all rows need the same"
@@ -222,11 +212,7 @@ def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
 
 
 def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...]] | None, check: bool) -> Any:
-    """Returns the value of a member; `expected` is dtype and shape of an array.
-
-    Raises:
-        ValueError, RecursionError: The member cannot be used.
-    """
+    """Returns the value of a member; `expected` is dtype and shape of an array."""
     kind = extension.rpartition(".")[2]
     if kind in IMAGES:
         if check and (reason := base.explain_undecodable(data)):
@@ -246,11 +232,7 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
 
 
 def _array(data: bytes) -> Array:
-    """Returns the array of a .npy file; refuses objects, because reading them would run code.
-
-    Raises:
-        ValueError: The file has no array of numbers.
-    """
+    """Returns the array of a .npy file; refuses objects, because reading them would run code."""
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
     except Exception as error:
@@ -275,9 +257,6 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
     """Yields the name and the members of each row of a file.
 
     The name is the path up to the first dot of its last part. The content of members that are not kept is not read.
-
-    Raises:
-        DataError: The file is damaged, or has members that no WebDataset has.
     """
     advice = (
         "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain"
@@ -311,11 +290,7 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
 
 
 def _read_end(archive: tarfile.TarFile) -> None:
-    """Reads the zeros that end the archive; only at the end of the file gzip compares its checksum.
-
-    Raises:
-        tarfile.ReadError: Other bytes follow the members, such as a second archive.
-    """
+    """Reads the zeros that end the archive; only at the end of the file gzip compares its checksum."""
     while rest := cast(Any, archive.fileobj).read(1 << 20):
         if rest.strip(b"\0"):
             raise tarfile.ReadError("there is more behind the end of the archive")
