@@ -134,44 +134,16 @@ It increases with every change of these, so that no ingest continues what an old
 """
 
 READERS: dict[str, Callable[[str, IngestOptions], base.FormatReader]] = {
-    "images": lambda path, options: Images(
-        locate_data(path), options.check, base.Limits(options.shard_rows, options.split_bytes)
-    ),
-    "csv": lambda path, options: Csv(
-        locate_data(path),
-        options.label,
-        options.on_bad_row == "skip",
-        options.split_bytes,
-        options.delimiter,
-        options.column_names,
-    ),
-    "jsonl": lambda path, options: JsonLines(
-        locate_data(path),
-        options.label,
-        options.columns,
-        options.ragged or [],
-        options.on_bad_row == "skip",
-        options.split_bytes,
-    ),
-    "numpy": lambda path, options: Numpy(locate_data(path), options.shard_rows),
+    "images": Images,
+    "csv": Csv,
+    "jsonl": JsonLines,
+    "numpy": Numpy,
     "idx": lambda path, options: Idx(locate_data(path), options.shard_rows),
     "cifar": lambda path, options: Cifar(locate_data(path)),
-    "webdataset": lambda path, options: WebDataset(
-        path, options.label, options.columns, options.check, options.split_bytes
-    ),
-    "tfrecord": lambda path, options: TFRecord(
-        path, options.label, options.columns, options.check, options.split_bytes
-    ),
-    "hf": lambda path, options: HuggingFace(
-        locate_data(path),
-        options.label,
-        options.columns,
-        options.ragged or [],
-        options.check,
-        options.on_bad_row == "skip",
-        options.split_bytes,
-    ),
-    "digits": lambda path, options: Digits(options.seed, options.held_out(["train", "eval"])),
+    "webdataset": WebDataset,
+    "tfrecord": TFRecord,
+    "hf": HuggingFace,
+    "digits": Digits,
 }
 
 

@@ -162,15 +162,11 @@ def _tables(
 
 
 @dataclass(frozen=True)
-class Numpy:
+class Numpy(base.SourceReader):
     """One .npz file, one .npy file, or a folder of .npy files, one column an array (two, of `_train` and `_test`).
 
-    Args:
-        split_rows: Rows that one task reads; an archive is read by one.
+    One task reads up to `shard_rows` rows, or a whole archive.
     """
-
-    path: DataLocation
-    split_rows: int
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""
@@ -227,7 +223,7 @@ class Numpy:
         # An array that is called `target` is meant as one, an array `y` may hold classes.
         y = columns.get("target")
         note = _note_on_classes(y) if y and y.name.startswith("y") else None
-        return replace(_array_part(name, columns, self.split_rows, id_prefix), notes=(note,) if note else ())
+        return replace(_array_part(name, columns, self.options.shard_rows, id_prefix), notes=(note,) if note else ())
 
 
 def _arrays_in(file: File) -> dict[str, _Stored]:
@@ -368,14 +364,11 @@ def _idx_header(axes: int, file: IO[bytes]) -> Header:
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(base.SourceReader):
     """scikit-learn's bundled 1,797 images of handwritten digits, 8x8, values 0..16.
 
     Each class has the same fraction of its images in `eval`.
     """
-
-    seed: int
-    eval_fraction: float
 
     def files(self) -> list[File]:
         """Returns no files: the images come with scikit-learn."""
@@ -387,12 +380,12 @@ class Digits:
         require("sklearn", "--source digits")
         from sklearn.datasets import load_digits
 
-        data = load_digits()
+        data, fraction = load_digits(), self.options.held_out(["train", "eval"])
         held_out: list[int] = []
         for label in range(10):
             indices = np.flatnonzero(data.target == label).tolist()
-            ordered = sorted(indices, key=lambda i: hashlib.blake2b(f"{self.seed}:{i}".encode()).digest())
-            held_out += ordered[: round(len(ordered) * self.eval_fraction)]
+            ordered = sorted(indices, key=lambda i: hashlib.blake2b(f"{self.options.seed}:{i}".encode()).digest())
+            held_out += ordered[: round(len(ordered) * fraction)]
         sides = {"train": sorted(set(range(len(data.target))) - set(held_out)), "eval": sorted(held_out)}
 
         def tables(rows: list[int], refuse: base.Refuse) -> Iterator[pa.Table]:

@@ -7,11 +7,13 @@ single name; the class names of a label column; and the opening of text files, w
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import IO, Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -19,6 +21,7 @@ import pyarrow as pa
 
 from ray_app.data.arrays import Array, to_column
 from ray_app.errors import DataError
+from ray_app.ingest.options import IngestOptions
 from ray_app.storage.data_files import (
     HEAD_BYTES,
     DataLocation,
@@ -76,19 +79,6 @@ class Part:
     index_columns: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of an input split; a single file may exceed them.
-
-    Args:
-        rows: Maximum rows.
-        bytes: Maximum bytes of input.
-    """
-
-    rows: int
-    bytes: int
-
-
 class FormatReader(Protocol):
     """The reader of one raw format."""
 
@@ -99,12 +89,67 @@ class FormatReader(Protocol):
         """Returns the data sets of the source; may read the input once, by `run`, to learn its types and classes."""
 
 
-def group_items(items: Iterable[T], size: Callable[[T], int], limits: Limits) -> list[list[T]]:
-    """Groups successive items within the limits, at least one item in each group."""
+@dataclass(frozen=True)
+class SourceReader:
+    """What readers of files have in common.
+
+    Args:
+        pattern: The option `input`: a file, a folder, or for some formats a pattern of names.
+        options: The options of the ingest.
+    """
+
+    pattern: str
+    options: IngestOptions
+
+    @property
+    def path(self) -> DataLocation:
+        """The file or folder."""
+        return locate_data(self.pattern)
+
+    @property
+    def skips(self) -> bool:
+        """Whether rows that cannot be used are left out; otherwise they are errors."""
+        return self.options.on_bad_row == "skip"
+
+    def input_splits(self, files: Iterable[File], tables: Callable[..., Iterator[pa.Table]]) -> list[InputSplit]:
+        """Returns the input splits of files; `tables` is called with the files of one and a `Refuse`."""
+        return [InputSplit(None, partial(tables, group)) for group in group_files(files, self.options.split_bytes)]
+
+    def kept_columns(
+        self, where: object, names: list[str], label: str | None, kind: str, remedy: str = "Leave it out by columns."
+    ) -> list[str]:
+        """Returns those of the source's columns that are kept: of the option `columns` and the label, or all.
+
+        Args:
+            where: The source, for messages.
+            names: The columns of the source.
+            label: The column that becomes `label`.
+            kind: What the format calls a column.
+            remedy: What to do about another column `label`.
+
+        Raises:
+            DataError: A named column is missing, or another column than the label has the name `label`.
+        """
+        columns = self.options.columns
+        if missing := [name for name in [*(columns or []), *([label] if label else [])] if name not in names]:
+            raise DataError(
+                f"{where}: no {kind} {missing[0]!r}; the {kind}s are {format_items(names, 50)}. Name one of them."
+            )
+        kept = [name for name in names if columns is None or name in {*columns, label}]
+        if label not in (None, "label") and "label" in kept:
+            raise DataError(
+                f"{where}: {label!r} is to become 'label', but there is another {kind} 'label' in"
+                f" {format_items(names, 50)}. {remedy}"
+            )
+        return kept
+
+
+def group_items(items: Iterable[T], size: Callable[[T], int], max_rows: float, max_bytes: int) -> list[list[T]]:
+    """Groups successive items within limits, which a single item may exceed."""
     groups: list[list[T]] = []
     num_bytes = 0
     for item in items:
-        if not groups or len(groups[-1]) >= limits.rows or num_bytes + size(item) > limits.bytes:
+        if not groups or len(groups[-1]) >= max_rows or num_bytes + size(item) > max_bytes:
             groups.append([])
             num_bytes = 0
         groups[-1].append(item)
@@ -120,8 +165,8 @@ def format_items(items: Sequence[object], max_items: int = 10) -> str:
 
 
 def group_files(files: Iterable[File], max_bytes: int) -> list[list[File]]:
-    """Groups successive files of at most `max_bytes` bytes together, at least one file in each group."""
-    return group_items(files, lambda file: file.size, Limits(1 << 62, max_bytes))
+    """Groups successive files of at most `max_bytes` bytes together; a single file may be larger."""
+    return group_items(files, lambda file: file.size, math.inf, max_bytes)
 
 
 def make_table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> pa.Table:

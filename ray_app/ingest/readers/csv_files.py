@@ -25,7 +25,7 @@ from pyarrow import csv as arrow_csv
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
-from ray_app.storage.data_files import DataLocation, File, parser_errors
+from ray_app.storage.data_files import File, parser_errors
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertical bar"}
@@ -215,25 +215,8 @@ def find_open_quote(file: File, delimiter: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Csv:
-    """One CSV file or a folder of them.
-
-    Args:
-        label: Column that becomes `label`; None: no column does.
-        skip: Whether bad rows are left out (`on_bad_row: skip`); otherwise a row with a wrong number of values is an
-            error.
-        split_bytes: Maximum bytes of the files of an input split; a single file may be larger.
-        delimiter: Character between values; None: it is recognized from the first rows of the first file.
-        column_names: Names of the columns of files without a header line; None: all files have one.
-    """
-
-    path: DataLocation
-    label: str | None
-    skip: bool
-    split_bytes: int
-    delimiter: str | None = None
-    column_names: list[str] | None = None
+class Csv(base.SourceReader):
+    """One CSV file or a folder of them."""
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""
@@ -246,8 +229,9 @@ class Csv:
             DataError: There are no rows, a header line is refused, the label column is missing, or a file cannot be
                 parsed.
         """
-        groups = base.group_files(self.files(), self.split_bytes)
-        facts = list(run(partial(_scan_files, self._format, self.label, self.skip), groups))
+        label = self.options.label
+        groups = base.group_files(self.files(), self.options.split_bytes)
+        facts = list(run(partial(_scan_files, self._format, label, self.skips), groups))
         names, notes = self._check_headers(facts)
         if not any(f.rows for f in facts):
             raise DataError(
@@ -258,45 +242,35 @@ class Csv:
             name: next(kind for kind in KINDS if all(kind in f.kinds.get(name, KINDS) for f in facts)) for name in names
         }
         classes = None
-        if self.label and not (pa.types.is_integer(kinds[self.label]) or pa.types.is_floating(kinds[self.label])):
+        if label and not (pa.types.is_integer(kinds[label]) or pa.types.is_floating(kinds[label])):
             labels = set().union(*(f.labels for f in facts))
-            classes = sort_classes(f"{self.path}: label column {self.label!r}", labels, self.skip)
-            kinds[self.label] = pa.string()
-        tables = partial(_read_tables, self._format, self.label, self.skip, kinds, classes)
+            classes = sort_classes(f"{self.path}: label column {label!r}", labels, self.skips)
+            kinds[label] = pa.string()
+        tables = partial(_read_tables, self._format, label, self.skips, kinds, classes)
         splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
         return [base.Part("", splits, classes, notes=tuple(notes))]
 
     @cached_property
     def _format(self) -> CsvFormat:
-        names = tuple(self.column_names) if self.column_names else None
-        if self.delimiter:
-            return CsvFormat(name_delimiter(self.delimiter), names)
-        return CsvFormat(recognize_delimiter(self.files()[0], self.column_names), names)
+        delimiter, names = self.options.delimiter, self.options.column_names
+        known = name_delimiter(delimiter) if delimiter else recognize_delimiter(self.files()[0], names)
+        return CsvFormat(known, tuple(names) if names else None)
 
     def _check_headers(self, facts: list[_CsvFacts]) -> tuple[list[str], list[str]]:
         """Returns the names of the columns, and notes for the user on how the files were interpreted."""
         path, names = facts[0].headers[0]
         notes = []
-        if self._format.delimiter != "," and not self.delimiter:
+        if self._format.delimiter != "," and not self.options.delimiter:
             notes.append(
                 f"{DELIMITERS[self._format.delimiter]} was recognized as the delimiter of {path}. The option delimiter"
                 " names another one."
             )
-        if not self.column_names and (note := check_header(path, names)):
+        if not self.options.column_names and (note := check_header(path, names)):
             notes.append(note)
         for f in facts:
             for header in f.headers:
                 check_same_header((path, names), header)
-        if self.label and self.label not in names:
-            raise DataError(
-                f"{path}: no label column {self.label!r}; the columns are {base.format_items(names, 50)}. Name one of"
-                " them."
-            )
-        if self.label and self.label != "label" and "label" in names:
-            raise DataError(
-                f"{path}: {self.label!r} is to become 'label', but {base.format_items(names, 50)} has another column"
-                " 'label'. Rename that one."
-            )
+        self.kept_columns(path, names, self.options.label, "column", "Rename that one.")
         return names, notes
 
 

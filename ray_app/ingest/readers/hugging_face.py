@@ -208,25 +208,8 @@ _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 """Marks at the end of an Arrow stream; the second one was written until Arrow 0.15."""
 
 
-@dataclass(frozen=True)
-class HuggingFace:
-    """A folder of one data set with its splits, or one file.
-
-    Args:
-        label: Column that becomes `label`; None: the column `label`, if there is one.
-        columns: Columns to keep; None: all.
-        check: Whether to decode every image.
-        skip: Whether rows without a label may be left out.
-        split_bytes: Maximum bytes of files that one task reads.
-    """
-
-    root: DataLocation
-    label: str | None
-    columns: list[str] | None
-    ragged: list[str]
-    check: bool
-    skip: bool
-    split_bytes: int
+class HuggingFace(base.SourceReader):
+    """A folder of one data set with its splits, or one file."""
 
     def files(self) -> list[File]:
         """Returns the files, split by split, and the files that describe them."""
@@ -243,33 +226,30 @@ class HuggingFace:
         parts = []
         for split, form in self._forms(run).items():
             files = self._splits[split]
-            input_splits = [
-                base.InputSplit(None, partial(_tables, form, group))
-                for group in base.group_files(files, self.split_bytes)
-            ]
+            input_splits = self.input_splits(files, partial(_tables, form))
             name = split if len(self._splits) > 1 else ""
             parts.append(base.Part(name, input_splits, form.classes, index_columns=index_columns(form.schema)))
         return parts
 
     @cached_property
     def _splits(self) -> dict[str, list[File]]:
-        with parser_errors(self.root / "dataset_dict.json", _SAVE_AGAIN):
-            saved = read_json(self.root / "dataset_dict.json") if is_folder(self.root) else None
+        with parser_errors(self.path / "dataset_dict.json", _SAVE_AGAIN):
+            saved = read_json(self.path / "dataset_dict.json") if is_folder(self.path) else None
             if saved is not None:
-                return {split: _list_saved_files(self.root / split) for split in saved["splits"]}
-        if find_file(self.root / "state.json"):
-            return {"": _list_saved_files(self.root)}
-        single = find_file(self.root)
-        files = [single] if single else files_in(self.root) if is_folder(self.root) else []
-        splits = _group_by_split(self.root, [file for file in files if file.location.name.endswith(SUFFIXES)])
+                return {split: _list_saved_files(self.path / split) for split in saved["splits"]}
+        if find_file(self.path / "state.json"):
+            return {"": _list_saved_files(self.path)}
+        single = find_file(self.path)
+        files = [single] if single else files_in(self.path) if is_folder(self.path) else []
+        splits = _group_by_split(self.path, [file for file in files if file.location.name.endswith(SUFFIXES)])
         if not splits:
             raise DataError(
-                f"{self.root}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or"
+                f"{self.path}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or"
                 " dataset_dict.json), or a folder with .arrow or .parquet files, or one of them. Save it with"
                 " dataset.save_to_disk(DIR)."
             )
         if not single:
-            need_all_numbers(self.root, files)
+            need_all_numbers(self.path, files)
         return splits
 
     def _forms(self, run: base.Run) -> dict[str, Form]:
@@ -282,11 +262,13 @@ class HuggingFace:
         if len(with_text) < len(forms):
             others = sorted(forms.keys() - set(with_text))
             raise DataError(
-                f"{self.root}: the label {label!r} is text in {with_text}, but not in {others}. Save it in one type."
+                f"{self.path}: the label {label!r} is text in {with_text}, but not in {others}. Save it in one type."
             )
-        groups = [group for files in self._splits.values() for group in base.group_files(files, self.split_bytes)]
+        groups = [
+            group for files in self._splits.values() for group in base.group_files(files, self.options.split_bytes)
+        ]
         labels = set[str]().union(*run(partial(_label_values, label), groups))
-        classes = sort_classes(f"{self.root}: label column {label!r}", labels, self.skip)
+        classes = sort_classes(f"{self.path}: label column {label!r}", labels, self.skips)
         return {split: replace(form, classes=classes) for split, form in forms.items()}
 
     def _form(self, files: list[File]) -> Form:
@@ -297,27 +279,17 @@ class HuggingFace:
         file = files[0]
         schema = _schema(file)
         features = _features(file, schema)
-        label = self.label or ("label" if "label" in schema.names else None)
-        keep = [name for name in schema.names if self.columns is None or name in {*self.columns, label}]
-        if missing := [
-            name for name in [*(self.columns or []), *([label] if label else [])] if name not in schema.names
-        ]:
-            raise DataError(
-                f"{file}: no column {missing[0]!r}; the columns are {base.format_items(schema.names, 50)}. Name one of"
-                " them."
-            )
-        if label != "label" and "label" in keep:
-            raise DataError(
-                f"{file}: {label!r} is to become 'label', but there is another column 'label'. Leave it out by columns."
-            )
+        label = self.options.label or ("label" if "label" in schema.names else None)
+        keep = self.kept_columns(file, schema.names, label, "column")
         for name in keep:
             if reason := explain_unusable(schema.field(name).type, name == label):
                 raise DataError(f"{file}: column {name!r} {reason}. Leave it out by naming the columns to keep.")
         kept = pa.schema([schema.field(name) for name in keep], schema.metadata)
-        nested.check_ragged(file, self.ragged, kept)
-        shapes = _shapes(files, [column.name for column in kept if nested.is_list(column.type)], self.ragged)
+        ragged = self.options.ragged or []
+        nested.check_ragged(file, ragged, kept)
+        shapes = _shapes(files, [column.name for column in kept if nested.is_list(column.type)], ragged)
         names = features.get(label or "", {}).get("names")
-        return Form(kept, shapes, label, tuple(names) if names else None, self.check)
+        return Form(kept, shapes, label, tuple(names) if names else None, self.options.check)
 
 
 def _list_saved_files(folder: DataLocation) -> list[File]:

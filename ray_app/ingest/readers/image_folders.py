@@ -42,16 +42,8 @@ NOT_AN_IMAGE = (
 
 
 @dataclass(frozen=True)
-class Images:
-    """A folder with one sub-folder a class.
-
-    Args:
-        check: Whether to decode every image.
-    """
-
-    root: DataLocation
-    check: bool
-    limits: base.Limits
+class Images(base.SourceReader):
+    """A folder with one sub-folder a class."""
 
     def files(self) -> Iterator[File]:
         """Yields the images, class after class."""
@@ -68,12 +60,14 @@ class Images:
         rows = [(file, label) for label, images in enumerate(self._classes.values()) for file in images]
         rows.sort(
             key=lambda row: hashlib.blake2b(
-                os.fsencode(relative_path(row[0].location, self.root)), key=b"order"
+                os.fsencode(relative_path(row[0].location, self.path)), key=b"order"
             ).digest()
         )
         splits = [
-            base.InputSplit(len(group), partial(_tables, self.root, self.check, group))
-            for group in base.group_items(rows, lambda row: row[0].size, self.limits)
+            base.InputSplit(len(group), partial(_tables, self.path, self.options.check, group))
+            for group in base.group_items(
+                rows, lambda row: row[0].size, self.options.shard_rows, self.options.split_bytes
+            )
         ]
         classes = tuple(printable_name(folder.name) for folder in self._classes)
         return [base.Part("", splits, classes, self._skipped_files(), keeps_order=True)]
@@ -81,14 +75,14 @@ class Images:
     def _skipped_files(self) -> tuple[tuple[str, str], ...]:
         """Returns each file that is not an image in a class folder by its path below the folder, with the reason."""
         rows = {file.location for files in self._classes.values() for file in files}
-        entries = (path for folder in [self.root, *self._classes] for path in entries_in(folder))
+        entries = (path for folder in [self.path, *self._classes] for path in entries_in(folder))
         skipped = [path for path in entries if path not in rows and path not in self._classes]
-        return tuple((printable_name(relative_path(path, self.root)), self._explain_skip(path)) for path in skipped)
+        return tuple((printable_name(relative_path(path, self.path)), self._explain_skip(path)) for path in skipped)
 
     @cached_property
     def _files(self) -> dict[DataLocation, list[File]]:
         """The visible files of the folder itself and of each folder in it."""
-        return {folder: files_in(folder) for folder in [self.root, *folders_in(self.root)]}
+        return {folder: files_in(folder) for folder in [self.path, *folders_in(self.path)]}
 
     @cached_property
     def _heads(self) -> dict[DataLocation, bytes]:
@@ -126,13 +120,13 @@ class Images:
     def _classes(self) -> dict[DataLocation, list[File]]:
         """The folder of each class, and the images in it."""
         expected = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
-        if not is_folder(self.root):
-            raise DataError(f"{self.root}: not a folder; {expected}. Give that folder as input.")
+        if not is_folder(self.path):
+            raise DataError(f"{self.path}: not a folder; {expected}. Give that folder as input.")
         classes = {
-            folder: list(filter(self._is_row, files)) for folder, files in self._files.items() if folder != self.root
+            folder: list(filter(self._is_row, files)) for folder, files in self._files.items() if folder != self.path
         }
         if not classes:
-            raise DataError(f"{self.root}: no class folders in it; {expected}. Move the images into class folders.")
+            raise DataError(f"{self.path}: no class folders in it; {expected}. Move the images into class folders.")
         for folder, images in classes.items():
             if inner := folders_in(folder):
                 raise DataError(

@@ -19,9 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from ray_app.errors import DataError
+from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base, nested
 from ray_app.ingest.readers.base import list_text_files, open_text, sort_classes
-from ray_app.storage.data_files import DataLocation, File, parser_errors
+from ray_app.storage.data_files import File, parser_errors
 
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 32
@@ -40,24 +41,12 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
-@dataclass(frozen=True)
-class JsonLines:
+class JsonLines(base.SourceReader):
     """One file of JSON lines or a folder of them.
 
-    Args:
-        label: Key that becomes `label`.
-        columns: Keys to keep; None: all.
-        skip: Whether lines without a JSON object, with lists of another shape or without a label may be left out. A
-            value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
-        split_bytes: Maximum bytes of files that one task reads.
+    With `on_bad_row: skip` lines without a JSON object, with lists of another shape or without a label are left out. A
+    value of another type than in other lines is refused in any case, because nothing tells which one is wrong.
     """
-
-    path: DataLocation
-    label: str | None
-    columns: list[str] | None
-    ragged: list[str]
-    skip: bool
-    split_bytes: int
 
     def files(self) -> list[File]:
         """Returns the files, sorted by name."""
@@ -65,8 +54,8 @@ class JsonLines:
 
     def parts(self, run: base.Run) -> list[base.Part]:
         """Returns one part; a first pass over the files finds the types, the shapes of lists, and the classes."""
-        groups = base.group_files(self.files(), self.split_bytes)
-        facts = list(run(partial(_learn, self.label, self.columns, self.ragged), groups))
+        groups = base.group_files(self.files(), self.options.split_bytes)
+        facts = list(run(partial(_learn, self.options), groups))
         form = self._form(facts)
         splits = [
             base.InputSplit(f.rows, partial(_tables, form, files)) for f, files in zip(facts, groups, strict=True)
@@ -79,19 +68,9 @@ class JsonLines:
             schema = pa.unify_schemas([f.schema for f in facts], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise _mixed_types_error(self.path, [f.first_values for f in facts], error) from error
-        if missing := [
-            name for name in [*(self.columns or []), *([self.label] if self.label else [])] if name not in schema.names
-        ]:
-            raise DataError(
-                f"{self.path}: no {missing[0]!r} in any line; the keys are {base.format_items(schema.names, 50)}. Name"
-                " one of them."
-            )
-        if self.label and self.label != "label" and "label" in schema.names:
-            raise DataError(
-                f"{self.path}: {self.label!r} is to become 'label', but there is another key 'label'. Leave it out by"
-                f" columns."
-            )
-        nested.check_ragged(self.path, self.ragged, schema)
+        label = self.options.label
+        self.kept_columns(self.path, schema.names, label, "key")
+        nested.check_ragged(self.path, self.options.ragged or [], schema)
         shapes = {name: shape for f in reversed(facts) for name, shape in f.shapes.items()}
         for column in schema:
             if reason := _explain_unusable(column.type, column.name in shapes):
@@ -99,11 +78,11 @@ class JsonLines:
                     f"{self.path}: key {column.name!r} holds {reason}. Leave it out by naming the columns to keep."
                 )
         classes = None
-        if self.label and pa.types.is_string(schema.field(self.label).type):
+        if label and pa.types.is_string(schema.field(label).type):
             classes = sort_classes(
-                f"{self.path}: label key {self.label!r}", set().union(*(f.labels for f in facts)), self.skip
+                f"{self.path}: label key {label!r}", set().union(*(f.labels for f in facts)), self.skips
             )
-        return _JsonLinesForm(schema, shapes, self.label, classes)
+        return _JsonLinesForm(schema, shapes, label, classes)
 
 
 _FirstValue = tuple[str, pa.DataType]
@@ -143,11 +122,13 @@ def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
     return None
 
 
-def _learn(label: str | None, columns: list[str] | None, ragged: list[str], files: list[File]) -> _Facts:
+def _learn(options: IngestOptions, files: list[File]) -> _Facts:
+    label, ragged = options.label, options.ragged or []
+    keep = None if options.columns is None else {*options.columns, *([label] if label else [])}
     facts = _Facts()
     for block in _blocks(files):
         facts.rows += len(block.lines)
-        table, bad = _parse_block(block, None, None if columns is None else {*columns, *([label] if label else [])})
+        table, bad = _parse_block(block, None, keep)
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
         first_values = _first_values(block, table, {index for index, _ in bad})
         try:
@@ -226,7 +207,7 @@ def _tables(form: _JsonLinesForm, files: list[File], refuse: base.Refuse) -> Ite
 
 
 def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
-    """Compares integers that became float64 with their lines, where they are so large that they may have been rounded."""
+    """Compares integers that became float64 with their lines, where they are so large that they may be rounded."""
     large = [name for name in table.column_names if _is_large(table[name].combine_chunks())]
     for number in numbers if large else []:
         line = json.loads(block.lines[number].decode("utf-8-sig", "replace"), parse_int=Decimal)

@@ -36,23 +36,8 @@ Kind = tuple[str, int]
 """Of a feature: `bytes_list`, `float_list` or `int64_list`, and how many values a row has."""
 
 
-@dataclass(frozen=True)
-class TFRecord:
-    """TFRecord files.
-
-    Args:
-        pattern: A folder with such files, one of them, or a pattern, see `match_files`.
-        label: Feature of one integer that becomes `label`; None: the feature `label`, if there is one.
-        columns: Features to keep; None: all.
-        check: Whether to decode every image: values of features that hold one in the first row.
-        split_bytes: Maximum bytes of files that one task reads.
-    """
-
-    pattern: str
-    label: str | None
-    columns: list[str] | None
-    check: bool
-    split_bytes: int
+class TFRecord(base.SourceReader):
+    """TFRecord files; an image is a feature that holds one in the first row."""
 
     def files(self) -> list[File]:
         """Returns the files of every split."""
@@ -65,15 +50,10 @@ class TFRecord:
         """
         del run
         require("google_crc32c", "--source tfrecord")
-        parts = []
-        for split, files in self._splits.items():
-            form = self._form(files)
-            input_splits = [
-                base.InputSplit(None, partial(_tables, form, group))
-                for group in base.group_files(files, self.split_bytes)
-            ]
-            parts.append(base.Part(split, input_splits))
-        return parts
+        return [
+            base.Part(split, self.input_splits(files, partial(_tables, self._form(files))))
+            for split, files in self._splits.items()
+        ]
 
     @cached_property
     def _splits(self) -> dict[str, list[File]]:
@@ -101,17 +81,8 @@ class TFRecord:
         with parser_errors(file, "Its first record is no tf.train.Example; allowed are TFRecord files of these."):
             values = _features(data)
         names = sorted(values)
-        label = self.label or ("label" if "label" in values else None)
-        if missing := [name for name in [*(self.columns or []), *([label] if label else [])] if name not in values]:
-            raise DataError(
-                f"{file}: no feature {missing[0]!r} in the first row; the features are {names}. Name one of them."
-            )
-        keep = [name for name in names if self.columns is None or name in {*self.columns, label}]
-        if label not in (None, "label") and "label" in keep:
-            raise DataError(
-                f"{file}: {label!r} is to become 'label', but there is another feature 'label'. Leave it out by"
-                f" columns."
-            )
+        label = self.options.label or ("label" if "label" in values else None)
+        keep = self.kept_columns(f"{file}: the first row", names, label, "feature")
         if label and (label_kind := (values[label][0], len(values[label][1]))) != ("int64_list", 1):
             raise DataError(
                 f"{file}: label {label!r} is a {label_kind[0]} of {label_kind[1]} in the first row; allowed is one"
@@ -127,7 +98,7 @@ class TFRecord:
         images = {
             name for name, (kind, _) in kinds.items() if kind == "bytes_list" and _IMAGE.match(values[name][1][0])
         }
-        return _TFRecordForm(kinds, label, images if self.check else set())
+        return _TFRecordForm(kinds, label, images if self.options.check else set())
 
 
 @dataclass(frozen=True)

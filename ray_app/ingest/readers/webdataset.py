@@ -44,25 +44,8 @@ Members = dict[str, bytes]
 """The members of a row by their extension in lower case."""
 
 
-@dataclass(frozen=True)
-class WebDataset:
-    """Tar files.
-
-    Args:
-        pattern: A folder with such files, one of them, or a pattern with `*` in its last part, or with `{000..012}` or
-            `{a,b}`.
-        label: Key in each row's .json of the integer that becomes `label`; None: the member .cls becomes the label, if
-            there is one.
-        columns: Columns to keep in addition to `label`; None: those of all members.
-        check: Whether to decode every image.
-        split_bytes: Maximum bytes of files that one task reads.
-    """
-
-    pattern: str
-    label: str | None
-    columns: list[str] | None
-    check: bool
-    split_bytes: int
+class WebDataset(base.SourceReader):
+    """Tar files; the label is a key of each row's .json (option `label`), or the member .cls, if there is one."""
 
     def files(self) -> list[File]:
         """Returns the files, sorted, or in the order of the braces."""
@@ -76,17 +59,19 @@ class WebDataset:
             raise DataError(
                 f"{self.pattern}: no member in these tar files; expected members such as 0001.jpg and 0001.cls."
             )
-        keeps_json = not self.label or self.columns is None or "json" in self.columns
-        form = _WebDatasetForm(self._expected_members(first), self.columns is None, self.label, keeps_json, self.check)
-        groups = base.group_files(self._files, self.split_bytes)
-        return [base.Part("", [base.InputSplit(None, partial(_tables, form, group)) for group in groups])]
+        label, columns = self.options.label, self.options.columns
+        keeps_json = not label or columns is None or "json" in columns
+        form = _WebDatasetForm(self._expected_members(first), columns is None, label, keeps_json, self.options.check)
+        return [base.Part("", self.input_splits(self._files, partial(_tables, form)))]
 
     def _expected_members(self, first: Members) -> dict[str, tuple[np.dtype, tuple[int, ...]] | None]:
         """Returns the extensions of the first row's members, with dtype and shape of each .npy and None for others."""
         where = f"{self.pattern}: the first row"
         available = {column for name in first if (column := _column(name))}
         if missing := [
-            name for name in self.columns or [] if name not in available and not (self.label and name == "label")
+            name
+            for name in self.options.columns or []
+            if name not in available and not (self.options.label and name == "label")
         ]:
             usable = sorted({column for name in self._first(lambda _: True) or first if (column := _column(name))})
             raise DataError(
@@ -111,10 +96,10 @@ class WebDataset:
                 f"{where} has the members {sorted(first)}, of which two would be the same column. Write each thing"
                 f" once."
             )
-        if self.label and ("json" not in first or "cls" in first):
+        if self.options.label and ("json" not in first or "cls" in first):
             raise DataError(
-                f"{where} has the members {sorted(first)}; label={self.label!r} is for rows with a .json and without a"
-                f" .cls."
+                f"{where} has the members {sorted(first)}; label={self.options.label!r} is for rows with a .json and"
+                f" without a .cls."
             )
         try:
             arrays = {name: _array(value) for name, value in first.items() if name.endswith("npy")}
@@ -129,11 +114,11 @@ class WebDataset:
     def _is_kept(self, extension: str) -> bool:
         """Returns whether a member is needed: for a column to keep, or for the label."""
         column = _column(extension)
-        if self.columns is None:
+        if self.options.columns is None:
             return True
-        if self.label and column in ("json", "label"):
+        if self.options.label and column in ("json", "label"):
             return column == "json"
-        return column == "label" or column in self.columns
+        return column == "label" or column in self.options.columns
 
     @cached_property
     def _files(self) -> list[File]:
