@@ -1,6 +1,4 @@
-"""Parts that classification tasks share.
-
-They are class weights, metrics, predictions, mistakes, label smoothing, mixup and cutmix.
+"""Base of classification tasks (`Classification`), with class weights, label smoothing, mixup and cutmix.
 
 Mixup and cutmix draw random numbers keyed by the row, and mix a row with the row before it in its micro-batch, which
 the plan has shuffled. A micro-batch belongs to one logical worker, so the result does not depend on the number of
@@ -11,18 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
-from ray_app.task.base import Batch, Mistake, uniform
+from ray_app.task.base import Batch, Losses, Mistake, Task, class_names, count_classes, uniform
 from ray_app.task.device import constant_tensor, to_device
 
 ClassWeights = list[float] | Literal["balanced"] | None
@@ -77,11 +75,6 @@ def add_class_weights(batch: Batch, weights: list[float] | None) -> Batch:
         return batch
     by_class = constant_tensor(weights, batch["label"].device)
     return {**batch, "class_weight": batch["target"] @ by_class if "target" in batch else by_class[batch["label"]]}
-
-
-def apply_class_weights(losses: Tensor, batch: Batch) -> Tensor:
-    """Returns the losses times the weights that `add_class_weights` added, shape (rows,)."""
-    return losses * batch["class_weight"] if "class_weight" in batch else losses
 
 
 def classification_metrics(classes: int) -> MetricCollection:
@@ -142,6 +135,78 @@ def predict_classes(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDA
         "predicted_index": index.numpy(),
         "confidence": confidence.numpy(),
     }
+
+
+class Classification(Task):
+    """Base of tasks that predict a class index: labels, loss, metrics, predictions and mistakes.
+
+    A derived class sets `label`, `num_classes`, `class_weights` and `train_accuracy`, calls `set_classes` in `prepare`
+    and implements `forward`, whose outputs are class scores, shape (rows, classes).
+    """
+
+    best_metric: ClassVar[str] = "accuracy"
+    best_mode: ClassVar[str] = "max"
+    label: str
+    num_classes: int | None
+    class_weights: ClassWeights
+    train_accuracy: bool
+
+    def set_classes(self, data: DataFacts) -> None:
+        """Completes a task in `prepare` with the number and names of the classes and their weights."""
+        self.num_classes = count_classes(data, self.label, self.num_classes)
+        self.classes = class_names(data, self.num_classes)
+        self.weights = resolve_weights(self.class_weights, data, self.label, self.num_classes)
+
+    @property
+    def class_count(self) -> int:
+        """The number of classes, known after `prepare`."""
+        assert self.num_classes is not None, "prepare() comes first"
+        return self.num_classes
+
+    def targets(self) -> list[str]:
+        """Returns the column of labels."""
+        return [self.label]
+
+    def decode_labels(self, values: Any) -> npt.NDArray[np.int64]:
+        """Returns a column of class indices as int64, (rows,).
+
+        Raises:
+            ValueError: A label is outside the classes.
+        """
+        labels = np.asarray(values).astype(np.int64)
+        if labels.size and not 0 <= labels.min() <= labels.max() < self.class_count:
+            raise ValueError(f"label outside 0 to {self.class_count - 1}: {labels.min()} to {labels.max()}")
+        return labels
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Computes the cross-entropy of every row, shape (rows,), times the class weight if the batch has one."""
+        losses = functional.cross_entropy(outputs, batch.get("target", batch["label"]), reduction="none")
+        return losses * batch["class_weight"] if "class_weight" in batch else losses
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """Returns the loss of every row, and whether its prediction is right if `train_accuracy` is on."""
+        outputs = self.forward(model, batch)
+        losses = self.loss(outputs, batch)
+        if not self.train_accuracy:
+            return losses
+        return Losses(losses, metrics={"accuracy": outputs.argmax(1) == batch["label"]})
+
+    def metrics(self) -> MetricCollection:
+        """Makes the metrics of `classification_metrics`."""
+        return classification_metrics(self.class_count)
+
+    def update(self, metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
+        """Updates the metrics with the class probabilities and the labels of a batch."""
+        metrics.update(outputs.float().softmax(-1), batch["label"])
+
+    def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
+        """Returns the predicted class of every row, see `predict_classes`."""
+        del batch
+        return predict_classes(outputs, self.classes)
+
+    def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
+        """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
+        return find_mistakes(outputs, batch["label"], self.classes, max_rows)
 
 
 def smooth_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
