@@ -416,11 +416,7 @@ class FixedRows:
         return values
 
     def write(self, position: int, values: Field) -> None:
-        """Writes rows from a position on.
-
-        Raises:
-            OSError: There is no capacity for the rows.
-        """
+        """Writes rows from a position on; raises OSError if there is no capacity for them."""
         assert isinstance(values, np.ndarray)
         write_from(self._file, values, position * self._spec.row_bytes)
 

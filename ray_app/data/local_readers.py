@@ -81,11 +81,7 @@ class Decoded:
 
 
 def load_all(fetch: Fetch, source: RowSource) -> Decoded:
-    """Decodes a whole data set into memory.
-
-    Raises:
-        DataError: Rows are missing or not the planned ones.
-    """
+    """Decodes a whole data set into memory; raises DataError if rows are missing or not the planned ones."""
     manifest = source.manifest
     columns = Columns(source.fields, manifest.num_rows)
     reasons: dict[int, str] = {}

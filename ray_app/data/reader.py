@@ -322,11 +322,7 @@ class RowSource:
 
 
 def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:
-    """Checks that a table has exactly the expected rows in the expected order.
-
-    Raises:
-        DataError: It does not, so that rows would not be consumed exactly once.
-    """
+    """Raises DataError unless a table has exactly the expected rows in the expected order."""
     positions = fixed_array(table.column(POSITION), ArraySpec("<i8", ()))
     if not np.array_equal(positions, expected):
         raise DataError(
@@ -428,11 +424,7 @@ class RowStream:
         self._rest: pa.Table | None = None
 
     def take(self, rows: int) -> list[pa.Table]:
-        """Returns the next `rows` rows, in one or more tables.
-
-        Raises:
-            DataError: Fewer are left.
-        """
+        """Returns the next `rows` rows, in one or more tables; raises DataError if fewer are left."""
         parts: list[pa.Table] = []
         while rows:
             parts.append(self.next(rows))
@@ -440,11 +432,7 @@ class RowStream:
         return parts
 
     def next(self, max_rows: int) -> pa.Table:
-        """Returns the next table, or its first `max_rows` rows.
-
-        Raises:
-            DataError: There is none left.
-        """
+        """Returns the next table, or its first `max_rows` rows; raises DataError if there is none left."""
         table = self._rest if self._rest is not None else next(self._tables, None)
         if table is None:
             raise DataError(f"The read tasks ended {max_rows} rows too early; the data set changed while it was read.")

@@ -140,11 +140,7 @@ def _is_delimiter(text: str) -> bool:
 
 
 def check_options(options: IngestOptions, sources: list[str]) -> None:
-    """Checks the options.
-
-    Raises:
-        ConfigError: An option has a value that is not allowed, or does not fit the others.
-    """
+    """Raises ConfigError for an option with a value that is not allowed, or that does not fit the others."""
     if options.source not in sources:
         raise ConfigError(f"source is {options.source!r}; allowed are {', '.join(sources)}.")
     if (options.source == "digits") == bool(options.input):

@@ -311,11 +311,7 @@ def merge_columns(descriptions: list[dict[str, Any]], files: str) -> dict[str, A
 
 
 def describe_parquet(path: str) -> dict[str, Any]:
-    """Returns the facts of a file or folder of Parquet that is trained on as it is.
-
-    Raises:
-        DataError: It cannot be trained on.
-    """
+    """Returns the facts of Parquet that is trained on as it is; raises DataError if it cannot be trained on."""
     dataset = open_dataset(path)
     facts, manifest = dataset.facts, dataset.manifest
     missing = _count_missing(dataset)

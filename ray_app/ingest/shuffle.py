@@ -72,11 +72,7 @@ class Runs:
         return sum(run["rows"] for run in self._runs)
 
     def write(self, table: pa.Table) -> None:
-        """Adds rows.
-
-        Raises:
-            DataError: A column is of another type than before.
-        """
+        """Adds rows; raises DataError if a column is of another type than before."""
         for column in table.schema:
             facts = column_facts(column)
             total = self._columns.setdefault(column.name, facts)

@@ -67,11 +67,7 @@ class Refusals:
         self.rows: list[tuple[str, str]] = []
 
     def __call__(self, row_id: str, reason: str) -> None:
-        """Adds a row by its id, with the reason why it is refused.
-
-        Raises:
-            DataError: No row, or no further one, may be left out.
-        """
+        """Adds a row by its id and the reason; raises DataError if no row, or no further one, may be left out."""
         reason = remove_addresses(reason)
         if self._options.on_bad_row == "fail":
             raise DataError(
@@ -83,11 +79,7 @@ class Refusals:
 
 
 def check_refused_count(refused: int, options: IngestOptions, row_id: str, reason: str) -> None:
-    """Checks that not more rows are refused than the options allow.
-
-    Raises:
-        DataError: There are more; the message names the last of them.
-    """
+    """Raises DataError if more rows are refused than the options allow; the message names the last of them."""
     if refused > options.max_bad_rows:
         raise DataError(
             f"{options.input}: more than max_bad_rows={options.max_bad_rows} rows cannot be used; one more is {row_id}:"

@@ -46,11 +46,7 @@ _READ_MB = 64.0
 
 
 def refuse_taken(folder: Path, overwrite: bool) -> None:
-    """Refuses a folder for an export that must not be replaced.
-
-    Raises:
-        ConfigError: The folder exists without `overwrite`, or is not an export.
-    """
+    """Raises ConfigError for a folder that exists without `overwrite`, or that is not an export."""
     if not (folder.exists() or folder.is_symlink()):
         return
     if not overwrite:
@@ -225,11 +221,7 @@ def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_origin(folder: Path) -> dict[str, Any] | None:
-    """Returns the content of `export.json`, None if there is none, as in a downloaded version.
-
-    Raises:
-        RegistryError: The file is damaged.
-    """
+    """Returns the content of `export.json`, None if there is none; raises RegistryError if it is damaged."""
     file = folder / EXPORT
     return (
         _read_object(file, {"run": str, "step": int, "params_digest": str, "files": dict}) if file.is_file() else None

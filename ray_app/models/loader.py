@@ -165,21 +165,13 @@ def name_outputs(outputs: Any) -> list[tuple[str, Tensor]]:
 
 
 def load_exported(archive: Path) -> torch.export.ExportedProgram:
-    """Loads an archive of `torch.export.save`, unless loading would execute something in it.
-
-    Raises:
-        ValueError: Loading would execute something; the message names it.
-    """
+    """Loads an archive of `torch.export.save`; raises ValueError if loading would execute something in it."""
     refuse_code(archive)
     return torch.export.load(archive)
 
 
 def refuse_code(archive: Path) -> None:
-    """Refuses an archive of `torch.export.save` with contents that `torch.export.load` would unpickle or evaluate.
-
-    Raises:
-        ValueError: The archive has such contents; the message names them.
-    """
+    """Raises ValueError for an archive with contents that `torch.export.load` would unpickle or evaluate."""
     try:
         file = zipfile.ZipFile(archive)
     except zipfile.BadZipFile as error:

@@ -124,11 +124,7 @@ class ReportedBadRows:
 
 
 def read_bad_rows(paths: RunPaths) -> ReportedBadRows:
-    """Reads a run's list of rows that cannot be decoded.
-
-    Raises:
-        OSError: The storage does not answer.
-    """
+    """Reads a run's list of rows that cannot be decoded; raises OSError if the storage does not answer."""
     files = sorted(list_files(paths.bad_rows))
     first = read_all(paths.bad_rows / name for name in files[:_MAX_SHOWN])
     return ReportedBadRows([BadRow(**json.loads(data)) for data in first], len(files))

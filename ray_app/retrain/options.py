@@ -101,11 +101,7 @@ _MINIMA: dict[str, float] = {
 
 
 def check_section(config: Config, section: RetrainSection) -> None:
-    """Checks that retraining can work with a configuration.
-
-    Raises:
-        ConfigError: The configuration has problems; the message has a line for each.
-    """
+    """Raises ConfigError, with a line for each problem, if retraining cannot work with a configuration."""
     problems = [*_check_ranges(section), *_check_requirements(config, section)]
     if problems:
         raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))

@@ -85,11 +85,7 @@ class Stages:
         self._at = at
 
     def validate(self) -> dict[str, Any]:
-        """Validates the delivered data.
-
-        Raises:
-            StorageError: The data cannot be read now.
-        """
+        """Validates the delivered data; raises StorageError if it cannot be read now."""
         situation = self._situation
         result: dict[str, Any] = {"delivery": asdict(situation.delivery)}
         try:

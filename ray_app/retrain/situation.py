@@ -56,11 +56,7 @@ class DataInspection:
 def inspect_data(
     config: Config, section: RetrainSection, delivery: Delivery, champion: Champion | None, connect: Callable[[], None]
 ) -> DataInspection:
-    """Reads a delivery once, and scores the champion on it.
-
-    Raises:
-        DataError: The data cannot be used.
-    """
+    """Reads a delivery once, and scores the champion on it; raises DataError if the data cannot be used."""
     job = prepare(config).job
     assert job.evaluation is not None
     label = label_column(job.task)
@@ -316,11 +312,7 @@ class Situation:
 
     @cached_property
     def inspection(self) -> DataInspection:
-        """The profiles of the delivered data, for which all of it is read.
-
-        Raises:
-            DataError: The data cannot be used.
-        """
+        """The profiles of the delivered data, for which all of it is read; DataError if it cannot be used."""
         return inspect_data(self.config, self.section, self.delivery, self.champion, self.connect)
 
     @cached_property

@@ -168,11 +168,7 @@ class Classification(Task):
         return [self.label]
 
     def decode_labels(self, values: Any) -> npt.NDArray[np.int64]:
-        """Returns a column of class indices as int64, (rows,).
-
-        Raises:
-            ValueError: A label is outside the classes.
-        """
+        """Returns a column of class indices as int64, (rows,); raises ValueError for one outside the classes."""
         labels = np.asarray(values).astype(np.int64)
         if labels.size and not 0 <= labels.min() <= labels.max() < self.class_count:
             raise ValueError(f"label outside 0 to {self.class_count - 1}: {labels.min()} to {labels.max()}")

@@ -31,11 +31,7 @@ _RESERVED_METRICS = ("loss", "rows")
 
 
 def need_specs(**values: Any) -> None:
-    """Refuses values that are not specifications (`class_path` and `init_args`), or lists or mappings of these.
-
-    Raises:
-        ConfigError: A value is not a specification.
-    """
+    """Raises ConfigError for values that are not specifications, or lists or mappings of these."""
     for name, value in values.items():
         if name == "metrics":
             need_names(value)
@@ -50,11 +46,7 @@ def need_specs(**values: Any) -> None:
 
 
 def need_names(metrics: Iterable[str]) -> None:
-    """Refuses metrics with the name of another result of an evaluation.
-
-    Raises:
-        ConfigError: There is such a name.
-    """
+    """Raises ConfigError for metrics with the name of another result of an evaluation."""
     for name in metrics:
         if name in _RESERVED_METRICS:
             raise ConfigError(
@@ -63,11 +55,7 @@ def need_names(metrics: Iterable[str]) -> None:
 
 
 def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_length: int | None) -> None:
-    """Refuses values of `mean`, `std`, `pad_to` and `max_length` that cannot be computed with.
-
-    Raises:
-        ConfigError: There is such a value.
-    """
+    """Raises ConfigError for `mean`, `std`, `pad_to` and `max_length` that cannot be computed with."""
     if not all(value > 0 for value in std):
         raise ConfigError(f"{_INIT_ARGS}.std is {list(std)}; images are divided by it, so each must be greater than 0.")
     if not mean or not std:
@@ -99,11 +87,7 @@ def parse_mask_values(values: Any) -> list[list[int]]:
 
 
 def need_channels(name: str, column: ColumnFacts, **statistics: Sequence[float]) -> None:
-    """Refuses a `mean` or `std` with another number of values than an image column has channels, except 1.
-
-    Raises:
-        ConfigError: The numbers differ.
-    """
+    """Raises ConfigError unless `mean` or `std` has one value, or as many as an image column has channels."""
     channels = 3 if column.kind == "bytes" else column.shape[2] if len(column.shape) == 3 else 1
     for argument, values in statistics.items():
         if len(values) not in (1, channels):
@@ -114,11 +98,7 @@ def need_channels(name: str, column: ColumnFacts, **statistics: Sequence[float])
 
 
 def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterable[str]) -> None:
-    """Refuses `COLUMN.mask` of columns that are never padded.
-
-    Raises:
-        DataError: There is such a column.
-    """
+    """Raises DataError for `COLUMN.mask` of columns that are never padded."""
     for name in padded:
         if facts[name].kind != "list":
             raise DataError(
@@ -128,11 +108,7 @@ def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterab
 
 
 def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
-    """Refuses a target of lists of lists: it is not defined which of their axes is padded in the outputs.
-
-    Raises:
-        DataError: The target is such a column.
-    """
+    """Raises DataError for a target of lists of lists: no axis of the outputs is known to be the padded one."""
     if column.kind == "list" and (column.shape or column.dtype.count("list<") > 1):
         raise DataError(
             f"{_INIT_ARGS}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a"
@@ -246,11 +222,7 @@ def compute_row_losses(
 
 
 def reduction_of(spec: Spec) -> str:
-    """Returns the configured `reduction` of a loss.
-
-    Raises:
-        ConfigError: A step cannot use this reduction.
-    """
+    """Returns the configured `reduction` of a loss; raises ConfigError for one that a step cannot use."""
     init_args = spec.get("init_args") or {}
     reduction = init_args.get("reduction", "mean")
     has_batchmean = "KLDiv" in spec["class_path"] or "kl_div" in spec["class_path"]

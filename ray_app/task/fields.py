@@ -147,14 +147,7 @@ def convert_column(values: Any, kind: str) -> Field:
 
 
 def need_finite(name: str, values: Any) -> None:
-    """Refuses values that are NaN or infinite.
-
-    Args:
-        values: Numbers of any type, (rows, ...) or ragged.
-
-    Raises:
-        ValueError: A value is NaN or infinite.
-    """
+    """Raises ValueError for values, (rows, ...) or ragged, that are NaN or infinite; `name` is for the message."""
     numbers = values.values if isinstance(values, Ragged) else values
     if numbers.dtype.kind == "f" and numbers.size and not np.isfinite(numbers).all():
         raise ValueError(f"{name} is NaN or infinite; correct the value or drop the row")

@@ -110,11 +110,7 @@ class ImageClassification(Classification):
         self.channels = 3
 
     def prepare(self, data: DataFacts) -> ImageClassification:
-        """Completes the task with the number and names of the classes, their weights and the channels of the images.
-
-        Raises:
-            DataError: The columns do not have images and class indices.
-        """
+        """Completes the task with classes, weights and channels; raises DataError for columns of other kinds."""
         prepared = copy.copy(self)
         prepared.set_classes(data)
         facts = need_column(data, self.image, ("array", "bytes"), "image")

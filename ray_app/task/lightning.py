@@ -71,11 +71,7 @@ def has_user_attribute(kind: type, name: str) -> bool:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Refuses a module with hooks that only Lightning's trainer calls: they would silently have no effect.
-
-    Raises:
-        ConfigError: The module has such hooks, or turns automatic optimization off.
-    """
+    """Raises ConfigError for a module with hooks that only Lightning's trainer calls, or that optimizes manually."""
     kind = type(module)
     hooks = [
         name

@@ -145,11 +145,7 @@ class Logged(Metric):
 
 
 def refuse_name_clash(numbers: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Refuses a name that is logged both as a number and as a metric.
-
-    Raises:
-        ConfigError: There is such a name.
-    """
+    """Raises ConfigError for a name that is logged both as a number and as a metric."""
     if both := sorted(numbers.keys() & metrics.keys()):
         raise ConfigError(
             f"{', '.join(map(repr, both))} is logged as a number and as a torchmetrics object; give one of them another"

@@ -294,11 +294,7 @@ _BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xf
 
 
 def list_text_files(path: DataLocation, suffixes: tuple[str, ...], kind: str) -> list[File]:
-    """Returns one text file, or those in a folder, sorted by name.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Returns one text file, or those in a folder, sorted by name; raises DataError if there is none."""
     allowed = " and ".join(suffixes)
     if file := find_file(path):
         files = [file]
@@ -314,11 +310,7 @@ def list_text_files(path: DataLocation, suffixes: tuple[str, ...], kind: str) ->
 
 @contextmanager
 def open_text(file: File) -> Iterator[IO[bytes]]:
-    """Opens a text file, uncompressed where it is compressed.
-
-    Raises:
-        DataError: Its first bytes show another encoding than UTF-8.
-    """
+    """Opens a text file, uncompressed; raises DataError if its first bytes show another encoding than UTF-8."""
     with file.open_unpacked() as stream:
         head: bytes = cast(Any, stream).peek(HEAD_BYTES)[:HEAD_BYTES]
         if head and (foreign := name_foreign_file(head)):

@@ -173,11 +173,7 @@ def _is_numbering(numbers: list[str]) -> bool:
 
 
 def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]) -> None:
-    """Checks that a file has the same header line as the first file.
-
-    Raises:
-        DataError: The names differ, or their order does.
-    """
+    """Raises DataError unless a file has the same header line as the first one, each given as path and names."""
     (path, names), (other_path, other_names) = first, other
     if names == other_names:
         return

@@ -85,11 +85,7 @@ def explain_unusable(kind: pa.DataType, is_label: bool) -> str | None:
 
 
 def check_unique(file: File, names: list[str]) -> None:
-    """Checks that a file has no two columns of one name.
-
-    Raises:
-        DataError: It has; the message lists the names.
-    """
+    """Raises DataError if a file has two columns of one name."""
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
             f"{file}: two columns of one name: {base.format_items(repeated)}. Give each column its own name and save"
@@ -311,11 +307,7 @@ def _list_saved_files(folder: DataLocation) -> list[File]:
 
 
 def need_all_numbers(folder: DataLocation | str, files: list[File]) -> None:
-    """Checks that files numbered as `NAME-00000-of-00003` are complete, each of them once.
-
-    Raises:
-        DataError: A file is missing or there twice.
-    """
+    """Raises DataError unless files numbered as `NAME-00000-of-00003` are complete, each of them once."""
     numbers_of: dict[str, dict[int, list[int]]] = {}
     for file in files:
         if match := _NUMBERED.search(file.name):

@@ -84,11 +84,7 @@ def explain_misfit(name: str, shape: Shape) -> str:
 
 
 def check_ragged(where: object, ragged: list[str], schema: pa.Schema) -> None:
-    """Checks that the columns of the option `ragged` are kept and hold lists.
-
-    Raises:
-        DataError: A column is not kept or does not hold lists.
-    """
+    """Raises DataError if a column of the option `ragged` is not kept or does not hold lists."""
     lists = [column.name for column in schema if is_list(column.type)]
     allowed = (
         f"those of lists are {lists}. Name some of these." if lists else "none of them holds lists. Leave ragged out."
