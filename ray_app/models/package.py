@@ -23,8 +23,9 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,21 +167,32 @@ _TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @dataclass(frozen=True)
-class Files:
-    """The folders `data/model` and `code` of a package.
+class Package:
+    """A packaged model.
 
     Args:
+        folder: The folder of the MLflow model, or of its folders `data/model` and `code` alone.
         format: The format of the model: `torch.export` or `safetensors`.
         outputs: How its outputs for 1, 2 and 3 rows compare with the trained model's: `equal`, bit for bit, or `close`,
             within 1e-5.
-        example: The input example, (rows, ...) by field.
-        ragged: Fields of the example that may have any length on the second axis, too.
+        refused: Why the formats before this one were not possible.
     """
 
     folder: Path
     format: str
     outputs: Literal["equal", "close"]
     refused: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Files(Package):
+    """A packaged model, and what MLflow is told about it.
+
+    Args:
+        example: The input example, (rows, ...) by field.
+        ragged: Fields of the example that may have any length on the second axis, too.
+    """
+
     libraries: set[str]
     example: dict[str, npt.NDArray]
     predicted: dict[str, npt.NDArray]
@@ -240,25 +252,18 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path) -> Fil
 def read_fields(task: Task, model: nn.Module, example: dict[str, npt.NDArray]) -> list[str]:
     """Returns the decoded fields that `forward` needs, such as `image` but not `label`, in the order of the example."""
     whole = _example_batch(example, 2)
-    batch = _RecordingBatch(whole)
+    batch, forward = _RecordingBatch(whole), partial(task.forward, model)
     model.eval()
     with torch.no_grad():
-        expected = _seeded_forward(task, model, batch)
+        expected = _seeded_outputs(forward, batch)
         names = [name for name in example if name in batch.read]
         try:
-            actual = _seeded_forward(task, model, {name: whole[name] for name in names})
+            actual = _seeded_outputs(forward, {name: whole[name] for name in names})
         except Exception:
             # `forward` reads further fields in a way that `_RecordingBatch` does not record.
             return list(example)
     outputs = [(name, values.dtype, values.tolist()) for name, values in expected]
     return names if outputs == [(name, values.dtype, values.tolist()) for name, values in actual] else list(example)
-
-
-def _seeded_forward(task: Task, model: nn.Module, batch: Batch) -> list[tuple[str, Tensor]]:
-    """Returns the outputs of a task for a batch by name, with seeded generators; see `_seeded_outputs`."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        return loader.name_outputs(task.forward(model, batch))
 
 
 class _RecordingBatch(dict[str, Tensor]):
@@ -404,7 +409,7 @@ def _compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data
     for rows in (1, 2, 3):
         batch = tuple(_example_batch(inputs, rows).values())
         with torch.no_grad():
-            ours, theirs = (_seeded_outputs(one, batch) for one in (served, loaded))
+            ours, theirs = (_seeded_outputs(one, *batch) for one in (served, loaded))
         for (name, trained), (other, packaged) in zip(ours, theirs, strict=True):
             has_same_form = name == other and trained.shape == packaged.shape
             if not has_same_form or not torch.allclose(trained, packaged, equal_nan=True, **_TOLERANCES):
@@ -413,7 +418,7 @@ def _compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data
     return "equal" if equal else "close"
 
 
-def _seeded_outputs(module: nn.Module, batch: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
+def _seeded_outputs(module: Callable[..., Any], *batch: Any) -> list[tuple[str, Tensor]]:
     """Returns the outputs of a model by name, with seeded generators: a model such as a GAN may draw from them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
@@ -428,16 +433,6 @@ def _example_outputs(served: loader.Served, inputs: dict[str, npt.NDArray]) -> d
     }
 
 
-@dataclass(frozen=True)
-class Package:
-    """An MLflow model in a folder."""
-
-    folder: Path
-    format: str
-    outputs: Literal["equal", "close"]
-    refused: tuple[str, ...]
-
-
 def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], folder: Path) -> Package:
     """Writes an MLflow model, and checks that it predicts what the trained model does.
 
@@ -450,7 +445,7 @@ def make_package(task: Task, model: nn.Module, example: dict[str, npt.NDArray], 
     with tempfile.TemporaryDirectory() as temporary:
         files = write_files(task, model, example, Path(temporary))
         _save_mlflow_model(folder, files)
-    return Package(folder, files.format, files.outputs, files.refused)
+    return replace(files, folder=folder)
 
 
 def _save_mlflow_model(folder: Path, files: Files) -> None:

@@ -9,7 +9,6 @@ Uploads have a timeout in proportion to the size of the files, and are repeated 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -17,10 +16,10 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +27,11 @@ import safetensors.torch
 from torch import Tensor
 
 from ray_app.checkpoint.format import params_digest
+from ray_app.data.dataset import sha256
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.package import Package
+from ray_app.process import set_variables
 from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import connect
 
@@ -62,7 +63,9 @@ def upload(client: Any, run_id: str, path: str, folder: Path) -> str:
 
     expected = _digests(folder)
     largest = max((file.stat().st_size for file in folder.rglob("*") if file.is_file()), default=0)
-    with _request_timeout(largest), tempfile.TemporaryDirectory() as temporary:
+    # Outside of this block the timeout is short, since training does not wait for a server.
+    timeout_s = max(request_timeout_s(largest), float(os.environ.get(_TIMEOUT, "0")))
+    with set_variables(**{_TIMEOUT: str(int(timeout_s))}), tempfile.TemporaryDirectory() as temporary:
         _retry(lambda: client.log_artifacts(run_id, str(folder), path))
         stored = _digests(Path(_retry(lambda: client.download_artifacts(run_id, path, temporary))))
     wrong = [name for name, digest in expected.items() if stored.get(name) != digest]
@@ -87,30 +90,8 @@ def _retry(call: Callable[[], T]) -> T:
     return call()
 
 
-@contextmanager
-def _request_timeout(num_bytes: int) -> Iterator[None]:
-    """Gives MLflow's requests in the block at least the timeout that a file of this size needs.
-
-    Outside of the block the timeout is short, since training does not wait for a server.
-    """
-    before = os.environ.get(_TIMEOUT)
-    os.environ[_TIMEOUT] = str(int(max(request_timeout_s(num_bytes), float(before or 0))))
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_TIMEOUT, None)
-        else:
-            os.environ[_TIMEOUT] = before
-
-
 def _digests(folder: Path) -> dict[str, str]:
-    return {str(f.relative_to(folder)): _digest(f) for f in sorted(folder.rglob("*")) if f.is_file()}
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return {str(f.relative_to(folder)): sha256(f) for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 CHAMPION, CHALLENGER = "champion", "challenger"
@@ -132,6 +113,7 @@ FIRST_REASON, _FIRST_VERSION = "first version", "1"
 _ROLLED_BACK_BECAUSE = "ray_app.rolled_back_because"
 _ROLLED_BACK_AT = "ray_app.rolled_back_at"
 _ROLLED_BACK_BY = "ray_app.rolled_back_by"
+_ROLLBACK_TAGS = (_ROLLED_BACK_BECAUSE, _ROLLED_BACK_AT, _ROLLED_BACK_BY)
 _TAG_CHARS = 5000
 _EARLIER_TAG_CHARS = 1000
 
@@ -187,7 +169,7 @@ def register(
             source = upload(client, run_id, f"models/{params_digest[:16]}-{uuid.uuid4().hex[:8]}", packaged.folder)
             tags |= {"ray_app.format": packaged.format, "ray_app.outputs": packaged.outputs}
             tags |= {"ray_app.refused": "; ".join(packaged.refused)} if packaged.refused else {}
-        _create_model(client, name)
+        _unless("RESOURCE_ALREADY_EXISTS", lambda: client.create_registered_model(name))
         tags = {tag: str(value)[:_TAG_CHARS] for tag, value in tags.items()}
         version = client.create_model_version(name, source, run_id, tags=tags)
     if _REGISTERED not in version.tags:
@@ -225,16 +207,9 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     if before == str(version):
         return False
     promoted = _need_version(client, name, version)
-    _delete_tags(client, promoted, _ROLLED_BACK_BECAUSE, _ROLLED_BACK_AT, _ROLLED_BACK_BY)
+    _delete_tags(client, promoted, *_ROLLBACK_TAGS)
     if before is not None:
-        _delete_tags(
-            client,
-            _need_version(client, name, before),
-            _ROLLED_BACK_BECAUSE,
-            _ROLLED_BACK_AT,
-            _ROLLED_BACK_BY,
-            _EARLIER_PROMOTION,
-        )
+        _delete_tags(client, _need_version(client, name, before), *_ROLLBACK_TAGS, _EARLIER_PROMOTION)
     if _EARLIER_PROMOTION not in promoted.tags:
         earlier = {tag: promoted.tags[tag][:_EARLIER_TAG_CHARS] for tag in _PROMOTION_TAGS if tag in promoted.tags}
         client.set_model_version_tag(name, version, _EARLIER_PROMOTION, json.dumps(earlier, ensure_ascii=False))
@@ -311,11 +286,7 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
             client.set_model_version_tag(name, before, tag, value)
         _delete_tags(client, back_to, _EARLIER_PROMOTION)
     new_rollback = Rollback(now, before, reason[:_TAG_CHARS], _now(), by)
-    for tag, value in (
-        (_ROLLED_BACK_BECAUSE, new_rollback.reason),
-        (_ROLLED_BACK_AT, new_rollback.at),
-        (_ROLLED_BACK_BY, by),
-    ):
+    for tag, value in zip(_ROLLBACK_TAGS, (new_rollback.reason, new_rollback.at, by), strict=True):
         client.set_model_version_tag(name, now, tag, value)
     client.set_registered_model_alias(name, CHAMPION, before)
     return new_rollback
@@ -338,14 +309,16 @@ def rollbacks(client: Any, name: str) -> list[Rollback]:
     return sorted(recorded, key=lambda one: one.at)
 
 
-def _create_model(client: Any, name: str) -> None:
+def _unless(code: str, call: Callable[[], T]) -> T | None:
+    """Returns the result of a call; None if MLflow answers with this error code."""
     from mlflow.exceptions import MlflowException
 
     try:
-        client.create_registered_model(name)
+        return call()
     except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+        if error.error_code != code:
             raise
+        return None
 
 
 def _need_version(client: Any, name: str, version: str) -> Any:
@@ -360,14 +333,7 @@ def _need_version(client: Any, name: str, version: str) -> Any:
 
 
 def _find_model(client: Any, name: str) -> Any | None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return client.get_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
+    return _unless("RESOURCE_DOES_NOT_EXIST", lambda: client.get_registered_model(name))
 
 
 def _find_version(client: Any, name: str, run_uuid: str, params_digest: str) -> Any | None:
@@ -516,14 +482,9 @@ def tag_version(client: Any, version: Version, tags: dict[str, str]) -> None:
 
 def tag_model(client: Any, name: str, tags: dict[str, str]) -> None:
     """Adds tags to a registered model; does nothing if the model does not exist yet."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        for key, value in tags.items():
-            client.set_registered_model_tag(name, key, redact(value)[:_TAG_CHARS])
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
+    for key, value in tags.items():
+        text = redact(value)[:_TAG_CHARS]
+        _unless("RESOURCE_DOES_NOT_EXIST", partial(client.set_registered_model_tag, name, key, text))
 
 
 def log_metrics(client: Any, version: Version, metrics: dict[str, float], time_s: float) -> None:
