@@ -133,13 +133,13 @@ def ragged_lists(column: pa.ChunkedArray) -> Ragged | None:
     Returns None for any other column, and for one with missing values.
     """
     kind = column.type
-    if not _is_list(kind) or column.null_count:
+    if not is_ragged_list(kind) or column.null_count:
         return None
     flat = column.combine_chunks()
     flat = flat.chunk(0) if isinstance(flat, pa.ChunkedArray) else flat
     offsets = np.asarray(flat.offsets).astype(np.int64)
     inner, shape = flat.values, tuple[int, ...]()
-    while pa.types.is_fixed_size_list(inner.type) or _is_list(inner.type):
+    while is_list(inner.type):
         if inner.null_count:
             return None
         if pa.types.is_fixed_size_list(inner.type):
@@ -191,14 +191,23 @@ def to_list_array(rows: Ragged) -> pa.LargeListArray:
 
 def is_numbers(kind: pa.DataType) -> bool:
     """Returns whether a column's values are (nested) lists of numbers or booleans."""
-    while _is_list(kind) or pa.types.is_fixed_size_list(kind):
+    return is_list(kind) and number_type(kind) is not None
+
+
+def number_type(kind: pa.DataType) -> pa.DataType | None:
+    """Returns the type of the numbers in (nested) lists; None where the lists hold something else."""
+    while is_list(kind):
         kind = kind.value_type
-        if is_number(kind):
-            return True
-    return False
+    return kind if is_number(kind) else None
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Returns whether values are lists, of any length or of one size."""
+    return is_ragged_list(kind) or bool(pa.types.is_fixed_size_list(kind))
+
+
+def is_ragged_list(kind: pa.DataType) -> bool:
+    """Returns whether values are lists of any length, such as tokens or boxes."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 

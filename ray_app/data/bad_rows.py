@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import ArraySpec, spec_of_values
+from ray_app.data.arrays import ArraySpec, is_list, spec_of_values
 from ray_app.task.ragged import Arrays, Field, Ragged, concat_fields
 from ray_app.task.user_code import row_error_reason
 
@@ -165,10 +165,6 @@ def _storage_type(values: pa.Array) -> pa.DataType:
     return values.type.storage_type if isinstance(values.type, pa.BaseExtensionType) else values.type
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
 def _has_missing(values: pa.Array) -> bool:
     """Returns whether any row has a missing value, by the null counts of the arrays where they suffice."""
     kind = values.type
@@ -178,7 +174,7 @@ def _has_missing(values: pa.Array) -> bool:
         return _has_missing(values.storage)
     if pa.types.is_struct(kind):
         return any(_has_missing(values.field(i)) for i in range(kind.num_fields))
-    if _is_list(kind):
+    if is_list(kind):
         return _has_missing(values.flatten())
     if pa.types.is_dictionary(kind):
         return bool(values.dictionary.null_count) and bool(values.dictionary_decode().null_count)
@@ -194,7 +190,7 @@ def _missing_mask(values: pa.Array) -> npt.NDArray[np.bool_]:
     elif pa.types.is_struct(kind):
         for i in range(kind.num_fields):
             mask |= _missing_mask(values.field(i))
-    elif _is_list(kind):
+    elif is_list(kind):
         # `flatten` gives the items of the lists that are present: a missing list has none.
         rows = np.flatnonzero(~mask)
         items = _missing_mask(values.flatten())

@@ -48,6 +48,12 @@ def make_scratch(folder: Location) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder if isinstance(folder, Path) else None)
 
 
+def has_files(folder: Location, described: list[dict[str, Any]]) -> bool:
+    """Returns whether a folder has files of the described paths and sizes."""
+    stored = [(find_file(folder / file["path"]), file["bytes"]) for file in described]
+    return all(file is not None and file.size == size for file, size in stored)
+
+
 def load_existing(out: Location, made_from: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
     """Returns the content of each `dataset.json` in `out` by data set; None if `out` can be written.
 
@@ -106,10 +112,8 @@ def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any])
         if part["made_from"]["source_digest"] != made_from["source_digest"]:
             return "its source has changed since (names, sizes or times of the files)"
         for shard in part["shards"]:
-            path = side_folder(out, name) / shard["path"]
-            file = find_file(path)
-            if file is None or file.size != shard["bytes"]:
-                return f"its shard {path} is missing or of another size"
+            if not has_files(side_folder(out, name), [shard]):
+                return f"its shard {side_folder(out, name) / shard['path']} is missing or of another size"
     return ""
 
 

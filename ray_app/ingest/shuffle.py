@@ -24,9 +24,9 @@ import pyarrow as pa
 
 from ray_app.errors import DataError, StorageError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.output_folder import RECORDS, RUNS, make_scratch, side_folder
-from ray_app.ingest.shards import Shards, column_facts, row_bytes
-from ray_app.storage.data_files import find_file, publish, to_arrow
+from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
+from ray_app.ingest.shards import RowWriter, Shards, column_facts, row_bytes
+from ray_app.storage.data_files import publish, to_arrow
 from ray_app.storage.files import Location, put_json, read_json
 
 RUN_BYTES = 64 << 20
@@ -44,32 +44,11 @@ _HASH_END = 1 << 63
 Int64 = npt.NDArray[np.int64]
 
 
-class Runs:
+class Runs(RowWriter):
     """Writes a stream of tables as runs: files of rows in the order of their hashes.
 
     The metadata of a file has the first hash of each batch.
-
-    Args:
-        folder: Folder of the files; created here.
-        scratch: Folder on a disk for the file that is being written; created here.
     """
-
-    def __init__(self, folder: Location, stem: str, scratch: Path) -> None:
-        if isinstance(folder, Path):
-            folder.mkdir(exist_ok=True)
-        scratch.mkdir(exist_ok=True)
-        self._folder = folder
-        self._stem = stem
-        self._scratch = scratch
-        self._runs: list[dict[str, Any]] = []
-        self._columns: dict[str, dict[str, Any]] = {}
-        self._pending: list[pa.Table] = []
-        self._pending_bytes = 0
-
-    @property
-    def rows(self) -> int:
-        """Rows of all finished files."""
-        return sum(run["rows"] for run in self._runs)
 
     def write(self, table: pa.Table) -> None:
         """Adds rows; raises DataError if a column is of another type than before."""
@@ -94,7 +73,7 @@ class Runs:
 
     def description(self) -> dict[str, Any]:
         """Returns the `runs` and `columns`, plain JSON."""
-        return {"runs": self._runs, "columns": self._columns}
+        return {"runs": self._files, "columns": self._columns}
 
     def _end_run(self) -> None:
         table = pa.concat_tables(self._pending, promote_options="default").combine_chunks()
@@ -105,12 +84,12 @@ class Runs:
         parts = list(_cut(order, sizes))
         table = table.append_column(_HASH, pa.array(hashes))
         first = json.dumps([int(hashes[part[0]]) for part in parts]).encode()
-        path = self._scratch / f"{self._stem}-{len(self._runs):03d}.arrow"
+        path = self._scratch / f"{self._stem}-{len(self._files):03d}.arrow"
         schema = table.schema.with_metadata({_FIRST_HASHES: first})
         with pa.ipc.new_file(path, schema) as file:
             for part in parts:
                 file.write_table(table.take(part).combine_chunks())
-        self._runs.append(
+        self._files.append(
             {"path": path.name, "rows": len(order), "row_bytes": int(sizes.sum()), "bytes": path.stat().st_size}
         )
         publish(path, self._folder / path.name)
@@ -173,9 +152,7 @@ def write_bucket(task: BucketTask) -> dict[str, Any]:
     """
     side = side_folder(task.folder, task.side)
     record: dict[str, Any] | None = read_json(task.record)
-    if record is not None and all(
-        (stored := find_file(side / shard["path"])) and stored.size == shard["bytes"] for shard in record["shards"]
-    ):
+    if record is not None and has_files(side, record["shards"]):
         return record
     parts = [part for name in task.runs for part in _read_run(task.folder / RUNS / name, task.low, task.high)]
     with make_scratch(task.folder) as scratch:

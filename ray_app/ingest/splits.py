@@ -16,14 +16,14 @@ import pyarrow.compute as pc
 
 from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.output_folder import RECORDS, RUNS, make_scratch, side_folder
+from ray_app.ingest.output_folder import RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.readers import base
 from ray_app.ingest.shards import Shards, TextColumns
 from ray_app.ingest.shuffle import Runs
-from ray_app.ingest.tokenize import Packed, Texts
-from ray_app.storage.data_files import find_file
+from ray_app.ingest.tokenize import Packed, Texts, without_rows
 from ray_app.storage.files import Location, put_json, read_json
 
+_NO_LABEL = "no label; every row needs an integer"
 Record = dict[str, Any]
 """Record of an input split, plain JSON.
 
@@ -139,10 +139,8 @@ def load_finished_record(task: InputSplitTask) -> Record | None:
         return None
     for side, description in record["sides"].items():
         folder = side_folder(task.folder, side) if task.keeps_order else task.folder / RUNS
-        for file in description["shards" if task.keeps_order else "runs"]:
-            stored = find_file(folder / file["path"])
-            if stored is None or stored.size != file["bytes"]:
-                return None
+        if not has_files(folder, description["shards" if task.keeps_order else "runs"]):
+            return None
     return record
 
 
@@ -166,11 +164,7 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refu
             f"the column `label` is of type {kind}; allowed are integers. Name a column of strings with the option "
             "label (csv, jsonl), or rename a column of numbers to 'target' for regression."
         )
-    if table["label"].null_count:
-        missing = table["label"].is_null()
-        for row_id in table["row_id"].filter(missing).to_pylist():
-            refuse(row_id, "no label; every row needs an integer")
-        table = table.filter(pc.invert(missing))
+    table = without_rows(table, table["label"].is_null(), refuse, _NO_LABEL)
     if pa.types.is_uint64(kind):
         too_large = pc.greater(table["label"], pa.scalar(2**63 - 1, kind))
         refused = table.filter(too_large).select(["row_id", "label"]).to_pydict()
@@ -187,9 +181,7 @@ def _to_integer_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
     if not pa.types.is_floating(labels.type):
         return table
     missing = pc.or_kleene(pc.is_null(labels), pc.fill_null(pc.is_nan(labels), True))
-    for row_id in table["row_id"].filter(missing).to_pylist():
-        refuse(row_id, "no label; every row needs an integer")
-    table = table.filter(pc.invert(missing))
+    table = without_rows(table, missing, refuse, _NO_LABEL)
     labels = table["label"].cast(pa.float64())
     # Above 2**53 a float may stand for another integer than the one that was written.
     is_integer = pc.and_(pc.equal(pc.trunc(labels), labels), pc.less_equal(pc.abs(labels), 2.0**53))

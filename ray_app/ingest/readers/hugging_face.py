@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import is_bytes, is_number, is_text
+from ray_app.data.arrays import is_bytes, is_list, is_number, is_numbers, is_text
 from ray_app.data.dataset import index_columns
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, nested
@@ -71,8 +71,8 @@ def explain_unusable(kind: pa.DataType, is_label: bool) -> str | None:
     value = value_type(kind)
     if is_label and not (is_number(value) or is_text(value)):
         return f"is to be the label, but holds {kind}; a label is a ClassLabel, an integer, text or a truth value"
-    if nested.is_list(kind):
-        return f"holds lists that are not of numbers ({kind})" if nested.number_type(kind) is None else None
+    if is_list(kind):
+        return None if is_numbers(kind) else f"holds lists that are not of numbers ({kind})"
     if pa.types.is_struct(kind) and not _is_image(kind):
         return "holds objects; allowed are numbers, text, bytes, images and lists of numbers"
     if pa.types.is_null(value):
@@ -93,12 +93,6 @@ def check_unique(file: File, names: list[str]) -> None:
         )
 
 
-def label_values(label: str, table: pa.Table) -> set[str]:
-    """Returns the distinct values of a label's column of text, with "" for rows without a value."""
-    values = nested.to_plain(table[label].combine_chunks())
-    return {value or "" for value in values.unique().to_pylist()} if is_text(values.type) else set()
-
-
 def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: base.Refuse) -> pa.Table:
     """Returns a table converted to a form, without the rows that cannot be used."""
     if missing := [name for name in form.schema.names if name not in table.column_names]:
@@ -111,7 +105,7 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
         for column in form.schema
     }
     for name in form.shapes:
-        if not nested.is_list(kind := columns[name].type) or nested.number_type(kind) is None:
+        if not is_numbers(kind := columns[name].type):
             raise DataError(
                 f"{file}: column {name!r} holds {kind}, and lists of numbers in the first file. Save it again."
             )
@@ -123,7 +117,7 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
         elif name in form.shapes:
             fits = nested.has_shape(column, form.shapes[name]).to_numpy(zero_copy_only=False)
             reason = nested.explain_misfit(name, form.shapes[name])
-            faults |= {int(i): reason for i in np.flatnonzero(~fits) if int(i) not in faults}
+            faults = {int(i): reason for i in np.flatnonzero(~fits)} | faults
         elif form.has_text_label and name == form.label:
             if not is_text(column.type):
                 raise DataError(
@@ -137,8 +131,7 @@ def convert_table(form: Form, file: File, table: pa.Table, ids: Any, refuse: bas
                 )
             # `datasets` writes a missing label as -1.
             columns[name] = pc.if_else(pc.less(column, 0), None, column)
-            out_of_range = _labels_out_of_range(columns[name], len(form.classes or ()))
-            faults |= {i: reason for i, reason in out_of_range.items() if i not in faults}
+            faults = _labels_out_of_range(columns[name], len(form.classes)) | faults
     for i, reason in sorted(faults.items()):
         refuse(str(ids[i]), reason)
     good = np.ones(len(ids), np.bool_)
@@ -156,19 +149,16 @@ def _cast_empty(column: pa.Array, kind: pa.DataType) -> pa.Array:
     A column without any value, or of lists without any value, has no type itself.
     """
     inner = column.type
-    while nested.is_list(inner):
+    while is_list(inner):
         inner = inner.value_type
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), kind)
-    return column.cast(kind) if pa.types.is_null(inner) and nested.is_list(kind) else column
+    return column.cast(kind) if pa.types.is_null(inner) and is_list(kind) else column
 
 
 def _labels_out_of_range(labels: pa.Array, classes: int) -> dict[int, str]:
-    """Returns the reason for each row with a label that is not below the number of classes.
-
-    With 0 classes every number is allowed.
-    """
-    too_large = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False) if classes else ()
+    """Returns the reason for each row with a label that is not below the number of classes."""
+    too_large = pc.fill_null(pc.greater_equal(labels, classes), False).to_numpy(zero_copy_only=False)
     return {
         int(i): f"label {labels[int(i)]}; the {classes} classes allow 0 to {classes - 1}"
         for i in np.flatnonzero(too_large)
@@ -283,7 +273,7 @@ class HuggingFace(base.SourceReader):
         kept = pa.schema([schema.field(name) for name in keep], schema.metadata)
         ragged = self.options.ragged or []
         nested.check_ragged(file, ragged, kept)
-        shapes = _shapes(files, [column.name for column in kept if nested.is_list(column.type)], ragged)
+        shapes = _shapes(files, [column.name for column in kept if is_list(column.type)], ragged)
         names = features.get(label or "", {}).get("names")
         return Form(kept, shapes, label, tuple(names) if names else None, self.options.check)
 
@@ -397,7 +387,7 @@ def _read(file: File, columns: list[str]) -> Iterator[pa.Table]:
 
 
 def _label_values(label: str, files: list[File]) -> set[str]:
-    """Returns the distinct labels of text in files."""
+    """Returns the distinct labels of text in files, with "" for rows without a label."""
     values: set[str] = set()
     for file in files:
         with _open_batches(file, [label], _LABEL_ROWS) as (schema, batches):
@@ -406,7 +396,8 @@ def _label_values(label: str, files: list[File]) -> set[str]:
                 continue
             for batch in batches:
                 batch.validate(full=True)
-                values |= label_values(label, pa.Table.from_batches([batch]))
+                column = nested.to_plain(batch[label])
+                values |= {value or "" for value in column.unique().to_pylist()} if is_text(column.type) else set()
     return values
 
 

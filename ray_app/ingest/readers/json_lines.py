@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
+from ray_app.data.arrays import is_list, is_numbers
 from ray_app.errors import DataError
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base, nested
@@ -117,7 +118,7 @@ def _explain_unusable(kind: pa.DataType, has_shape: bool) -> str | None:
         return "objects; allowed are numbers, text, truth values and lists of numbers"
     if pa.types.is_null(kind):
         return "no value in any line"
-    if nested.is_list(kind) and (nested.number_type(kind) is None or not has_shape):
+    if is_list(kind) and not (is_numbers(kind) and has_shape):
         return f"lists that are not of numbers, or all empty ({kind})"
     return None
 
@@ -138,11 +139,7 @@ def _learn(options: IngestOptions, files: list[File]) -> _Facts:
         facts.first_values = first_values | facts.first_values
         for name in table.column_names:
             shape_of = nested.ragged_shape if name in ragged else nested.first_shape
-            if (
-                nested.is_list(table.schema.field(name).type)
-                and name not in facts.shapes
-                and (shape := shape_of(table[name]))
-            ):
+            if is_list(table.schema.field(name).type) and name not in facts.shapes and (shape := shape_of(table[name])):
                 facts.shapes[name] = shape
         if label in table.column_names and pa.types.is_string(schema.field(label).type):
             # Parsed again as text, so that each label is as it was written and not a time.
@@ -222,7 +219,7 @@ def _check_exact(block: _Block, table: pa.Table, numbers: list[int]) -> None:
 
 def _is_large(values: pa.Array) -> bool:
     """Returns whether these are (lists of) floats so large that not every integer has an exact float."""
-    while nested.is_list(values.type):
+    while is_list(values.type):
         values = pc.list_flatten(values)
     return pa.types.is_floating(values.type) and (pc.max(pc.abs(values)).as_py() or 0) >= 2**53
 
@@ -371,7 +368,7 @@ def _read(lines: list[bytes], schema: pa.Schema | None, keep: set[str] | None) -
 
 def _is_finite(values: pa.ChunkedArray) -> bool:
     """Returns whether no value, also in lists, is NaN or infinite."""
-    while nested.is_list(values.type):
+    while is_list(values.type):
         values = pc.list_flatten(values)
     return not pa.types.is_floating(values.type) or pc.all(pc.is_finite(values)).as_py() is not False
 

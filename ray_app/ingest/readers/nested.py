@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import Array, to_list_array
+from ray_app.data.arrays import Array, is_list, is_numbers, number_type, to_list_array
 from ray_app.errors import DataError
 from ray_app.task.ragged import Ragged
 
@@ -21,19 +21,6 @@ ANY = -1
 
 Shape = tuple[int, ...]
 """Shape of the lists in a column; the first length may be `ANY`."""
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Returns whether values are lists of any sort."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def number_type(kind: pa.DataType) -> pa.DataType | None:
-    """Returns the type of the numbers in (nested) lists; None where the lists hold something else."""
-    while is_list(kind):
-        kind = kind.value_type
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return kind if is_number else None
 
 
 def first_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
@@ -61,7 +48,7 @@ def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
 
     It returns (`ANY`,) for lists of numbers, and None if all inner lists are empty or do not hold numbers.
     """
-    if not is_list(column.type) or number_type(column.type) is None:
+    if not is_numbers(column.type):
         return None
     inner = pc.list_flatten(column)
     shape = first_shape(inner) if is_list(inner.type) else ()
