@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from markupsafe import Markup
@@ -71,83 +72,39 @@ def learning_figures(facts: Facts) -> list[Figure]:
     """Returns the figures of loss, evaluations, learning rate and gradient norm by step; none without steps."""
     if not facts.records:
         return []
-    figures = [figure for figure in [_loss_figure(facts)] if figure]
+    figures = [_loss_figure(facts)]
     for evaluator, evaluations in [("", facts.evaluations), *facts.others.items()]:
-        # The loss of the run's own evaluator is in the figure of the training loss.
-        hidden_names = set() if evaluator else {"loss"}
-        training_names = set() if evaluator else _training_metric_names(facts)
-        names = sorted(
-            {name for e in evaluations for name in e.metrics} - hidden_names | training_names,
-            key=lambda n: (n != facts.metric, n),
-        )
-        figures += [
-            figure for figure in (_metric_figure(facts, evaluator, evaluations, name) for name in names) if figure
-        ]
-    rate = finite_points((float(r.step), r.lr) for r in facts.records)
-    if rate:
-        figures.append(
-            Figure(
-                "Learning rate",
-                "of each step",
-                line_chart([Line("learning rate", "purple", rate)], Axis("learning rate"), Frame()),
-            )
-        )
-    norm = finite_points((float(r.step), r.grad_norm) for r in facts.records)
-    if norm:
-        lines = _with_mean("norm", "gray", norm)
-        figures.append(
-            Figure(
-                "Gradient norm",
-                "L2, before clipping",
-                line_chart(lines, Axis("gradient norm"), Frame(), from_zero=True),
-            )
-        )
-    return figures
+        names = {name for e in evaluations for name in e.metrics}
+        if not evaluator:
+            # The loss of the run's own evaluator is in the figure of the training loss.
+            names = names - {"loss"} | _training_metric_names(facts)
+        ordered = sorted(names, key=lambda n: (n != facts.metric, n))
+        figures += [_metric_figure(facts, evaluator, evaluations, name) for name in ordered]
+    if rate := finite_points((float(r.step), r.lr) for r in facts.records):
+        chart = line_chart([Line("learning rate", "purple", rate)], Axis("learning rate"), Frame())
+        figures.append(Figure("Learning rate", "of each step", chart))
+    if norm := finite_points((float(r.step), r.grad_norm) for r in facts.records):
+        chart = line_chart(_with_mean("norm", "gray", norm), Axis("gradient norm"), Frame(), from_zero=True)
+        figures.append(Figure("Gradient norm", "L2, before clipping", chart))
+    return [figure for figure in figures if figure]
 
 
 def cluster_figures(facts: Facts) -> list[Figure]:
     """Returns the figures of workers, speed and events, over one axis of time; none before the first event."""
     if not facts.events and not facts.records:
         return []
-    disturbance_marks = [
-        _event_mark(facts, event) for event in facts.events if event.kind in _SHAPES and event.kind != "started"
-    ]
     figures = []
-    sizes = thin_points(sizes_over_time(facts.in_time, facts.clock))
-    if sizes:
-        y = Axis("workers", whole_ticks, lambda v: f"{v:.0f}")
-        figures.append(
-            _over_time(
-                facts,
-                "Workers",
-                "that step together; 0 where no worker steps",
-                lambda frame: line_chart(
-                    [Line("workers", "blue", sizes, "steps")],
-                    y,
-                    frame,
-                    height=170,
-                    from_zero=True,
-                    marks=disturbance_marks,
-                ),
-            )
-        )
-    speed = rows_per_second_over_time(facts.records, facts.clock)
-    if speed:
-        y_speed = Axis("rows per second")
-        figures.append(
-            _over_time(
-                facts,
-                "Throughput",
-                "rows that counted, per second",
-                lambda frame: line_chart(
-                    [Line("rows per second", "green", speed)], y_speed, frame, height=150, from_zero=True
-                ),
-            )
-        )
-    lanes = _lanes(facts)
-    figures.append(
-        _over_time(facts, "Timeline", "checkpoints, evaluations and disturbances", lambda frame: timeline(lanes, frame))
-    )
+    if sizes := thin_points(sizes_over_time(facts.in_time, facts.clock)):
+        marks = [_event_mark(facts, e) for e in facts.events if e.kind in _SHAPES and e.kind != "started"]
+        lines, axis = [Line("workers", "blue", sizes, "steps")], Axis("workers", whole_ticks, "{:.0f}".format)
+        draw = partial(line_chart, lines, axis, height=170, from_zero=True, marks=marks)
+        figures.append(_over_time(facts, "Workers", "that step together; 0 where no worker steps", draw))
+    if speed := rows_per_second_over_time(facts.records, facts.clock):
+        lines = [Line("rows per second", "green", speed)]
+        draw = partial(line_chart, lines, Axis("rows per second"), height=150, from_zero=True)
+        figures.append(_over_time(facts, "Throughput", "rows that counted, per second", draw))
+    draw = partial(timeline, _lanes(facts))
+    figures.append(_over_time(facts, "Timeline", "checkpoints, evaluations and disturbances", draw))
     return figures
 
 
@@ -230,16 +187,14 @@ def _training_metric_figure(facts: Facts, name: str, evaluated: Sequence[Point])
 def _best_mark(facts: Facts, name: str) -> list[Mark]:
     """Returns the mark of the best evaluation if this metric decides; otherwise nothing."""
     best = facts.best if name == facts.metric else None
-    return (
-        [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")]
-        if best
-        else []
-    )
+    if best is None:
+        return []
+    return [Mark(float(best.step), "green", f"best: {best.metrics[name]:.4f} at step {best.step:,}", "diamond")]
 
 
-def _over_time(facts: Facts, title: str, unit: str, draw: Callable[[Frame], Markup]) -> Figure:
+def _over_time(facts: Facts, title: str, unit: str, draw: Callable[..., Markup]) -> Figure:
     span = (0.0, facts.clock.end_s)
-    wide, narrow = (draw(Frame(width, 96, span, TIME, facts.clock.pauses)) for width in (WIDE, NARROW))
+    wide, narrow = (draw(frame=Frame(width, 96, span, TIME, facts.clock.pauses)) for width in (WIDE, NARROW))
     return Figure(title, unit, wide, narrow)
 
 
@@ -255,16 +210,9 @@ def _lanes(facts: Facts) -> list[Lane]:
         Lane(name, [_event_mark(facts, e) for e in facts.events if e.kind in event_kinds])
         for name, event_kinds in kinds.items()
     ]
-    lanes.append(
-        Lane(
-            "checkpoints",
-            [
-                _checkpoint_mark(facts, e)
-                for e in facts.events
-                if e.kind in ("checkpointed", "write_failed", "fallback")
-            ],
-        )
-    )
+    kinds_of_checkpoints = ("checkpointed", "write_failed", "fallback")
+    checkpoints = [_checkpoint_mark(facts, e) for e in facts.events if e.kind in kinds_of_checkpoints]
+    lanes.append(Lane("checkpoints", checkpoints))
     lanes.append(Lane("evaluations", [_evaluation_mark(facts, e) for e in facts.evaluations]))
     return [lane for lane in lanes if lane.marks]
 

@@ -41,15 +41,11 @@ def budgets(facts: Facts) -> list[BudgetLine]:
     """Returns the budgets of failures and preemptions, with their use in the newest start."""
     limits, starts = facts.config.failure, start_events(facts.events)
     newest_events = [event for event in facts.events if starts and event.fence == starts[-1].fence]
-    lines = []
-    for name, kind, limit in (
-        ("failures", "failed", limits.max_failures),
-        ("preemptions", "preempted", limits.max_preemptions),
-    ):
-        lines.append(
-            BudgetLine(name, count(newest_events, kind), limit if limit >= 0 else None, count(facts.events, kind))
-        )
-    return lines
+    kinds = (("failures", "failed", limits.max_failures), ("preemptions", "preempted", limits.max_preemptions))
+    return [
+        BudgetLine(name, count(newest_events, kind), limit if limit >= 0 else None, count(facts.events, kind))
+        for name, kind, limit in kinds
+    ]
 
 
 def counters(facts: Facts) -> list[tuple[str, str, str]]:
@@ -89,13 +85,7 @@ def health(facts: Facts) -> list[tuple[str, str, str]]:
     """
     rows, stragglers = list[tuple[str, str, str]](), current_stragglers(facts.events)
     if stragglers:
-        rows.append(
-            (
-                "slow workers now",
-                f"{len(stragglers)}",
-                "; ".join(describe_event(event) for event in stragglers.values()),
-            )
-        )
+        rows.append(("slow workers now", f"{len(stragglers)}", "; ".join(map(describe_event, stragglers.values()))))
     if facts.course.recomputed:
         corrupt_workers = counted_word(count(facts.events, "sdc_detected"), "worker")
         rows.append(

@@ -190,32 +190,19 @@ def list_values(facts: Facts) -> list[tuple[str, str]]:
         wait_ms, step_ms = sum(r.data_wait_ms for r in newest_records), sum(r.step_ms for r in newest_records)
         pairs.append(("waits for data", f"{wait_ms / max(1e-9, step_ms):.0%} of a step"))
     pairs += [(name, f"{number}: {note}") for name, number, note in health(facts)]
+    metric, best = facts.metric, facts.best
     if facts.evaluations:
         evaluation = facts.evaluations[-1]
-        pairs.append(
-            (facts.metric, f"{evaluation.metrics.get(facts.metric, float('nan')):.4f} at step {evaluation.step:,}")
-        )
-        if facts.best is not None:
-            pairs.append(
-                (f"best {facts.metric}", f"{facts.best.metrics[facts.metric]:.4f} at step {facts.best.step:,}")
-            )
+        value = evaluation.metrics.get(metric, float("nan"))
+        pairs.append((metric, f"{value:.4f} at step {evaluation.step:,}"))
+        if best is not None:
+            pairs.append((f"best {metric}", f"{best.metrics[metric]:.4f} at step {best.step:,}"))
     if facts.config.data.eval_path and facts.newest is not None:
-        evaluated_step = facts.evaluations[-1].step if facts.evaluations else 0
-        pairs.append(
-            (
-                "evaluator",
-                f"{facts.newest.step - evaluated_step:,} steps behind"
-                if facts.newest.step > evaluated_step
-                else "is not behind",
-            )
-        )
+        behind = facts.newest.step - (facts.evaluations[-1].step if facts.evaluations else 0)
+        pairs.append(("evaluator", f"{behind:,} steps behind" if behind > 0 else "is not behind"))
     if facts.newest is not None:
-        pairs.append(
-            (
-                "checkpoint",
-                f"at step {facts.newest.step:,}, {seconds(max(0.0, facts.made_s - facts.newest.time_s))} ago",
-            )
-        )
+        age_s = max(0.0, facts.made_s - facts.newest.time_s)
+        pairs.append(("checkpoint", f"at step {facts.newest.step:,}, {seconds(age_s)} ago"))
     if parts := [f"{name}: {part:.1%}" for _, name, part in time_parts(facts) if part >= 0.001]:
         pairs.append(("time since the first step", "; ".join(parts)))
     pairs += [

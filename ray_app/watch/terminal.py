@@ -328,16 +328,11 @@ class RunConsole:
                 self._metrics.set("restarts", times, cause=cause)
             self._metrics.set("sdc_detections", count(events, "sdc_detected"))
         if evaluations:
-            metric = self._job.best_metric
-            backlog = (
-                f", {len(pending)} checkpoints, {time.time() - pending[0].time_s:.0f} s behind"
-                if len(pending) > 1
-                else ""
-            )
-            self._evaluation_text = (
-                f"{metric} {evaluations[-1].metrics.get(metric, float('nan')):.4f} (step"
-                f" {evaluations[-1].step}{backlog})"
-            )
+            metric, newest_evaluation = self._job.best_metric, evaluations[-1]
+            value, backlog = newest_evaluation.metrics.get(metric, float("nan")), ""
+            if len(pending) > 1:
+                backlog = f", {len(pending)} checkpoints, {time.time() - pending[0].time_s:.0f} s behind"
+            self._evaluation_text = f"{metric} {value:.4f} (step {newest_evaluation.step}{backlog})"
 
     def _measure(self, metrics: RunMetrics, newest: StepRecord, waits: bool) -> None:
         self._speed.look(newest, time.monotonic())
@@ -363,11 +358,7 @@ class RunConsole:
         parts += [
             f"rank {rank} takes {times:.1f}x as long" for rank, times in list(newest.slow.items())[:_MAX_STRAGGLERS]
         ]
-        if self._evaluation_text:
-            parts.append(self._evaluation_text)
-        if self._disturbances_text:
-            parts.append(self._disturbances_text)
-        return "  ".join(parts)
+        return "  ".join([*parts, *filter(None, (self._evaluation_text, self._disturbances_text))])
 
     def _update_bar(self, newest: StepRecord) -> None:
         """Updates the bar of the epoch; in a new epoch ends it and adds the next one."""
@@ -428,13 +419,8 @@ def print_end(
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
     if phases_s := summary["start_s"]:
-        rows.append(
-            (
-                "start",
-                f"{sum(phases_s.values()):.1f} s: "
-                + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases_s.items()),
-            )
-        )
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases_s.items())
+        rows.append(("start", f"{sum(phases_s.values()):.1f} s: {phases}"))
     if facts is not None:
         rows += [("loss", curve) for curve in [format_loss_curve(facts, console.console.encoding)] if curve]
         rows.append(("cluster", facts.story))
