@@ -269,6 +269,15 @@ def constant_tensor(values: Sequence[float], device: torch.device, dtype: torch.
     return _constant(tuple(values), device, dtype)
 
 
+def normalize_images(images: Tensor, pixel_max: float, mean: list[float], std: list[float]) -> Tensor:
+    """Returns images, (rows, channels, height, width), as float32 from 0 to 1, less the mean, divided by std."""
+    images = images.to(torch.float32) / pixel_max
+    if mean == [0.0] and std == [1.0]:
+        return images
+    means, stds = (constant_tensor(values, images.device)[:, None, None] for values in (mean, std))
+    return (images - means) / stds
+
+
 # The cache has no limit, because CUDA graphs read the tensors, which have to stay alive. Inference mode is off, because
 # an evaluation may be the first caller, and training cannot use tensors that are made in that mode.
 @cache

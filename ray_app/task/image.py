@@ -21,7 +21,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.base import Batch, Rows, need_column, uniform
 from ray_app.task.classification import Classification, ClassWeights, add_class_weights, mix_images, smooth_targets
-from ray_app.task.device import constant_tensor, to_device
+from ray_app.task.device import normalize_images, to_device
 from ray_app.task.images import decode_image
 
 # Salts of `uniform`: the flip and the two offsets of the crop of a row are independent of each other.
@@ -190,11 +190,7 @@ class ImageClassification(Classification):
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Computes class scores, shape (rows, classes)."""
-        images = batch["image"].to(torch.float32) / self.pixel_max
-        if self.mean != [0.0] or self.std != [1.0]:
-            mean, std = (constant_tensor(values, images.device)[:, None, None] for values in (self.mean, self.std))
-            images = (images - mean) / std
-        outputs = model(images)
+        outputs = model(normalize_images(batch["image"], self.pixel_max, self.mean, self.std))
         # In training GoogLeNet and Inception return a tuple of the logits and those of auxiliary classifiers.
         return outputs if isinstance(outputs, Tensor) else outputs.logits
 

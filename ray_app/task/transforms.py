@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ray_app.config.import_paths import load_class
@@ -152,6 +152,15 @@ def instantiate(spec: Any, field: str) -> Any:
         raise ConfigError(
             f"{field}.class_path {spec['class_path']} cannot be made with {sorted(arguments)}: {error}."
         ) from error
+
+
+def instantiate_module(spec: Spec, field: str) -> nn.Module:
+    """Makes the `nn.Module` of a specification, see `instantiate`; raises ConfigError if it makes something else."""
+    model = instantiate(spec, field)
+    if not isinstance(model, nn.Module):
+        made = f"{field} {spec['class_path']} makes a {type(model).__name__}"
+        raise ConfigError(f"{made}; it must make an nn.Module.")
+    return model
 
 
 def instantiate_once(spec: Any, field: str) -> Any:

@@ -227,6 +227,9 @@ def _ended_early(how: str) -> RuntimeError:
     return RuntimeError(f"the script {how}; its loop ends by itself after the last step of the run")
 
 
+_NO_COMPILE = (
+    "train.compile compiles the model that a task is given; compile the model in the script, and leave it out."
+)
 _STRATEGIES = ("ddp", "single")
 _RUNNING: dict[nn.Module, Running] = {}
 """The running loops of this process by the model that they train."""
@@ -312,30 +315,19 @@ class LoopTask(BatchTask):
 
     def validate_config(self, config: Config) -> list[str]:
         """Returns a problem for each setting that conflicts with the optimizer or the model of the script."""
-        problems = []
-        if config.optimizers is not None or config.optimizer not in (
-            type(config).optimizer,
-            OptimizerSpec(TASK_OPTIMIZER),
-        ):
-            problems.append(
-                "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."
-            )
-        if config.train.strategy not in _STRATEGIES:
-            problems.append(
-                f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop"
-                f" leaves it; use {' or '.join(_STRATEGIES)}."
-            )
-        if config.train.compile:
-            problems.append(
-                "train.compile compiles the model that a task is given; compile the model in the script, and leave it"
-                " out."
-            )
-        if config.train.capture:
-            problems.append(
-                "train.capture needs each step to do the same, and a script may do something else in each; leave it"
-                " out."
-            )
-        return problems
+        has_default = config.optimizer in (type(config).optimizer, OptimizerSpec(TASK_OPTIMIZER))
+        problems = {
+            "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out.": (
+                config.optimizers is not None or not has_default
+            ),
+            f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop leaves"
+            f" it; use {' or '.join(_STRATEGIES)}.": config.train.strategy not in _STRATEGIES,
+            _NO_COMPILE: config.train.compile,
+            "train.capture needs each step to do the same, and a script may do something else in each; leave it out.": (
+                config.train.capture
+            ),
+        }
+        return [problem for problem, applies in problems.items() if applies]
 
     def _script(self) -> Callable[[Loop], None]:
         return partial(load_class(self.train), **self.settings)
@@ -356,10 +348,7 @@ class LoopTask(BatchTask):
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """Returns the losses that the script computes of a micro-batch."""
         if hasattr(model, "_orig_mod"):
-            raise ConfigError(
-                "train.compile compiles the model that a task is given; compile the model in the script, and leave it"
-                " out."
-            )
+            raise ConfigError(_NO_COMPILE)
         if model in _RUNNING:
             return _RUNNING[model].losses(self._rows(batch))
         # A check before the start calls this with a model that no loop trains.
