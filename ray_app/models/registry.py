@@ -399,12 +399,6 @@ def versions_with_tag(client: Any, name: str, tag: str, value: str) -> list[str]
     return [str(v.version) for v in client.search_model_versions(f"name = '{name}'") if v.tags.get(tag) == value]
 
 
-def champion(client: Any, name: str) -> Version | None:
-    """Returns the champion, None if there is none."""
-    serving = champion_of(client, name)
-    return None if serving is None else version_of(client, name, serving)
-
-
 def resolve_version(uri: str, model: str) -> Version:
     """Returns the version that a model URI names.
 

@@ -217,15 +217,10 @@ def _compare_recalls(
     # The shape is (draws, classes).
     drops = (counts @ (old - new)[:, watched]) / np.maximum(1, counts @ rows[:, watched])
     total = rows.sum(0)
+    before, after = (recalled.sum(0) / np.maximum(1, total) for recalled in (old, new))
     return {
         i: ClassRecall(int(total[i]), float(was), float(now), float(was - now - quantile * spread))
-        for i, was, now, spread in zip(
-            watched,
-            (old.sum(0) / np.maximum(1, total))[watched],
-            (new.sum(0) / np.maximum(1, total))[watched],
-            drops.std(0),
-            strict=True,
-        )
+        for i, was, now, spread in zip(watched, before[watched], after[watched], drops.std(0), strict=True)
     }
 
 
@@ -429,14 +424,11 @@ def write_selection_part(dataset: Dataset, columns: list[str], delivery: dict[st
 def write_dataset(
     dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float, out: Path
 ) -> Path:
-    """Writes a data set of all rows of new files and a share of the rows of old ones, unless `out` exists.
+    """Writes a data set of all rows of new files and a share of those of old ones, unless `out` exists; returns `out`.
 
     Args:
         fraction: Share of the rows of old files; a hash of the file's content and the row's position chooses them.
         out: Folder of the new data set; it is renamed into its place when it is complete.
-
-    Returns:
-        `out`.
     """
     if (out / _DESCRIPTION).is_file():
         return out
@@ -467,11 +459,9 @@ def _iter_tables(
         with DataFile(dataset.root, path, manifest.partitions) as file:
             for group in np.flatnonzero(manifest.file_of == index).tolist():
                 table = file.read_row_group(int(manifest.index_in_file[group]), columns)
-                selected = (
-                    table.filter(pa.array(select_share(delivery[path], first, table.num_rows, fraction)))
-                    if path in old
-                    else table
-                )
-                first += table.num_rows
-                if selected.num_rows:
-                    yield selected
+                rows = table.num_rows
+                if path in old:
+                    table = table.filter(pa.array(select_share(delivery[path], first, rows, fraction)))
+                first += rows
+                if table.num_rows:
+                    yield table

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.arrays import fixed_array, spec_of_field
+from ray_app.data.arrays import fixed_array, is_number, spec_of_field
 from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.plan.hashing import hash_array, key
@@ -109,18 +109,13 @@ def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> 
                 continue
             for name, numbers in _numeric_values(arrow_field, values.filter(pa.array(is_sampled))):
                 parts.setdefault(name, []).append(numbers)
-    sample = {name: _drop_non_finite(np.concatenate(parts_of_column)) for name, parts_of_column in parts.items()}
+    whole = {name: np.concatenate(parts_of_column) for name, parts_of_column in parts.items()}
+    sample = {name: values[np.isfinite(values)] for name, values in whole.items()}
     rows = dataset.manifest.num_rows
-    return (
-        Profile(
-            rows,
-            schema,
-            {name: nulls[name] / rows for name in schema},
-            {str(number): count for number, count in sorted(classes.items())},
-            {name: _describe_column(values) for name, values in sample.items() if len(values)},
-        ),
-        sample,
-    )
+    null_shares = {name: nulls[name] / rows for name in schema}
+    class_rows = {str(number): count for number, count in sorted(classes.items())}
+    described = {name: _describe_column(values) for name, values in sample.items() if len(values)}
+    return Profile(rows, schema, null_shares, class_rows, described), sample
 
 
 def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
@@ -142,13 +137,9 @@ def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
 
 def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
     """Returns the total variation distance of two class balances, 0 (equal) to 1 (no class in common)."""
-    totals = max(1, sum(now.values())), max(1, sum(before.values()))
-    return (
-        math.fsum(
-            abs(now.get(name, 0) / totals[0] - before.get(name, 0) / totals[1]) for name in now.keys() | before.keys()
-        )
-        / 2
-    )
+    total, total_before = max(1, sum(now.values())), max(1, sum(before.values()))
+    names = now.keys() | before.keys()
+    return math.fsum(abs(now.get(name, 0) / total - before.get(name, 0) / total_before) for name in names) / 2
 
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
@@ -158,10 +149,8 @@ def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.
         try:
             with DataFile(root, path, manifest.partitions) as file:
                 for group in np.flatnonzero(manifest.file_of == index).tolist():
-                    yield (
-                        int(manifest.first_row[group]),
-                        file.read_row_group(int(manifest.index_in_file[group]), columns),
-                    )
+                    table = file.read_row_group(int(manifest.index_in_file[group]), columns)
+                    yield int(manifest.first_row[group]), table
         except (pa.ArrowException, OSError) as error:
             raise to_read_error(root / path, error, "It cannot be read; deliver it again.") from error
 
@@ -177,17 +166,9 @@ def _numeric_values(arrow_field: pa.Field, values: pa.ChunkedArray) -> list[tupl
             return []
         rows = fixed_array(values, spec).reshape(len(values), -1).astype(np.float64)
         return [(f"{arrow_field.name} (mean)", rows.mean(1)), (f"{arrow_field.name} (std)", rows.std(1))]
-    if (
-        pa.types.is_integer(arrow_field.type)
-        or pa.types.is_floating(arrow_field.type)
-        or pa.types.is_boolean(arrow_field.type)
-    ):
+    if is_number(arrow_field.type):
         return [(arrow_field.name, values.drop_null().to_numpy().astype(np.float64))]
     return []
-
-
-def _drop_non_finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return values[np.isfinite(values)]
 
 
 def _describe_column(values: npt.NDArray[np.float64]) -> Column:

@@ -53,11 +53,8 @@ class RetrainPaths:
     @classmethod
     def of(cls, config: Config) -> RetrainPaths:
         """Returns the paths of a configuration's registered model."""
-        return cls(
-            to_location(config.run.storage_path)
-            / "retraining"
-            / make_folder_name(str(config.tracking.registered_model))
-        )
+        folder = make_folder_name(str(config.tracking.registered_model))
+        return cls(to_location(config.run.storage_path) / "retraining" / folder)
 
     @property
     def audit(self) -> Location:
@@ -198,15 +195,10 @@ def read_delivery(config: Config, memory: Location | None = None, gate_path: str
         DataError: A path has no files.
         StorageError: The storage does not answer.
     """
-    paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)} | (
-        {"gate": gate_path} if gate_path is not None else {}
-    )
-    return Delivery(
-        **{
-            name: _digest_files(path, memory / f"{name}.json" if memory is not None else None)
-            for name, path in paths.items()
-        }
-    )
+    paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)}
+    paths |= {"gate": gate_path} if gate_path is not None else {}
+    caches = {name: memory / f"{name}.json" if memory is not None else None for name in paths}
+    return Delivery(**{name: _digest_files(path, caches[name]) for name, path in paths.items()})
 
 
 def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, champion: str) -> Inputs:
@@ -220,11 +212,8 @@ def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, cha
     fields |= {"retrain.data": section.data, "retrain.start": section.start}
     if section.data == "new_and_sample":
         fields["retrain.old_fraction"] = section.old_fraction
-    judging = section.acceptance_settings() | {
-        "metric": config.evaluate.metric,
-        "mode": config.evaluate.mode,
-        "gate": delivery.gate,
-    }
+    judging = section.acceptance_settings() | {"metric": config.evaluate.metric, "mode": config.evaluate.mode}
+    judging |= {"gate": delivery.gate}
     return Inputs(delivery.digest, digest_json(fields), _digest_code(config), digest_json(judging), champion)
 
 

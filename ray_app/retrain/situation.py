@@ -16,7 +16,7 @@ from ray_app.cluster.resources import cluster
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import DataError
-from ray_app.models.registry import champion, version_of
+from ray_app.models.registry import version_of
 from ray_app.preflight.prepare import make_task, open_evaluation_source, prepare
 from ray_app.retrain.champion import Champion
 from ray_app.retrain.gate import (
@@ -67,32 +67,19 @@ def inspect_data(
     train, train_sample = profile_dataset(open_dataset(config.data.path), job.task.columns(), label)
     evaluation, _ = profile_dataset(open_dataset(str(config.data.eval_path)), job.task.columns(), label)
     gate_rows_request = gate_request(job, config, section, delivery, {})
-    gate_profile = (
-        profile_dataset(open_dataset(section.gate_path), job.task.columns(), label)[0]
-        if section.gate_path is not None
-        else None
-    )
+    gate_profile = None
+    if section.gate_path is not None:
+        gate_profile, _ = profile_dataset(open_dataset(section.gate_path), job.task.columns(), label)
     gate_mask = gate_rows_request.chosen
-    gate = GateRows(
-        int(gate_mask.sum()) if gate_mask is not None else gate_rows_request.source.manifest.num_rows, gate_profile
-    )
-    reference_profile = champion.profiles.train if champion is not None else None
-    drift = (
-        {
-            name: psi(train_sample[name], column)
-            for name, column in reference_profile.columns.items()
-            if name in train_sample
-        }
-        if reference_profile is not None
-        else {}
-    )
+    gate_rows = gate_rows_request.source.manifest.num_rows if gate_mask is None else int(gate_mask.sum())
+    gate = GateRows(gate_rows, gate_profile)
+    reference = champion.profiles.train if champion is not None else None
+    columns = reference.columns if reference is not None else {}
+    drift = {name: psi(train_sample[name], column) for name, column in columns.items() if name in train_sample}
     accepted = champion.metric_when_promoted(job.best_metric) if champion is not None else None
+    is_comparable = reference is None or reference.schema == train.schema
     agreement = None
-    if (
-        champion is not None
-        and accepted is not None
-        and (reference_profile is None or reference_profile.schema == train.schema)
-    ):
+    if champion is not None and accepted is not None and is_comparable:
         connect()
         models = {"champion": champion.files}
         requests = [
@@ -213,7 +200,9 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
             f"new data: {facts.new_rows:,} of {facts.rows:,} training rows are in files that the champion was not"
             f" trained on",
         )
-    drop = _metric_drop(facts)
+    drop = None
+    if facts.then is not None and facts.now is not None:
+        drop = facts.then - facts.now if facts.mode == "max" else facts.now - facts.then
     # The negated comparison finds NaN, too.
     if section.max_drop is not None and drop is not None and not drop <= section.max_drop:
         return "drop", (
@@ -231,20 +220,9 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
         )
     if section.max_age_days is not None and facts.age_days is not None and facts.age_days > section.max_age_days:
         return "age", f"the champion is {facts.age_days:.1f} days old, more than {section.max_age_days:g}"
-    return "none", _describe_no_trigger(facts, section)
-
-
-def _metric_drop(facts: TriggerFacts) -> float | None:
-    """Returns how much worse the champion's metric has become; None if a value is missing."""
-    if facts.then is None or facts.now is None:
-        return None
-    return facts.then - facts.now if facts.mode == "max" else facts.now - facts.then
-
-
-def _describe_no_trigger(facts: TriggerFacts, section: RetrainSection) -> str:
     if facts.same_data:
-        return f"the data is what champion version {facts.champion} was trained on"
-    return (
+        return "none", f"the data is what champion version {facts.champion} was trained on"
+    return "none", (
         f"{facts.new_rows:,} new training rows, fewer than {section.min_new_rows:,} (retrain.min_new_rows), and nothing"
         f" else has changed"
     )
@@ -353,16 +331,12 @@ class Situation:
         delivery = self.champion.delivery
         manifest = open_dataset(self.config.data.path).manifest
         old = find_old_files(self.delivery.train, delivery.train) if delivery is not None else set()
-        is_new = [path not in old for path in manifest.paths]
+        files = zip(manifest.file_of.tolist(), manifest.rows.tolist(), strict=True)
         return TriggerFacts(
             champion=self.champion.version.version,
             age_days=self.champion.version.age_days,
             same_data=self.same_data,
-            new_rows=sum(
-                rows
-                for file, rows in zip(manifest.file_of.tolist(), manifest.rows.tolist(), strict=True)
-                if is_new[file]
-            ),
+            new_rows=sum(rows for file, rows in files if manifest.paths[file] not in old),
             rows=manifest.num_rows,
             metric=self.metric,
             mode=self.config.evaluate.mode or self._default_mode,
@@ -374,9 +348,3 @@ class Situation:
 def load_champion(paths: RetrainPaths, client: Any, name: str, uri: str, version: str | None) -> Champion | None:
     """Returns a version with the record of its retraining; None if `version` is None."""
     return None if version is None else Champion(version_of(client, name, version), paths, uri)
-
-
-def load_serving_champion(paths: RetrainPaths, client: Any, name: str, uri: str) -> Champion | None:
-    """Returns the version that serves, with the record of its retraining; None if there is none."""
-    serves = champion(client, name)
-    return None if serves is None else Champion(serves, paths, uri)
