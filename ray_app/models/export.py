@@ -86,13 +86,8 @@ def write_export(
         files = write_files(task, model, example, temporary)
         with user_code(lambda: "writing an export"):
             task.export_files(model, temporary)
-        stored = {
-            "format": files.format,
-            "outputs": files.outputs,
-            "refused": list(files.refused),
-            "libraries": sorted(files.libraries),
-        }
-        described = source | stored | {"files": _digests(temporary)}
+        described = source | {"format": files.format, "outputs": files.outputs, "refused": list(files.refused)}
+        described |= {"libraries": sorted(files.libraries), "files": _digests(temporary)}
         (temporary / EXPORT).write_text(to_json(described, indent=1))
         refuse_taken(folder, overwrite)
         if folder.exists():
@@ -222,10 +217,8 @@ def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def read_origin(folder: Path) -> dict[str, Any] | None:
     """Returns the content of `export.json`, None if there is none; raises RegistryError if it is damaged."""
-    file = folder / EXPORT
-    return (
-        _read_object(file, {"run": str, "step": int, "params_digest": str, "files": dict}) if file.is_file() else None
-    )
+    file, fields = folder / EXPORT, {"run": str, "step": int, "params_digest": str, "files": dict}
+    return _read_object(file, fields) if file.is_file() else None
 
 
 def _read_object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
@@ -234,11 +227,8 @@ def _read_object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
         content = json.loads(file.read_text())
     except ValueError as error:
         raise RegistryError(f"{file} is damaged: {error}.") from error
-    wrong = sorted(
-        name
-        for name, kind in fields.items()
-        if not isinstance(content, dict) or not isinstance(content.get(name), kind)
-    )
+    values = content if isinstance(content, dict) else {}
+    wrong = sorted(name for name, kind in fields.items() if not isinstance(values.get(name), kind))
     if wrong:
         raise RegistryError(f"{file} is damaged: it does not say {', '.join(wrong)}.")
     return content
@@ -330,16 +320,8 @@ def _read_package(data: Path, called: str, source: dict[str, Any], digest: str) 
         if stored["settings"] is None:
             raise KeyError("the settings of its task")
         weights = (data / _FILES[form]).read_bytes()
-        return Packaged(
-            called=called,
-            source=source,
-            format=form,
-            inputs=described["inputs"],
-            params_digest=digest,
-            class_path=stored["class_path"],
-            settings=stored["settings"],
-            weights=weights,
-        )
+        inputs, class_path, settings = described["inputs"], stored["class_path"], stored["settings"]
+        return Packaged(called, source, form, inputs, digest, class_path, settings, weights)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{called} cannot be predicted with, its package lacks {error}: it comes from something else, from an older"

@@ -146,11 +146,7 @@ def _imported_names(module: str, file: Path) -> set[str]:
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = (
-                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                if node.level
-                else node.module or ""
-            )
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             imported.add(base)
             if base.partition(".")[0] not in sys.stdlib_module_names and _is_shippable(base.partition(".")[0]):
                 imported |= {
@@ -306,9 +302,7 @@ def _write_description(
 
     described = {
         "format": name,
-        "inputs": [
-            {"name": field, "dtype": values.dtype.str, "shape": shape(field)} for field, values in inputs.items()
-        ],
+        "inputs": [{"name": name, "dtype": v.dtype.str, "shape": shape(name)} for name, v in inputs.items()],
         "params_digest": params_digest(served.model.state_dict()),
         "torch": torch.__version__,
         "classes": served.task.classes,
@@ -379,12 +373,8 @@ def _write_weights(
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
     digests = {module: hashlib.sha256(file.read_bytes()).hexdigest() for module, file in sources.files.items()}
-    description = {
-        "module": task_class.__module__,
-        "class": task_class.__qualname__,
-        "settings": vars(served.task),
-        "code": digests,
-    }
+    names = {"module": task_class.__module__, "class": task_class.__qualname__}
+    description = names | {"settings": vars(served.task), "code": digests}
     (data / loader.TASK).write_text(json.dumps(description, indent=1))
     return {"torch", "numpy", "safetensors"} | sources.libraries
 

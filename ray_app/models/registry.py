@@ -259,13 +259,10 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     if now is None:
         raise RegistryError(f"{name!r} has no champion that could be rolled back.")
     current = client.get_model_version(name, now)
-    done = rollbacks(client, name)[-1:]
-    if (
-        done
-        and (done[0].to, done[0].reason) == (now, reason[:_TAG_CHARS])
-        and done[0].at >= current.tags.get(_PROMOTED_AT, "")
-    ):
-        return done[0]
+    for last in rollbacks(client, name)[-1:]:
+        is_same = (last.to, last.reason) == (now, reason[:_TAG_CHARS])
+        if is_same and last.at >= current.tags.get(_PROMOTED_AT, ""):
+            return last
     before = current.tags.get(_REPLACES, "none")
     if before == "none":
         raise RegistryError(
@@ -295,17 +292,11 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
 def rollbacks(client: Any, name: str) -> list[Rollback]:
     """Returns the recorded rollbacks, oldest first, without one that was interrupted before the alias moved."""
     serving = champion_of(client, name)
-    recorded = [
-        Rollback(
-            str(v.version),
-            v.tags.get(_REPLACES, "none"),
-            v.tags.get(_ROLLED_BACK_BECAUSE, ""),
-            v.tags[_ROLLED_BACK_AT],
-            v.tags.get(_ROLLED_BACK_BY, ""),
-        )
-        for v in client.search_model_versions(_filter("name", name))
-        if _ROLLED_BACK_AT in v.tags and str(v.version) != serving
-    ]
+    recorded = []
+    for v in client.search_model_versions(_filter("name", name)):
+        if _ROLLED_BACK_AT in v.tags and str(v.version) != serving:
+            reason, at, by = (v.tags.get(tag, "") for tag in _ROLLBACK_TAGS)
+            recorded.append(Rollback(str(v.version), v.tags.get(_REPLACES, "none"), reason, at, by))
     return sorted(recorded, key=lambda one: one.at)
 
 
@@ -345,12 +336,8 @@ def _find_version(client: Any, name: str, run_uuid: str, params_digest: str) -> 
 
 def _registered(client: Any, version: Any) -> Registered:
     model = _find_model(client, version.name)
-    aliases = model.aliases if model is not None else {}
-    return Registered(
-        version.name,
-        str(version.version),
-        tuple(sorted(a for a, v in aliases.items() if str(v) == str(version.version))),
-    )
+    aliases, number = model.aliases if model is not None else {}, str(version.version)
+    return Registered(version.name, number, tuple(sorted(alias for alias, v in aliases.items() if str(v) == number)))
 
 
 def _filter(key: str, value: str) -> str:

@@ -217,11 +217,8 @@ class Manifest:
     def locate(self, position: int) -> tuple[str, int, int]:
         """Returns the file path, the index of the row group and the row in it of a manifest position."""
         group = int(np.searchsorted(self.first_row, position, side="right")) - 1
-        return (
-            self.paths[int(self.file_of[group])],
-            int(self.index_in_file[group]),
-            position - int(self.first_row[group]),
-        )
+        path, row = self.paths[int(self.file_of[group])], position - int(self.first_row[group])
+        return path, int(self.index_in_file[group]), row
 
     def describe_rows(self, positions: Sequence[int], max_rows: int = 12) -> str:
         """Returns a text that names rows by their files: `2 rows: part-0.parquet, row group 2, rows 3, 17`."""

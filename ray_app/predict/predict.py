@@ -19,7 +19,7 @@ from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.arrays import ArraySpec
-from ray_app.data.dataset import Dataset, hash_files, open_dataset
+from ray_app.data.dataset import Dataset, hash_files, open_dataset, sha256
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, ReadSpec, cut_reads, rows_per_task
@@ -143,25 +143,20 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "task": class_path(model.task),
         "code": _code_digest(source_files(class_path(model.task))),
         "manifest_digest": manifest.digest,
-        "content_digest": hashlib.sha256(
-            json.dumps(hash_files(locate_data(dataset.root), manifest.paths)).encode()
-        ).hexdigest(),
+        "content_digest": _digest_json(hash_files(locate_data(dataset.root), manifest.paths)),
         "columns": carried,
         "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
         "batch_size": section.batch_size,
         "threads": section.threads,
         "device": device,
     }
-    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    digest = _digest_json(made_from)
     out = str(to_location(section.out))
-    counts = (section.batch_size, section.threads)
+    data = (dataset.root, reader.fields, carried, manifest.partitions)
+    job = PredictJob(model, *data, parts, out, digest, section.batch_size, section.threads, device)
     described = describe_prediction_columns(reader.columns, dataset, carried)
-    job = PredictJob(
-        model, dataset.root, reader.fields, carried, manifest.partitions, parts, out, digest, *counts, device
-    )
-    prepared = PreparedPrediction(
-        job, reader, made_from, {"model": source, "data": section.data}, manifest.num_rows, described
-    )
+    origin = {"model": source, "data": section.data}
+    prepared = PreparedPrediction(job, reader, made_from, origin, manifest.num_rows, described)
     refuse_other_prediction(prepared)
     return prepared
 
@@ -228,17 +223,17 @@ def model_of_run(config: Config, run: str) -> ModelSource:
 
 def _code_digest(files: dict[str, Path]) -> str:
     """Returns the digest of the Python files of a task, by the names of their modules."""
-    digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+    return _digest_json({name: sha256(file) for name, file in files.items()})
+
+
+def _digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _check_section(section: PredictSection) -> None:
     problems = [f"predict.{name} is missing." for name in ("data", "out") if not getattr(section, name)]
-    problems += [
-        f"predict.{n} is {getattr(section, n)}; it must be at least 1."
-        for n in _MIN_ONE_FIELDS
-        if getattr(section, n) < 1
-    ]
+    counts = {name: getattr(section, name) for name in _MIN_ONE_FIELDS}
+    problems += [f"predict.{name} is {n}; it must be at least 1." for name, n in counts.items() if n < 1]
     if section.num_cpus < 0 or section.num_gpus < 0:
         problems.append("predict.num_cpus and predict.num_gpus cannot be negative.")
     if section.num_gpus > 1:

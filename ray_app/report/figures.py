@@ -6,6 +6,7 @@ The figures are curves of the training (`learning_figures`), and curves and a ti
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,11 +156,8 @@ def _metric_figure(facts: Facts, evaluator: str, evaluations: list[Evaluation], 
         return None
     marks = [] if evaluator else _best_mark(facts, name)
     unit = f"on {evaluations[-1].rows:,} held-out rows" + (", best ◆" if marks else "")
-    return Figure(
-        f"Evaluation{evaluator and f' {evaluator}'}: {name.replace('_', ' ')}",
-        unit,
-        line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks),
-    )
+    chart = line_chart([Line(name, "orange", points, "dots")], Axis(name), Frame(), marks=marks)
+    return Figure(f"Evaluation{evaluator and f' {evaluator}'}: {name.replace('_', ' ')}", unit, chart)
 
 
 def _training_metric_names(facts: Facts) -> set[str]:
@@ -243,53 +241,64 @@ def _evaluation_mark(facts: Facts, evaluation: Evaluation) -> Mark:
     return Mark(at - evaluation.duration_s, "orange", text, "bar", at)
 
 
+_TEXTS = {
+    "started": "start {fence} of the driver, up to {max_workers} workers",
+    "resumed": "went on{at}, from a {source}",
+    "formed": "{workers} workers step together from step {step}",
+    "params_diverged": "after a failure the states of ranks {ranks} were not those of the others; went on{at}",
+    "workers": "{workers} workers start",
+    "failed": "failure {number}{at}, {left} workers left: {reasons}",
+    "storage_failed": "the storage failed{at}, {left} workers left: {reasons}",
+    "preempted": "preemption {number}{at}: {workers} workers had to leave",
+    "resized": "resized from {before} to {after} workers{at}: {reason}",
+    "replaced": "lost workers replaced, {before} to {after}{at}",
+    "standbys": "{ready} standby workers are ready",
+    "start_failed": "{workers} more workers could not start: {reason}",
+    "checkpointed": "checkpoint{at} ({why}), took {duration}",
+    "evaluation_skipped": "no evaluation{at}: {reason}",
+    "write_retried": "checkpoint{at} written at attempt {attempts}: {reason}",
+    "write_failed": "checkpoint{at} not written: {reason}",
+    "fallback": "checkpoint {checkpoint} passed over: {reason}",
+    "environment_changed": "another environment{at}: before {before}, now {now}",
+    "data_changed": "went on with changed data: {names}",
+    "code_changed": "went on with other code: {names}",
+    "straggler_detected": "{straggler}{at}",
+    "straggler_recovered": "rank {rank}{at_host} keeps up again{at}",
+    "stalled": "{straggler} in one step{at}",
+    "rebalanced": "logical workers moved{at}: {before} became {after}",
+    "time_breakdown": "until{until} the workers' time was: {parts_of_time}",
+    "evicted": "rank {rank}{at_host} had to leave{at}: {reason}",
+    "sdc_detected": "rank {rank}{at_host} computed logical worker {logical_worker}{at} wrongly, and ended; it was last"
+    " known to be right after step {clean}",
+    "suspected": "checkpoints {steps} are marked: {reason}",
+    "stacks": "worker {rank} stalled the group{at}, while {doing}",
+    "driver_lost": "the driver was gone{at}, {status}; noticed by {noticed_by}",
+    "worker_exit": "rank 0 left{at}",
+    "profiled": "steps {first} to {step} traced: {file}",
+}
+"""Text of each kind of event, with its details, `at` (its step), and what `describe_event` adds."""
+
+
 def describe_event(event: Event) -> str:
     """Returns an event as a text."""
     details = event.details
-    step = f" at step {details['step']:,}" if isinstance(details.get("step"), int) else ""
-    texts = {
-        "started": f"start {event.fence} of the driver, up to {details.get('max_workers')} workers",
-        "resumed": f"went on{step}, from a {details.get('source')}",
-        "formed": f"{details.get('workers')} workers step together from step {details.get('step')}",
-        "params_diverged": f"after a failure the states of ranks {details.get('ranks')} were not those of the others;"
-        f" went on{step}",
-        "workers": f"{details.get('workers')} workers start",
-        "failed": f"failure {details.get('number')}{step}, {details.get('left')} workers left:"
-        f" {_reasons(details.get('errors'))}",
-        "storage_failed": f"the storage failed{step}, {details.get('left')} workers left:"
-        f" {_reasons(details.get('errors'))}",
-        "preempted": f"preemption {details.get('number')}{step}: {details.get('workers')} workers had to leave",
-        "resized": f"resized from {details.get('before')} to {details.get('after')} workers{step}:"
-        f" {details.get('reason')}",
-        "replaced": f"lost workers replaced, {details.get('before')} to {details.get('after')}{step}",
-        "standbys": f"{details.get('ready')} standby workers are ready",
-        "start_failed": f"{details.get('workers')} more workers could not start: {details.get('reason')}",
-        "checkpointed": f"checkpoint{step} ({details.get('why')}), took"
-        f" {seconds(float(details.get('duration_s') or 0.0))}",
-        "evaluation_skipped": f"no evaluation{step}: {details.get('reason')}",
-        "write_retried": f"checkpoint{step} written at attempt {details.get('attempts')}: {details.get('reason')}",
-        "write_failed": f"checkpoint{step} not written: {details.get('reason')}",
-        "fallback": f"checkpoint {details.get('checkpoint')} passed over: {details.get('reason')}",
-        "environment_changed": f"another environment{step}: before {details.get('before')}, now {details.get('now')}",
-        "data_changed": f"went on with changed data: {', '.join(map(str, details.get('changed') or []))}",
-        "code_changed": f"went on with other code: {', '.join(map(str, details.get('changed') or []))}",
-        "straggler_detected": f"{_describe_straggler(details)}{step}",
-        "straggler_recovered": f"rank {details.get('rank')}{_at_host(details)} keeps up again{step}",
-        "stalled": f"{_describe_straggler(details)} in one step{step}",
-        "rebalanced": f"logical workers moved{step}: {details.get('before')} became {details.get('after')}",
-        "time_breakdown": f"until{step.removeprefix(' at')} the workers' time was: {_describe_time(details)}",
-        "evicted": f"rank {details.get('rank')}{_at_host(details)} had to leave{step}: {details.get('reason')}",
-        "sdc_detected": f"rank {details.get('rank')}{_at_host(details)} computed logical worker"
-        f" {details.get('logical_worker')}{step} wrongly, and"
-        f" ended; it was last known to be right after step {details.get('clean')}",
-        "suspected": f"checkpoints {details.get('steps')} are marked: {details.get('reason')}",
-        "stacks": f"worker {details.get('rank')} stalled the group{step}, while {details.get('doing')}",
-        "driver_lost": f"the driver was gone{step}, {details.get('status')}; noticed by {details.get('noticed_by')}",
-        "worker_exit": f"rank 0 left{step}",
-        "profiled": f"steps {details.get('first')} to {details.get('step')} traced: {details.get('file')}",
+    step = f" step {details['step']:,}" if isinstance(details.get("step"), int) else ""
+    at = f" at{step}" if step else ""
+    if event.kind not in _TEXTS:
+        reason = f": {details['reason']}" if details.get("reason") else ""
+        return f"{event.kind.replace('_', ' ')}{at}{reason}"
+    added = {
+        "fence": event.fence,
+        "at": at,
+        "until": step,
+        "at_host": _at_host(details),
+        "duration": seconds(float(details.get("duration_s") or 0.0)),
+        "names": ", ".join(map(str, details.get("changed") or [])),
+        "parts_of_time": _describe_time(details),
+        "reasons": _reasons(details.get("errors")),
+        "straggler": _describe_straggler(details),
     }
-    reason = f": {details['reason']}" if details.get("reason") else ""
-    return texts.get(event.kind, f"{event.kind.replace('_', ' ')}{step}{reason}")
+    return _TEXTS[event.kind].format_map(defaultdict(lambda: None, details | added))
 
 
 def _describe_time(details: dict[str, Any]) -> str:

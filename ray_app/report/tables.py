@@ -52,26 +52,19 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
     """Returns the counters without a budget, over all starts: name, number and a note."""
     events, restart_counts = facts.events, restarts(facts.events)
     recovery_times_s = recoveries(events, facts.in_time)
-    recovery_text = ", ".join(seconds(wait) for wait in recovery_times_s[:12]) + (
-        f" and {len(recovery_times_s) - 12} more" if len(recovery_times_s) > 12 else ""
-    )
+    more = f" and {len(recovery_times_s) - 12} more" if len(recovery_times_s) > 12 else ""
+    recovery_text = ", ".join(seconds(wait) for wait in recovery_times_s[:12]) + more
+    recovery_note = f"seconds from a loss to the next finished step: {recovery_text}" if recovery_times_s else ""
+    write_note = f"retried; {count(events, 'write_failed'):,} failed for good"
     return [
         ("steps done again", f"{len(facts.repeated):,}", "finished before, and lost with the workers"),
-        (
-            "recoveries",
-            f"{len(recovery_times_s):,}",
-            f"seconds from a loss to the next finished step: {recovery_text}" if recovery_times_s else "",
-        ),
+        ("recoveries", f"{len(recovery_times_s):,}", recovery_note),
         ("resizes", f"{count(events, 'resized'):,}", ""),
         ("workers replaced", f"{count(events, 'replaced'):,}", "after failures"),
         ("failures of the storage", f"{restart_counts['storage']:,}", "charged to no budget"),
         ("driver restarts", f"{restart_counts['driver']:,}", ""),
         ("checkpoints", f"{count(events, 'checkpointed'):,}", "committed"),
-        (
-            "checkpoint writes",
-            f"{count(events, 'write_retried'):,}",
-            f"retried; {count(events, 'write_failed'):,} failed for good",
-        ),
+        ("checkpoint writes", f"{count(events, 'write_retried'):,}", write_note),
         ("fallbacks", f"{count(events, 'fallback'):,}", "checkpoints passed over as damaged"),
         ("evaluations", f"{len(facts.evaluations):,}", f"{count(events, 'evaluation_skipped'):,} skipped"),
         *health(facts),
@@ -137,12 +130,9 @@ def comparison(facts: Facts) -> list[tuple[str, str, str]]:
     digest = facts.digest
     same = " (equal)" if digest and digest == theirs.get("params_digest") else ""
     wall_s = (theirs.get("timing") or {}).get("wall_s")
+    ours = f"{best.metrics[facts.metric]:.4f} at step {best.step:,}" if best else "-"
     return [
-        (
-            f"best {facts.metric}",
-            f"{best.metrics[facts.metric]:.4f} at step {best.step:,}" if best else "-",
-            f"{earlier.value:.4f} at step {earlier.step:,}",
-        ),
+        (f"best {facts.metric}", ours, f"{earlier.value:.4f} at step {earlier.step:,}"),
         ("parameters", _short(digest) + same, _short(theirs.get("params_digest"))),
         ("steps", f"{facts.records[-1].step if facts.records else 0:,}", _text(theirs.get("steps"))),
         ("rows", f"{facts.rows:,}", _text(theirs.get("rows"))),

@@ -215,16 +215,11 @@ def list_values(facts: Facts) -> list[tuple[str, str]]:
 
 def list_generations(facts: Facts) -> list[tuple[str, ...]]:
     """Returns a row for each generation: its number, its first step, its workers, and the run's time of its start."""
-    return [
-        (
-            f"{e.fence}.{e.details['generation']}",
-            f"{e.details['step']:,}",
-            str(e.details["workers"]),
-            seconds(facts.clock.at(e.time_s)),
-        )
-        for e in facts.events
-        if e.kind == "formed"
-    ]
+    rows = list[tuple[str, ...]]()
+    for e in (event for event in facts.events if event.kind == "formed"):
+        generation, step, workers = (e.details[name] for name in ("generation", "step", "workers"))
+        rows.append((f"{e.fence}.{generation}", f"{step:,}", str(workers), seconds(facts.clock.at(e.time_s))))
+    return rows
 
 
 def _render_head(facts: Facts) -> Text:
@@ -274,9 +269,8 @@ def _render_side_by_side(sights: Sequence[RunState]) -> Table:
         value_of = dict(list_values(facts))
         step = f"{facts.records[-1].step if facts.records else 0:,} of {facts.total_steps or 0:,}"
         columns = (value_of.get(name, "-") for name in ("loss", facts.metric, "speed"))
-        rows.append(
-            (facts.paths.name, facts.status, step, *columns, sizes_text(facts.sizes), sight.error or facts.story)
-        )
+        workers, happened = sizes_text(facts.sizes), sight.error or facts.story
+        rows.append((facts.paths.name, facts.status, step, *columns, workers, happened))
     return _make_table("run", "status", "step", "loss", "evaluation", "speed", "workers", "what happened", rows=rows)
 
 
